@@ -108,7 +108,7 @@ class Callback:
     def leave_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Undo the changes that ``on_validation_start`` made to the model.
 
-        The hook runs on all ranks, so that a signal can end the run during validation.
+        The hook runs on all ranks if a signal requests the end of the run during validation.
 
         Args:
             trainer: The Trainer.

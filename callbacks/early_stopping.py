@@ -43,8 +43,8 @@ class EarlyStopping(Callback):
     """Callback that stops the run when ``monitor`` has not improved for ``patience`` checks.
 
     All processes stop after the same step, once the Trainer's ``min_epochs`` and ``min_steps`` are reached. A run that
-    is resumed from a checkpoint saved after the stop ends again immediately, unless the current arguments, for example
-    a larger ``patience``, allow it to continue.
+    is resumed from a checkpoint saved after the stop ends again, unless the current arguments, for example a larger
+    ``patience``, allow it to continue.
 
     Args:
         monitor: Name of the logged value.
@@ -172,7 +172,7 @@ class EarlyStopping(Callback):
             return
         exceeded = self._find_exceeded_limit(self._decided_at, self._decided_after)
         if exceeded is None:
-            argument = _ARGUMENTS.get(self.stopping_reason, "its criteria")
+            argument = _ARGUMENTS.get(self.stopping_reason, "a criterion")
             self._forget_stop()
             announce(
                 f"early stopping had ended this run ({reason}), but the run continues, because {argument} has changed"

@@ -38,7 +38,7 @@ class BaseFinetuning(Callback):
     the parameter groups.
 
     Raises:
-        ValueError: In ``fit``, if the model or the optimizer state is sharded. On resume, if ``configure_optimizers``
+        ValueError: In ``fit``, if the model is sharded. On resume, if ``configure_optimizers``
             builds parameter groups that differ from the corresponding groups in the checkpoint.
         NotImplementedError: In ``fit``, if one of the two methods is not overridden.
 
@@ -216,9 +216,9 @@ class BaseFinetuning(Callback):
         strategy = trainer.accelerator.strategy
         if strategy.sharded:
             raise ValueError(
-                f"{type(self).__name__} cannot run with strategy={strategy.name!r}, because sharding fixes which "
-                "parameters are trained. Use strategy='ddp', or freeze the parameters in the task's __init__ and "
-                "unfreeze them before another fit."
+                f"{type(self).__name__} cannot run with strategy={strategy.name!r}, because a sharded "
+                "model must train the same parameters throughout a run. Use strategy='ddp', or freeze the parameters "
+                "in the task's __init__ and unfreeze them before another fit."
             )
         self._layout = {}
         self.freeze_before_training(pl_module)
@@ -274,8 +274,8 @@ class BackboneFinetuning(BaseFinetuning):
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
-        ValueError: In ``fit``, if the task does not have a backbone, or if ``configure_optimizers`` passes frozen
-            parameters of the backbone to an optimizer. `BaseFinetuning` lists further cases.
+        ValueError: In ``fit``, if the task does not have a backbone, or if ``configure_optimizers`` returns several
+            optimizers or passes frozen parameters of the backbone to one. `BaseFinetuning` lists further cases.
 
     Example:
         >>> import torch
@@ -343,8 +343,8 @@ class BackboneFinetuning(BaseFinetuning):
         """In ``fit``, freeze the backbone."""
         if stage == "fit" and not isinstance(getattr(pl_module, "backbone", None), nn.Module):
             raise ValueError(
-                f"{type(pl_module).__name__} has no module named backbone, which BackboneFinetuning freezes. Create it "
-                "in __init__ or setup; configure_model is too late."
+                f"BackboneFinetuning needs a module named 'backbone', but {type(pl_module).__name__} has none. Create "
+                "it in __init__ or setup; configure_model is too late."
             )
         super().setup(trainer, pl_module, stage)
 
@@ -403,7 +403,7 @@ class BackboneFinetuning(BaseFinetuning):
             optimizer.param_groups[-1]["lr"] = self.previous_backbone_lr
         if self.verbose and self.previous_backbone_lr is not None:
             backbone_rate = round(self.previous_backbone_lr, self.rounding)
-            announce(f"learning rates: {round(rate, self.rounding)}, backbone: {backbone_rate}")
+            announce(f"learning rate: {round(rate, self.rounding)}; learning rate of the backbone: {backbone_rate}")
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -112,9 +112,9 @@ class _LRFinder:
         self._optimal_idx = None
         if len(indices) < 2:
             warn(
-                f"no learning rate can be suggested: of {len(lrs)} points, skip_begin={skip_begin}, "
-                f"skip_end={skip_end} and non-finite losses leave {len(indices)}, but at least 2 are needed. Raise "
-                "num_training_steps, or lower min_lr."
+                f"no learning rate can be suggested: only {len(indices)} of {len(lrs)} points remain after "
+                f"skip_begin={skip_begin}, skip_end={skip_end} and non-finite losses are excluded, but at least 2 are "
+                "needed. Raise num_training_steps, or lower min_lr."
             )
             return None
         positions = [math.log(lrs[k]) if self.mode == "exponential" else lrs[k] for k in indices]
@@ -281,5 +281,5 @@ class LearningRateFinder(Callback):
             f"{tried} learning rates" if tried == total else f"{tried} of {total} learning rates (the loss diverged)"
         )
         suggestion = "suggests none" if rate is None else f"suggests {rate:.4g}"
-        done = f", to which {name} is now set" if name and rate is not None else ""
+        done = f"; {name} is set to this rate" if name and rate is not None else ""
         announce(f"LearningRateFinder tried {rates} and {suggestion}{done}")

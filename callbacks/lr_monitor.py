@@ -116,7 +116,7 @@ class LearningRateMonitor(BestEffortCallback):
             self._safely(self._read, trainer, "step", optimizer if self._rates else None)
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Log the rates every ``log_every_n_steps`` steps."""
+        """Log the rates of the step if they are due."""
         if self._rates:
             step = trainer.progress.step
             # After a step that float16 skipped, this is still the number of the previous step.

@@ -67,8 +67,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             example because the model is sharded, nothing is saved after an error. Default: False.
         save_weights_only: Omit everything that is needed only to resume, such as the optimizer state. Default: False.
         save_trainable_only: Omit frozen weights (``requires_grad=False``), unless they were trained during the run. To
-            load such a checkpoint, build the task with the same frozen weights. Their digests are compared with
-            those in the checkpoint. Default: False.
+            load such a checkpoint, build the task with the same frozen weights. Their digests are compared with those
+            in the checkpoint. Default: False.
         mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better. NaN is worse than any number.
             Default: ``"min"``.
         auto_insert_metric_name: Write each field of the template as ``name=value`` instead of only the value. Default:
@@ -79,14 +79,14 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         every_n_epochs: Number of epochs between saves; 0 disables this trigger. Default: 1 if no other trigger is
             passed, otherwise 0.
         save_on_train_epoch_end: For ``every_n_epochs``, save at the end of the epoch (True) or after each validation in
-            the epoch (False). Default: False in a run with validation if ``val_check_interval`` is not 1.0 or
-            ``check_val_every_n_epoch`` is not 1, otherwise True.
+            the epoch (False). Default: None, which selects False in a run with validation if ``val_check_interval`` is
+            not 1.0 or ``check_val_every_n_epoch`` is not 1, and True otherwise.
         enable_version_counter: Append ``-v1``, ``-v2``, ... to the name if it is taken by a checkpoint that this save
             does not replace. If False, replace the existing checkpoint, unless it is this callback's ``last.ckpt`` or
             belongs to another ModelCheckpoint of this run. Default: True.
         async_save: Write the checkpoint in the background, from a copy of the state in host memory. If the save fails,
-            the error is raised at a later step or at the end of ``fit``. The directory at
-            ``best_model_path`` may not exist until the save is complete. Default: False.
+            the error is raised at a later step or at the end of ``fit``. The directory at ``best_model_path`` may not
+            exist until the save is complete. Default: False.
 
     Attributes:
         best_model_path: Path of the best checkpoint, or "".
@@ -202,7 +202,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def state_key(self) -> str:
-        """Name of the callback's saved state, which includes the monitor, the mode and the triggers."""
+        """Name that includes the monitor, the mode and the triggers."""
         return (
             f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, every_n_train_steps="
             f"{self.every_n_train_steps}, every_n_epochs={self.every_n_epochs}, "

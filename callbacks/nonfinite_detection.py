@@ -95,12 +95,12 @@ class NonFiniteWatch(Callback):
         if not names:
             return
         later = len(names) - 1
-        more = f", before {format_count(later, 'other')}" if later else ""
-        where = "after gradients were reduced over all ranks," if rank is None else f"on rank {rank}"
+        more = f"; {format_count(later, 'other')} followed" if later else ""
+        where = "after the gradients were reduced over all ranks" if rank is None else f"on rank {rank}"
         raise ValueError(
-            f"{names[0]} is the first tensor to contain NaN or infinity{more}, {where} in optimizer step "
-            f"{trainer.progress.step + 1} (epoch {trainer.progress.epoch}, micro-batch {trainer.progress.batch}). "
-            "Check this micro-batch, or lower the learning rate."
+            f"{names[0]} is the first tensor to contain NaN or infinity, {where} in optimizer step "
+            f"{trainer.progress.step + 1} (epoch {trainer.progress.epoch}, micro-batch {trainer.progress.batch}){more}"
+            ". Check this micro-batch, or lower the learning rate."
         )
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:

@@ -43,7 +43,7 @@ class OnExceptionCheckpoint(ModelCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """Name of the callback's saved state, which includes ``filename``."""
+        """Name that includes ``filename``."""
         return f"OnExceptionCheckpoint({self.filename!r})"
 
     @property

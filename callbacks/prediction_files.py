@@ -232,7 +232,7 @@ def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool
     if not (folder / _INDEX).is_file():
         raise ValueError(
             f"{path} has no complete predictions: {_INDEX}, which is written last, is missing. Pass the folder of a "
-            "PredictionWriter, or predict again if that run was interrupted."
+            "PredictionWriter. If prediction was interrupted, predict again."
         )
     loaders = _read_index(folder / _INDEX)
     if str(dataloader_idx) not in loaders:
@@ -249,9 +249,7 @@ def _read_index(path: Path) -> dict[str, tuple[int, list[list[str]]]]:
         names = [name for batches, ranks in loaders.values() for rank in ranks for name in rank]
         whole = all(isinstance(batches, int) for batches, _ in loaders.values())
         if not whole or not all(isinstance(name, str) and filesystem.is_inside(name) for name in names):
-            raise ValueError(
-                "it has an entry that is neither a batch count nor a file name, or that names a file outside its folder"
-            )
+            raise ValueError("it has an invalid entry, or an entry for a file outside the folder")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error) if type(error) is ValueError else "it does not have the form that a PredictionWriter writes"
         raise ValueError(

@@ -68,8 +68,9 @@ class ModelPruning(Callback):
         ValueError, TypeError: If an argument is invalid, or arguments contradict each other.
         ValueError: In ``fit``, if the model is sharded, if there are no parameters to prune, or if a parameter to prune
             is not in the model.
-        ValueError: In ``fit``, if the run that saved the checkpoint did not prune the same parameters, or if
-            ``prune_on_train_epoch_end`` is False and a `WeightAveraging` is listed after this callback.
+        ValueError: In ``fit``, if the checkpoint was saved with a ModelPruning that did not prune all of these
+            parameters, or if ``prune_on_train_epoch_end`` is False and a `WeightAveraging` is listed after this
+            callback.
         IndexError: In ``fit``, if a parameter does not have the dimension ``pruning_dim``.
 
     References:
@@ -150,8 +151,8 @@ class ModelPruning(Callback):
             )
         elif not self._global:
             raise ValueError(
-                f"use_global_unstructured=False does not work with pruning_fn={function.__name__}, because a class "
-                "prunes all layers together. Set use_global_unstructured=True, or pass the name of a function: "
+                f"use_global_unstructured=False does not work with pruning_fn={function.__name__}, because a pruning "
+                "class prunes all layers together. Set use_global_unstructured=True, or pass the name of a function: "
                 f"{', '.join(_FUNCTIONS)}."
             )
         if self._global and function.PRUNING_TYPE != "unstructured":
@@ -207,8 +208,9 @@ class ModelPruning(Callback):
                 )
             if not hasattr(part, name) and f"{name}_orig" not in part._parameters:
                 raise ValueError(
-                    f"parameters_to_prune contains {name!r} of {names[id(part)] or 'the task'}, whose parameters are "
-                    f"{', '.join(dict(part.named_parameters(recurse=False))) or 'none'}. Correct the name."
+                    f"parameters_to_prune contains {name!r}, which is not a parameter of "
+                    f"{names[id(part)] or 'the task'} (parameters: "
+                    f"{', '.join(dict(part.named_parameters(recurse=False))) or 'none'}). Correct the name."
                 )
         chosen = self.filter_parameters_to_prune(pairs)
         if not chosen:

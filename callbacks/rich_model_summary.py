@@ -13,7 +13,7 @@ class RichModelSummary(ModelSummary):
     """Callback that uses the package ``rich`` to print the table of the model's modules.
 
     Args:
-        max_depth: Levels of nested modules to show; -1 shows all levels, and 0 prints no table. Default: 1.
+        max_depth: Levels of nested modules to show; -1 shows all, 0 prints no table. Default: 1.
         header_style: Rich style of the header. Default: ``"bold magenta"``.
 
     Raises:

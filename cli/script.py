@@ -25,7 +25,7 @@ def run(
 ) -> Session:
     """Run the stage that the command line names: ``STAGE [--config FILE ...] [KEY=VALUE ...]``.
 
-    The options after ``STAGE`` are those of `treadle fit`; see `treadle fit --help`. ``sweep --config FILE`` runs a
+    The arguments after ``STAGE`` are those of `treadle fit`; see `treadle fit --help`. ``sweep --config FILE`` runs a
     sweep; see `treadle sweep --help`.
 
     Args:

@@ -32,7 +32,7 @@ def parse_bytes(size: int | str, argument: str = "size", minimum: int = 0, lower
         known = match is not None and match[2].upper() in _UNITS and (lowercase_b or not match[2].endswith("b"))
         count = int(float(match[1]) * _UNITS[match[2].upper()]) if match is not None and known else None
     if count is None or count < minimum:
-        least = f" of at least {minimum}" if minimum else ""
+        least = f" of at least {minimum} B" if minimum else ""
         raise ValueError(
             f"{argument}={size!r} is not a size{least}. Pass a number of bytes, or a number with a unit from KB to PB "
             "or KiB to PiB, such as '1.5GiB'."

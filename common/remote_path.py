@@ -181,7 +181,7 @@ class RemotePath:
                 if type(error).__name__ in _FINAL_NAMES:
                     raise StoreError(f"{self} can't be {action}: {reason}") from error
                 if attempt == ATTEMPTS - 1:
-                    raise StoreError(f"{self} can't be {action}, tried {ATTEMPTS} times: {reason}") from error
+                    raise StoreError(f"{self} can't be {action} ({ATTEMPTS} attempts failed): {reason}") from error
                 store.invalidate_cache()
                 time.sleep(_PAUSES[min(attempt, len(_PAUSES) - 1)])
         raise AssertionError

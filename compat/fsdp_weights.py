@@ -93,9 +93,9 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
         missing = [tuple(parameter.shape) for parameter in group["params"] if parameter.data_ptr not in mapping]
         if missing:
             raise KeyError(
-                f"mapping has no new parameter for {len(missing)} of the optimizer's {len(group['params'])} parameters "
-                f"in a group (shapes: {abbreviate(list(map(str, missing)))}). Add an entry with the data_ptr method of "
-                "each old parameter as the key."
+                f"mapping has no new parameter for {len(missing)} of the {len(group['params'])} parameters in a group "
+                f"of the optimizer (shapes: {abbreviate(list(map(str, missing)))}). Add an entry with the data_ptr "
+                "method of each old parameter as the key."
             )
         group["params"] = [mapping[parameter.data_ptr] for parameter in group["params"]]
 

@@ -18,7 +18,7 @@ def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
     """Delete hyperparameters that cannot be pickled, in place, with a warning for each."""
     for name in [name for name, value in hparams.items() if not is_picklable(value)]:
         warn(
-            f"hyperparameter {name!r} can't be pickled and is removed. To avoid this warning, call "
+            f"the hyperparameter {name!r} can't be pickled, so it is removed. To avoid this warning, call "
             f"save_hyperparameters(ignore=[{name!r}])."
         )
         del hparams[name]
@@ -111,7 +111,8 @@ def _get_holders(model: Any, attribute: str) -> list[Any]:
     holders = _find_holders(model, attribute)
     if not holders:
         raise AttributeError(
-            f"{attribute!r} is not an attribute of the task or its data module, nor a hyperparameter of either."
+            f"neither the task nor its data module has an attribute or a hyperparameter {attribute!r}. Define it, or "
+            "correct the name."
         )
     return holders
 

@@ -36,7 +36,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     """
     order = float(norm_type)
     if not order > 0:
-        raise ValueError(f"norm_type={norm_type!r} must be above 0, or 'inf'.")
+        raise ValueError(f"norm_type={norm_type!r} must be a number above 0 or 'inf'.")
     gradients = {name: p.grad.detach() for name, p in module.named_parameters() if p.grad is not None}
     norms = {
         f"grad_{order}_norm{group_separator}{name}": _gather_full(torch.linalg.vector_norm(gradient, order))

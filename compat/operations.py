@@ -21,7 +21,7 @@ def gather(tensor: Any) -> Any:
 
     Returns:
         The gathered values, in the structure of the input. Each nested value without tensors becomes a list of the
-        values of all ranks. Lists and tuples without tensors are concatenated.
+        values of all ranks. Lists and tuples without tensors are concatenated into one list.
 
     Raises:
         TypeError: If ``tensor`` contains no tensor.
@@ -66,7 +66,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     world = current_world()
     collectives.check_process(from_process, world.size, "from_process")
     if not isinstance(object_list, list):
-        raise TypeError(f"object_list must be a list, which is filled in place, not {name_type(object_list)}.")
+        raise TypeError(f"object_list is {name_type(object_list)}, but must be a list, because it is filled in place.")
     object_list[:] = world.broadcast(object_list, from_process)
     return object_list
 
@@ -156,5 +156,5 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
         torch.cuda.set_rng_state(world.broadcast(torch.cuda.get_rng_state()))
     else:
         if generator is None:
-            raise ValueError("rng_type='generator' needs a torch.Generator. Pass generator.")
+            raise ValueError("rng_type='generator' needs a torch.Generator. Pass one as the argument generator.")
         generator.set_state(world.broadcast(generator.get_state()))

@@ -308,8 +308,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
         if torch_device_mesh is not None and {"tp", "cp"} & set(torch_device_mesh.mesh_dim_names or ()):
             raise ValueError(
-                "dispatch_batches=True splits each batch among all processes, but with tensor or context parallelism "
-                "several processes need the same rows. Pass dispatch_batches=False."
+                "dispatch_batches=True splits each batch among all processes, but with tensor or context parallelism, "
+                "several processes need the same samples. Pass dispatch_batches=False."
             )
         self.split_batches = split_batches
         self.skip_batches = skip_batches
@@ -500,8 +500,8 @@ def _decide_dispatch(dataloader: Any, dispatch_batches: bool | None, put_on_devi
         return put_on_device and isinstance(dataloader.dataset, IterableDataset)
     if dispatch_batches and not put_on_device:
         raise ValueError(
-            "dispatch_batches=True requires put_on_device=True, because rank zero reads each batch and sends every "
-            "rank its rows. Pass put_on_device=True."
+            "dispatch_batches=True requires put_on_device=True, because each rank receives its batches on its own "
+            "device. Pass put_on_device=True."
         )
     return dispatch_batches
 

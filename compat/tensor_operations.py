@@ -81,7 +81,11 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
     world = current_world()
     owners = [rank for rank, given in enumerate(world.gather_objects(tensor is not None)) if given]
     if len(owners) != 1:
-        passed = f"{named_ranks(owners)} did. Pass None on all ranks but one" if owners else "none did. Pass one"
+        passed = (
+            f"{named_ranks(owners)} did. Pass None on all ranks but one"
+            if owners
+            else "none did. Pass one on a single rank"
+        )
         raise ValueError(f"exactly one rank must pass a tensor to copy_tensor_to_devices, but {passed}.")
     shape, dtype = world.broadcast(None if tensor is None else (tensor.shape, tensor.dtype), owners[0])
     copied = torch.empty(shape, dtype=dtype, device=world.device) if tensor is None else tensor.to(world.device).clone()

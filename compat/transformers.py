@@ -184,17 +184,17 @@ def _refuse(args: Any) -> None:
         lines.append("logging_strategy='epoch': log with on_step=False, on_epoch=True in the task")
     if lines:
         raise ValueError(
-            "TrainingArguments without a direct translation. Leave them at their defaults, and replace them as follows:"
-            "\n  " + "\n  ".join(lines)
+            "these TrainingArguments have no direct equivalent in Treadle. Leave them at their defaults, and replace "
+            "them as follows:\n  " + "\n  ".join(lines)
         )
     changed = [name for name, default in defaults.items() if default is not MISSING and _read(args, name) != default]
     if idle := [name for name in changed if name in _WITHOUT_EFFECT]:
-        announce(f"TrainingArguments without effect in Treadle: {', '.join(idle)}. See docs/from_hf_trainer.md.")
+        announce(f"these TrainingArguments have no effect in Treadle: {', '.join(idle)}. See docs/from_hf_trainer.md.")
     known = {*_BY_THE_SCRIPT, *_WITHOUT_EFFECT, *_REFUSED, *_TRANSLATED}
     if newer := [name for name in changed if name not in known]:
         warn(
-            f"TrainingArguments that this version of Treadle does not support and ignores: {', '.join(newer)}. See "
-            "docs/from_hf_trainer.md."
+            "this version of Treadle does not support these TrainingArguments, so they are ignored: "
+            f"{', '.join(newer)}. See docs/from_hf_trainer.md."
         )
 
 
@@ -262,8 +262,8 @@ def _make_loggers(args: Any) -> list[Logger]:
     names = [name for name in names if name != "none"]
     if unknown := [name for name in names if name not in _LOGGERS]:
         raise ValueError(
-            f"report_to={unknown} is not supported. Use {', '.join(_LOGGERS)} or none. For another service, write a "
-            "Logger and pass it to the Trainer. See docs/loggers.md."
+            f"report_to={unknown} is not supported. Use {join_words([*map(repr, _LOGGERS), repr('none')])}. For "
+            "another service, write a Logger and pass it to the Trainer. See docs/loggers.md."
         )
     loggers: list[Logger] = [_LOGGERS[name](**_logger_options(name, args)) for name in names]
     return loggers or [CSVLogger(args.output_dir)]  # its history was in trainer_state.json

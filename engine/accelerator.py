@@ -311,7 +311,7 @@ class Accelerator(Process):
         kind = f"the class {value.__name__}" if is_class else name_type(value)
         is_iterable = isinstance(value, Iterable) and not isinstance(value, type | str | Mapping | Tensor)
         advice = " Pass an instance of the class." * is_class
-        advice += " Every rank reads all of its items. To shard batches, use prepare_data_loader." * is_iterable
+        advice += " Every rank reads all items of this object. To shard batches, use prepare_data_loader." * is_iterable
         warn(
             f"prepare returns {kind} unchanged, because it supports only models, optimizers, schedulers and "
             f"DataLoaders.{advice}"
@@ -677,8 +677,8 @@ class Accelerator(Process):
             else:
                 setting, fix = f"mode={plugin.mode!r}", "Use mode='max-autotune-no-cudagraphs'"
             raise ValueError(
-                f"torch.compile's {setting} replays CUDA graphs, which overwrite the gradients of the previous "
-                f"micro-batch, but gradient_accumulation_steps={count} needs the sum of all gradients. {fix}, or set "
+                f"torch.compile's {setting} replays CUDA graphs. Each replay overwrites the gradients of the previous "
+                f"micro-batch, but gradient_accumulation_steps={count} needs their sum. {fix}, or set "
                 "gradient_accumulation_steps=1."
             )
 
@@ -1059,8 +1059,8 @@ class Accelerator(Process):
         The gradients of an unfinished accumulation group are discarded.
 
         Args:
-            input_dir: A checkpoint directory, its URL, or an `OpenCheckpoint`. Default: the latest automatically
-                named checkpoint that can be loaded, if ``automatic_checkpoint_naming`` and ``project_dir`` are set.
+            input_dir: A checkpoint directory, its URL, or an `OpenCheckpoint`. Default: the latest automatically named
+                checkpoint that can be loaded, if ``automatic_checkpoint_naming`` and ``project_dir`` are set.
             load_kwargs: Must be empty; loading has no options.
             models: Restore the models. Default: True.
             state: Restore everything else. Default: True.
@@ -1071,7 +1071,7 @@ class Accelerator(Process):
                 the saved ones. Default: ``"saved"``, with a warning if the script configures its optimizers or
                 schedules differently.
             finish_epoch: If the state was saved after the last batch of an epoch whose length is known, start the next
-                epoch. The returned ``epoch`` is then that of the new epoch, unless the saved ``info`` contains an
+                epoch. The returned ``epoch`` is then the number of the new epoch, unless the saved ``info`` contains an
                 ``epoch`` that differs from the dataloader's. If False, the first iteration over the dataloader is
                 empty. Use False for loops that resume in the saved epoch. Default: True.
 
@@ -1121,8 +1121,8 @@ class Accelerator(Process):
             unwrap: False keeps the names of the prepared model, with DDP's ``module.`` prefix. Default: True.
 
         Returns:
-            On rank zero, the tensors by name. Sharded tensors are gathered in host memory. Other tensors
-            share memory with the model; clone those that you keep. Other ranks get None for each sharded tensor.
+            On rank zero, the tensors by name. Sharded tensors are gathered in host memory. Other tensors share memory
+            with the model; clone those that you keep. Other ranks get None for each sharded tensor.
         """
         return self.checkpointer.get_state_dict(model, unwrap)
 
@@ -1324,7 +1324,7 @@ class Accelerator(Process):
             loader.close()
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return whether ``model`` is spread over several devices or offloaded.
+        """Return whether a device map spreads ``model`` over several devices, or weights of ``model`` are offloaded.
 
         Args:
             model: The model to check.
@@ -1430,9 +1430,9 @@ class Accelerator(Process):
 
     @property
     def step(self) -> int:
-        """Number of micro-batches read in the current epoch of the dataloader; 0 at the last one.
+        """Number of micro-batches read or skipped in the current epoch of the dataloader; 0 at the last one.
 
-        Without a dataloader, the number of micro-batches in the current accumulation group.
+        Outside a loop over a dataloader, the number of micro-batches in the current accumulation group.
         """
         loader = self.gradient_state.active_dataloader
         if loader is None:

@@ -72,9 +72,9 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
     forms = [([form[:2] for form in shapes], len(lists)) for shapes, lists in parts]
     if any(form != forms[0] for form in forms):
         raise ShapesDiffer(
-            "gather needs the same number of values on every process, and tensors that differ in dimension 0 only, but "
-            f"got {_describe_parts(parts)}. Use gather_for_metrics(..., use_gather_object=True), which accepts any "
-            "value."
+            "gather needs the same number of values on every process, and tensors that differ only in the size of "
+            f"dimension 0, but got {_describe_parts(parts)}. Use gather_for_metrics(..., use_gather_object=True), "
+            "which accepts any value."
         )
     gathered = [
         _gather_rows(tensor, [shapes[number][2] for shapes, _ in parts], world) for number, tensor in enumerate(rows)
@@ -135,9 +135,9 @@ def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
     if any(form != local_forms for form in forms):
         by_rank = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))
         raise ShapesDiffer(
-            f"all_gather stacks tensors, which needs the same shapes and dtypes on every process, but got {by_rank}. "
-            "Use Accelerator.gather to concatenate batches of different sizes, or DataLoader(drop_last=True) to skip "
-            "the short last batch."
+            f"all_gather needs tensors of the same shapes and dtypes on every process, but got {by_rank}. Use "
+            "Accelerator.gather to concatenate batches of different sizes, or DataLoader(drop_last=True) to skip the "
+            "short last batch."
         )
 
     def gather_tensor(tensor: Tensor) -> Tensor:
@@ -380,7 +380,7 @@ def _count_fields(inputs: Any) -> tuple[int, Any]:
             counted[key] = _count_inputs(value)
         except TypeError as error:
             raise TypeError(
-                f"split_between_processes got {name_type(inputs)} whose value {key!r} can't be split: {error}"
+                f"split_between_processes got {name_type(inputs)} whose item {key!r} can't be split: {error}"
             ) from None
     counts = {key: count for key, (count, _) in counted.items()}
     if len(set(counts.values())) > 1:

@@ -581,9 +581,9 @@ def check_choices(rng_types: Iterable[Any] | None, on_nonfinite: str) -> None:
     for kind in rng_types or ():
         if getattr(kind, "value", kind) != "generator":
             raise ValueError(
-                f"rng_types contains {kind!r}, but only 'generator' is supported: the order of the data is "
-                f"synchronized, and other RNG states are not. Remove {kind!r}. To synchronize RNG states, call "
-                "seed_everything(seed) or utils.synchronize_rng_states."
+                f"rng_types contains {kind!r}, but only 'generator' is supported, because only the order of the data "
+                f"is synchronized. Remove {kind!r}. To synchronize RNG states, call seed_everything(seed) or "
+                "utils.synchronize_rng_states."
             )
 
 

@@ -188,7 +188,7 @@ class CompiledBatches:
 
 @contextmanager
 def plain_calls(model: nn.Module) -> Iterator[None]:
-    """Return a context that disables the in-place compilation of ``model`` and its submodules.
+    """Return a context in which the modules of ``model`` that are compiled in place run uncompiled.
 
     Args:
         model: The model to run uncompiled.

@@ -86,7 +86,7 @@ def recursively_apply(
 def send_to_device(
     tensor: Any, device: torch.device | str | int, non_blocking: bool = False, skip_keys: str | list[str] | None = None
 ) -> Any:
-    """Move all tensors, and all other objects that have a ``to`` method, to a device.
+    """Return the data with tensors, and other objects with a ``to`` method, moved to a device.
 
     Args:
         tensor: A value, or values nested in lists, tuples and mappings.

@@ -488,7 +488,7 @@ class PartialState(Process):
 
 
 class AcceleratorState(PartialState):
-    """State of an Accelerator: a `PartialState` that also describes its precision, strategy and plugins.
+    """State of an Accelerator: a `PartialState` that also describes the Accelerator's precision, strategy and plugins.
 
     ``AcceleratorState()`` describes the latest Accelerator, if there is one.
 

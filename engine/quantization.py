@@ -111,8 +111,8 @@ def convert_to_float8(model: nn.Module, device: torch.device) -> None:
     chosen = {layer for layer in layers if layer.in_features % _MULTIPLE == layer.out_features % _MULTIPLE == 0}
     if not chosen:
         warn(
-            f"precision='float8', but {type(model).__name__} has no nn.Linear submodule whose sizes are multiples of "
-            f"{_MULTIPLE}, so nothing is computed in float8."
+            f"precision='float8', but {type(model).__name__} has no nn.Linear submodule whose in_features and "
+            f"out_features are multiples of {_MULTIPLE}, so nothing is computed in float8."
         )
         return
     from torchao.float8 import convert_to_float8_training

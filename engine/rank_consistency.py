@@ -60,15 +60,17 @@ def check_loaders_match(loaders: Iterable[Any], world: World) -> None:
     """
     values: dict[str, Any] = {}
     for number, loader in enumerate(loaders):
-        values[f"loader {number}"] = type(loader).__name__
+        values[f"dataloader {number}"] = type(loader).__name__
         if shards_itself(loader):
-            values[f"loader {number}, sampler"] = "each rank's own"
+            values[f"dataloader {number}, sampler"] = "each rank's own"
             continue
         for name in ("batch_size", "drop_last"):
-            values[f"loader {number}, {name}"] = getattr(loader, name, None)
+            values[f"dataloader {number}, {name}"] = getattr(loader, name, None)
         for name in ("sampler", "batch_sampler"):
-            values[f"loader {number}, {name}"] = type(getattr(loader, name, None)).__name__
-    check_values_match("the ranks have different loaders", values, world, "Create the same loaders on every rank.")
+            values[f"dataloader {number}, {name}"] = type(getattr(loader, name, None)).__name__
+    check_values_match(
+        "the ranks have different dataloaders", values, world, "Create the same dataloaders on every rank."
+    )
 
 
 def check_model_matches(model: nn.Module, world: World) -> None:

@@ -68,8 +68,8 @@ class GeneralTracker:
         missing = [name for name in needed if name not in dir(self)]
         if missing and not _blank:
             raise NotImplementedError(
-                f"{type(self).__name__} does not define {', '.join(missing)}. A tracker must define "
-                f"{', '.join(needed[:-1])} and {needed[-1]}. Add what is missing to the class."
+                f"{type(self).__name__} does not define {', '.join(map(repr, missing))}. A tracker must define "
+                f"{', '.join(map(repr, needed[:-1]))} and {needed[-1]!r}. Add the missing attributes to the class."
             )
 
     def start(self) -> None:
@@ -481,8 +481,8 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str) or not name or not hasattr(tracker_class, "requires_logging_directory"):
         raise ValueError(
-            f"{tracker_class.__name__} must have the class attributes name (a non-empty string) and "
-            "requires_logging_directory. Define both."
+            f"{tracker_class.__name__} must have the class attributes 'name' (a non-empty string) and "
+            "'requires_logging_directory'. Define both."
         )
     if name in _registered or name in _LOGGERS:
         warn(f"a tracker named {name!r} is already registered. {tracker_class.__name__} replaces it.")
@@ -540,7 +540,7 @@ def _to_tracker(value: Any) -> GeneralTracker:
     if all(hasattr(value, name) for name in ("name", "tracker", "log", "finish", "requires_logging_directory")):
         return value  # it already has this form
     raise TypeError(
-        f"log_with={value!r} is not a tracker. Pass one of {', '.join(_LOGGERS)}, a GeneralTracker or a logger from "
+        f"log_with={value!r} is not a tracker. Pass a name ({', '.join(_LOGGERS)}), a GeneralTracker, or a logger from "
         "treadle.loggers."
     )
 

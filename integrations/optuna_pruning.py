@@ -20,9 +20,9 @@ class PruningCallback(Callback):
     Only rank zero accesses the study's storage. All ranks raise the exception after the same step. The checkpoints of a
     pruned trial are kept.
 
-    If validation is disabled or runs exactly once per epoch, at its end, the value is reported after each epoch.
-    Otherwise, it is reported after each validation. The reported step is the epoch's index if validation is disabled or
-    runs only at the end of epochs. Otherwise, it is the index of the report.
+    If validation is disabled or runs once at the end of every epoch, the value is reported after each epoch. Otherwise,
+    it is reported after each validation. The reported step is the epoch's index if validation is disabled or runs only
+    at the end of epochs. Otherwise, it is the index of the report.
 
     Args:
         trial: The trial, or Optuna's ``TorchDistributedTrial`` that wraps it. Ranks other than zero may pass None.

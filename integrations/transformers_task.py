@@ -230,7 +230,7 @@ class TransformersTask(TaskModule):
     # -- methods to call -----------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Save the model (or only its adapters, if it has any) and the tokenizer for loading with ``from_pretrained``.
+        """Save the model, or only its adapters if it has any, and the tokenizer in the format of ``from_pretrained``.
 
         Must be called on all ranks.
 
@@ -265,7 +265,7 @@ class TransformersTask(TaskModule):
         if loss is None:
             fix = "Use a model class that computes a loss" if "labels" in batch else "Add 'labels' to the batch"
             raise ValueError(
-                f"{type(self.model).__name__} returned no loss for a batch with {', '.join(batch)}. {fix}."
+                f"{type(self.model).__name__} returned no loss for a batch with {', '.join(map(repr, batch))}. {fix}."
             )
         # The mean of a batch whose labels are all ignored is NaN.
         return loss if count is None else torch.where(count > 0, loss, torch.zeros_like(loss))

@@ -36,8 +36,8 @@ class AimLogger(ServiceLogger):
             "test_"}}``.
         context_postfixes: Suffixes of metric names, in the same format as ``context_prefixes``. Default: none.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        log_model: Copy checkpoints on disk to ``artifacts_uri``. ``"all"`` copies each checkpoint when it is saved.
-            True copies the kept checkpoints, no later than the end of the fit. Default: False.
+        log_model: Copy checkpoints that are on disk to ``artifacts_uri``. ``"all"`` copies each checkpoint when it is
+            saved. True copies the kept checkpoints, no later than the end of the fit. Default: False.
         artifacts_uri: Destination of the checkpoints, such as ``s3://bucket/folder``. Default: ``aim_artifacts`` in the
             repository, which must then be local.
         strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.

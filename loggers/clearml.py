@@ -115,7 +115,7 @@ class ClearMLLogger(ServiceLogger):
         logger = run.get_logger()
         for name, value in row.items():
             if not math.isfinite(value):
-                warn(f"ClearML cannot store {name}={value}, which is not finite, so the value is not plotted.")
+                warn(f"ClearML cannot plot {name}={value}, because it is not finite. The value is reported as text.")
                 logger.report_text(f"{name}={value} at step {step}", print_console=False)
                 continue
             start, _, rest = name.partition("_")

@@ -81,7 +81,9 @@ class CometLogger(ServiceLogger):
             check_bool("online", online)
         if experiment_config is not None and kwargs:
             names = ", ".join(kwargs)
-            raise ValueError(f"experiment_config=... replaces {names}. Set {names} in experiment_config instead.")
+            raise ValueError(
+                f"experiment_config=... can't be combined with {names}. Set {names} in experiment_config instead."
+            )
         texts = {"api_key": api_key, "workspace": workspace, "project": project, "mode": mode}
         super().__init__(
             name=project,

@@ -27,8 +27,8 @@ class CSVLogger(DirectoryLogger):
 
     Args:
         save_dir: Parent directory of the experiments, or a URL; see `DirectoryLogger`.
-        name: Directory of the experiment in ``save_dir``; None or ``""`` for no such directory. Default:
-            ``"treadle_logs"``.
+        name: Name of the experiment's directory in ``save_dir``. If None or ``""``, versions are written directly to
+            ``save_dir``. Default: ``"treadle_logs"``.
         version: A number N for ``version_N``, or the name of a directory. Default: the next unused number.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         flush_logs_every_n_steps: Number of rows to buffer. The rows are written once there are this many, or once they
@@ -106,7 +106,7 @@ class CSVLogger(DirectoryLogger):
         """Remove the rows of later steps from ``metrics.csv``, because the resumed run logs these steps again.
 
         Args:
-            step: Number of optimizer steps taken before the run was saved.
+            step: Number of optimizer steps completed when the checkpoint was saved.
         """
         if process_rank() == 0 and self._version is not None:
             self.experiment.on_resume(step)

@@ -39,8 +39,8 @@ class MLFlowLogger(Logger):
         tags: Tags of the run by name. Default: none.
         save_dir: Directory for files if neither ``tracking_uri`` nor ``MLFLOW_TRACKING_URI`` is set. Default:
             ``./mlruns``.
-        log_model: Upload checkpoints that are on disk: ``"all"`` uploads each one once it is saved; True uploads the
-            kept ones, at the end of a fit at the latest. Default: False.
+        log_model: Upload checkpoints that are on disk. ``"all"`` uploads each checkpoint when it is saved. True uploads
+            the kept checkpoints, no later than the end of the fit. Default: False.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         artifact_location: Location of the artifacts of a new experiment. Default: chosen by MLflow.
         run_id: ID of the run to continue. Default: a new run.
@@ -173,8 +173,8 @@ class MLFlowLogger(Logger):
         if self._artifact_location not in (None, experiment.artifact_location):
             warnings.warn(
                 f"artifact_location={self._artifact_location!r} is ignored, because experiment "
-                f"{self._experiment_name!r} exists and stores its artifacts in {experiment.artifact_location}. Remove "
-                "artifact_location, or pass another experiment_name.",
+                f"{self._experiment_name!r} already exists and stores its artifacts in {experiment.artifact_location}. "
+                "Remove artifact_location, or pass another experiment_name.",
                 stacklevel=4,
             )
         return str(experiment.experiment_id)
@@ -241,8 +241,9 @@ class MLFlowLogger(Logger):
             for name in flat.keys() & self._params.keys():
                 if flat[name] != self._params[name]:
                     warnings.warn(
-                        f"{name}={flat[name]} is ignored, because MLflow never changes a parameter, and run "
-                        f"{self._version} has {name}={self._params[name]}. Use a new run for another value.",
+                        f"{name}={flat[name]} is ignored, because run {self._version} already has "
+                        f"{name}={self._params[name]}, and MLflow never changes a parameter. Use a new run for another "
+                        "value.",
                         stacklevel=2,
                     )
             entries = [Param(name, value) for name, value in flat.items() if name not in self._params]
@@ -307,8 +308,8 @@ def _check_store(uri: str) -> None:
         if switch is not None and not switch.get():
             raise ValueError(
                 f"tracking_uri={uri!r} needs file storage, which this version of MLflow disables. Pass the address of "
-                "a server as tracking_uri, or pass tracking_uri='sqlite:///mlflow.db' (pip install mlflow), or set the "
-                "environment variable MLFLOW_ALLOW_FILE_STORE=true."
+                "a server as tracking_uri, pass tracking_uri='sqlite:///mlflow.db' (this needs pip install mlflow), or "
+                "set the environment variable MLFLOW_ALLOW_FILE_STORE=true."
             )
     elif uri.startswith(DATABASES) and not is_installed("sqlalchemy"):
         raise ModuleNotFoundError(
@@ -321,7 +322,8 @@ def _drop_forbidden_characters(name: str) -> str:
     allowed = re.sub(r"[^\w/. -]+", "", name, flags=re.ASCII)
     if allowed != name:
         warnings.warn(
-            f"{name!r} is logged as {allowed!r}, because MLflow accepts only letters, digits and _ / . - in names.",
+            f"{name!r} is logged as {allowed!r}, because MLflow accepts only letters, digits, spaces and _ / . - in "
+            "names.",
             stacklevel=4,
         )
     return allowed

@@ -88,7 +88,7 @@ class WandbLogger(Logger):
             raise ValueError(f"offline=True contradicts mode={kwargs['mode']!r}. Pass only one of them.")
         if offline and log_model:
             raise ValueError(
-                f"log_model={log_model!r} needs uploads, which an offline run does not make. Remove log_model, or log "
+                f"log_model={log_model!r} needs uploads, but an offline run uploads nothing. Remove log_model, or log "
                 "online."
             )
         check_options("wandb.init", kwargs)

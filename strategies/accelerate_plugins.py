@@ -148,8 +148,8 @@ class ParallelismConfig:
         for name in ("tp_handler", "cp_handler", "sp_handler", "cp_backend", "sp_backend"):
             if getattr(self, name) is not None:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not supported, because the sizes describe the layout "
-                    f"completely. Remove {name}."
+                    f"{name}={getattr(self, name)!r} is not supported, because dp_replicate_size, dp_shard_size and "
+                    f"tp_size fully describe the layout. Remove {name}."
                 )
 
     @property
@@ -301,8 +301,8 @@ class FullyShardedDataParallelPlugin:
             listed = names.split(",") if isinstance(names, str) else names
             if not isinstance(listed, Iterable) or not all(isinstance(name, str | type) for name in listed):
                 raise TypeError(
-                    f"transformer_cls_names_to_wrap={names!r} must be names of classes: a list, or a string with "
-                    "commas between them."
+                    f"transformer_cls_names_to_wrap={names!r} must be a list of class names, or a string of class "
+                    "names separated by commas."
                 )
             return frozenset(name.strip() if isinstance(name, str) else name for name in listed)
         if policy in (None, "size_based_wrap") and self.min_num_params:

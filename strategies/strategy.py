@@ -222,7 +222,7 @@ class Strategy(StrategyAliases):
         return ((parameter, parameter) for parameter in self.unwrap(module).parameters())
 
     def method(self, wrapped: nn.Module, name: str) -> Callable[..., Any]:
-        """Return a function that runs a method of the user's module through the wrapped module instead of ``forward``.
+        """Return a function that calls the wrapped module to run a method of the user's module instead of ``forward``.
 
         Args:
             wrapped: Module that `wrap` returned.

@@ -212,9 +212,9 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[
             sync_batchnorm = True
         elif not isinstance(plugin, LaunchEnvironment):  # a LaunchEnvironment is detected in any case
             raise TypeError(
-                f"plugins={plugin!r:.100} must be a treadle.plugins.Precision or TorchSyncBatchNorm(). Remove it: the "
-                "cluster is detected from the environment, checkpoints have one format, and "
-                "ModelCheckpoint(async_save=True) writes them in the background."
+                f"plugins={plugin!r:.100} must be a treadle.plugins.Precision or TorchSyncBatchNorm(). Remove it. "
+                "Treadle detects the cluster, and needs no plugin for checkpoints. To write checkpoints in the "
+                "background, use ModelCheckpoint(async_save=True)."
             )
     return precision, sync_batchnorm
 

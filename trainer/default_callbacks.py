@@ -135,7 +135,7 @@ def choose_loggers(requested: Any, root: str, silent: bool) -> list[Logger]:
             )
         if any(logger is previous for previous in loggers[:number]):
             raise ValueError(
-                f"logger contains the same {type(logger).__name__} object twice, so it would get each row twice. "
+                f"logger contains the same {type(logger).__name__} object twice, so it would log each metric twice. "
                 "Remove the second one."
             )
     return loggers

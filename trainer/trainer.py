@@ -87,8 +87,7 @@ class Trainer(LightningAliases):
         min_epochs: Epochs that must complete before an early stop takes effect. Default: 0.
         max_steps: Optimizer steps to train; -1 sets no limit. Default: -1.
         min_steps: Optimizer steps that must complete before an early stop takes effect. Default: 0.
-        max_time: Time limit for training: ``"DD:HH:MM:SS"``, a timedelta, or a dict of timedelta arguments. Default: no
-            limit.
+        max_time: Time limit for training: ``"DD:HH:MM:SS"``, a timedelta or a dict of its arguments. Default: no limit.
         limit_train_batches: Maximum number (int) or fraction (float) of batches per epoch on each process. Default:
             all batches.
         limit_val_batches: Maximum number (int) or fraction (float) of batches of each validation dataloader. Default:
@@ -371,7 +370,7 @@ class Trainer(LightningAliases):
             ckpt_path: Checkpoint to resume from: a path, ``"last"`` (the latest intact checkpoint), ``"best"`` or
                 ``"auto"``. ``"auto"`` resumes from the latest intact checkpoint of this run, or starts from scratch if
                 there is none. Default: a fresh start.
-            weights_only: Ignored, because code in a checkpoint never runs.
+            weights_only: Ignored; code in a checkpoint never runs.
             schedule: Source of the learning rates and schedules of a resumed run: ``"saved"`` for the checkpoint, or
                 ``"script"`` for ``configure_optimizers``. With ``"script"``, the schedules are advanced to the
                 position of the saved ones. Default: ``"saved"``, with a warning if the script configures its optimizers

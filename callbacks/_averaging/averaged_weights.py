@@ -212,7 +212,7 @@ class Averages:
         if saved and saved.keys() != self.values.keys():
             raise ValueError(
                 f"the checkpoint's averaged weights do not match the model: "
-                f"{_describe_difference(saved.keys(), self.values.keys())}. Use the model and the use_buffers of the "
+                f"{_describe_difference(saved.keys(), self.values.keys())}. Use the same model and use_buffers as the "
                 "run that saved the checkpoint."
             )
         for name, value in saved.items():
@@ -296,8 +296,8 @@ def averaged_weights(path: Path | str) -> dict[str, Tensor]:
     saved = find_saved_averages(opened)
     if saved is None or not saved["weights"]:
         raise ValueError(
-            f"{path} has no averaged weights: it was saved without an averaging callback, or before its first update. "
-            "Pass a later checkpoint of a run with such a callback."
+            f"{path} has no averaged weights: it was saved without an averaging callback, or before the weights were "
+            "first averaged. Pass a later checkpoint of a run with such a callback."
         )
     weights: dict[str, Tensor] = opened.read_part(model_part(0))
     return weights | dict(_cast(saved["weights"], weights))

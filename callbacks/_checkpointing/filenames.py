@@ -62,7 +62,7 @@ def check_place(dirpath: str | Path | None, filename: str | None) -> None:
             f"filename={filename!r} must be a string such as '{{epoch}}-{{val_loss:.2f}}', not {name_type(filename)}."
         )
     if os.path.isabs(filename) or ".." in Path(filename).parts:
-        raise ValueError(f"filename={filename!r} must not leave dirpath. Pass the directory as dirpath.")
+        raise ValueError(f"filename={filename!r} must be a relative path without '..'. Pass the directory as dirpath.")
     parts = filename.split("/")
     if not parts[-1] or any(part.startswith(".") for part in parts):
         raise ValueError(

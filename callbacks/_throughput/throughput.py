@@ -85,8 +85,8 @@ class Throughput:
             before = self._rows[-1]
             if before.keys() - {"flops"} != row.keys() - {"flops"}:
                 raise ValueError(
-                    f"update() got {', '.join(sorted(row))}, but the previous call got {', '.join(sorted(before))}. "
-                    "Pass the same arguments in every call."
+                    f"update() got the arguments {', '.join(sorted(row))}, but the previous call got "
+                    f"{', '.join(sorted(before))}. Pass the same arguments in every call."
                 )
             for name in row.keys() & before.keys() - {"flops"}:
                 if not row[name] > before[name]:

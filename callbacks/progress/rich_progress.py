@@ -214,7 +214,7 @@ def _make_console_class() -> type[Console]:
 
     class Screen(Console):
         def on_broken_pipe(self) -> None:
-            raise BrokenPipeError("the reader of the output has closed it")
+            raise BrokenPipeError("the program that reads the output has closed it")
 
     return Screen
 

@@ -116,7 +116,9 @@ class _PlannedRun:
 
     def _read_placement(self, flags: dict[str, Any]) -> None:
         if flags.get("sync_batchnorm"):
-            raise ValueError("sync_batchnorm=True can't be planned, because its traffic is unknown. Set it to false.")
+            raise ValueError(
+                "sync_batchnorm=True can't be planned, because its communication can't be estimated. Set it to False."
+            )
         devices, nodes = flags.get("devices", 1), flags.get("num_nodes", 1)
         count = len(devices) if isinstance(devices, list) else devices
         count = max(1, int(count)) if isinstance(count, int) or str(count).isdecimal() else 1

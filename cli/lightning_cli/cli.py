@@ -33,8 +33,8 @@ class LightningCLI:
     The constructor parses the command line, builds the objects and, unless ``run`` is False, runs the subcommand.
 
     Args:
-        model_class: The task's class, or a function that returns a task. Default: None, which requires the
-            settings to name the class.
+        model_class: The task's class, or a function that returns a task. Default: None, which requires the settings to
+            name the class.
         datamodule_class: The data module's class, or a function that returns a data module. Default: None, which allows
             the settings to name the class.
         save_config_callback: Class of the callback that saves the configuration. None disables saving, as does
@@ -277,7 +277,7 @@ class LightningCLI:
             if name in given and name not in linked and not _is_written_alike(value, given[name])
         }
         if changed:
-            announce(f"model: {', '.join(changed)} set to the values saved in {path}.")
+            announce(f"model: using the values saved in {path} for {', '.join(changed)}.")
             self.config = self.parser.parse_object({subcommand: {"model": changed}}, self.config)
 
     def _parser(self, subcommand: str | None) -> LightningArgumentParser:

@@ -114,7 +114,9 @@ def choose_subcommand(parser: Parser, root: Value) -> str:
         return str(chosen)
     commands = ", ".join(parser.subcommands)
     if chosen is None:
-        raise ConfigError(f"the subcommand is missing. Write {parser.prog} SUBCOMMAND ..., with one of {commands}.")
+        raise ConfigError(
+            f"the subcommand is missing. Write {parser.prog} SUBCOMMAND ..., where SUBCOMMAND is one of {commands}."
+        )
     raise ConfigError(
         f"unknown subcommand {chosen!r}.{nearest(chosen, parser.subcommands)} The subcommands are {commands}."
     )

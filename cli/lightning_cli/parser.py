@@ -144,8 +144,8 @@ class LightningArgumentParser:
         Args:
             *names: Names of the option: ``"--key"`` or ``"--group.key"``, and short forms such as ``"-k"``.
             type: An annotation such as ``int`` or ``list[int] | None``, a class, or a function that converts text.
-                Without a type or ``choices``, numbers and booleans on the command line remain text. Default: None.
-            default: The value if not set; ignored by ``"store_true"`` and ``"store_false"``. Default: None.
+                Default: None, any value. A number or boolean then remains text, unless ``choices`` is set.
+            default: The default value; ignored by ``"store_true"`` and ``"store_false"``. Default: None.
             required: Whether the option must be set. Default: False.
             help: The option's description in the help. Default: None.
             choices: The allowed values. Default: None, any value.
@@ -332,7 +332,7 @@ class LightningArgumentParser:
         if not callable(lightning_class) or (is_class and not issubclass(lightning_class, kinds)):
             raise ValueError(
                 f"add_lightning_class_args({lightning_class!r}): pass a class that extends Trainer, TaskModule, "
-                "DataModule or Callback, or a function that returns such an object."
+                "DataModule or Callback, or a function that returns an instance of such a class."
             )
         if is_class and issubclass(lightning_class, Callback):
             self.callback_keys.append(nested_key)
@@ -411,7 +411,8 @@ class LightningArgumentParser:
             target: The dotted key of the argument.
             compute_fn: Function that computes the target's value from the sources' values. Required for several
                 sources. Default: None, which copies the value of the single source.
-            apply_on: ``"parse"`` reads sources from the settings, ``"instantiate"`` from objects. Default: ``"parse"``.
+            apply_on: ``"parse"`` reads the sources from the settings, ``"instantiate"`` from the built objects.
+                Default: ``"parse"``.
 
         Raises:
             ValueError: If an argument is invalid, ``target`` already has a link, or the links form a cycle.

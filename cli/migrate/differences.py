@@ -62,7 +62,8 @@ def _read_signs() -> Mapping[str, list[tuple[re.Match[str], Mapping[str, Any]]]]
             sign = _SIGN.fullmatch(text)
             if sign is None:
                 raise ValueError(
-                    f"differences.toml: {text!r} is not of the form name, name(flag), .method, module.name or def hook."
+                    f"differences.toml: {text!r} must have the form 'name', 'name(flag)', '.method', 'module.name' or "
+                    "'def hook'."
                 )
             signs.setdefault(sign["name"], []).append((sign, row))
     return signs

@@ -54,7 +54,7 @@ def _list_cells(notebook: Any) -> Iterator[tuple[int, dict[str, Any]]]:
         if cell.get("cell_type") == "code" and "source" in cell:
             lines = cell["source"] if isinstance(cell["source"], list) else [cell["source"]]
             if not all(isinstance(line, str) for line in lines):
-                raise ValueError(f"the source of cell {number} is neither text nor a list of texts")
+                raise ValueError(f"the source of cell {number} is neither a string nor a list of strings")
             yield number, cell
 
 
@@ -112,7 +112,7 @@ def _replace_sources(text: str, notebook: Any, sources: dict[int, str]) -> str:
         old = literals[start : start + count]
         raw = {json.loads(literal[0]): literal[0] for literal in old}
         if "".join(json.loads(literal[0]) for literal in old) != _join(notebook["cells"][number - 1]):
-            raise ValueError(f"cell {number} has a key twice")
+            raise ValueError(f"a key appears twice in cell {number}")
         is_list = isinstance(notebook["cells"][number - 1]["source"], list)
         lines = source.splitlines(keepends=True) if is_list else [source]
         lead = re.search(r"\s*$", text[: old[0].start()])

@@ -155,11 +155,14 @@ def _parse_space(value: Value) -> Choices | Range:
         _refuse_others(words, "value", distribution, ("constant",))
         return Choices((words["value"],))
     if distribution in _CATEGORICAL:
-        raise ConfigError(f"distribution={distribution!r} needs values. Add them, as in values: [0.1, 0.01].")
+        raise ConfigError(f"distribution={distribution!r} needs 'values'. Add the key, as in values: [0.1, 0.01].")
     if distribution == "constant":
-        raise ConfigError("distribution='constant' needs a value. Add it, as in value: 0.1.")
+        raise ConfigError("distribution='constant' needs 'value'. Add the key, as in value: 0.1.")
     if "min" not in words or "max" not in words:
-        raise ConfigError("a parameter needs values, or min and max.")
+        raise ConfigError(
+            "a parameter needs 'values', 'value', or both 'min' and 'max'. Add the missing keys, as in "
+            "{min: 0.1, max: 1}."
+        )
     return _parse_range(words, distribution)
 
 
@@ -172,7 +175,8 @@ def _read_words(entries: Mapping[Any, Value]) -> dict[str, Value]:
         if known not in _WORDS:
             hint = nearest(word, (*_WORDS, *_SYNONYMS))
             raise ConfigError(
-                f"a parameter has no key {word!r}.{hint} Its keys are values, or min, max, step, log and distribution."
+                f"a parameter has no key {word!r}.{hint} Its keys are 'values', 'value', 'min', 'max', 'step', 'log' "
+                "and 'distribution'."
             )
         if known in words:
             raise ConfigError(f"{word} and {known} mean the same. Keep one of them.")
@@ -185,7 +189,7 @@ def _refuse_others(words: Mapping[str, Value], kept: str, distribution: Any, all
     if others:
         raise ConfigError(f"{kept} and {others[0]} can't be combined. Keep one of them.")
     if distribution not in (None, *allowed):
-        raise ConfigError(f"distribution={distribution!r} takes min and max, not {kept}. Remove {kept}.")
+        raise ConfigError(f"distribution={distribution!r} and {kept} can't be combined. Keep one of them.")
 
 
 def _parse_choices(value: Value) -> Choices:

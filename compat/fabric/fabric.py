@@ -81,8 +81,8 @@ class Fabric:
         precision, sync_batchnorm = unpack_plugins(plugins, precision, False)
         if sync_batchnorm:
             raise ValueError(
-                "plugins=TorchSyncBatchNorm() is not supported, because Fabric does not convert layers. Pass "
-                "strategy=DDP(sync_batchnorm=True) instead."
+                "plugins=TorchSyncBatchNorm() is not supported, because the strategy converts the BatchNorm layers. "
+                "Pass strategy=DDP(sync_batchnorm=True) instead."
             )
         spawns = isinstance(strategy, str) and strategy in _SPAWNING
         self._options: dict[str, Any] = {
@@ -471,8 +471,8 @@ class Fabric:
                 raise TypeError(f"filter[{name!r}] must be a function, not {name_type(keeps)}.")
         if unknown := sorted(set(filters) - set(state)):
             raise ValueError(
-                f"filter has keys that are not in state: {unknown}. The keys of state are {sorted(state)}. Rename or "
-                "remove them."
+                f"filter has keys that are not in state: {unknown}. Rename or remove them. The keys of state are "
+                f"{sorted(state)}."
             )
         with self._accelerator.world.together():
             plain = {name: self._to_state(name, value) for name, value in state.items()}
@@ -523,8 +523,8 @@ class Fabric:
         missing = sorted((state or {}).keys() - saved.keys())
         if missing and strict:
             raise KeyError(
-                f"{os.fspath(path)!r} lacks the keys {missing} of state. Its keys are {sorted(saved)}. Pass "
-                "strict=False to load the others."
+                f"{os.fspath(path)!r} lacks the keys {missing} of state. The keys in the file are {sorted(saved)}. "
+                "Pass strict=False to load the others."
             )
         for name in (state or {}).keys() & saved.keys():
             assert state is not None

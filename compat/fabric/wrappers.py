@@ -130,8 +130,8 @@ def _refuse_forward(module: nn.Module, name: str, method: Callable[..., Any]) ->
 
     def refuse(*_: Any) -> None:
         raise RuntimeError(
-            f"{type(module).__name__}.{name}() calls layers, but is not marked to run through the strategy as forward "
-            f"does. Call model.mark_forward_method({name!r}) after fabric.setup()."
+            f"{type(module).__name__}.{name}() calls layers, but is not marked as a forward method, so it would bypass "
+            f"the strategy. Call model.mark_forward_method({name!r}) after fabric.setup()."
         )
 
     @wraps(method)

@@ -12,4 +12,4 @@ def check_finite_loss(loss: Tensor | None) -> None:
     """Raise a ValueError if a loss contains NaN or infinity. The check synchronizes with the device."""
     if loss is not None and not torch.isfinite(loss).all():
         value = f"is {loss.item()}" if loss.numel() == 1 else "contains NaN or infinity"
-        raise ValueError(f"the loss that training_step returned {value}, but it must be finite.")
+        raise ValueError(f"the loss from training_step {value}, but it must be finite.")

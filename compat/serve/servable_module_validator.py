@@ -107,7 +107,7 @@ class ServableModuleValidator(Callback):
             return
         expected = task.configure_response()
         if self.resp.json() != expected:
-            raise ValueError(f"the model answered {self.resp.json()!r}, but configure_response expects {expected!r}.")
+            raise ValueError(f"the model returned {self.resp.json()!r}, but configure_response expects {expected!r}.")
 
     def _ask(self, address: str, payload: dict[str, Any]) -> Response:
         body = json.dumps(payload).encode()

@@ -22,7 +22,7 @@ def from_compiled(model: Any) -> TaskModule:
     task = uncompiled(model)
     if task is model or not isinstance(task, TaskModule):
         raise ValueError(
-            f"from_compiled got {_describe(model)}, but takes the result of torch.compile(task), where task is a "
+            f"from_compiled got {_describe(model)}, but expects the result of torch.compile(task), where task is a "
             "TaskModule."
         )
     return task
@@ -37,7 +37,7 @@ def to_uncompiled(model: Any) -> TaskModule:
     task = uncompiled(model)
     if not isinstance(task, TaskModule) or task.__dict__.pop("_compiler", None) is None:
         raise ValueError(
-            f"to_uncompiled got {_describe(model)}, but takes the result of torch.compile(task) or from_compiled, "
+            f"to_uncompiled got {_describe(model)}, but expects the result of torch.compile(task) or from_compiled, "
             "where task is a TaskModule."
         )
     return task

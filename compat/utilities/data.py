@@ -14,7 +14,7 @@ from ...strategies import Strategy
 
 __all__ = ["extract_batch_size", "has_iterable_dataset", "has_len", "has_len_all_ranks", "sized_len"]
 
-_GIVE = "Determine the batch size without extract_batch_size."
+_GIVE = "Compute the batch size yourself instead of calling extract_batch_size."
 
 
 def extract_batch_size(batch: Any) -> int:
@@ -79,8 +79,8 @@ def _warn_of_claimed_length(dataloader: object) -> bool:
     if has_iterable_dataset(dataloader):
         name = type(dataloader).__name__
         warn(
-            f"the IterableDataset of {name} has a length, which is correct with num_workers > 0 only if each worker "
-            "reads its own share of the samples."
+            f"the IterableDataset of {name} has a length. With num_workers > 0, this length is correct only if each "
+            "worker reads its own share of the samples."
         )
     return True
 

@@ -125,9 +125,9 @@ def _fill(
     if waiting:
         left = sum(part.size for part, _ in waiting)
         raise ValueError(
-            f"the model does not fit within max_memory: {format_bytes(left)} have no device, starting at "
-            f"{waiting[0][0].names[0]!r}. Raise the limit of a device, or remove 'disk' from max_memory, which makes "
-            "the disk unlimited."
+            f"the model does not fit within max_memory: there is no device for {format_bytes(left)}, starting with "
+            f"{waiting[0][0].names[0]!r}. Raise the limit of a device, or remove 'disk' from max_memory to make the "
+            "disk unlimited."
         )
     return placed
 

@@ -62,10 +62,10 @@ def dispatch_model(
         state_dict: Values by tensor name, for tensors that are offloaded to the CPU and for tensors on the meta device
             that are not offloaded to disk. Default: the model's own.
         offload_dir: Folder to which the weights that the map places on disk are written. If these weights are on the
-            meta device, pass the path or URL of the checkpoint that contains them. As in Accelerate, weights that are
-            listed in the folder's ``index.json`` replace the model's own weights.
-        offload_index: Entries by weight name, in the format of Accelerate's ``index.json``. They are used instead of
-            the folder's ``index.json``.
+            meta device, pass the path or URL of the checkpoint that contains them. Weights that Accelerate's functions
+            have already offloaded to the folder (listed in ``index.json``) replace the model's own, as in Accelerate.
+        offload_index: Entries of offloaded weights by name, in the format of Accelerate's ``index.json``. They are used
+            instead of the folder's ``index.json``.
         offload_buffers: Offload buffers of offloaded modules too.
         skip_keys: Names of keyword arguments whose values are not moved. If the model's output is a mapping, its
             values under these keys are not moved either.

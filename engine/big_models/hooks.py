@@ -27,8 +27,8 @@ class StandIn(Tensor):
         kwargs = kwargs or {}
         if any(not (isinstance(tensor, cls) or tensor.is_meta) for tensor in _iter_tensors((args, kwargs))):
             raise ValueError(
-                "an offloaded weight was used outside the forward pass of its own module, where it has no values. Add "
-                "the class of the module that uses the weight to preload_module_classes."
+                "an offloaded weight was used outside the forward pass of its own module, but has values only during "
+                "that pass. Add the class of the module that uses the weight to preload_module_classes."
             )
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -104,8 +104,8 @@ def make_stand_in(tensor: Tensor) -> tuple[Tensor, Tensor]:
 def _refuse_gradient(gradient: Tensor) -> None:
     raise ValueError(
         "an offloaded weight got a gradient, which would be lost when the weight is offloaded again. Run the model "
-        "under torch.no_grad(), or call requires_grad_(False) on weights that are not trained, before the model is "
-        "dispatched."
+        "under torch.no_grad(). Alternatively, before dispatching the model, call requires_grad_(False) on the weights "
+        "that are not trained."
     )
 
 

@@ -134,8 +134,8 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load a checkpoint into a model without adding hooks.
 
-    If the map places weights of the checkpoint on disk, these weights are not loaded. Afterwards, they are on the meta
-    device. To use them, pass the checkpoint to `dispatch_model` as ``offload_dir``.
+    Weights of the checkpoint that the map places on disk are not loaded, and are on the meta device afterwards. To use
+    them, pass the checkpoint to `dispatch_model` as ``offload_dir``.
 
     Args:
         model: The model, which is changed in place.

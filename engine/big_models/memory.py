@@ -59,7 +59,7 @@ def resolve(device: Device, subject: str = "", storage: bool = False) -> torch.d
         return torch_device
     if torch_device.type != kind or (torch_device.index or 0) >= count:
         raise ValueError(
-            f"{subject} is not on this machine. Use {available}, or, to plan for another machine, name its "
+            f"{subject} does not exist on this machine. Use {available}. To plan for another machine, name its "
             "devices 'meta:0', 'meta:1', ..."
         )
     return (

@@ -57,13 +57,13 @@ def open_offloaded(folder: str | os.PathLike[str] | None, index: Mapping[str, An
             if stored not in files[file]:
                 raise ValueError(
                     f"{file} contains no weight {stored!r}, which offload_index names for {name!r}."
-                    f"{nearest(stored, files[file])} Set 'weight_name' to the name in the file."
+                    f"{nearest(stored, files[file])} Set 'weight_name' to the weight's name in the file."
                 )
             weights[name] = files[file][stored]
             continue
         if folder is None:
             raise ValueError(
-                f"offload_index has no safetensors_file for {name!r}. Set offload_dir to the folder with {name}.dat."
+                f"offload_index has no 'safetensors_file' for {name!r}. Set offload_dir to the folder with {name}.dat."
             )
         weights[name] = _open_raw_file(Path(folder).absolute() / f"{name}.dat", entry)
     return weights
@@ -73,7 +73,7 @@ def _open_raw_file(path: Path, entry: Mapping[str, Any]) -> FilePiece:
     dtype = getattr(torch, str(entry.get("dtype")), None)
     if not isinstance(dtype, torch.dtype) or "shape" not in entry:
         raise ValueError(
-            f"{path.parent / INDEX}: the entry of {path.stem!r}, {dict(entry)}, lacks a torch dtype or a shape. "
+            f"{path.parent / INDEX}: the entry for {path.stem!r} lacks a torch dtype or a shape: {dict(entry)}. "
             "Offload the weights again."
         )
     shape = torch.Size(entry["shape"])
@@ -88,8 +88,8 @@ def _open_raw_file(path: Path, entry: Mapping[str, Any]) -> FilePiece:
         ) from error
     if size != needed:
         raise ValueError(
-            f"{path} has {size} bytes, but {entry['dtype']} of shape {list(shape)} needs {needed}. Offload the weights "
-            "again."
+            f"{path} has {size} bytes, but a tensor of shape {list(shape)} and dtype {entry['dtype']} needs {needed}. "
+            "Offload the weights again."
         )
     return FilePiece(path, mark, dtype, shape, 0, needed)
 

@@ -205,8 +205,8 @@ class Copying:
             self._on_device.synchronize()
         if self._changed:
             raise RuntimeError(
-                f"{self._changed} was changed during an asynchronous save, other than by the optimizer's step. Change "
-                "an optimizer's state before save_state(blocking=False), or after finish_saving()."
+                f"during an asynchronous save, {self._changed} was changed by something other than the optimizer's "
+                "step. Change an optimizer's state before save_state(blocking=False), or after finish_saving()."
             )
 
 

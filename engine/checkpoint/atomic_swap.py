@@ -92,8 +92,8 @@ def swap_in(staging: Path, target: Path) -> None:
         retire(gone, target)
     except OSError as error:
         warnings.warn(
-            f"{target} is saved, but the checkpoint that it replaced can't be deleted: {error}. The next start "
-            "deletes it."
+            f"{target} is saved, but the checkpoint that it replaced can't be deleted: {error}. The next Trainer run "
+            "in this folder, or the next save to this path, deletes it."
         )
 
 
@@ -263,7 +263,7 @@ def _carry_over(path: Path, target: Path, listed_files: Collection[str]) -> None
         filesystem.make_directory(place)
         place = _choose_free_path(place / os.path.basename(entry))
         if place.name != os.path.basename(entry):
-            warnings.warn(f"{target} has a new {entry}, so the previous file of this name is kept as {place.name}.")
+            warnings.warn(f"{target} has a new {entry}, so the previous file with this name is kept as {place.name}.")
         with suppress(FileNotFoundError):  # another process is doing the same
             filesystem.rename(path / entry, place)
         folders.add(place.parent)

@@ -20,8 +20,8 @@ _REPLACED = re.compile(r"\.checkpoint_(\d+)\.old")
 def _require_folder(project: ProjectConfiguration, method: str, argument: str) -> AnyPath:
     if not project.automatic_checkpoint_naming or project.project_dir is None:
         raise ValueError(
-            f"{method} was called without {argument}, which requires automatic checkpoint naming. Pass {argument}, or "
-            "create Accelerator(project_config=ProjectConfiguration(project_dir=..., "
+            f"{method} was called without {argument}, but automatic checkpoint naming is not configured. Pass "
+            f"{argument}, or create Accelerator(project_config=ProjectConfiguration(project_dir=..., "
             "automatic_checkpoint_naming=True))."
         )
     return as_path(project.project_dir) / "checkpoints"

@@ -47,7 +47,7 @@ def _check_equal_targets(targets: list[AnyPath], world: World) -> None:
         listed = "; ".join(f"{named_ranks(numbers)}: {paths}" for paths, numbers in ranks.items())
         raise ValueError(
             f"save_state got directories that differ by rank ({listed}), but all ranks write one checkpoint. Pass the "
-            "same path on every rank. If the path contains a time, broadcast it from rank zero."
+            "same path on every rank. If the path contains a timestamp, broadcast it from rank zero."
         )
 
 

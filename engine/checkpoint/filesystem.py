@@ -361,7 +361,7 @@ def _wrap_read_errors(path: AnyPath) -> Iterator[None]:
 
 
 def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not JSON")
+    raise ValueError(f"{text} is not valid JSON")
 
 
 def _build_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -316,7 +316,7 @@ class _Decoder:
         if document is None or type(document) in (bool, int, float, str):
             return document
         if self._depth > MAX_DEPTH + 2:  # a key and its tag may be below the deepest container
-            raise _Malformed(f"{_format_place(path[:8])}...: the document is nested deeper than {MAX_DEPTH} levels.")
+            raise _Malformed(f"{_format_place(path[:8])}...: the document is nested more than {MAX_DEPTH} levels deep.")
         self._depth += 1
         state = self._decode_container(document, path)
         self._depth -= 1

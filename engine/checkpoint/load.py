@@ -114,9 +114,9 @@ def _finish_epoch(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, A
     if not any(finished):
         return info
     announce(
-        f"the checkpoint was saved after the last batch of epoch {epochs[finished.index(True)]}, so the loader starts "
-        "the next epoch. If the loop resumes in the saved epoch, call load_state(finish_epoch=False), which makes "
-        "the first pass empty."
+        f"the checkpoint was saved after the last batch of epoch {epochs[finished.index(True)]}, so the dataloader "
+        "starts the next epoch. If your loop resumes in the saved epoch, call load_state(finish_epoch=False). The "
+        "first pass over the dataloader then yields no batches."
     )
     # A number that differs from the loader's is the script's own count.
     return info | {"epoch": epochs[0] + 1} if finished[0] and info.get("epoch") == epochs[0] else info
@@ -268,7 +268,7 @@ def _read_rank_state(accelerator: Accelerator, opened: OpenCheckpoint) -> RankSt
     path, name = opened.path, rank_part(accelerator.process_index)
     state = check_form(RankState, opened.read_part(name), path, name)
     if not all(isinstance(values, dict) for values in state["buffers"]):
-        raise ValueError(f"{path}: part {name!r} is damaged: the items of buffers are not dicts. {RESTORE}")
+        raise ValueError(f"{path}: part {name!r} is damaged: the items of 'buffers' are not dicts. {RESTORE}")
     return state
 
 
@@ -404,7 +404,7 @@ def _check_counts(
         "models": (len(accelerator.models), len(state["reduction_orders"])),
         "optimizers": (len(accelerator.optimizers), optimizers),
         "schedulers": (len(accelerator.schedulers), len(state["schedulers"])),
-        "training loaders": (sum(not loader.evaluation for loader in accelerator.loaders), len(state["loaders"])),
+        "training dataloaders": (sum(not loader.evaluation for loader in accelerator.loaders), len(state["loaders"])),
     }
     for kind, (prepared, saved) in pairs.items():
         if prepared == saved:
@@ -413,14 +413,14 @@ def _check_counts(
         # If no object of a kind is prepared, none silently starts over: the script evaluates, or prepares it later.
         # Loaders may also be created for each epoch. A Trainer, which requests strict loading, has prepared all its
         # objects.
-        left_out = not asked and (kind == "training loaders" or (prepared == 0 and kind != "models"))
+        left_out = not asked and (kind == "training dataloaders" or (prepared == 0 and kind != "models"))
         if not left_out and (strict or kind in ("models", "optimizers")):
             raise ValueError(f"{text}. Prepare the same {kind} as the saved run before loading the checkpoint.")
         warn(
             f"{text}, so {kind} are not restored. To restore them, prepare the same {kind} before load_state. To "
             "load only weights, call load_state(..., state=False)."
         )
-        if kind == "training loaders":
+        if kind == "training dataloaders":
             state["loaders"] = []
         else:
             for name in _OF_SCHEDULERS:
@@ -440,7 +440,7 @@ def _check_kinds(accelerator: Accelerator, state: TrainState, path: AnyPath, str
             f"registered objects: {', '.join(registered) or 'none'} in the checkpoint, which lacks {', '.join(missing)}"
         )
     if lines:
-        text = (f"{path} was saved by a run with other objects:\n  ") + "\n  ".join(lines)
+        text = (f"{path} was saved by a run with different objects:\n  ") + "\n  ".join(lines)
         if strict:
             raise ValueError(f"{text}\nTo load what fits, pass strict=False (in a task: strict_loading = False).")
         warn(f"{text}\nState that does not fit is not restored.")

@@ -151,7 +151,9 @@ def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: Any
         "pretrained weights in the same precision"
     )
     if strict:
-        raise ValueError(f"{text}. To load it anyway, pass strict=False (in a task: strict_loading = False).")
+        raise ValueError(
+            f"{text}. To load the checkpoint anyway, pass strict=False (in a task: strict_loading = False)."
+        )
     warn(f"{text}.")
 
 

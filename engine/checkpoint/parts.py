@@ -62,8 +62,9 @@ def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] |
     """
     if not _PART.fullmatch(name) or name == "manifest" or _SHARD.fullmatch(name):
         raise ValueError(
-            f"the part name {name!r:.80} is not valid. A name must consist of letters, digits, '_', '-' and '.', must "
-            "not begin with '-' or '.', must not be 'manifest', and must not end like '-shard-00001'. Rename the part."
+            f"the part name {name!r:.80} is not valid. A name must consist of letters, digits, '_', '-' and '.', and "
+            "must not begin with '-' or '.'. The name 'manifest' and names with a suffix such as '-shard-00001' are "
+            "reserved. Rename the part."
         )
     files: Files = {}
     header = {"format": "pt", **(notes or {})}
@@ -212,8 +213,8 @@ def open_files(
     if not names or (not flat and f"{name}.json" not in names):
         parts = sorted({_strip_shard(file.rpartition(".")[0]) for file in files})
         raise ValueError(
-            f"{path} has no part {name!r}. It contains {', '.join(parts)}. Load one of these, or use a checkpoint with "
-            f"{name!r}."
+            f"{path} has no part {name!r}. It contains {', '.join(parts)}. Load one of these, or use a checkpoint that "
+            f"has the part {name!r}."
         )
     for file in names:
         filesystem.check_file(folder, file, files[file], digests=False)

@@ -109,8 +109,8 @@ def check_places(call: str, places: Mapping[str, Any], also: Any) -> None:
         TypeError: If a place is neither a path nor a URL, or ``also`` is not a list of them.
     """
     if not isinstance(also, Sequence) or isinstance(also, str):
-        wanted = f"[{str(also)!r}]" if isinstance(also, str | os.PathLike | RemotePath) else "a list of paths or URLs"
-        raise TypeError(f"{call}(also={also!r:.100}) must be a list of directories. Pass {wanted}.")
+        wanted = f"[{str(also)!r}]" if isinstance(also, str | os.PathLike | RemotePath) else "such a list"
+        raise TypeError(f"{call}(also={also!r:.100}) must be a list of paths or URLs. Pass {wanted}.")
     for argument, place in (*places.items(), *(("also", place) for place in also)):
         if not isinstance(place, str | os.PathLike | RemotePath):
             raise TypeError(

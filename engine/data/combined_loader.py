@@ -56,11 +56,11 @@ class CombinedLoader:
         self._running: Iterator[Any] | None = None
         leaves = list(_iter_leaves(iterables, True))
         if not leaves:
-            raise ValueError(f"CombinedLoader({iterables!r}) contains no loader. Pass at least one loader.")
+            raise ValueError(f"CombinedLoader({iterables!r}) contains no dataloader. Pass at least one.")
         for leaf in leaves:
             if not isinstance(leaf, Iterable) and not hasattr(leaf, "__getitem__"):
                 raise TypeError(
-                    f"CombinedLoader got {leaf!r:.100} ({name_type(leaf)}), which is not a loader. Pass a "
+                    f"CombinedLoader got {leaf!r:.100} ({name_type(leaf)}), which is not a dataloader. Pass a "
                     "DataLoader or another iterable of batches."
                 )
         self._flattened = leaves

@@ -122,7 +122,7 @@ class JointLoader(Loader):
     def _prepare(self, source: Any, world: World, shard: bool, accumulate: Callable[[], int], split: bool) -> None:
         if any(isinstance(dataloader, Loader) for dataloader in source.flattened):
             raise TypeError(
-                "CombinedLoader contains a prepared loader. Combine the original DataLoaders, then prepare the "
+                "CombinedLoader contains a prepared dataloader. Combine the original DataLoaders, then prepare the "
                 "CombinedLoader."
             )
         # As in evaluation, every process has a share of a last, short batch: a placeholder would be one part of a batch
@@ -158,8 +158,8 @@ class JointLoader(Loader):
         for other in self.loaders:
             if other is not loader and mine & set(map(id, other._plan.draws.private)):
                 raise ValueError(
-                    f"two combined loaders share a generator, and {type(loader.source).__name__} draws from it during "
-                    "the epoch, so neither could be resumed. Give each loader a separate generator."
+                    f"two combined dataloaders share a generator, and {type(loader.source).__name__} draws from it "
+                    "during the epoch, so neither can be resumed. Give each dataloader a separate generator."
                 )
 
     def _begin(self) -> Iterator[Any]:
@@ -233,13 +233,13 @@ class JointLoader(Loader):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position that `state_dict` returned, with any world size.
+        """Resume from a state returned by `state_dict`. The world size may have changed.
 
         Args:
             state: A state returned by `state_dict`.
 
         Raises:
-            ValueError: If the state does not fit the training dataloaders.
+            ValueError: If this is a training dataloader and the state does not fit it.
         """
         if self.evaluation and self.describe_difference(state):
             self.set_epoch(state["epoch"])
@@ -288,14 +288,14 @@ class JointLoader(Loader):
             ValueError: If the state does not fit.
         """
         if text := self.describe_difference(state):
-            raise ValueError(f"{text}. Pass the same loaders, or load only the weights with treadle.load_weights.")
+            raise ValueError(f"{text}. Pass the same dataloaders, or load only the weights with treadle.load_weights.")
 
     def describe_difference(self, state: dict[str, Any]) -> str:
         """Return a description of the first mismatch between a saved state and the dataloaders; empty if none."""
         count, mode = len(self.loaders), self._plan.mode
         saved_count = len(state["loaders"]) if "loaders" in state else 1
         if saved_count != count or "loaders" not in state:
-            saved_loaders = format_count(saved_count, "training loader")
+            saved_loaders = format_count(saved_count, "training dataloader")
             return f"the checkpoint was saved with {saved_loaders}, but this run combines {count}"
         if state["mode"] != mode:
             return (

@@ -38,8 +38,8 @@ _NO_MORE = object()
 class Loader:
     """Dataloader that yields this process's share of the data and can be resumed.
 
-    `Accelerator.prepare` wraps the user's dataloader in this class. The wrapper does not construct a new ``DataLoader``
-    but iterates a shallow copy of the user's, which has the same class.
+    `Accelerator.prepare` wraps the user's dataloader in this class. A ``DataLoader`` is not rebuilt. The wrapper
+    iterates over a shallow copy of it, which has the same class.
 
     Args:
         source: A ``DataLoader`` or any other iterable of batches.
@@ -91,7 +91,8 @@ class Loader:
     ) -> None:
         if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
             raise TypeError(
-                f"{source!r} ({name_type(source)}) is not a loader. Pass a DataLoader or another iterable of batches."
+                f"{source!r} ({name_type(source)}) is not a dataloader. Pass a DataLoader or another iterable of "
+                "batches."
             )
         self.source = source
         self.move = move
@@ -317,7 +318,7 @@ class Loader:
             if batch < self.batches:
                 raise ValueError(
                     f"the stream cannot start at batch {batch}, because it is already at batch {self.batches}, and a "
-                    "stream cannot be rewound. Prepare a new loader."
+                    "stream cannot be rewound. Prepare a new dataloader."
                 )
             self._passing = batch - self.batches
         else:
@@ -469,7 +470,7 @@ class Loader:
         """Determine whether all ranks read the same data or each rank reads its own data. Must be called on all ranks.
 
         Args:
-            world: The ranks that iterate the dataloader.
+            world: The ranks that iterate over the dataloader.
 
         Raises:
             ValueError: On every rank, if the ranks' data is neither identical nor entirely different, or if only some
@@ -479,10 +480,10 @@ class Loader:
             self._plan.agree(world)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the position in the epoch, and the RNG and sampler states that determine the order.
+        """Return the dataloader's state: the epoch, the position in it, and the states that determine its order.
 
         Raises:
-            ValueError: If it is called within a group of micro-batches, because accumulated gradients are not saved.
+            ValueError: If it is called inside a group of micro-batches, because accumulated gradients are not saved.
         """
         self._refuse_inside_group()
         plan = self._plan
@@ -510,7 +511,7 @@ class Loader:
     def _refuse_inside_group(self) -> None:
         if self._micro is not None and not self._micro.last:
             raise ValueError(
-                "the loader's state was requested during gradient accumulation, but a checkpoint does not contain "
+                "the dataloader's state was requested during gradient accumulation, but a checkpoint does not contain "
                 "accumulated gradients. Save it when accelerator.sync_gradients is True, after optimizer.step()."
             )
 
@@ -539,8 +540,8 @@ class Loader:
                 skipped = format_count(plan.batches_of(state["items"]), "batch")
                 warn(
                     "the checkpoint was saved with a different world size, within an epoch in which each rank read "
-                    f"its own stream. Each rank skips {skipped}, which is exact only if "
-                    "the stream is distributed over the ranks sample by sample."
+                    f"its own stream. Each rank skips {skipped}. The resume is exact only if the stream is distributed "
+                    "over the ranks sample by sample."
                 )
             plan.load_state(state["source"], state.get("first_digest", ""))
             plan.workers = state.get("workers")
@@ -567,7 +568,8 @@ class Loader:
         """
         if text := self.describe_difference(state):
             raise ValueError(
-                f"{text}. Pass the same kind of loader and sampler, or load only the weights with treadle.load_weights."
+                f"{text}. Pass the same kind of dataloader and sampler, or load only the weights with "
+                "treadle.load_weights."
             )
 
     def warn_if_length_changed(self, state: dict[str, Any]) -> None:
@@ -586,7 +588,7 @@ class Loader:
         result of `state_dict`.
 
         Raises:
-            ValueError: If each rank reads its own data and the position is within a group of micro-batches.
+            ValueError: If each rank reads its own data and the position is inside a group of micro-batches.
         """
         planner = self._plan.planner
         rank_state = None if planner.shares is None else self.state_dict()

@@ -155,9 +155,9 @@ def compare_across_ranks(first: str, source: str, kind: str, world: World) -> bo
             f"data. Split it over all {world.size} ranks, or not at all."
         )
     announce(
-        f"{source} yields different {kind} on each rank, so it is treated as already split by rank, and each rank "
-        "trains on all of its own batches. If all ranks should read the same data, seed its generator, and Treadle "
-        "will shard the data."
+        f"{source} yields different {kind} on each rank, so it is treated as already split by rank. Each rank trains "
+        "on all of its own batches. If all ranks should read the same data, seed its generator. Treadle then shards "
+        "the data."
     )
     return False
 

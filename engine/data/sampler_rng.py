@@ -125,14 +125,14 @@ class Draws:
     def difference(self, state: dict[str, Any]) -> str:
         """Return the reason why a saved state does not fit these sources; "" if it fits."""
         if "loaders" in state:
-            saved_loaders = format_count(len(state["loaders"]), "combined loader")
-            return f"the checkpoint was saved with {saved_loaders}, but this run has a single loader"
+            saved_loaders = format_count(len(state["loaders"]), "combined dataloader")
+            return f"the checkpoint was saved with {saved_loaders}, but this run has a single dataloader"
         saved, samplers = state["generators"], state.get("samplers")
         if not match_generators(self.private, saved):
-            return _describe_generators("the loader", self.private, saved)
+            return _describe_generators("the dataloader", self.private, saved)
         if samplers is not None and len(samplers) != len(self.stateful):
             current = format_count(len(self.stateful), "sampler")
-            return f"the loader has {current} with a state_dict, but the checkpoint has {len(samplers)}"
+            return f"the dataloader has {current} with a state_dict, but the checkpoint has {len(samplers)}"
         return ""
 
     # -- state outside of checkpoints ----------------------------------------------------------------------------

@@ -115,7 +115,7 @@ class ShardedBatches:
                 actual, fix = "a custom batch sampler", "Pass batch_size instead of the batch sampler"
             raise ValueError(
                 f"split_batches=True splits each batch over {size} processes, so DataLoader(batch_size=...) must be a "
-                f"multiple of {size}, but this loader has {actual}. {fix}, or remove split_batches."
+                f"multiple of {size}, but this dataloader has {actual}. {fix}, or remove split_batches."
             )
         self.batch_size //= size
 

@@ -428,9 +428,9 @@ class StreamedBatches:
         self.first_digest = digest(self._pushed[0][1]) if self._pushed else ""
         if expected and self.first_digest != expected:
             warn(
-                f"{self._name} does not begin with the same batches as the checkpoint's epoch, so this resume is not "
-                "exact, and samples may be lost or repeated. Seed the stream (shuffle(seed=...)), give it state_dict "
-                "and load_state_dict, or resume from the end of an epoch."
+                f"the first batch of {self._name} differs from that of the saved epoch, so this resume is not exact, "
+                "and samples may be lost or repeated. Seed the stream (shuffle(seed=...)), give it state_dict and "
+                "load_state_dict, or resume from the end of an epoch."
             )
 
     def state(self, drawn: Draw | None) -> dict[str, Any] | None:

@@ -25,8 +25,8 @@ class Metrics:
 
     Args:
         training: Whether this is a training stage.
-        copies: Whether to copy logged tensors that are on an accelerator. This is required with CUDA graphs, because a
-            replay overwrites the results of the previous one. Default: False.
+        copies: Whether to copy all logged tensors that are on an accelerator. This is required with CUDA graphs,
+            because a replay overwrites the results of the previous one. Default: False.
 
     Attributes:
         weight: Default weight of a value in its epoch mean, such as the number of samples in the current batch.
@@ -168,7 +168,8 @@ class Metrics:
         previous = self._entries.get(name)
         if previous is not None and previous.spec is not None:
             raise ValueError(
-                f"{name!r} was logged twice in one stage with different arguments. Use another name for one of them."
+                f"{name!r} was logged twice in one stage with different arguments. Pass the same arguments, or use "
+                "different names."
             )
         prog_bar, logger, on_step, on_epoch, reduce_fx = spec
         per_step = self.training and self._entries is self._in_step
@@ -467,14 +468,14 @@ def _check_names_match(names: list[str], world: World) -> None:
     common = set.intersection(*(set(part) for part in every))
     only = [sorted(set(part) - common) for part in every]
     if any(only):
-        odd = [f"rank {rank} alone: {', '.join(part)}" for rank, part in enumerate(only) if part]
+        odd = [f"rank {rank} logged {', '.join(part)}" for rank, part in enumerate(only) if part]
         raise ValueError(
-            f"the processes logged different names, so the values cannot be reduced ({'; '.join(odd)}). Log the same "
-            "names on every rank."
+            "the processes logged different names, so the values cannot be reduced. Of the names that differ, "
+            f"{'; '.join(odd)}. Log the same names on every rank."
         )
     orders = [f"rank {rank}: {', '.join(part)}" for rank, part in enumerate(every)]
     raise ValueError(
-        f"the processes logged the same names in a different order, so the values cannot be reduced "
+        f"the processes logged the same names in different orders, so the values cannot be reduced "
         f"({'; '.join(orders)}). Log the names in the same order on every rank."
     )
 

@@ -78,8 +78,8 @@ def _catch_up(accelerator: Accelerator) -> None:
         return
     if any(position for _, position in counts):
         warn(
-            "join_uneven_inputs: on some rank, the batches ended inside an accumulation group. The gradients of this "
-            "unfinished group are dropped."
+            "join_uneven_inputs: on at least one rank, the batches ended inside an accumulation group. The gradients "
+            "of this unfinished group are dropped."
         )
         accelerator.drop_gradients()
     steps_by_rank = [of_rank for of_rank, _ in counts]

@@ -53,9 +53,9 @@ class LossScale:
         """
         if self._norms and any(_list_norms(self._unscaled[key]) != norms for key, norms in self._norms.items()):
             raise ValueError(
-                "a backward pass added gradients to gradients that were already divided by the float16 loss scale, by "
-                "gradient clipping or unscale_gradients. Call step or zero_grad first. To accumulate gradients, set "
-                "accumulate_grad_batches or gradient_accumulation_steps."
+                "a backward pass added to gradients that gradient clipping or unscale_gradients had already divided by "
+                "the float16 loss scale. Call step or zero_grad before the next backward pass. To accumulate "
+                "gradients, set accumulate_grad_batches or gradient_accumulation_steps."
             )
 
     def update_scale(self) -> None:

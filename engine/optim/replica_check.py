@@ -62,7 +62,7 @@ def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> N
     raise ReplicasDiffer(
         f"{kind} differ between the processes ({len(differing)} of {len(tensors)}): {names}. Compared with rank "
         f"{source}, the largest difference in {first} is {apart}. Call the model that prepare returned, because only "
-        "this model reduces gradients, and change weights in the same way on all processes."
+        "this model reduces gradients. Change weights in the same way on all processes."
     )
 
 

@@ -215,7 +215,7 @@ def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], s
         for group, old, new in zip(groups, options, stand_in.param_groups, strict=True):
             group.update({name: new[name] for name in new if name in _RATES or new[name] != old.get(name)})
         rates = _format([group["lr"] for group in stand_in.param_groups])
-        announce(f"schedule='script': {_name_class(optimizer)} resumes with lr {rates}, from this script's schedule")
+        announce(f"schedule='script': {_name_class(optimizer)} resumes with lr {rates} from this script's schedule.")
 
 
 class _Groups:

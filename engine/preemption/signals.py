@@ -347,9 +347,9 @@ def preemptible(accelerator: Accelerator, grace: Any, interrupts: bool) -> Itera
     """Return a context that handles signals in a user-defined loop; see `Accelerator.preemptible`."""
     if accelerator.num_processes > 1 and accelerator.watchdog is None:
         raise ValueError(
-            f"preemptible() with {accelerator.num_processes} processes needs a process group over TCP, or torch 2.8 or "
-            f"newer. This is torch {torch.__version__}, and the script created the group with another store. Upgrade "
-            "torch, or let the Accelerator create the group."
+            f"preemptible() with {accelerator.num_processes} processes needs a process group with a TCP store, or "
+            f"torch 2.8 or newer. This is torch {torch.__version__}, and the script created the group with another "
+            "store. Upgrade torch, or let the Accelerator create the group."
         )
     seconds = None if grace is None else parse_duration("grace", grace).total_seconds()
     preemption = Preemption(accelerator, seconds)

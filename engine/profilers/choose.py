@@ -24,7 +24,7 @@ def choose_profiler(profiler: Any) -> Profiler:
         return profiler
     if not isinstance(profiler, str):
         hint = f" Pass {profiler.__name__}()." if isinstance(profiler, type) and issubclass(profiler, Profiler) else ""
-        raise TypeError(f"profiler={profiler!r} must be a name, a treadle.profilers.Profiler or None.{hint}")
+        raise TypeError(f"profiler={profiler!r} must be a profiler's name, a treadle.profilers.Profiler or None.{hint}")
     # Each is imported only when it is requested, because torch.profiler and cProfile take time to import.
     if profiler == "simple":
         from .simple import SimpleProfiler

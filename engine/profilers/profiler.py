@@ -19,8 +19,8 @@ class Profiler:
     """Base class of profilers, which measure named actions. Subclasses implement `start` and `stop`.
 
     The Trainer measures the actions of its loop, such as ``"forward"`` and each hook; see docs/profiling.md. Actions
-    may be nested. In ``training_step``, use ``with self.trainer.profiler.profile("attention"):`` to measure an
-    additional action.
+    may be nested. In a step, such as ``training_step``, use ``with self.trainer.profiler.profile("attention"):`` to
+    measure an additional action.
 
     Args:
         dirpath: Directory of the profiler's files. Default: the run's log directory or, without a Trainer, the current

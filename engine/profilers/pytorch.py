@@ -111,9 +111,9 @@ class PyTorchProfiler(Profiler):
         """Prepare for a stage, and begin recording; see `Profiler.setup`.
 
         Args:
-            stage: The stage.
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
             local_rank: Rank to include in file names; None to omit it.
-            log_dir: Default for ``dirpath``.
+            log_dir: Directory of the profiler's files if ``dirpath`` is not set.
 
         Raises:
             ValueError: If ``emit_nvtx`` is set without a CUDA device.
@@ -199,7 +199,7 @@ class PyTorchProfiler(Profiler):
         if not self.emit_nvtx and not self._table:
             warn(
                 f"PyTorchProfiler has recorded nothing: {self._stage or 'the run'} ended after "
-                f"{format_count(self._steps, 'step')}, before its schedule began to record. Use "
+                f"{format_count(self._steps, 'step')}, before the schedule began to record. Use "
                 "PyTorchProfiler(schedule=None) to record all steps."
             )
 

@@ -59,9 +59,9 @@ class SimpleProfiler(Profiler):
         """Prepare for a stage, and discard earlier measurements; see `Profiler.setup`.
 
         Args:
-            stage: The stage.
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
             local_rank: Rank to include in file names; None to omit it.
-            log_dir: Default for ``dirpath``.
+            log_dir: Directory of the profiler's files if ``dirpath`` is not set.
         """
         super().setup(stage, local_rank, log_dir)
         self._forget()

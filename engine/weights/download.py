@@ -72,8 +72,8 @@ def fetch(url: str, sha256: str | None, folder: Path) -> Path:
     scheme = _SCHEME.match(url)[1].lower()  # type: ignore[index]
     if sha256 is None:
         raise ValueError(
-            f"{url} is a URL without a digest, so its content could be replaced unnoticed. Pass sha256=, the digest of "
-            "the file (`sha256sum FILE`), or download the file yourself and pass its path."
+            f"{url} is a URL without a digest, so its content could be replaced unnoticed. Pass sha256='...' with the "
+            "digest that `sha256sum FILE` prints, or download the file yourself and pass its path."
         )
     expected = _parse_digest(sha256)
     if scheme == "file":

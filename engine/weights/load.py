@@ -149,7 +149,7 @@ def _unwrap_model(model: nn.Module) -> nn.Module:
         )
     if empty:
         raise ValueError(
-            f"load_weights: the model has no memory for {abbreviate(empty)}, because it is on device meta. Call "
+            f"load_weights: the model has tensors on device meta, which have no memory: {abbreviate(empty)}. Call "
             "model.to_empty(device=...) first, or use load_checkpoint_and_dispatch."
         )
     return unwrapped

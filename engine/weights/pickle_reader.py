@@ -132,16 +132,18 @@ def _check_key(value: Any) -> Any:
     Large integers and tuples are unsupported, because a file could contain many with the same hash to slow a dict down.
     """
     if isinstance(value, int) and value.bit_length() > 64:
-        raise ValueError(f"its pickle has a number of {value.bit_length():,} bits as a key, but at most 64 are allowed")
+        raise ValueError(
+            f"its pickle has an integer of {value.bit_length():,} bits as a key, but at most 64 are allowed"
+        )
     if isinstance(value, tuple):
         if len(value) > 16:
             raise ValueError(f"its pickle has a tuple of {len(value):,} items as a key, but at most 16 are allowed")
         for item in value:
             if isinstance(item, tuple) and any(isinstance(inner, tuple) for inner in item):
-                raise ValueError("its pickle has deeply nested keys")
+                raise ValueError("its pickle has deeply nested keys, which are not supported")
             _check_key(item)
     elif not isinstance(value, str | bytes | int | float | Name | None):
-        raise ValueError(f"its pickle has {name_type(value)} as a key")
+        raise ValueError(f"its pickle has {name_type(value)} as a key, which is not supported")
     return value
 
 

@@ -277,8 +277,8 @@ def _drop_others(directory: AnyPath, stem: str, ending: str, new_files: set[str]
             _delete(directory / name)
     except OSError as error:
         warn(
-            f"the weights in {directory} are saved, but older files can't be deleted: {error}. The next save deletes "
-            "them."
+            f"the weights in {directory} are saved, but older files can't be deleted: {error}. The next save tries to "
+            "delete them again."
         )
 
 

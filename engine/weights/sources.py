@@ -192,17 +192,22 @@ def _open_index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     document = filesystem.read_json(path.resolve(), _MAX_INDEX_BYTES)
     places = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise ValueError(f"it is JSON without the weight_map of an index. {_ACCEPTED_SOURCES}")
+        raise ValueError(
+            f"it is a JSON file without a valid 'weight_map', so it is not an index of weights. {_ACCEPTED_SOURCES}"
+        )
     weights: dict[str, Any] = {}
     others: dict[str, Any] = {}
     names_by_file: dict[str, set[str]] = {}
     for file in dict.fromkeys(places.values()):
         if file != os.path.basename(file) or file in ("", ".", "..") or "\\" in file or "\0" in file:
-            raise ValueError(f"it lists {file!r:.80}, which is not the name of a file in the same folder")
+            raise ValueError(
+                f"it lists {file!r:.80}, but an index must list only the names of files in its own folder. Correct the "
+                "name"
+            )
         if not (path.parent / file).is_file():
             lost = [name[:80] for name, place in places.items() if place == file]
             raise ValueError(
-                f"it lists {file[:80]} for {abbreviate(lost)}, but this file is missing in the folder. Copy or "
+                f"it lists {file[:80]} for {abbreviate(lost)}, but this file is missing from the folder. Copy or "
                 "download the file"
             )
         inside, beside, _ = _open_file(path.parent / file)
@@ -264,8 +269,9 @@ def read_state_dict(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
             )
     if not weights and not key:
         raise ValueError(
-            f"it has no tensors by name at the top level or under {', '.join(_STATE_KEYS[:-1])} or "
-            f"{_STATE_KEYS[-1]}. It {_describe_entries(document)}. Save model.state_dict()"
+            "it has no tensors at the top level, and no dict under the key "
+            f"{', '.join(map(repr, _STATE_KEYS[:-1]))} or {_STATE_KEYS[-1]!r}. It {_describe_entries(document)}. Save "
+            "model.state_dict()"
         )
     return weights, others
 

@@ -114,7 +114,7 @@ class TorchFile:
             return MemoryPiece(torch.empty(shape, dtype=view.dtype, device="cpu"))
         reach = 1 + sum((length - 1) * step for length, step in zip(view.shape, view.stride, strict=True))
         if (view.offset + reach) * size > view.storage.count * view.storage.dtype.itemsize:
-            raise ValueError("a tensor reaches beyond its storage")
+            raise ValueError("a tensor extends beyond its storage. Copy or download the file again")
         first = start + view.offset * size
         if reach == elements and view.stride == _compute_strides(view.shape):
             return FilePiece(self.path.absolute(), self._mark, view.dtype, shape, first, reach * size)
@@ -124,13 +124,15 @@ class TorchFile:
     def _note_storage(self, pid: Any) -> Storage:
         kind, name, key, _, count = pid[:5] if isinstance(pid, tuple) and len(pid) in (5, 6) else (None,) * 5
         if kind != "storage" or not isinstance(name, pickle_reader.Name) or not isinstance(key, str) or any(pid[5:]):
-            raise ValueError("it refers to something that is not a tensor storage")
+            raise ValueError("it refers to data other than tensor storages. Save the weights as safetensors")
         word = name.path.rpartition(".")[2].removesuffix("Storage")
         if not name.path.startswith("torch.") or word not in _KINDS:
-            raise ValueError(f"it has a storage of type {name.path}, which torch does not have")
+            raise ValueError(f"it has a storage of the unsupported type {name.path}. Save the weights as safetensors")
         storage = Storage(_KINDS[word], key, _check_count(count))
         if self._storages.setdefault(key, storage) != storage:
-            raise ValueError(f"its storage {key!r:.40} has two types")
+            raise ValueError(
+                f"its storage {key!r:.40} is listed with two types or sizes. Copy or download the file again"
+            )
         return storage
 
     def _read_zipped(self, file: Any, size: int) -> Any:
@@ -145,7 +147,7 @@ class TorchFile:
                     self._places[name.removeprefix(f"{root}/data/")] = _locate_entry(file, entry, size)
                 order = self._read_small(file, f"{root}/byteorder", 16) or b"little"
                 if order.strip() != b"little":
-                    raise ValueError("it was written by a big-endian machine. Save it again as safetensors")
+                    raise ValueError("it was written on a big-endian machine. Save it again as safetensors")
                 data = self._read_small(file, f"{root}/data.pkl", pickle_reader.MAX_BYTES)
         except (zipfile.BadZipFile, struct.error, EOFError, NotImplementedError) as error:
             raise ValueError(f"it is a damaged archive: {error}. Copy or download the file again") from error
@@ -155,7 +157,10 @@ class TorchFile:
     def _read_small(self, file: Any, name: str, limit: int) -> bytes:
         start, nbytes = self._places.get(name, (0, 0))
         if nbytes > limit:
-            raise ValueError(f"its {name.rpartition('/')[2]} has {nbytes:,} bytes, but at most {limit:,} are allowed")
+            raise ValueError(
+                f"its {name.rpartition('/')[2]} has {nbytes:,} bytes, but at most {limit:,} are allowed. Save the "
+                "weights as safetensors"
+            )
         file.seek(start)
         return file.read(nbytes)
 
@@ -166,7 +171,7 @@ class TorchFile:
                 raise ValueError("it is a pickle that torch.save did not write. Save the weights as safetensors")
             system = pickle_reader.read(stream)
             if not isinstance(system, dict) or system.get("little_endian") is not True:
-                raise ValueError("it was written by a big-endian machine. Save it again as safetensors")
+                raise ValueError("it was written on a big-endian machine. Save it again as safetensors")
             document, keys = pickle_reader.read(stream), pickle_reader.read(stream)
             if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
                 raise ValueError("its list of storages is damaged. Copy or download the file again")
@@ -224,12 +229,17 @@ def _check_entries(listed: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
     if any("/code/__torch__" in name or name.endswith("/constants.pkl") for name in entries):
         raise ValueError("it is a TorchScript program. Save its state_dict() as safetensors instead")
     if len(entries) != len(listed):
-        raise ValueError("two of its entries have the same name")
+        raise ValueError("two of its entries have the same name. Save the weights as safetensors")
     for name, entry in entries.items():
         if name.startswith("/") or "\\" in name or ".." in name.split("/") or entry.orig_filename != name:
-            raise ValueError(f"its entry {name!r:.60} has a path that leads out of the archive")
+            raise ValueError(
+                f"its entry {name!r:.60} has a path that leads out of the archive. Save the weights as safetensors"
+            )
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
-            raise ValueError(f"its entry {name!r:.60} is compressed or encrypted, which torch.save never does")
+            raise ValueError(
+                f"its entry {name!r:.60} is compressed or encrypted, which torch.save never does. Save the weights as "
+                "safetensors"
+            )
     return entries
 
 
@@ -259,7 +269,7 @@ def _locate_entry(file: Any, entry: zipfile.ZipInfo, size: int) -> tuple[int, in
 
 def _check_count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**62:
-        raise ValueError("a tensor's size is not a number")
+        raise ValueError("a tensor's size, stride or offset is not a valid number. Copy or download the file again")
     return value
 
 
@@ -274,10 +284,10 @@ def _build_view(
     reader: Reader, storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any, dtype: torch.dtype | None = None
 ) -> View:
     if not isinstance(storage, Storage) or not isinstance(shape, tuple) or not isinstance(stride, tuple):
-        raise ValueError("a tensor has a description that torch never writes")
+        raise ValueError("it describes a tensor in a way that torch.save never does. Save the weights as safetensors")
     shape, stride = tuple(_check_count(n) for n in shape), tuple(_check_count(n) for n in stride)
     if len(shape) != len(stride) or len(shape) > 64 or math.prod(shape) >= 2**62:
-        raise ValueError("a tensor has an invalid shape")
+        raise ValueError("a tensor has an invalid shape. Copy or download the file again")
     return View(storage, dtype or storage.dtype, _check_count(offset), shape, stride)
 
 

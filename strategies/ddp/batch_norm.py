@@ -113,7 +113,8 @@ class _Normalise(torch.autograd.Function):
         total = counts.sum()
         if total < 2:
             raise ValueError(
-                "batch normalization can't train on a single value per channel over all processes. Use a larger batch."
+                "batch normalization needs at least 2 values per channel over all processes in training. Use a larger "
+                "batch."
             )
         mean = (means * counts).sum(0) / total
         # Computed from each process's own mean, because the difference of two sums of squares would lose half of the

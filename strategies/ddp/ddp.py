@@ -105,10 +105,10 @@ class DDP(Strategy):
         gradient_as_bucket_view: Store gradients in the buffers in which they are sent, without a second copy.
         bucket_cap_mb: Size in MiB of the buffers in which gradients are sent. Default: 25, as in torch.
         broadcast_buffers: Broadcast rank zero's buffers to every process before forward passes.
-        comm_hook: Compression of gradients: ``"fp16"``, ``"bf16"``, ``"power_sgd"`` or a function that torch's
-            ``register_comm_hook`` accepts. None or ``"no"`` disables compression.
-        comm_state: State that a function passed as ``comm_hook`` receives as its first argument. For PowerSGD, torch's
-            ``PowerSGDState`` or a dict of its arguments.
+        comm_hook: Compression of gradients: ``"fp16"``, ``"bf16"``, ``"power_sgd"`` or a function for torch's
+            ``register_comm_hook``. None or ``"no"`` disables compression.
+        comm_state: First argument of a function passed as ``comm_hook``. For PowerSGD, torch's ``PowerSGDState`` or a
+            dict of its arguments.
         comm_wrapper: ``"fp16"`` or ``"bf16"`` to cast gradients to this dtype before ``comm_hook`` runs, or a function
             that receives the hook and returns a new one. None or ``"no"`` leaves the hook unchanged.
         sync_batchnorm: Compute the statistics of BatchNorm layers over the samples of all processes. This is also

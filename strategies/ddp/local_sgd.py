@@ -89,7 +89,7 @@ def parse_local_steps(every: Any, start: Any) -> LocalSteps | None:
             check_int(name, value, least)
     if every is None and start:
         raise ValueError(
-            f"local_sgd_start={start} needs local_sgd_steps, the number of steps between two averages. Set "
+            f"local_sgd_start={start} needs local_sgd_steps, the interval at which the parameters are averaged. Set "
             "local_sgd_steps too."
         )
     return None if every is None else LocalSteps(every, start or 0)

@@ -167,7 +167,7 @@ class _Examination:
             ]
             store.set("roll", json.dumps([other for other in range(size) if not present[other]]))
         elif not self._await(store, "roll"):
-            raise RuntimeError("rank 0 reported, but did not state which ranks are missing")
+            raise RuntimeError("the rank that writes the report did not state which ranks are missing")
         self.missing = json.loads(store.get("roll"))
 
     def _await_keys(self, store: dist.Store, names: list[str]) -> list[bool]:

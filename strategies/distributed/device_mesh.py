@@ -52,7 +52,7 @@ class Layout:
         if left:
             divisor = "" if self.tensor == 1 else f" divided by tensor_parallel_size={self.tensor}"
             raise ValueError(
-                f"data_parallel_replicate={self.replicate} must divide the world size{divisor}, {data}. Change "
+                f"data_parallel_replicate={self.replicate} must divide {data}, the world size{divisor}. Change "
                 "data_parallel_replicate or the number of processes."
             )
         sizes = {REPLICATE: self.replicate, SHARD: shard, TENSOR: self.tensor}

@@ -171,9 +171,9 @@ def _read_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
             present = [n for n in _TORCHRUN if n in env]
             assignments = " and ".join(f"{n}={env[n]}" for n in present)
             raise ValueError(
-                f"{name} is not set, but {assignments} {'is' if len(present) == 1 else 'are'}. A launch environment "
-                "must be complete or absent. Start with torchrun, which sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR "
-                f"and MASTER_PORT, or unset {' and '.join(present)}."
+                f"{name} is not set, but {assignments} {'is' if len(present) == 1 else 'are'}. Either all required "
+                "variables of a launcher must be set, or none. Start with torchrun, which sets RANK, WORLD_SIZE, "
+                f"LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or unset {' and '.join(present)}."
             )
     size = _parse_number(env, "WORLD_SIZE", low=1)
     rank = _parse_number(env, "RANK", low=0, high=size - 1)
@@ -344,8 +344,8 @@ def _check_all_set(env: Mapping[str, str], names: tuple[str, ...], assignment: s
     for name in names:
         if name not in env:
             raise ValueError(
-                f"{name} is not set, but {assignment} is. A launch environment must be complete or absent. Start with "
-                f"`{start}`, export {name}, or unset {assignment.split('=')[0]}."
+                f"{name} is not set, but {assignment} is. Either all required variables of a launcher must be set, or "
+                f"none. Start with `{start}`, export {name}, or unset {assignment.split('=')[0]}."
             )
 
 

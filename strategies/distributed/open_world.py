@@ -36,8 +36,8 @@ def open_world(
     Args:
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (or ``"gpu"``), or ``"mps"``. Default: ``"auto"``.
         devices: A number, indices (a list or ``"0,2"``), ``-1`` for all GPUs, or ``"auto"``, the default. ``"auto"``
-            uses one device for each process of the launcher. Without a launcher, it uses all GPUs if ``spread`` is True
-            and the script can be run again, otherwise one device.
+            uses one device for each process of the launcher. Without a launcher, it uses all GPUs if the accelerator is
+            CUDA, ``spread`` is True and the script can be run again, otherwise one device.
         num_nodes: Number of machines. With a launcher, 1 stands for any number. Default: 1.
         spread: Whether ``"auto"`` may use several GPUs. Default: True.
         timeout: Maximum time that a collective waits. Default: that of an existing process group, or 30 minutes.

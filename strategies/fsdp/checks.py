@@ -58,8 +58,8 @@ def check_parallelized(module: nn.Module, size: int) -> None:
     """Check that the model's ``parallelize(mesh)`` has sharded parameters."""
     if not any(is_sharded(parameter) for parameter in module.parameters()):
         raise ValueError(
-            f"{type(module).__name__}.parallelize(mesh) sharded no parameter, so with tensor_parallel_size={size} all "
-            f"{size} ranks would do the same work. In parallelize, call "
+            f"{type(module).__name__}.parallelize(mesh) sharded no parameter, so the ranks of "
+            f"tensor_parallel_size={size} would all do the same work. In parallelize, call "
             "torch.distributed.tensor.parallel.parallelize_module with the names of existing submodules."
         )
 

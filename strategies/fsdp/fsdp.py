@@ -195,7 +195,7 @@ class FSDP(Strategy):
             object.__setattr__(module, _ROOT, root)  # not registered as a submodule
         elif root._layout != self._describe():
             raise ValueError(
-                f"this {type(module).__name__} was sharded by an earlier run over {root._layout}, but this run needs "
+                f"an earlier run sharded this {type(module).__name__} over {root._layout}, but this run needs "
                 f"{self._describe()}. Build a new model and load the weights."
             )
         elif root not in self._roots:
@@ -270,7 +270,7 @@ class FSDP(Strategy):
         elif len(blocks) < chosen:
             sharing = chosen - len(blocks)
             share, are = ("shares", "is") if sharing == 1 else ("share", "are")
-            text = f"{sharing} of {chosen} modules of {name} that {flag} selects {share} parameters with other modules "
+            text = f"{sharing} of {chosen} modules selected by {flag} in {name} {share} parameters with other modules "
             announce(f"FSDP: {text}and {are} gathered with the rest of the model, once per step.")
 
     def _start_alike(self, module: nn.Module) -> None:

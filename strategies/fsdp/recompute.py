@@ -68,8 +68,8 @@ class Recompute:
             if any(others.values()):
                 clashing = " and ".join(name for name, is_set in others.items() if is_set)
                 raise ValueError(
-                    f"budget={self.budget!r} can't be combined with {clashing}, because the compiler chooses what to "
-                    f"recompute. Remove budget or {clashing}."
+                    f"budget={self.budget!r} can't be combined with {clashing}, because with a budget the compiler "
+                    f"chooses what to recompute. Remove budget, or remove {clashing}."
                 )
 
     @classmethod

@@ -134,7 +134,7 @@ def _parse_endpoint(endpoint: str, master_addr: str, use_port: str | int) -> tup
     if endpoint:
         raise ValueError(f"rdzv_endpoint={endpoint!r} must have the form HOST:PORT.")
     if host:
-        raise ValueError(f"use_port={use_port!r} must be the number of a port.")
+        raise ValueError(f"use_port={use_port!r} must be a port number.")
     raise ValueError(f"master_addr={master_addr!r} must be the address of machine 0.")
 
 
@@ -238,8 +238,8 @@ class _Launch:
             )
         if not self.variables and _has_opened_gpu():
             raise ValueError(
-                "this session has opened the GPU's driver, for example by calling torch.cuda.is_available(), so forked "
-                "processes can't use a GPU. Restart the session, and start it with "
+                "this session has opened the GPU driver, for example by calling torch.cuda.is_available(), so forked "
+                "processes can't use a GPU. Restart the session, and first set "
                 "os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1', so that torch.cuda.is_available() does not open "
                 "the driver."
             )

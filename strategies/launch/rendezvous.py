@@ -207,8 +207,8 @@ def _choose_interface(address: str) -> str | None:
         return interface
     if is_named_loopback():
         raise ValueError(
-            f"this machine's name is a loopback address, and {address} is not the first address of any network "
-            "interface. Set GLOO_SOCKET_IFNAME to the interface through which the other machines reach this machine "
-            "(`ip addr` lists the interfaces), or set --local-addr."
+            f"this machine's name resolves to a loopback address or to none, and {address} is not the first address of "
+            "any network interface. Set GLOO_SOCKET_IFNAME to the interface through which the other machines reach "
+            "this machine (`ip addr` lists the interfaces), or set --local-addr."
         )
     return None

@@ -175,7 +175,7 @@ def test_it_goes_on_counting_where_a_run_goes_on(tmp_path):
 
 
 def test_a_function_that_fails_does_not_end_the_run(tmp_path):
-    with pytest.warns(UserWarning, match="could not count a batch.*TypeError"):
+    with pytest.warns(UserWarning, match="could not measure a batch.*TypeError"):
         made = fit(tmp_path, ThroughputMonitor(lambda batch: batch["tokens"]), log_every_n_steps=2)
     assert made.global_step == 10
 

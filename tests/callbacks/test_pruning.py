@@ -248,7 +248,7 @@ def test_what_is_refused(tmp_path):
         fit(tmp_path, ModelPruning("l1_unstructured", [(stranger, "weight")]))
     task = Task()
     misnamed = trainer(tmp_path, ModelPruning("l1_unstructured", [(task.net[0], "scale")]))
-    with pytest.raises(ValueError, match=r"'scale' of net\.0, whose parameters are weight, bias"):
+    with pytest.raises(ValueError, match=r"'scale', which is not a parameter of net\.0 \(parameters: weight, bias\)"):
         misnamed.fit(task, loader(6, 3))
     with pytest.raises(ValueError, match="full layers"):
         fit(tmp_path, ModelPruning("l1_unstructured"), strategy="fsdp")

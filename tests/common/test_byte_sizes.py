@@ -26,5 +26,5 @@ def test_a_lowercase_b_is_a_byte_where_that_is_allowed():
 
 @pytest.mark.parametrize("text", [0, "0", "0.4"])
 def test_a_size_below_the_minimum(text):
-    with pytest.raises(ValueError, match=r"max_shard_size=.* is not a size of at least 1\."):
+    with pytest.raises(ValueError, match=r"max_shard_size=.* is not a size of at least 1 B\."):
         parse_bytes(text, "max_shard_size", minimum=1)

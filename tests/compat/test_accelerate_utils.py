@@ -204,7 +204,7 @@ def exchange():
     state = PartialState()
     rank = state.process_index
     copied = copy_tensor_to_devices(torch.tensor([1.5, 2.0]) if rank == 1 else None)
-    with pytest.raises(ValueError, match=r"must pass a tensor to copy_tensor_to_devices, but none did. Pass one"):
+    with pytest.raises(ValueError, match=r"must pass a tensor to copy_tensor_to_devices, but none did. Pass one on"):
         copy_tensor_to_devices()
     with pytest.raises(DistributedOperationException, match=r"rank 1: \[2\]"):
         verify_operation(treadle.utils.gather)(torch.ones(rank + 1))

@@ -124,7 +124,7 @@ def test_plugins_that_are_refused() -> None:
         MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="both set the precision"):
         Trainer(**QUIET, precision="64-true", plugins=DoublePrecision())
-    with pytest.raises(TypeError, match=r"checkpoints have one format, and ModelCheckpoint\(async_save=True\)"):
+    with pytest.raises(TypeError, match=r"no plugin for checkpoints\..*ModelCheckpoint\(async_save=True\)"):
         Trainer(**QUIET, plugins=AsyncCheckpointIO())
     assert isinstance(TorchSyncBatchNorm(), LayerSync)
 
@@ -487,7 +487,7 @@ def test_arguments_of_init() -> None:
     parsing.lightning_setattr(child, "x", 4)
     assert child.hparams.x == 4
     assert not parsing.lightning_hasattr(child, "nothing")
-    with pytest.raises(AttributeError, match="'nothing' is not an attribute of the task"):
+    with pytest.raises(AttributeError, match=r"neither the task .* has an attribute or a hyperparameter 'nothing'"):
         parsing.lightning_setattr(child, "nothing", 1)
     values = {"a": 1, "f": lambda: 1}
     with pytest.warns(UserWarning, match="'f' can't be pickled"):

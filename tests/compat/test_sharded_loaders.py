@@ -154,5 +154,5 @@ def test_two_processes():
 @pytest.mark.parametrize("dimension", ["tp", "cp"])
 def test_rank_zero_does_not_split_rows_that_several_ranks_need(dimension):
     mesh = SimpleNamespace(mesh_dim_names=("dp_shard", dimension))
-    with pytest.raises(ValueError, match=r"several processes need the same rows. Pass dispatch_batches=False"):
+    with pytest.raises(ValueError, match=r"several processes need the same samples. Pass dispatch_batches=False"):
         DataLoaderDispatcher(range(4), torch_device_mesh=mesh)

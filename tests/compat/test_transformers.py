@@ -131,9 +131,9 @@ def test_fields_become_arguments_of_the_loader(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_fields_that_change_nothing_are_named(tmp_path, capfd):
     translate(tmp_path)
-    assert "without effect" not in capfd.readouterr().err
+    assert "have no effect" not in capfd.readouterr().err
     translate(tmp_path, skip_memory_metrics=False, logging_first_step=True)
-    assert "without effect in Treadle: logging_first_step, skip_memory_metrics" in capfd.readouterr().err
+    assert "have no effect in Treadle: logging_first_step, skip_memory_metrics" in capfd.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore")

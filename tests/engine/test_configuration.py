@@ -227,7 +227,7 @@ def test_prepare_returns_what_it_does_not_know(value):
 
 def test_prepare_says_that_an_iterable_is_not_shared_out():
     with pytest.warns(
-        UserWarning, match="Every rank reads all of its items. To shard batches, use prepare_data_loader"
+        UserWarning, match="Every rank reads all items of this object. To shard batches, use prepare_data_loader"
     ):
         cpu().prepare([torch.ones(1)])
     with pytest.warns(UserWarning, match=r"schedulers and DataLoaders\.$"):
@@ -482,7 +482,7 @@ def split_batches():
     assert loader.total_batch_size == 4
     assert loader.total_dataset_length == 10
     assert len(loader) == 3
-    with pytest.raises(ValueError, match="multiple of 2, but this loader has batch_size=3"):
+    with pytest.raises(ValueError, match="multiple of 2, but this dataloader has batch_size=3"):
         accelerator.prepare(DataLoader(range(10), batch_size=3))
     with pytest.raises(ValueError, match="a custom batch sampler"):
         accelerator.prepare(DataLoader(range(4), batch_sampler=Own(SequentialSampler(range(4)), 2, False)))

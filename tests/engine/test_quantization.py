@@ -184,7 +184,7 @@ def test_an_own_loop_has_accelerates_word_for_it():
 
 
 def test_where_float8_can_not_be(monkeypatch):
-    with pytest.warns(UserWarning, match="has no nn.Linear submodule whose sizes are multiples of 16"):
+    with pytest.warns(UserWarning, match="has no nn.Linear submodule whose in_features and out_features are multiples"):
         quantization.convert_to_float8(nn.Sequential(nn.Linear(3, 3)), torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")

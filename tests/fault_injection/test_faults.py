@@ -635,8 +635,8 @@ def test_nobody_who_does_not_ask_for_it_imports_it():
         ({"occurrence": 0}, ValueError, "occurrence=0 must be an integer of at least 1"),
         ({"occurrence": None}, ValueError, "occurrence=None must be"),
         ({"occurrence": True}, ValueError, "occurrence=True must be"),
-        ({"match": "*/x"}, ValueError, "point='backward' must be a disk point"),
-        ({"point": "disk:*", "match": 3}, ValueError, "match=3 must be a pattern"),
+        ({"match": "*/x"}, ValueError, "point='backward': match .* applies only to disk points"),
+        ({"point": "disk:*", "match": 3}, ValueError, "match=3 .* match must be a pattern"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

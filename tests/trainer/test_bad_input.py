@@ -185,7 +185,7 @@ def test_things_that_are_no_loader():
             trainer().validate(Validated(), source)
         with says(TypeError, *words):
             trainer().fit(Plain(), {"a": loader(), "b": source})
-    with says(ValueError, "contains no loader"):
+    with says(ValueError, "contains no dataloader"):
         trainer().fit(Plain(), {})
 
 
@@ -276,7 +276,7 @@ def of(make):
         (
             lambda t: {"optimizer": adam(t), "lr_scheduler": steps(adam(t))},
             ValueError,
-            ["StepLR", "did not return"],
+            ["StepLR", "not the optimizer of this scheduler"],
         ),
         (lambda t: adam(nn.Linear(2, 2)), ValueError, ["none of Odd's parameters", "self.parameters()"]),
     ],
@@ -510,7 +510,7 @@ def test_checkpoints_of_something_else(tmp_path):
     with says(ValueError, "a different model"):
         Sized.load_from_checkpoint(tmp_path / "run", width=4)
     run.validate(Validated(), loader(), verbose=False)
-    with pytest.warns(UserWarning, match="no run can resume from this checkpoint"):
+    with pytest.warns(UserWarning, match="No run can resume from this checkpoint"):
         run.save_checkpoint(tmp_path / "late")
     # A damaged file is found before it is loaded.
     weights = tmp_path / "run" / "model.safetensors"

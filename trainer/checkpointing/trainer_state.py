@@ -129,8 +129,8 @@ class TrainerCheckpointer:
         path, *also = map(str, paths)
         if not accelerator.models:
             raise ValueError(
-                "save_checkpoint has no model to save, because the last stage ended before it prepared the task. Call "
-                "it after a stage that ran."
+                "save_checkpoint has no model to save, because the last stage ended before it prepared the task. Run a "
+                "stage, such as fit, first."
             )
         if trainer.progress.in_step and not weights_only:
             raise ValueError(
@@ -143,7 +143,7 @@ class TrainerCheckpointer:
             hooked = self.call_save_hooks(task)
         if trainer.stage is None and not accelerator.registered and not weights_only:
             warn(
-                f"{path} contains only weights, because the last stage was not fit, so no run can resume from this "
+                f"{path} contains only weights, because the last stage was not fit. No run can resume from this "
                 "checkpoint. Save directly after fit, or pass weights_only=True."
             )
             weights_only = True
@@ -412,8 +412,8 @@ class TrainerCheckpointer:
                 callbacks[name].load_state_dict(saved)
             else:
                 warn(
-                    f"the checkpoint contains the state of a callback {name}, which is ignored, because the Trainer "
-                    "has no callback with this state_key. Add the callback to restore its state."
+                    f"the state of the callback {name} in the checkpoint is ignored, because the Trainer has no "
+                    "callback with this state_key. Add the callback to restore its state."
                 )
         assert self._trainer.hooks is not None
         added = Added({**self._get_counts(), **state["added"]})

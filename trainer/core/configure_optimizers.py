@@ -113,8 +113,8 @@ def check_ownership(module: nn.Module, optimizers: list[Optimizer], schedulers: 
         driven = getattr(config.scheduler, "optimizer", None)
         if isinstance(driven, Optimizer) and not any(driven is optimizer for optimizer in optimizers):
             raise ValueError(
-                f"configure_optimizers returned {name_type(config.scheduler)} whose optimizer it did not return. "
-                "Build the scheduler from the returned optimizer."
+                f"configure_optimizers returned {name_type(config.scheduler)}, but not the optimizer of this "
+                "scheduler. Build the scheduler from the returned optimizer."
             )
 
 

@@ -61,8 +61,8 @@ class DataModule(HyperparametersMixin, TransferHooks):
         name: User-defined label. Default: None.
         prepare_data_per_node: Run ``prepare_data`` on one process of each machine instead of only on rank zero.
             Default: True.
-        allow_zero_length_dataloader_with_multiple_devices: Ignored. A process without data takes part in each step with
-            weight 0.
+        allow_zero_length_dataloader_with_multiple_devices: Ignored. If sharding leaves a process without samples, the
+            process takes part in the step with weight 0.
 
     Example:
         >>> import torch
@@ -84,7 +84,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
     allow_zero_length_dataloader_with_multiple_devices: bool = False
 
     def prepare_data(self) -> None:
-        """Download or build data on disk. Runs before ``setup``, by default on one process of each machine."""
+        """Download or build data on disk, before ``setup``. Runs on one process of each machine by default."""
 
     def setup(self, stage: str) -> None:
         """Create the datasets of a stage. Runs on every process.
@@ -101,7 +101,10 @@ class DataModule(HyperparametersMixin, TransferHooks):
         """
 
     def train_dataloader(self) -> Any:
-        """Return the training dataloader, or several in a dict, list or tuple, which are read together."""
+        """Return the training dataloader, or several in a dict, list or tuple.
+
+        With several dataloaders, each batch contains one batch of every dataloader.
+        """
         raise NotImplementedError
 
     def val_dataloader(self) -> Any:
@@ -122,7 +125,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
         return "\n".join(f"{{{name} dataloader: {', '.join(_describe_sizes(self, method))}}}" for name, method in pairs)
 
     def on_exception(self, exception: BaseException) -> None:
-        """React to an exception on this process. Do not call collectives, because other ranks may not reach them.
+        """React to an exception on this process. Call no collectives: other ranks may not reach them.
 
         Args:
             exception: The exception.
@@ -203,7 +206,8 @@ class DataModule(HyperparametersMixin, TransferHooks):
         Args:
             checkpoint_path: Path or URL of a Treadle checkpoint or a Lightning ``.ckpt``.
             map_location: Ignored.
-            hparams_file: Path of a logger's ``hparams.yaml`` or ``.csv``, which replaces the saved hyperparameters.
+            hparams_file: Path of a YAML or CSV file of hyperparameters, such as a logger's ``hparams.yaml``. These
+                hyperparameters replace the saved ones.
             weights_only: Ignored; code in a file never runs.
             sha256: Expected SHA-256 digest of the file. Required for an ``http``, ``https`` or ``file`` URL.
             kwargs: Arguments of ``__init__``, which override the saved ones.

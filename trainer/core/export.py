@@ -141,8 +141,9 @@ class Exports(nn.Module):
             ValueError: If the task or an argument does not allow the export.
         """
         warn(
-            "to_torchscript: TorchScript is deprecated in torch and no longer maintained. Use to_onnx, or "
-            "to_torch_export, whose files torch.export.load reads and AOTInductor compiles for C++."
+            "to_torchscript: TorchScript is deprecated in torch and no longer maintained. Use to_onnx or "
+            "to_torch_export. Files of to_torch_export can be loaded with torch.export.load, or compiled for C++ with "
+            "AOTInductor."
         )
         method = choose("method", method or "script", ("script", "trace"))
         with _for_export(self, "to_torchscript"), _readable_properties(self), warnings.catch_warnings():

@@ -72,7 +72,7 @@ def _resolve_device(map_location: Any) -> torch.device | None:
         ) from None
     raise TypeError(
         f"map_location={map_location!r:.100} must be a device, a function that moves a storage, or a dict whose values "
-        "name one device. Remove it to load to the CPU."
+        "are all the same device. Remove it to load to the CPU."
     )
 
 
@@ -283,8 +283,8 @@ def _read_document(opened_source: Opened, file: TorchFile) -> dict[str, Any]:
     if arguments:
         dropped_text = ", ".join(f"{place} (a {name})"[:150] for place, name in list(arguments.items())[:8])
         warn(
-            f"{opened_source.place}: hyperparameters that are not plain data are ignored, because no code in a "
-            f"checkpoint is run: {dropped_text}. If the task needs them, pass them to load_from_checkpoint."
+            f"{opened_source.place}: hyperparameters that are not plain data are ignored: {dropped_text}. Code in a "
+            "checkpoint is never run. If the task needs them, pass them to load_from_checkpoint."
         )
     return parts | {
         "state_dict": {name: read_tensor(piece) for name, piece in opened_source.weights.items()} | opened_source.others

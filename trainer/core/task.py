@@ -454,7 +454,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         sha256: str | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Build a task from the hyperparameters in a checkpoint, and load the checkpoint's weights into it.
+        """Build a task from the hyperparameters in a checkpoint, load the checkpoint's weights, and return the task.
 
         Args:
             checkpoint_path: Treadle checkpoint, Lightning ``.ckpt``, or another source of weights that `load_weights`
@@ -464,7 +464,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
                 hyperparameters replace the saved ones.
             strict: Require the checkpoint's weights to match the task's in name and shape. Default: the task's
                 ``strict_loading``.
-            weights_only: Ignored; code in a checkpoint is never run.
+            weights_only: Ignored; code in a file never runs.
             sha256: Expected SHA-256 digest of the file. Required for an ``http``, ``https`` or ``file`` URL.
             kwargs: Arguments of ``__init__``, which override the saved ones.
 

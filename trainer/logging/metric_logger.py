@@ -280,7 +280,7 @@ class Logbook:
                 ]:
                     name = differs[0]
                     raise ValueError(
-                        f"hyperparameter {name!r}: {type(task).__name__} has {merged[name]!r:.100}, "
+                        f"hyperparameter {name!r}: {type(task).__name__} has {merged[name]!r:.100} and "
                         f"{type(owner).__name__} has {hparams[name]!r:.100}, but loggers store one value per name. "
                         f"Rename one of the two, or exclude one with save_hyperparameters(ignore=[{name!r}]) or "
                         "save_hyperparameters(logger=False)."

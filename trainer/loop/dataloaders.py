@@ -118,7 +118,7 @@ class Sources:
         for loader in self.empty("val"):
             position = f" with index {loaders.index(loader)}" if len(loaders) > 1 else ""
             reason = explain_empty(loader, self._accelerator.num_processes)
-            warn(f"the validation dataloader{position} is empty, so nothing is validated on it. {reason}")
+            warn(f"the validation dataloader{position} is empty, so validation skips it. {reason}")
 
     @property
     def hook_loaders(self) -> list[Loader]:

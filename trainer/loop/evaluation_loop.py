@@ -236,8 +236,8 @@ def _warn_of_shared_metrics(training: Metrics, validation: Metrics) -> None:
         if id(entry.metric) in trained:
             warn(
                 f"training logs {trained[id(entry.metric)]!r} and validation logs {entry.name!r} with the same "
-                f"{type(entry.metric).__name__} object, so it mixes the values of both, and the end of the validation "
-                "resets it. Use one metric object for each stage."
+                f"{type(entry.metric).__name__} object. It mixes the values of both, and is reset at the end of the "
+                "validation. Use one metric object for each stage."
             )
 
 

@@ -114,9 +114,9 @@ class Fit:
         if any(callback.save_on_exception for callback in trainer.checkpoint_callbacks):
             if trainer.world_size > 1 and (why := explain_need_of_others(trainer)):
                 warn(
-                    "save_on_exception=True saves this run after Ctrl-C, but not after an error. After an error, only "
-                    f"rank zero can save, because other ranks may have ended, and {why}. Also set every_n_train_steps "
-                    "and save_last=True."
+                    "save_on_exception=True saves this run after Ctrl-C, but not after an error. After an error, other "
+                    f"ranks may have ended, so rank zero would have to save alone, but {why}. Also set "
+                    "every_n_train_steps and save_last=True."
                 )
             else:
                 trainer.last_step = LastStep(trainer, task)

@@ -76,7 +76,7 @@ def _explain(scheduler: Any, error: Exception) -> None:
     if 0 < rate_count < group_count:
         name = type(scheduler).__name__
         raise ValueError(
-            f"{name} has learning rates for {rate_count} of the {group_count} parameter groups in its optimizer, "
-            f"because groups were added later, for example by BackboneFinetuning: {error}. Use a scheduler that scales "
-            "the rate of each group, such as ExponentialLR or StepLR."
+            f"{name} has learning rates for only {rate_count} of the {group_count} parameter groups in its optimizer "
+            f"({error}). The other groups were added later, for example by BackboneFinetuning. Use a scheduler that "
+            "scales the rate of each group, such as ExponentialLR or StepLR."
         ) from error

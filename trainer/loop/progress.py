@@ -24,8 +24,8 @@ class Progress:
 
     Attributes:
         epoch: Number of completed epochs.
-        step: Number of optimizer steps taken, not counting skipped steps. Manual optimization counts the batches in
-            which an optimizer stepped. Without an optimizer, it counts every batch.
+        step: Number of optimizer steps taken, not counting skipped steps. In manual optimization, the number of batches
+            in which an optimizer stepped, or of all batches if there is no optimizer.
         batch: Number of micro-batches that this process has completed in the current epoch.
         batches: Number of micro-batches that this process has completed in all epochs.
         samples: Number of training samples processed, over all processes.

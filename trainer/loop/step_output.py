@@ -33,15 +33,15 @@ def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
     if output is None and may_skip:
         warn(
             "training_step returned None, so the batch contributes no gradient, but still counts in the mean of its "
-            "accumulation group. If the return was forgotten, return the loss. To skip a batch, return "
+            "accumulation group. If a return statement is missing, return the loss. To skip a batch, return "
             "{'loss': loss, 'weight': 0.0}, and return the number of samples as the weight of the other batches."
         )
         return torch.zeros((), requires_grad=True), None
     if output is None:
         raise ValueError(
-            "training_step returned None, which does not skip a batch with several processes, a loss scaler (float16) "
-            "or an optimizer that calls training_step itself (L-BFGS). Return the loss. To skip a batch, return "
-            "{'loss': loss, 'weight': 0.0}."
+            "training_step returned None. This does not skip the batch if there are several processes, a loss scaler "
+            "(float16) or an optimizer that calls training_step itself (L-BFGS). Return the loss. To skip a batch, "
+            "return {'loss': loss, 'weight': 0.0}."
         )
     raise TypeError(f"training_step returned {name_type(output)}. {_RULE}")
 

@@ -36,8 +36,8 @@ class LRSearch:
         assert task is not None
         if not task.automatic_optimization:
             raise ValueError(
-                f"LearningRateFinder cannot search with automatic_optimization=False, because {type(task).__name__} "
-                "steps its optimizers itself, so its losses can't be matched to learning rates. Remove the finder."
+                f"LearningRateFinder cannot search with automatic_optimization=False. {type(task).__name__} steps its "
+                "optimizers itself, so the losses can't be matched to learning rates. Remove the finder."
             )
         curve = _LRFinder(finder.mode, finder.min_lr, finder.max_lr, finder.num_training_steps)
         with rehearsal(trainer) as inner:

@@ -130,8 +130,8 @@ def _copy_task(trainer: Trainer, datamodule: DataModule | None) -> TaskModule:
     except Exception as error:
         raise ValueError(
             f"{name} cannot be copied, but a search works on a copy: {type(error).__name__}: {error}. Create what "
-            "cannot be copied (an open file, a lock, a tensor with a gradient) in on_fit_start, which runs after the "
-            "search."
+            "cannot be copied (an open file, a lock, the result of a computation with gradients) in on_fit_start, "
+            "which runs after the search."
         ) from error
 
 

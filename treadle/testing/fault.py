@@ -83,8 +83,8 @@ class Fault:
         on_disk = all(place.startswith("disk:") for place in self.places)
         if self.match is not None and not (on_disk and isinstance(self.match, str)):
             raise ValueError(
-                f"match={self.match!r} must be a pattern for paths, such as '*/model*', and point={written!r} must be "
-                "a disk point."
+                f"match={self.match!r} with point={written!r}: match must be a pattern for paths, such as '*/model*', "
+                "and applies only to disk points."
             )
         if _parse(self.action)[0] == "oserror" and not on_disk:
             raise ValueError(
@@ -127,7 +127,7 @@ def _parse(action: Any) -> tuple[str, Any]:
     if not isinstance(action, str):
         if callable(action) and not isinstance(action, type):
             return "call", action
-        raise TypeError(f"action={action!r} must be a name, an exception or a function of a Firing.")
+        raise TypeError(f"action={action!r} must be a name, an exception or a function that accepts a Firing.")
     kind, _, value = action.partition(":")
     exceptions = {n: v for n, v in vars(builtins).items() if isinstance(v, type) and issubclass(v, BaseException)}
     named: dict[str, tuple[str, Mapping[str, Any]]] = {

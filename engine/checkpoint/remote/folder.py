@@ -137,8 +137,8 @@ def delete_superseded(target: RemotePath, folder: str) -> None:
         delete(target, (name for name in target.sizes() if _is_data(name) and name.partition("/")[0] != folder))
     except OSError as error:
         warn(
-            f"{target} is saved, but the checkpoint that it replaced can't be deleted: {error}. The next start "
-            "deletes it."
+            f"{target} is saved, but the checkpoint that it replaced can't be deleted: {error}. The next Trainer run "
+            "in this folder, or the next save to this path, deletes it."
         )
 
 

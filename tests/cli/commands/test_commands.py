@@ -205,7 +205,7 @@ def test_a_longer_run_follows_the_schedule_in_the_file(here, capsys):
     with pytest.warns(UserWarning, match="CosineAnnealingLR: T_max 4 in the checkpoint, 8 in this script"):
         assert main([*longer, "trainer.max_steps=3"]) == 0
     assert main([*longer, "trainer.max_steps=4", "schedule=script"]) == 0
-    assert "SGD resumes with lr 0.0691342, from this script's schedule" in capsys.readouterr().err
+    assert "SGD resumes with lr 0.0691342 from this script's schedule" in capsys.readouterr().err
     assert "schedule" not in (here / "runs" / "default" / "1" / "config.1.yaml").read_text().replace("lr_scheduler", "")
     for line, text in (
         (["fit", "--from-run", "runs/default/1", "schedule=mine"], "schedule='mine' is not one of saved, script"),

@@ -51,7 +51,7 @@ def test_what_is_no_notebook_is_an_error(text):
 
 @pytest.mark.parametrize("source", ["3", "[1]", "null", "{}"])
 def test_a_source_that_is_no_text_is_an_error(source):
-    with pytest.raises(ValueError, match="the source of cell 1 is neither text nor a list of texts"):
+    with pytest.raises(ValueError, match="the source of cell 1 is neither a string nor a list of strings"):
         migrate_notebook(f'{{"cells": [{{"cell_type": "code", "source": {source}}}]}}', "n.ipynb")
 
 

@@ -326,7 +326,7 @@ def test_room_is_kept_to_run_what_is_offloaded():
     # A device that can't run the largest layer is of no use, nor is one that has no room at all.
     assert infer_auto_device_map(empty(), {"meta:0": LAYER // 2, "cpu": "1GB"}, ["Block"]) == {"": "cpu"}
     assert infer_auto_device_map(empty(), {"meta:0": 0, "meta:1": "1GB"}) == {"": "meta:1"}
-    with pytest.raises(ValueError, match=r"within max_memory: .* have no device, starting at 'layers.0.up'"):
+    with pytest.raises(ValueError, match=r"within max_memory: there is no device for .*, starting with 'layers.0.up'"):
         infer_auto_device_map(empty(), {"cpu": first + 400, "disk": 50})
 
 
@@ -651,7 +651,7 @@ def test_weights_that_were_offloaded_before(plain, tmp_path, capsys, is_empty):
     misnamed = {name: entry | {"weight_name": "y." + name} for name, entry in index.items() if "weight_name" in entry}
     with pytest.raises(ValueError, match=r"contains no weight 'y.layers.1.scale', .* Did you mean 'x.layers.1.scale'"):
         dispatch_model(model, device_map, None, None, tmp_path / "some", index | misnamed)
-    with pytest.raises(ValueError, match=r"offload_index has no safetensors_file for 'layers.0"):
+    with pytest.raises(ValueError, match=r"offload_index has no 'safetensors_file' for 'layers.0"):
         dispatch_model(model, device_map, offload_index=index)
     (tmp_path / "some" / "layers.0.up.weight.dat").write_bytes(b"short")
     with pytest.raises(ValueError, match=r"layers.0.up.weight.dat has 5 bytes"):
@@ -758,7 +758,7 @@ def damaged(plain, tmp_path, how):
     index = json.loads((path / "model.safetensors.index.json").read_text())
     if how == "file missing":
         (path / "model-2.safetensors").unlink()
-        return path, r"lists model-2.safetensors for layers\.1\..*, but this file is missing in the folder"
+        return path, r"lists model-2.safetensors for layers\.1\..*, but this file is missing from the folder"
     if how == "file cut":
         data = (path / "model-1.safetensors").read_bytes()
         (path / "model-1.safetensors").write_bytes(data[:-10])
@@ -786,7 +786,7 @@ def damaged(plain, tmp_path, how):
         words = r"neither the checkpoint nor the model has values for layers\.1\.up\.weight, layers\.1\.up\.bias"
     elif how == "pickle":
         torch.save({"positions": copy.deepcopy}, path / "model.pt")
-        return path / "model.pt", "has no tensors by name"
+        return path / "model.pt", "has no tensors at the top level"
     elif how == "nothing":
         return path / "none", "none: it does not exist"
     save_file(state, path / "bad.safetensors")
@@ -854,7 +854,7 @@ def test_names_that_only_one_side_has(plain, tmp_path):
             r"'embed\.weight' to 'cpu' and 'head\.weight' to 'disk', but they are one tensor",
         ),
         ({"": "cpu", "layers": "dsk"}, "'dsk' is not a valid device.*Did you mean 'disk'"),
-        ({"": 99}, "=99 is not on this machine"),
+        ({"": 99}, "=99 does not exist on this machine"),
         ("balance", "device_map='balance' is not one of auto"),
     ],
     ids=["unknown", "missed", "tied", "device", "absent", "word"],

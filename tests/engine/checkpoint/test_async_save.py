@@ -110,7 +110,7 @@ def test_a_state_that_is_changed_while_it_is_copied_is_not_saved(tmp_path, monke
     accelerator.save_state(tmp_path / "beside", blocking=False)
     optimizer.state[model[2].bias]["exp_avg"].zero_()
     go_on.set()
-    with pytest.raises(RuntimeError, match=r"exp_avg in optimizer.safetensors was changed during an asynchronous save"):
+    with pytest.raises(RuntimeError, match=r"exp_avg in optimizer.safetensors was changed by something other than"):
         accelerator.finish_saving()
     assert os.listdir(tmp_path) == []
     accelerator.save_state(tmp_path / "after", blocking=False)

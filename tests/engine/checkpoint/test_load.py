@@ -206,7 +206,7 @@ def test_loaders_that_are_made_for_each_epoch(saved):
     accelerator, *_ = prepared()
     accelerator.prepare_data_loader([1, 2, 3])
     with pytest.warns(
-        UserWarning, match="contains 1 training loader, but this run has 2, so training loaders are not restored"
+        UserWarning, match="1 training dataloader, but this run has 2, so training dataloaders are not restored"
     ):
         accelerator.load_state(saved[0])
     assert [list(loader) for loader in accelerator.loaders][1] == [1, 2, 3]

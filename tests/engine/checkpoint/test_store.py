@@ -578,7 +578,7 @@ def test_what_is_not_a_checkpoints_own_moves_into_the_next_one(tmp_path):
         assert_has_things(target)
         assert set(os.listdir(target)) == {*FILES, "manifest.json", *things}
     files = checkpoint.write_part(target, "tokenizer", {"words": 3})
-    with pytest.warns(UserWarning, match=r"previous file of this name is kept as tokenizer\.json\.kept"):
+    with pytest.warns(UserWarning, match=r"previous file with this name is kept as tokenizer\.json\.kept"):
         checkpoint.commit(target, files, {"step": 4})
     assert checkpoint.read_part(target, "tokenizer") == {"words": 3}
     assert_has_things(target, "tokenizer.json.kept")

@@ -91,9 +91,9 @@ def test_any_form_and_its_parts():
 def test_what_is_refused():
     with pytest.raises(ValueError, match=r"mode='min'.*min_size"):
         CombinedLoader([[1]], "min")
-    with pytest.raises(ValueError, match="contains no loader"):
+    with pytest.raises(ValueError, match="contains no dataloader"):
         CombinedLoader({})
-    with pytest.raises(TypeError, match=r"got 5 \(an int\), which is not a loader"):
+    with pytest.raises(TypeError, match=r"got 5 \(an int\), which is not a dataloader"):
         CombinedLoader({"a": 5})
     with pytest.raises(TypeError, match="has none"):
         len(CombinedLoader([iter([1]), iter([2])], "max_size"))
@@ -347,9 +347,9 @@ def test_states_that_do_not_fit():
     single = Loader(
         shuffled(5), world=Seat(0, 1), cursor=Cursor(), stream=RandomStream(random_state()), accumulate=lambda: 1
     )
-    with pytest.raises(ValueError, match="2 combined loaders, but this run has a single loader"):
+    with pytest.raises(ValueError, match="2 combined dataloaders, but this run has a single dataloader"):
         single.load_state_dict(state)
-    with pytest.raises(ValueError, match="with 1 training loader, but this run combines 2"):
+    with pytest.raises(ValueError, match="with 1 training dataloader, but this run combines 2"):
         two.loaders[0].load_state_dict(single.state_dict())
     with pytest.raises(ValueError, match=r"mode='min_size'\), but this run uses mode='max_size'"):
         Ranks(lambda: [shuffled(5), shuffled(7)], "max_size").loaders[0].load_state_dict(state)
@@ -360,7 +360,7 @@ def test_states_that_do_not_fit():
     shared = torch.Generator()
     lazy = Lazy(5)
     lazy.generator = shared
-    with pytest.raises(ValueError, match="two combined loaders share a generator"):
+    with pytest.raises(ValueError, match="two combined dataloaders share a generator"):
         Ranks(lambda: [DataLoader(range(5), sampler=lazy), shuffled(5, generator=shared)], "min_size")
 
 

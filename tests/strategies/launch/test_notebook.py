@@ -251,7 +251,7 @@ def with_a_group() -> str:
 
 def test_a_session_that_has_opened_the_gpus_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "readlink", lambda path: "/dev/nvidia-uvm")
-    with pytest.raises(ValueError, match=r"start it with os.environ\['PYTORCH_NVML_BASED_CUDA_CHECK'\] = '1'"):
+    with pytest.raises(ValueError, match=r"first set os.environ\['PYTORCH_NVML_BASED_CUDA_CHECK'\] = '1'"):
         notebook_launcher(print, num_processes=2)
 
 

@@ -233,7 +233,7 @@ def test_cuda_graphs_are_told_of_each_batch_and_refused_under_accumulation(tmp_p
     with pytest.raises(ValueError, match=r"mode='reduce-overhead' replays CUDA graphs.*gradient_accumulation_steps=2"):
         trainer_in(tmp_path, compile=graphs, accumulate_grad_batches=2).fit(new(), loader())
     scheduler = tl.callbacks.GradientAccumulationScheduler({1: 4})
-    with pytest.raises(ValueError, match="gradient_accumulation_steps=4 needs the sum"):
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=4 needs their sum"):
         trainer_in(tmp_path, compile=graphs, callbacks=scheduler).fit(new(), loader())
 
 

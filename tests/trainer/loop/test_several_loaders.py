@@ -207,7 +207,7 @@ def test_prediction():
 def test_the_checkpoint_of_other_loaders_is_refused(tmp_path):
     task = Task()
     trainer(callbacks=[SaveEach(tmp_path)]).fit(task, [numbers(4), numbers(6)])
-    with pytest.raises(ValueError, match="2 combined loaders"):
+    with pytest.raises(ValueError, match="2 combined dataloaders"):
         trainer(max_epochs=2).fit(Task(), numbers(4), ckpt_path=tmp_path / "2")
     with pytest.raises(ValueError, match="saved with 2 training"):
         trainer(max_epochs=2).fit(Task(), [numbers(4)] * 3, ckpt_path=tmp_path / "2")

@@ -376,7 +376,7 @@ def test_nvtx_needs_a_device(tmp_path):
         ("simpel", ValueError, "Did you mean 'simple'"),
         ("xla", ValueError, "TPUs are not supported"),
         (SimpleProfiler, TypeError, r"Pass SimpleProfiler\(\)"),
-        (3, TypeError, "must be a name"),
+        (3, TypeError, "must be a profiler's name"),
     ],
     ids=["misspelt", "xla", "class", "number"],
 )
