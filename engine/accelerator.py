@@ -334,8 +334,7 @@ class Accelerator(Process):
             model: The user's module.
             device_placement: Whether to move the model to the device. Default: the Accelerator's setting.
             evaluation_mode: Prepare the model for evaluation only. Default: False.
-            step: Name of the method that returns the training loss, if it is not ``forward``. Call this method through
-                `Accelerator.method`.
+            step: Name of the method that returns the training loss, which `method` calls. Default: ``forward``.
             manual_optimization: Reduce gradients before optimizer steps instead of in backward passes. Call methods of
                 the model through `local_method`. Default: False.
             by_parts: Compile the submodules instead of the model, for loops that do not call ``forward``.
@@ -358,10 +357,8 @@ class Accelerator(Process):
             self._check_device(module)
         if index is None and self.precision.float8 and not evaluation_mode:
             convert_to_float8(module, self.device)
-        if index is None and by_parts:
-            self.dynamo_plugin.compile_parts(module, self.strategy)
-        elif index is None:
-            self.dynamo_plugin.compile(module, self.strategy)
+        if index is None:
+            (self.dynamo_plugin.compile_parts if by_parts else self.dynamo_plugin.compile)(module, self.strategy)
         elif model is self.models[index]:
             model = module
         if self.cursor.around is None and is_compiled(model):

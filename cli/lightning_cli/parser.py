@@ -149,8 +149,7 @@ class LightningArgumentParser:
             required: Whether the option must be set. Default: False.
             help: The option's description in the help. Default: None.
             choices: The allowed values. Default: None, any value.
-            nargs: None or ``"?"`` for a single value; ``"+"``, ``"*"`` or a number for a list. The length of the list
-                is not checked. Default: None.
+            nargs: None or ``"?"`` for a single value; ``"+"``, ``"*"`` or a number for any list. Default: None.
             action: None or ``"store"``, ``"store_true"``, ``"store_false"``, or `ActionConfigFile`. Default: None.
             dest: The option's key. Default: the longest name without leading dashes, with ``-`` replaced by ``_``.
             const: Accepted and ignored.

@@ -54,13 +54,11 @@ def load_checkpoint_and_dispatch(
     """Load a checkpoint into a model and dispatch the model over devices.
 
     Args:
-        model: The model, usually created in the context of `init_empty_weights`. It is changed in place.
+        model: The model, usually created within `init_empty_weights`. It is changed in place.
         checkpoint: Path or object store URL of a Treadle checkpoint, a safetensors file, a ``torch.save`` file, or a
-            folder that contains a weights file or an index (``.index.json``). The path of a local index is also
-            accepted.
+            folder with a weights file or index (``.index.json``). Also the path of a local index.
         device_map: Devices by module or tensor name, or the method that chooses them: ``"auto"``, ``"balanced"``,
-            ``"balanced_low_0"`` (uses the first accelerator as little as possible) or ``"sequential"``. Default: None,
-            which only loads the weights.
+            ``"balanced_low_0"`` (spares the first accelerator) or ``"sequential"``. Default: None, which only loads.
         max_memory: See `get_max_memory`; used if ``device_map`` is a string.
         no_split_module_classes: See `infer_auto_device_map`; used if ``device_map`` is a string.
         offload_folder: Ignored: modules on disk read their weights from the checkpoint's files whenever they run.
@@ -70,12 +68,10 @@ def load_checkpoint_and_dispatch(
         skip_keys: See `dispatch_model`.
         preload_module_classes: See `dispatch_model`.
         force_hooks: See `dispatch_model`.
-        strict: Raise an error if the checkpoint and the model have different tensor names. If False, a warning is
-            issued, but a tensor on the meta device that is not in the checkpoint still raises an error. Default: False.
-        full_state_dict: Must be True, because each process reads the whole checkpoint.
-        broadcast_from_rank0: Must be False, because each process reads the whole checkpoint.
-        quantization: ``"int8"``, ``"int4"`` or a `WeightQuantizer`, to quantize the weights of linear layers that are
-            not on disk. Default: None.
+        strict: Whether different names are an error. Default: False, only if a tensor on the meta device gets no values.
+        full_state_dict: Must be True, and ``broadcast_from_rank0`` False: each process reads the whole checkpoint.
+        broadcast_from_rank0: Must be False.
+        quantization: ``"int8"``, ``"int4"`` or a `WeightQuantizer` for linear layers not on disk. Default: None.
 
     Returns:
         The model. If ``device_map`` is set, the model has the resulting map as its ``hf_device_map``.

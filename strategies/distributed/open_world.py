@@ -35,11 +35,10 @@ def open_world(
 
     Args:
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (or ``"gpu"``), or ``"mps"``. Default: ``"auto"``.
-        devices: A number, indices (a list or ``"0,2"``), ``-1`` for all GPUs, or ``"auto"``, the default. ``"auto"``
-            uses one device for each process of the launcher. Without a launcher, it uses all GPUs if the accelerator is
-            CUDA, ``spread`` is True and the script can be run again, otherwise one device.
+        devices: A number, indices (a list or ``"0,2"``), ``-1`` for all GPUs, or ``"auto"``. Default: ``"auto"``, which
+            uses one device for each process of the launcher or, without a launcher, one device; but see ``spread``.
         num_nodes: Number of machines. With a launcher, 1 stands for any number. Default: 1.
-        spread: Whether ``"auto"`` may use several GPUs. Default: True.
+        spread: Whether ``"auto"`` uses all CUDA GPUs without a launcher if the script can be run again. Default: True.
         timeout: Maximum time that a collective waits. Default: that of an existing process group, or 30 minutes.
         backend: Torch's name for the backend. Default: gloo for host memory and NCCL for GPUs.
 

@@ -69,8 +69,7 @@ def notebook_launcher(
         node_rank: Index of this machine, starting at 0. Default: 0.
         num_nodes: Number of machines. Call this function on each of them. Default: 1.
         rdzv_backend: Must be ``"static"``.
-        rdzv_endpoint: Address and port of machine 0 as ``HOST:PORT``, used instead of ``master_addr`` and ``use_port``.
-            Default: none.
+        rdzv_endpoint: ``HOST:PORT`` of machine 0, used instead of ``master_addr`` and ``use_port``. Default: none.
         rdzv_conf: May contain only ``timeout``, the time limit of the rendezvous in seconds. Default: 900 seconds.
         rdzv_id: Name of the run, the same on all machines. Default: ``"none"``; on a single machine, a random name.
         max_restarts: Maximum number of restarts after a failure. Default: 0, which is required on several machines.
@@ -78,10 +77,8 @@ def notebook_launcher(
         log_line_prefix_template: Must be None.
 
     Raises:
-        ValueError, TypeError: If an argument is invalid, the session cannot be forked, or this process already belongs
-            to a distributed run.
-        RuntimeError: If the rendezvous fails, or if a process fails. The message has the traceback, signal or exit
-            status of a failed process.
+        ValueError, TypeError: If an argument is invalid, the session cannot be forked, or a distributed run is active.
+        RuntimeError: If the rendezvous or a process fails. The message contains the traceback, signal or exit status.
     """
     conf = dict(rdzv_conf or {})
     _refuse(mixed_precision, rdzv_backend, conf, log_line_prefix_template)
