@@ -13,8 +13,7 @@ from typing import Any
 
 from ..common.optional import is_installed, require
 from ..common.validation import check_bool
-from ._services import Uploads, check_arguments
-from ._services.undisturbed import undisturbed
+from ._services import Uploads, check_arguments, undisturbed
 from .logger import Logger, Params, process_rank, rank_zero_experiment
 from .values import as_mapping, as_metrics, check_step, flatten, plain
 

@@ -68,7 +68,7 @@ def load_checkpoint_and_dispatch(
         skip_keys: See `dispatch_model`.
         preload_module_classes: See `dispatch_model`.
         force_hooks: See `dispatch_model`.
-        strict: Whether different names are an error. Default: False, only if a tensor on the meta device gets no values.
+        strict: Raise an error if names differ. If False, only a tensor on the meta device without values is an error.
         full_state_dict: Must be True, and ``broadcast_from_rank0`` False: each process reads the whole checkpoint.
         broadcast_from_rank0: Must be False.
         quantization: ``"int8"``, ``"int4"`` or a `WeightQuantizer` for linear layers not on disk. Default: None.

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...common.messages import nearest
 from ...common.validation import check_bool_or_word, check_text
-from .undisturbed import undisturbed
+from .side_effects import undisturbed
 
 
 def check_arguments(log_model: bool | str, texts: Mapping[str, Any]) -> None:

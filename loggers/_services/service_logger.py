@@ -11,7 +11,7 @@ from ...common.validation import check_bool
 from ..logger import Logger, Params, process_rank, rank_zero_experiment
 from ..values import as_mapping, as_metrics, check_step, flatten, plain
 from .arguments import check_arguments
-from .undisturbed import undisturbed
+from .side_effects import undisturbed
 from .uploads import Uploads
 
 # The runs that this process has open, so that a copy of a logger uses its run instead of opening it a second time,
