@@ -103,7 +103,7 @@ class SpikeWatch(Callback):
         self.dirpath = dirpath
         self.spikes: list[tuple[int, float]] = []
         self._window_values: list[float] = []
-        self._new: list[Tensor] = []  # values since the last check, on the device
+        self._new: dict[int, Tensor] = {}  # values since the last check by step, on the device
         self._sum: Tensor | None = None  # sum over the step's micro-batches
         self._parts = 0
         self._step = 0
@@ -115,24 +115,24 @@ class SpikeWatch(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window, the unchecked values, and the spikes."""
-        return {"known": self._window_values, "new": list(self._new), "spikes": self.spikes}
+        return {"known": self._window_values, "new": dict(self._new), "spikes": self.spikes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
-        self._window_values, self._new = list(state_dict["known"]), list(state_dict["new"])
+        self._window_values, self._new = list(state_dict["known"]), dict(state_dict["new"])
         self.spikes = [tuple(spike) for spike in state_dict["spikes"]]
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """In ``fit``, discard the state of an earlier run."""
         if stage == "fit":
-            self._window_values, self._new, self.spikes = [], [], []
+            self._window_values, self._new, self.spikes = [], {}, []
             self._forget()
 
     # -- values --------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Move restored values to the device."""
-        self._new = [value.to(trainer.accelerator.device) for value in self._new]
+        self._new = {step: value.to(trainer.accelerator.device) for step, value in self._new.items()}
         self._step = trainer.progress.step
 
     def on_before_optimizer_step(
@@ -154,7 +154,7 @@ class SpikeWatch(Callback):
         if not trainer.progress.in_step:  # this was the step's last value
             step, self._step = self._step, trainer.progress.step
             if self._sum is not None and step != self._step:  # otherwise float16 skipped the step
-                self._new.append(self._sum if self._parts == 1 else self._sum / self._parts)
+                self._new[self._step] = self._sum if self._parts == 1 else self._sum / self._parts
             self._forget()
 
     def _add(self, value: Tensor) -> None:
@@ -178,16 +178,17 @@ class SpikeWatch(Callback):
             self._look(trainer)
 
     def _look(self, trainer: Trainer) -> None:
-        values = torch.stack(self._new).double() if self._new[0].device.type != "mps" else torch.stack(self._new)
+        values, steps = torch.stack(list(self._new.values())), list(self._new)
+        if values.device.type != "mps":
+            values = values.double()
         world = trainer.accelerator.world
         if world.size > 1:
             values = world.all_reduce(values) / world.size
         if self.monitor == "grad_norm":
             values = values.sqrt()
-        first = trainer.progress.step - len(self._new) + 1
-        self._new = []
+        self._new = {}
         new_spikes: list[tuple[int, float, float]] = []
-        for step, value in enumerate(values.tolist(), first):
+        for step, value in zip(steps, values.tolist(), strict=True):
             usual = self._find_usual(value)
             if usual is None:
                 self._window_values = [*self._window_values[-self.window + 1 :], value]

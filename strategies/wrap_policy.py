@@ -150,6 +150,9 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
     A list is a ``ModuleList``, ``ModuleDict`` or ``Sequential``. Modules without children or without parameters are not
     returned.
+
+    Args:
+        model: The model to search.
     """
     blocks: list[nn.Module] = []
 

@@ -123,7 +123,7 @@ def load_checkpoint_in_model(
     dtype: torch.dtype | str | None = None,
     offload_state_dict: bool = False,
     offload_buffers: bool = False,
-    keep_in_fp32_modules: list[str] | None = None,
+    keep_in_fp32_modules: str | list[str] | None = None,
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
@@ -154,7 +154,7 @@ def load_checkpoint_in_model(
     _refuse_sharded(full_state_dict, broadcast_from_rank0)
     refuse_twice(model)
     weights = open_weights(checkpoint)
-    fp32_parts = set(keep_in_fp32_modules or ())
+    fp32_parts = {keep_in_fp32_modules} if isinstance(keep_in_fp32_modules, str) else set(keep_in_fp32_modules or ())
     load_weights(model, weights, device_map, parse_dtype(dtype), offload_buffers, strict, fp32_parts)
 
 

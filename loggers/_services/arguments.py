@@ -35,7 +35,8 @@ def check_options(function: str, options: Mapping[str, Any], also: Iterable[str]
         target: Any = importlib.import_module(package)
     for part in path:
         target = getattr(target, part)
-    check_names(function, options, [*inspect.signature(target).parameters, *also])
+    arguments = inspect.signature(target).parameters.values()
+    check_names(function, options, [*(a.name for a in arguments if a.kind is not a.VAR_KEYWORD), *also])
 
 
 def check_names(function: str, options: Iterable[str], valid: Sequence[str]) -> None:

@@ -64,6 +64,23 @@ def test_spikes_are_found_and_nothing_else(tmp_path, recwarn, monitor, accumulat
     assert "5 in step 8 (usual: 1.1), 5 in step 9" in str([str(w.message) for w in recwarn])
 
 
+def test_steps_without_a_loss_are_counted(tmp_path):
+    class Manual(Losses):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            loss, optimizer = super().training_step(batch, batch_idx), self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            return loss if batch_idx % 2 else None
+
+    watching = SpikeWatch(window=10, warmup=4, every_n_steps=6)
+    with pytest.warns(UserWarning, match=r"loss spiked: 5 in step 14 "):
+        trainer(tmp_path, watching, max_epochs=1).fit(Manual(losses(s14=5.0)), loader(24, 1))
+    assert watching.spikes == [(14, 5.0)]
+
+
 def test_what_to_do(tmp_path):
     made, _ = watch(tmp_path, losses(s8=5.0), action="stop")
     assert made.global_step == 11  # what is asked at the end of step 10 is read in the next one
