@@ -34,12 +34,12 @@ class OnExceptionCheckpoint(ModelCheckpoint):
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
         if not filename:
             raise ValueError(f"filename={filename!r} must be a name, such as 'on_exception'.")
+        super().__init__(dirpath, filename, every_n_epochs=0, save_on_exception=True, enable_version_counter=False)
         if "{" in filename:
             raise ValueError(
                 f"filename={filename!r} contains a field, but OnExceptionCheckpoint always saves under the same name. "
                 "Remove the field."
             )
-        super().__init__(dirpath, filename, every_n_epochs=0, save_on_exception=True, enable_version_counter=False)
 
     @property
     def state_key(self) -> str:

@@ -119,7 +119,8 @@ class SpikeWatch(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
-        self._window_values, self._new = list(state_dict["known"]), dict(state_dict["new"])
+        self._window_values, new = list(state_dict["known"]), state_dict["new"]
+        self._new = dict(new) if isinstance(new, dict) else {}  # an older state has values without steps
         self.spikes = [tuple(spike) for spike in state_dict["spikes"]]
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
@@ -142,7 +143,7 @@ class SpikeWatch(Callback):
         if self.monitor == "grad_norm":
             trainer.accelerator.unscale_gradients()
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            self._add(_compute_squared_norm(gradients))
+            self._add(_compute_squared_norm(gradients, trainer.accelerator.strategy.sharded))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
@@ -230,7 +231,7 @@ class SpikeWatch(Callback):
             trainer.save_checkpoint(str(as_path(folder) / f"step={trainer.progress.step}.ckpt"))
 
 
-def _compute_squared_norm(gradients: list[Tensor]) -> Tensor:
+def _compute_squared_norm(gradients: list[Tensor], sharded: bool) -> Tensor:
     """Return this process's value, whose mean over all processes is the squared norm of the full gradients.
 
     The squared norm of a shard is multiplied by the number of shards, because the other processes hold other shards, or
@@ -238,6 +239,8 @@ def _compute_squared_norm(gradients: list[Tensor]) -> Tensor:
     """
     if not gradients:
         return torch.zeros(())
+    if not sharded:
+        return torch.stack([norm.float() for norm in torch._foreach_norm(gradients)]).square().sum()
     norms = torch._foreach_norm([local(g) if is_sharded(g) else g for g in gradients])
     by_count: dict[int, list[Tensor]] = {}
     for gradient, norm in zip(gradients, norms, strict=True):

@@ -80,6 +80,16 @@ def write_stderr(text: str) -> None:
         os.write(2, "".join(f"treadle: {line}\n" for line in text.splitlines()).encode())
 
 
+def print_unless_closed(text: str) -> None:
+    """Print and flush text. If its reader has closed the output, as `head` does, discard this and all later output."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
 def closest_name(name: object, valid: Iterable[object], cutoff: float = 0.5) -> str | None:
     """Return the valid name closest to ``name``, or None if none is close.
 

@@ -371,7 +371,8 @@ class Accelerator(Process):
                 self.compare_settings()
                 check_model_matches(module, self.world)
             wrapped = self.strategy.replicate(model) if manual_optimization else self.strategy.wrap(model, step)
-            self.accumulation.reduces_in_steps |= manual_optimization
+            if manual_optimization:
+                self.accumulation.manual_ids.update(map(id, module.parameters()))
         self._trained[id(module)] = _collect_trained_ids(module)
         if index is None:
             self.models.append(wrapped)

@@ -362,7 +362,7 @@ class TorchDynamoPlugin(KwargsHandler):
         if users is None:
             compile_modules(parts, self._make_compiler, self._collect_arguments(), hooks_outside=hooks_outside)
         else:
-            compile_modules(parts, users, users, keep=True, hooks_outside=hooks_outside)
+            compile_modules(parts, users, users, hooks_outside=hooks_outside)
 
     def uses_cuda_graphs(self, device: torch.device) -> bool:
         """Return whether the compiled code replays CUDA graphs.

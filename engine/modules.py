@@ -18,31 +18,29 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def compile_modules(
-    modules: Iterable[nn.Module], compiler: Compiler, options: Any, *, keep: bool = False, hooks_outside: bool = False
+    modules: Iterable[nn.Module], compiler: Compiler, options: Any, *, hooks_outside: bool = False
 ) -> None:
     """Compile each of ``modules`` in place, so that calling the module runs compiled code.
 
     Modules of the same kind share compiled code. Modules that the user has compiled are left unchanged, and so are
-    modules that were compiled with equal ``options``, which identify the compiler settings. With ``keep``, `forget`
-    keeps the compilation, because the user chose the settings. With ``hooks_outside``, only ``forward`` is compiled,
-    because hooks that gather a sharded module's parameters must run uncompiled.
+    modules that were compiled with equal ``options``, which identify the compiler settings. With ``hooks_outside``,
+    only ``forward`` is compiled, because hooks that gather a sharded module's parameters must run uncompiled.
     """
     shared: dict[Any, Callable[..., Any]] = {}
-    settings = (options, keep)
     for module in modules:
-        if is_users(module) or getattr(module._compiled_call_impl, "settings", None) == settings:
+        if is_users(module) or getattr(module._compiled_call_impl, "options", None) == options:
             continue
         alike = describe_kind(module)
         if alike not in shared:
             shared[alike] = compiler(_copy_function(_forward if hooks_outside else _call, type(module).__name__))
         run = _bind_forward if hooks_outside else _bind_compiled
-        module._compiled_call_impl = _note_first_call(module, run(module, shared[alike]), settings)  # type: ignore[assignment]
+        module._compiled_call_impl = _note_first_call(module, run(module, shared[alike]), options)  # type: ignore[assignment]
 
 
 def is_users(module: nn.Module) -> bool:
     """Return whether the user, rather than Treadle, compiled the module."""
     call = module._compiled_call_impl
-    return "_orig_mod" in module._modules or (call is not None and not hasattr(call, "settings"))
+    return "_orig_mod" in module._modules or (call is not None and not hasattr(call, "options"))
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -51,10 +49,9 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def forget(model: nn.Module) -> None:
-    """Undo what `compile_modules` compiled in ``model``, except with ``keep``."""
+    """Undo what `compile_modules` compiled in ``model``."""
     for part in model.modules():
-        _, keep = getattr(part._compiled_call_impl, "settings", (None, True))
-        if not keep:
+        if hasattr(part._compiled_call_impl, "options"):
             part._compiled_call_impl = None
 
 
@@ -146,13 +143,13 @@ def _bind_forward(module: nn.Module, compiled: Callable[..., Any]) -> Callable[.
     return call
 
 
-def _note_first_call(module: nn.Module, call: Any, settings: Any) -> Callable[..., Any]:
+def _note_first_call(module: nn.Module, call: Any, options: Any) -> Callable[..., Any]:
 
     def first(*args: Any, **kwargs: Any) -> Any:
         module._compiled_call_impl = call
         return call(*args, **kwargs)
 
-    call.settings = first.settings = settings  # type: ignore[attr-defined]
+    call.options = first.options = options  # type: ignore[attr-defined]
     first.unused = True  # type: ignore[attr-defined]
     return first
 

@@ -322,9 +322,9 @@ class FullyShardedDataParallelPlugin:
         Raises:
             ValueError, TypeError: If a setting is not supported.
         """
-        offload = getattr(self.cpu_offload, "offload_params", self.cpu_offload)
+        offload = _is_offload(self.cpu_offload)
         if self._sharding == "NO_SHARD":
-            self._check_replicas(bool(offload), parallelism)
+            self._check_replicas(offload, parallelism)
             return DDP()
         from .fsdp import FSDP
 
@@ -336,7 +336,7 @@ class FullyShardedDataParallelPlugin:
             auto_wrap_policy=self._wrap,
             activation_checkpointing_policy=True if self.activation_checkpointing else None,
             reshard_after_forward=reshard,
-            cpu_offload=bool(offload) if isinstance(offload, bool | None) else True,
+            cpu_offload=offload,
             mixed_precision=_convert_mixed_precision(self.mixed_precision_policy),
             data_parallel_replicate=replicas if parallelism is None else parallelism.dp_replicate_size,
             tensor_parallel_size=1 if parallelism is None else parallelism.tp_size,
@@ -360,6 +360,12 @@ class FullyShardedDataParallelPlugin:
                     f"{name}={getattr(self, name)!r} has no effect with sharding_strategy='NO_SHARD', which keeps a "
                     f"replica on each process. Remove {name}, or set sharding_strategy='FULL_SHARD'."
                 )
+
+
+def _is_offload(value: Any) -> bool:
+    """Return whether a value of ``cpu_offload`` enables offloading. torch's ``OffloadPolicy`` does not."""
+    value = getattr(value, "offload_params", value)
+    return bool(value) if isinstance(value, bool | None) else type(value).__name__ != "OffloadPolicy"
 
 
 def _choose_sharding(argument: str, value: Any) -> str | None:

@@ -127,8 +127,9 @@ def split_into_blocks(model: nn.Module, always: bool | None = None) -> list[nn.M
             at least three times as many blocks as different kinds of blocks.
     """
     parts: list[nn.Module] = []
+    outermost = repeated_blocks(model)
     for part in direct_parts(model):
-        blocks = [] if always is False else repeated_blocks(part)
+        blocks = [] if always is False or part in outermost else repeated_blocks(part)
         if blocks and (always or 3 * len(set(map(describe_kind, blocks))) <= len(blocks)):
             parts += [*blocks, *direct_parts(part, blocks)]
         else:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ...callbacks.reporting import format_duration
-from ...common.messages import format_count, nearest
+from ...common.messages import format_count, nearest, print_unless_closed
 from ...common.remote_path import as_path
 from ...trainer.runs import Run, index
 from ..config import DEFAULT, make_printable
@@ -112,10 +112,7 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         print(make_printable(f"treadle runs: {error}"), file=sys.stderr)
         return 2
-    try:
-        print(output.encode(_get_encoding(), "replace").decode(_get_encoding()), flush=True)
-    except BrokenPipeError:  # `treadle runs | head` has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print_unless_closed(output.encode(_get_encoding(), "replace").decode(_get_encoding()))
     return 0
 
 

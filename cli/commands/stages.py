@@ -221,8 +221,10 @@ def _choose_weights(checked: CheckedConfig, options: Options, trainer: Trainer) 
     is_checkpoint = earlier is not None and (earlier / MANIFEST).is_file()
     is_run = earlier is not None and (earlier / CONFIG).is_file()
     # The ckpt_path in the earlier run's own configuration is the checkpoint from which that run started.
-    own_sources = (str(earlier / CONFIG), str(earlier)) if earlier is not None and (is_run or is_checkpoint) else ()
-    if checked.ckpt_path is not None and not source.rpartition(":")[0].endswith(own_sources):
+    own_sources = () if earlier is None else (str(earlier / CONFIG), str(earlier))
+    origin = source.rpartition(":")[0]
+    is_start = any(origin == own or origin.endswith(f", {own}") for own in own_sources)
+    if checked.ckpt_path is not None and not is_start:
         return checked.ckpt_path
     if is_checkpoint:
         return options.from_run

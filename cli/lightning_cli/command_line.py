@@ -18,7 +18,7 @@ from .settings import VARIABLE, make_settings, merge, parse_value, translate_cla
 
 
 class Parser(Protocol):
-    """Part of `LightningArgumentParser` that is needed to parse a command line."""
+    """Part of `LightningArgumentParser` that is needed to parse a command line and to format the help."""
 
     prog: str
     usage: str | None

@@ -50,20 +50,23 @@ class Option:
         """Return a recipe for the option's value. Report a problem if the value is invalid or missing."""
         path: Path = (self.key,)
         value = self.get_default() if value is None else value
-        is_default = value is None or value.source == "default" or self.argument.default is None
-        if value is None or (value.data is None and is_default):
+        if value is None or (value.data is None and value.source == "default"):
             if self.required and not checker.partial:
                 checker.problems.append(f"--{self.key} is required. Pass a value.")
             return PlainRecipe(Value(None, "default"), None)
-        if self.untyped and value.text is not None and value.data is not None and is_word(value):
-            return PlainRecipe(Value(value.text, value.source), value.text)
+        if value.data is None and self.argument.default is None:  # not among the choices
+            return PlainRecipe(value, None)
         if not self.of_items or not isinstance(value.data, list):
-            return self._check_one(checker, value, path, self.argument.type)
+            return self._check_one(checker, value, path, self.argument.type, self.argument.default)
         item_type = next(iter(get_args(self.argument.type)), Any)
         items = [self._check_one(checker, item, (*path, index), item_type) for index, item in enumerate(value.data)]
         return CollectionRecipe(value, list, [item for item in items if item is not None])
 
-    def _check_one(self, checker: SettingsChecker, value: Value, path: Path, kind: Any) -> Recipe | None:
+    def _check_one(
+        self, checker: SettingsChecker, value: Value, path: Path, kind: Any, default: Any = REQUIRED
+    ) -> Recipe | None:
+        if self.untyped and value.text is not None and value.data is not None and is_word(value):
+            return PlainRecipe(Value(value.text, value.source), value.text)
         if self.choices is not None and value.data not in self.choices:
             if value.text not in self.choices:
                 choices = ", ".join(map(str, self.choices))
@@ -78,7 +81,6 @@ class Option:
             except (ValueError, TypeError) as error:
                 checker.report(value, path, f"={value.data!r} was rejected by {self.convert.__name__}(): {error}")
                 return None
-        default = self.argument.default
         if not isinstance(value.data, dict | list) and type(value.data) is type(default) and value.data == default:
             # As in `x: int = None`, where the default does not have the annotated type.
             return PlainRecipe(value, value.data)

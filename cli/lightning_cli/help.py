@@ -14,8 +14,8 @@ from .settings import describe_import_path
 
 def format_help(parser: Parser) -> str:
     """Return the help text of a parser."""
-    words = "SUBCOMMAND [options]" if parser.subcommands else "[options]"
-    lines = [parser.usage or f"usage: {parser.prog} {words}", "", *textwrap.wrap(parser.description or "", 100), ""]
+    usage = "SUBCOMMAND [options]" if parser.subcommands else "[options]"
+    lines = [parser.usage or f"usage: {parser.prog} {usage}", "", *textwrap.wrap(parser.description or "", 100), ""]
     lines += ["options:", *_format_entry("-h, --help", "print this help")]
     for key in parser.config_keys:
         words = "read settings from a YAML or JSON file; may be repeated, later files take precedence"

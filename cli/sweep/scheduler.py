@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from types import FrameType
 from optuna.trial import FrozenTrial, TrialState
 
 from ...callbacks.reporting import format_duration, format_number
-from ...common.messages import format_count, warn, write_stderr
+from ...common.messages import format_count, print_unless_closed, warn, write_stderr
 from ...engine.preemption import requeue_job
 from ...trainer.runs import holder, index
 from ..config import ConfigError, make_printable
@@ -319,7 +318,4 @@ class Scheduler:
 
 def _print(text: str) -> None:
     """Print text. If the output has been closed, as by `treadle sweep ... | head`, the sweep continues without it."""
-    try:
-        print("\n".join(map(make_printable, text.splitlines())), flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print_unless_closed("\n".join(map(make_printable, text.splitlines())))

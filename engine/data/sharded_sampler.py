@@ -131,7 +131,8 @@ class ShardedBatches:
             True if the loader shuffled before this call. A custom sampler is assumed to shuffle, unless it has a false
             ``shuffle`` attribute.
         """
-        sampler, draw = self.sampler, type(self.sampler).__iter__  # a subclass may select the samples itself
+        sampler = self.sampler
+        draw = getattr(type(sampler), "__iter__", None)  # a subclass may select the samples itself
         if isinstance(sampler, RandomSampler) and draw in (RandomSampler.__iter__, SeedableRandomSampler.__iter__):
             self.sampler = SequentialSampler(sampler.data_source)
         elif isinstance(sampler, SubsetRandomSampler) and draw is SubsetRandomSampler.__iter__:

@@ -38,9 +38,9 @@ class Accumulation:
         always_agree: Whether the processes exchange votes in every step; see `Agreement`.
         guard: Function that is called with the optimizer before each step and returns whether the step may be taken.
         unfinished: Whether the gradients are weighted sums that have not been divided by the total weight yet.
-        reduces_in_steps: Whether gradients are reduced over the processes before optimizer steps, as in manual
-            optimization, and not in backward passes.
-        unreduced: With ``reduces_in_steps``, the optimizers whose gradients have not been reduced yet.
+        manual_ids: IDs of the parameters whose gradients are reduced before optimizer steps, as in manual optimization,
+            and not in backward passes.
+        unreduced: The optimizers of such parameters whose gradients have not been reduced yet.
         agreed_taint: Sum over the processes of what `Agreement.taint` returned in the last `reduce_gradients`; None if
             it was not exchanged.
     """
@@ -71,7 +71,7 @@ class Accumulation:
         self.autocasts = strategy.precision.compute is not None
         self.position = 0
         self.unfinished = False
-        self.reduces_in_steps = False
+        self.manual_ids: set[int] = set()
         self.unreduced: set[PreparedOptimizer] = set()
         self.agreed_taint: Tensor | None = None
         self._micro_batches = plugin.num_steps
@@ -139,7 +139,7 @@ class Accumulation:
         self.agreement.reset()
         if self.loss_scale is not None:
             self.loss_scale.forget()
-        self.reduces_in_steps = False
+        self.manual_ids.clear()
         self.steps = 0
 
     # -- one micro-batch -----------------------------------------------------------------------------------------
@@ -250,10 +250,13 @@ class Accumulation:
             if explained is error:
                 raise
             raise explained from error
-        if self.reduces_in_steps:
-            self.unreduced.update(self.optimizers)
+        if self.manual_ids:
+            self.unreduced.update(filter(self._has_manual_parameters, self.optimizers))
         if self.loss_scale is not None:
             self.loss_scale.check_backward()
+
+    def _has_manual_parameters(self, optimizer: PreparedOptimizer) -> bool:
+        return any(id(p) in self.manual_ids for group in optimizer.param_groups for p in group["params"])
 
     def get_latest_loss(self) -> Tensor | None:
         """Return the loss of the last backward pass; None before the first one, or if this loss has been freed."""

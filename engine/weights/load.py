@@ -264,7 +264,7 @@ def _make_renaming(rename: Rename | None) -> Callable[[str], str | None]:
         )
     beginnings = sorted((old for old in rename if not old or old.endswith(".")), key=len, reverse=True)
 
-    def change(name: str) -> str:
+    def change(name: str) -> str | None:
         if name in rename:
             return rename[name]
         old = next((old for old in beginnings if name.startswith(old)), None)

@@ -2,9 +2,9 @@
 
 import os
 import signal
-import time
 
 import pytest
+from processes import script
 from treadle.engine.preemption.deadline import Deadline
 
 
@@ -24,9 +24,18 @@ def test_a_start_after_the_end_writes_into_no_file_of_others():
         os.close(writing)
 
 
-def test_another_rank_starts_it_and_the_end_of_the_stage_cancels_it():
-    deadline = Deadline(0.5, [signal.SIGTERM])
-    deadline.start()
-    time.sleep(0.1)
+STARTED = """
+import signal, sys, time
+from treadle.engine.preemption.deadline import Deadline
+
+deadline = Deadline(4.0, [signal.SIGTERM])
+deadline.start()
+if sys.argv[1] == "cancel":
     deadline.cancel()
-    time.sleep(0.6)  # otherwise this process would be gone
+time.sleep(6)
+"""
+
+
+@pytest.mark.parametrize(("action", "status"), [("cancel", 0), ("wait", 143)])
+def test_another_rank_starts_it_and_the_end_of_the_stage_cancels_it(action, status):
+    assert script(STARTED, action).returncode == status

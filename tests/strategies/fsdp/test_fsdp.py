@@ -592,7 +592,7 @@ def own_loop(accelerator, steps, folder=None, load=None, build=Net):
         loss = nn.functional.cross_entropy(model(x), (x + 1) % CLASSES)
         accelerator.backward(loss, weight=float(len(x)))
         accelerator.unscale_gradients()
-        watched = _compute_squared_norm([p.grad for p in model.parameters()])
+        watched = _compute_squared_norm([p.grad for p in model.parameters()], accelerator.strategy.sharded)
         watched = accelerator.reduce(watched, "mean").sqrt().item()  # as SpikeWatch does
         norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()

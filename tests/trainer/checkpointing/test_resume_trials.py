@@ -1,8 +1,8 @@
 """Random trainings, interrupted at random steps and resumed: no difference to the uninterrupted run, in anything.
 
 A seed is a trial: it draws the set-up, the steps and the seeds of the runs (see `resume_trials.draw`). To see one that
-failed: ``pytest tests/trainer/checkpointing/test_resume_trials.py -k "few and 12"``, or ``-m slow -k "many and 7"`` for a part of the
-long test, whose failure names its seeds. ``TREADLE_TRIALS`` is the number of seeds of the long test.
+failed: ``pytest tests/trainer/checkpointing/test_resume_trials.py -k "few and 12"``, or ``-m slow -k "many and 7"``
+for a part of the long test, whose failure names its seeds. ``TREADLE_TRIALS`` is the number of seeds of the long test.
 """
 
 import os
