@@ -1432,7 +1432,7 @@ class Accelerator(Process):
         Outside a loop over a dataloader, the number of micro-batches in the current accumulation group.
         """
         loader = self.gradient_state.active_dataloader
-        if loader is None:
+        if not hasattr(loader, "batches"):  # none, or one that was prepared without this Accelerator
             return self.accumulation.position
         return 0 if self.gradient_state.end_of_dataloader else loader.batches
 

@@ -55,8 +55,6 @@ class Option:
             if self.required and not checker.partial:
                 checker.problems.append(f"--{self.key} is required. Pass a value.")
             return PlainRecipe(Value(None, "default"), None)
-        if self.untyped and value.text is not None and value.data is not None and is_word(value):
-            return PlainRecipe(Value(value.text, value.source), value.text)
         if not self.of_items or not isinstance(value.data, list):
             return self._check_one(checker, value, path, self.argument.type)
         item_type = next(iter(get_args(self.argument.type)), Any)
@@ -64,6 +62,8 @@ class Option:
         return CollectionRecipe(value, list, [item for item in items if item is not None])
 
     def _check_one(self, checker: SettingsChecker, value: Value, path: Path, kind: Any) -> Recipe | None:
+        if self.untyped and value.text is not None and value.data is not None and is_word(value):
+            return PlainRecipe(Value(value.text, value.source), value.text)
         if self.choices is not None and value.data not in self.choices:
             if value.text not in self.choices:
                 choices = ", ".join(map(str, self.choices))
