@@ -135,7 +135,7 @@ class TransformersTask(TaskModule):
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model and return its output. A single positional mapping is passed as keyword arguments."""
+        """Call the model and return its output. A single positional mapping is unpacked into keyword arguments."""
         if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
             return self.model(**args[0])
         return self.model(*args, **kwargs)
@@ -230,7 +230,7 @@ class TransformersTask(TaskModule):
     # -- methods to call -----------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Save the model, or only its adapters if it has any, and the tokenizer in the format of ``from_pretrained``.
+        """Save the model (or only its adapters, if it has any) and the tokenizer in the format of ``from_pretrained``.
 
         Must be called on all ranks.
 

@@ -22,7 +22,7 @@ STEP = "step"
 class CSVLogger(DirectoryLogger):
     """Logger that writes ``metrics.csv`` and ``hparams.yaml`` to ``save_dir/name/version_N``.
 
-    Each call of `log_metrics` adds one row with the step and the metrics. A new metric adds a column at the end. If
+    Each call to `log_metrics` adds one row with the step and the metrics. A new metric adds a column at the end. If
     ``metrics.csv`` exists, new rows are appended to it.
 
     Args:
@@ -92,7 +92,7 @@ class CSVLogger(DirectoryLogger):
         """Write hyperparameters to ``hparams.yaml`` and, if passed, metrics as a row at step 0.
 
         Args:
-            params: Settings by name, nested or not. Default: none.
+            params: Hyperparameters by name, optionally nested. Default: none.
             metrics: Initial values of metrics. Default: none.
 
         Raises:
@@ -117,7 +117,7 @@ class CSVLogger(DirectoryLogger):
             self._experiment.save()
 
     def finalize(self, status: str) -> None:
-        """Write the buffered rows. A later `log_metrics` appends to the file.
+        """Write the buffered rows. Later calls to `log_metrics` append to the file.
 
         Args:
             status: ``"success"`` or ``"failed"``.

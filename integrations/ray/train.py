@@ -34,7 +34,7 @@ class RayTrainReportCallback(ReportedCheckpoint):
     ``s3``) or Google Cloud Storage (with the extra ``gs``). A checkpoint is reported once it is complete.
 
     Args:
-        checkpoint_upload_mode: A ``ray.train.CheckpointUploadMode``. With SYNC and ASYNC, Treadle saves the checkpoint
+        checkpoint_upload_mode: A ``ray.train.CheckpointUploadMode``. With SYNC or ASYNC, Treadle saves the checkpoint
             to a temporary folder, and Ray copies it to the storage. All workers must then be on one machine. Default:
             None, which writes directly to the storage types listed above and selects SYNC for any other storage.
         validation: True or a ``ray.train.ValidationTaskConfig`` lets Ray validate each checkpoint; see

@@ -118,7 +118,7 @@ class DDP(Strategy):
         local_sgd_steps: Interval, in optimizer steps, at which the parameters are averaged over the processes. After
             the first ``local_sgd_start`` steps, this averaging replaces gradient reduction. Default: None, which
             disables it.
-        local_sgd_start: Number of initial optimizer steps that reduce gradients as usual. Default: 0.
+        local_sgd_start: Number of initial optimizer steps in which gradients are reduced as usual. Default: 0.
         timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default: 30
             minutes, unless the Accelerator or an existing process group sets another limit.
         process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: NCCL for GPUs and gloo for host
@@ -274,7 +274,7 @@ class DDP(Strategy):
         """See `Strategy.wrap_optimizer`. Returns ``optimizer`` itself.
 
         Raises:
-            ValueError: If the settings do not support the optimizer.
+            ValueError: If ``zero`` or ``local_sgd_steps`` does not support the optimizer.
         """
         super().wrap_optimizer(optimizer)
         if self.world.size == 1:
@@ -446,12 +446,12 @@ class DDP(Strategy):
             self.local_steps.meet(self._local_optimizer, self.world)
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """See `Strategy.sync_buffers`. Parameters that differ between ranks after local steps are averaged first."""
+        """See `Strategy.sync_buffers`. Parameters are averaged first if local steps made them differ between ranks."""
         self._meet()
         super().sync_buffers(module)
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """See `Strategy.model_state`. Parameters that differ between ranks after local steps are averaged first."""
+        """See `Strategy.model_state`. Parameters are averaged first if local steps made them differ between ranks."""
         self._meet()
         return super().model_state(module)
 

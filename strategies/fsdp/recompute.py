@@ -26,7 +26,7 @@ class Recompute:
 
     Args:
         blocks: Modules that recompute their activations, in any form that ``auto_wrap_policy`` accepts. Default: the
-            modules of ``auto_wrap_policy``.
+            modules that ``auto_wrap_policy`` selects.
         every: Select only every n-th of these modules, starting with the first. Default: 1, which selects all of them.
         keep: Operations whose results are kept, such as ``torch.ops.aten.mm.default``. ``"products"`` keeps the results
             of matrix products, convolutions and attention. Default: none.

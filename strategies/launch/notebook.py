@@ -67,7 +67,7 @@ def notebook_launcher(
         use_port: Port on machine 0 for the rendezvous. Default: 29500; on a single machine, any free port.
         master_addr: Address of machine 0. Default: 127.0.0.1.
         node_rank: Index of this machine, starting at 0. Default: 0.
-        num_nodes: Number of machines. Call this function on each of them. Default: 1.
+        num_nodes: Number of machines. Call `notebook_launcher` on each of them. Default: 1.
         rdzv_backend: Must be ``"static"``.
         rdzv_endpoint: ``HOST:PORT`` of machine 0, used instead of ``master_addr`` and ``use_port``. Default: none.
         rdzv_conf: May contain only ``timeout``, the time limit of the rendezvous in seconds. Default: 900 seconds.
@@ -148,7 +148,7 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
     Raises:
         ValueError, TypeError: If an argument is invalid, the session cannot be forked, or this process already belongs
             to a distributed run.
-        RuntimeError: If a process fails. The message has its traceback, signal or exit status.
+        RuntimeError: If a process fails. The message contains its traceback, signal or exit status.
     """
     _Launch(function=function, args=tuple(args), count=num_processes, variables={"CUDA_VISIBLE_DEVICES": ""}).run()
 

@@ -164,7 +164,7 @@ def load_checkpoint(
         checkpoint_path: A Treadle checkpoint, or another source of weights that `load_weights` accepts.
         map_location: Device of the weights, or a dict or function that selects one device, as in ``torch.load``.
             Default: the CPU.
-        weights_only: Ignored; code in a file never runs.
+        weights_only: Ignored; code stored in a checkpoint is never executed.
         sha256: Expected SHA-256 digest of the file. Required for an ``http``, ``https`` or ``file`` URL.
 
     Returns:

@@ -103,8 +103,8 @@ class Tuner:
 
         Args:
             model: Task to find a batch size for.
-            train_dataloaders: A data module. Dataloaders raise an error, because they cannot be rebuilt with another
-                batch size.
+            train_dataloaders: A data module. Passing a dataloader raises an error, because it cannot be rebuilt with
+                another batch size.
             val_dataloaders: The validation dataloader, or several.
             dataloaders: A data module, for a ``method`` other than ``"fit"``.
             datamodule: Data module to use instead of dataloaders.
