@@ -166,7 +166,7 @@ class TransformersTask(TaskModule):
         tokens = self.model.generate(**inputs, **self.hparams.generation, synced_gpus=together)
         if self.tokenizer is None:
             raise ValueError(
-                "generation needs a tokenizer, which converts tokens to texts. Pass tokenizer to the task."
+                "generation={...} needs a tokenizer to decode the generated tokens. Pass tokenizer=... to the task."
             )
         if not self.model.config.is_encoder_decoder:  # decoder-only models return the prompt too
             tokens = tokens[:, inputs["input_ids"].shape[1] :]
@@ -332,8 +332,8 @@ def _load_model(name: str | os.PathLike[str], auto_class: str | None, options: d
     known = [name for name in dir(transformers) if name.startswith("AutoModelFor")]
     if auto_class is None:
         raise ValueError(
-            f"model={str(name)!r} needs auto_class, the class that loads it. Set it to 'AutoModelForCausalLM', "
-            "'AutoModelForSequenceClassification', 'AutoModelForSeq2SeqLM', ..."
+            f"model={str(name)!r} needs auto_class, the name of the class that loads the model. Set auto_class, for "
+            "example to 'AutoModelForCausalLM', 'AutoModelForSequenceClassification' or 'AutoModelForSeq2SeqLM'."
         )
     if auto_class not in known:
         raise ValueError(

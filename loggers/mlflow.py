@@ -308,8 +308,8 @@ def _check_store(uri: str) -> None:
         if switch is not None and not switch.get():
             raise ValueError(
                 f"tracking_uri={uri!r} needs file storage, which this version of MLflow disables. Pass the address of "
-                "a server as tracking_uri, pass tracking_uri='sqlite:///mlflow.db' (this needs pip install mlflow), or "
-                "set the environment variable MLFLOW_ALLOW_FILE_STORE=true."
+                "a server as tracking_uri, pass tracking_uri='sqlite:///mlflow.db' (this needs the full mlflow "
+                "package), or set the environment variable MLFLOW_ALLOW_FILE_STORE=true."
             )
     elif uri.startswith(DATABASES) and not is_installed("sqlalchemy"):
         raise ModuleNotFoundError(

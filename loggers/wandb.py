@@ -338,8 +338,8 @@ class WandbLogger(Logger):
         for option, option_values in options.items():
             if len(option_values) != len(values):
                 raise ValueError(
-                    f"{option} has length {len(option_values)}, but {argument_name} has length {len(values)}. Pass "
-                    "lists of the same length."
+                    f"{option}=[...] has length {len(option_values)}, but {argument_name}=[...] has length "
+                    f"{len(values)}. Pass lists of the same length."
                 )
         if process_rank() == 0:
             import wandb
@@ -424,7 +424,7 @@ class WandbLogger(Logger):
 def _choose_argument(name: str, value: Any, twin: str, other: Any) -> Any:
     """Return the value of whichever of two synonymous arguments is set; raise a ValueError if they differ."""
     if value is not None and other is not None and value != other:
-        raise ValueError(f"{name}={value!r} and {twin}={other!r} are the same setting. Pass only one of them.")
+        raise ValueError(f"{name}={value!r} and {twin}={other!r} set the same option. Pass only one of them.")
     return other if value is None else value
 
 

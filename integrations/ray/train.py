@@ -79,7 +79,9 @@ class RayTrainReportCallback(ReportedCheckpoint):
         if getattr(checkpoint_upload_mode, "name", None) == "NO_UPLOAD" and self._shared_root is None:
             kind = self._storage.storage_filesystem.type_name
             package = _WRITABLE.get(kind, ("", ""))[1]
-            problem, fix = (f" without {package}", f"Install {package}") if package else ("", "Remove it")
+            problem, fix = (
+                (f" without {package}", f"Install {package}") if package else ("", "Remove checkpoint_upload_mode")
+            )
             raise ValueError(
                 "checkpoint_upload_mode=NO_UPLOAD writes directly to Ray's storage, but Treadle cannot write to "
                 f"{kind!r}{problem}. {fix}."

@@ -21,7 +21,7 @@ _STARTS = {
     "torchrun": ("torchrun with `--nproc-per-node {}`", "torchrun with `--nnodes {}`"),
     "srun": ("srun with `#SBATCH --ntasks-per-node={}`", "srun with `#SBATCH --nodes={}`"),
     "mpirun": ("mpirun with `--npernode {}`", "mpirun with `--host` and {} hosts"),
-    "ray": ("TorchTrainer with `ScalingConfig(num_workers={})`", "TorchTrainer with workers that need {} machines"),
+    "ray": ("TorchTrainer with `ScalingConfig(num_workers={})`", "TorchTrainer with enough workers for {} machines"),
 }
 # IDs from here on do not belong to steps of srun, but to a shell of salloc, a batch script, or an adopted process.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFFA

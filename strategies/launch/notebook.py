@@ -104,8 +104,8 @@ def _refuse(
     if mixed_precision != "no":
         choose("mixed_precision", mixed_precision, ("no", "fp16", "bf16", "fp8"))
         raise ValueError(
-            f"mixed_precision={mixed_precision!r} is not an option of the launcher. Set it in the function: "
-            f"Accelerator(mixed_precision={mixed_precision!r}), or Trainer(precision=...)."
+            f"mixed_precision={mixed_precision!r} must be 'no', because the launcher does not set the precision. Set "
+            f"it in the function: Accelerator(mixed_precision={mixed_precision!r}), or Trainer(precision=...)."
         )
     if rdzv_backend != "static":
         raise ValueError(
@@ -230,8 +230,8 @@ class _Launch:
             gpu_names = [name for name, value in session.items() if _on_gpu(value)]
             cause = f"for {', '.join(map(repr, gpu_names))}" if gpu_names else "by a call such as `.cuda()`"
             raise ValueError(
-                f"this session has used a GPU ({cause}), and a process that has used a GPU can't fork. Restart the "
-                "session and use GPUs only inside the function."
+                f"this session has used a GPU ({cause}), and CUDA does not work in processes forked afterwards. "
+                "Restart the session and use GPUs only inside the function."
             )
         if not self.variables and _has_opened_gpu():
             raise ValueError(
