@@ -33,7 +33,7 @@ class CSVLogger(DirectoryLogger):
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         flush_logs_every_n_steps: Number of rows to buffer. The rows are written once there are this many, or once they
             span this many steps. A killed process loses the buffered rows. Default: 100.
-        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
+        strict: Raise errors from the logger instead of disabling it with a warning. Default: False.
 
     Raises:
         TypeError, ValueError: If an argument is invalid.
@@ -92,7 +92,7 @@ class CSVLogger(DirectoryLogger):
         """Write hyperparameters to ``hparams.yaml`` and, if passed, metrics as a row at step 0.
 
         Args:
-            params: Hyperparameters by name, optionally nested. Default: none.
+            params: Settings by name, nested or not. Default: none.
             metrics: Initial values of metrics. Default: none.
 
         Raises:

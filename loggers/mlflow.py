@@ -39,8 +39,8 @@ class MLFlowLogger(Logger):
         save_dir: Directory for files if neither ``tracking_uri`` nor ``MLFLOW_TRACKING_URI`` is set. Default:
             ``./mlruns``.
         log_model: Upload checkpoints; those at a URL are skipped. ``"all"`` uploads each checkpoint when it is saved.
-            True uploads the kept checkpoints at the end of the fit or, with ``save_top_k=-1``, each checkpoint when it
-            is saved. Default: False.
+            True uploads the kept checkpoints at the end of the fit or, with ``ModelCheckpoint(save_top_k=-1)``, each
+            checkpoint when it is saved. Default: False.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         artifact_location: Location of the artifacts of a new experiment. Default: chosen by MLflow.
         run_id: ID of the run to continue. Default: a new run.

@@ -32,8 +32,8 @@ class NeptuneLogger(ServiceLogger):
         project: Project of the run, in the form ``"workspace/project"``. Default: ``GOODSEED_PROJECT``, or
             ``"treadle_logs"``.
         name: Name of a new run. Default: ``"Untitled"``.
-        run: A ``goodseed`` run that has already begun. Default: the run that ``with_id`` or ``custom_id``
-            identifies, or a new run.
+        run: A ``goodseed`` run that has already begun. Default: the run that ``with_id``, ``custom_id`` or
+            ``GOODSEED_RUN_ID`` identifies, or a new run.
         log_model_checkpoints: Record the paths of the latest and the best checkpoint, and the best score. Checkpoints
             at a URL are skipped. Default: True.
         prefix: Text before the path of every metric and hyperparameter, as ``prefix/path``. Default: ``"training"``.

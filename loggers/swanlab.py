@@ -38,8 +38,8 @@ class SwanLabLogger(ServiceLogger):
             new ID.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         log_model: Add checkpoints to the run's files; those at a URL are skipped. ``"all"`` adds each checkpoint when
-            it is saved. True adds the kept checkpoints at the end of the fit or, with ``save_top_k=-1``, each
-            checkpoint when it is saved. Default: False.
+            it is saved. True adds the kept checkpoints at the end of the fit or, with
+            ``ModelCheckpoint(save_top_k=-1)``, each checkpoint when it is saved. Default: False.
         strict: Raise errors from the logger instead of disabling it with a warning. Default: False.
         **kwargs: Arguments of ``swanlab.init``, such as ``group`` and ``job_type``.
 

@@ -21,8 +21,8 @@ class TrackioLogger(ServiceLogger):
         name: Name of the run, which is also its ``version``. Default: generated.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         log_model: Copy checkpoints to Trackio's artifacts; those at a URL are skipped. ``"all"`` copies each checkpoint
-            when it is saved. True copies the kept checkpoints at the end of the fit or, with ``save_top_k=-1``, each
-            checkpoint when it is saved. Default: False.
+            when it is saved. True copies the kept checkpoints at the end of the fit or, with
+            ``ModelCheckpoint(save_top_k=-1)``, each checkpoint when it is saved. Default: False.
         strict: Raise errors from the logger instead of disabling it with a warning. Default: False.
         **kwargs: Arguments of ``trackio.init``, such as ``space_id`` and ``server_url``. ``resume="allow"`` continues
             the latest run with this ``name``, if there is one. Without ``resume``, the logger begins a new run.

@@ -104,7 +104,7 @@ def as_mapping(params: Any) -> Mapping[str, Any]:
 def plain(value: Any) -> Any:
     """Convert a value to plain data: dicts, lists, str, int, float, bool and None.
 
-    An object that cannot be converted is replaced by its string representation.
+    An object that cannot be converted is replaced by its ``str``.
 
     Args:
         value: Any value. Mappings, namespaces and dataclass instances become dicts; lists, tuples and sets become

@@ -38,8 +38,8 @@ class WandbLogger(Logger):
         anonymous: Permit W&B to log without an account. Newer versions of wandb ignore this setting. Default: False.
         project: Project of a new run. Default: ``WANDB_PROJECT``, or ``"treadle_logs"``.
         log_model: Upload checkpoints; those at a URL are skipped. ``"all"`` uploads each checkpoint when it is saved.
-            True uploads the kept checkpoints at the end of a successful fit or, with ``save_top_k=-1``, each checkpoint
-            when it is saved. Default: False.
+            True uploads the kept checkpoints at the end of a successful fit or, with
+            ``ModelCheckpoint(save_top_k=-1)``, each checkpoint when it is saved. Default: False.
         experiment: A run that has already begun. Default: the active run, or a new one.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         checkpoint_name: Name of the artifacts that contain checkpoints. Default: ``model-`` followed by the run's ID.

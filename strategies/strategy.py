@@ -149,7 +149,7 @@ class Strategy(StrategyAliases):
             note: 0-d tensor that is summed over the processes along with the gradients.
 
         Returns:
-            The sum of ``note`` over the processes, or None if no gradients are reduced. A ``note`` of None counts as 0.
+            The sum of ``note`` over the processes, or None if nothing is exchanged. A ``note`` of None counts as 0.
         """
         return None
 

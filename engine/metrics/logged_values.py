@@ -271,7 +271,7 @@ class Metrics:
         return sorted(rows.items())
 
     def bar_values(self) -> dict[str, Any]:
-        """Return this process's latest step values for the progress bar, by label. Values may be on the device."""
+        """Return this process's latest step values for the progress bar, by label. Tensors may be on the device."""
         return {
             entry.label("step"): entry.last
             for entry in self._in_step.values()
@@ -279,7 +279,7 @@ class Metrics:
         }
 
     def latest(self) -> dict[str, Any]:
-        """Return this process's latest step values, by label. Values may be on the device."""
+        """Return this process's latest step values, by label. Tensors may be on the device."""
         return {
             entry.label("step"): entry.last
             for entry in self._in_step.values()

@@ -43,7 +43,7 @@ def open_world(
         backend: Torch communication backend, such as ``"gloo"``. Default: gloo for host memory and NCCL for GPUs.
 
     Raises:
-        ValueError, TypeError: If an argument is invalid, or the launcher, process or machine does not support it.
+        ValueError, TypeError: If an argument is invalid, or contradicts the environment or the machine.
         RuntimeError: If the other processes do not connect within the timeout.
         SystemExit: After the processes that this call started have ended.
     """
