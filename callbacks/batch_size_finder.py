@@ -158,7 +158,7 @@ class BatchSizeFinder(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the result of the search, if any."""
+        """Return a dict with the result of the search; empty before the search."""
         if self.optimal_batch_size is None:
             return {}
         return {"batch_size": self.optimal_batch_size, "accumulate": self.accumulate}

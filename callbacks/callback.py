@@ -19,9 +19,9 @@ class Callback:
     first.
 
     Attributes:
-        after_task: Position of the callback's hooks. With 0, they run before the task's own hooks. With higher values,
-            they run after them, in ascending order of the values: 1 for callbacks that stop the run, 2 for callbacks
-            that save, 3 for callbacks that display. Default: 0.
+        after_task: Position of the callback's hooks. With 0, they run before the task's own hooks. With a higher value,
+            they run after the task's own hooks, in ascending order of ``after_task``: 1 for callbacks that stop the
+            run, 2 for callbacks that save, 3 for callbacks that display. Default: 0.
         searches: True if the callback searches for a setting before the stage begins, as `BatchSizeFinder` does.
             Default: False.
         exchanges: True if the callback's hooks use collectives. Every rank must have the same callbacks of this kind,
@@ -99,16 +99,18 @@ class Callback:
         """
 
     def added_layout(self) -> dict[str, Any]:
-        """Return the sharded tensors that `on_save_checkpoint` adds, under the same names, sharded as in this run.
+        """Return the layout for loading the sharded tensors that `on_save_checkpoint` adds.
 
-        Override this method if `on_save_checkpoint` adds sharded tensors.
+        Override this method if `on_save_checkpoint` adds sharded tensors. Return a dict of the same structure, with
+        tensors that are sharded as in this run. Their values are not used.
         """
         return {}
 
     def leave_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Undo the changes that ``on_validation_start`` made to the model.
 
-        The hook runs on all ranks if a signal requests the end of the run during validation.
+        Called on all ranks if a signal such as SIGTERM interrupts validation in ``fit``, so that the trained weights
+        can be saved before the run ends.
 
         Args:
             trainer: The Trainer.
@@ -118,7 +120,8 @@ class Callback:
     def return_to_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Redo the changes that `leave_validation` undid.
 
-        The hook runs on all ranks if the validation continues after `leave_validation`.
+        Called on all ranks if the model still does not hold the trained weights after `leave_validation`, so that
+        validation can continue.
 
         Args:
             trainer: The Trainer.
@@ -173,7 +176,7 @@ class Callback:
     # -- training ------------------------------------------------------------------------------------------------
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run before the sanity check, the validation batches that precede training.
+        """Run before the sanity check, which runs validation batches before training begins.
 
         Args:
             trainer: The Trainer.
@@ -242,7 +245,7 @@ class Callback:
             trainer: The Trainer.
             pl_module: The task.
             outputs: Dict with the detached ``"loss"``, if any, and the other entries that ``training_step`` returned.
-                With manual optimization, results of other types are passed unchanged.
+                With manual optimization, a result that is not a tensor, a dict or None is passed unchanged.
             batch: The batch.
             batch_idx: Index of the micro-batch in the epoch.
         """
@@ -257,7 +260,7 @@ class Callback:
         """
 
     def on_after_backward(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Run after the gradients of a micro-batch are accumulated.
+        """Run after each backward pass.
 
         Args:
             trainer: The Trainer.

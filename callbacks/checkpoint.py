@@ -40,7 +40,7 @@ class Checkpoint(Callback):
     keeper: str = ""
 
     def resume_path(self) -> str | None:
-        """Return the path of the checkpoint for ``ckpt_path="last"`` and ``"auto"``; None if there is no checkpoint.
+        """Return the path of the checkpoint that ``ckpt_path="last"`` and ``"auto"`` load; None if there is none.
 
         The result must be the same on every rank.
         """

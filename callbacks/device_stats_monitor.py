@@ -23,8 +23,7 @@ class DeviceStatsMonitor(BestEffortCallback):
     of rank zero are logged.
 
     Args:
-        cpu_stats: Log CPU statistics for any device (True) or never (False). Default: None, which logs them only if
-            the device is the CPU.
+        cpu_stats: Whether to log CPU statistics. Default: None, which logs them only if the device is the CPU.
 
     Raises:
         TypeError: If ``cpu_stats`` is not a bool or None.

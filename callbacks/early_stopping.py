@@ -42,9 +42,9 @@ _STATE = ("best_score", "wait_count", "stopped_epoch", "stopping_reason_message"
 class EarlyStopping(Callback):
     """Callback that stops the run when ``monitor`` has not improved for ``patience`` checks.
 
-    All processes stop after the same step, once the Trainer's ``min_epochs`` and ``min_steps`` are reached. A run that
-    is resumed from a checkpoint saved after the stop ends again, unless the current arguments, for example a larger
-    ``patience``, allow it to continue.
+    All processes stop after the same step, once the Trainer's ``min_epochs`` and ``min_steps`` are reached. If a run is
+    resumed from a checkpoint that was saved after the stop, it ends again, unless the current arguments, for example a
+    larger ``patience``, allow it to continue.
 
     Args:
         monitor: Name of the logged value.
@@ -52,8 +52,8 @@ class EarlyStopping(Callback):
         patience: Number of checks without improvement before the run stops; 0 has the same effect as 1. Default: 3.
         verbose: Announce improvements of ``monitor``. Default: False.
         mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better. Default: ``"min"``.
-        strict: Raise an error at a check if ``monitor`` was never logged. If False, a warning is issued instead. In a
-            run with validation, neither happens before the first validation. Default: True.
+        strict: If ``monitor`` was never logged when it is checked, raise an error (True) or issue a warning (False). In
+            a run with validation, neither happens before the first validation. Default: True.
         check_finite: Stop if the value is NaN or infinite. Default: True.
         stopping_threshold: Stop once the value is better than this threshold. Default: None.
         divergence_threshold: Stop once the value is worse than this threshold. Default: None.
@@ -139,7 +139,7 @@ class EarlyStopping(Callback):
 
     @property
     def state_key(self) -> str:
-        """Name that includes ``monitor`` and ``mode``."""
+        """Name under which the callback's state is saved. It includes ``monitor`` and ``mode``."""
         return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
 
     def state_dict(self) -> dict[str, Any]:
@@ -172,15 +172,16 @@ class EarlyStopping(Callback):
             return
         exceeded = self._find_exceeded_limit(self._decided_at, self._decided_after)
         if exceeded is None:
-            argument = _ARGUMENTS.get(self.stopping_reason, "a criterion")
+            argument = _ARGUMENTS.get(self.stopping_reason, "criterion")
             self._forget_stop()
             announce(
-                f"early stopping had ended this run ({reason}), but the run continues, because {argument} has changed"
+                f"early stopping had ended this run ({reason}), but the run continues, because EarlyStopping has a "
+                f"different {argument}"
             )
             return
         announce(
-            f"early stopping had already ended this run ({reason}). To continue the run, change "
-            f"{_ARGUMENTS[exceeded[0]]} of EarlyStopping."
+            f"early stopping had already ended this run ({reason}). To continue the run, change the "
+            f"argument {_ARGUMENTS[exceeded[0]]} of EarlyStopping."
         )
         trainer.should_stop = True
 

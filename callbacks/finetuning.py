@@ -193,7 +193,7 @@ class BaseFinetuning(Callback):
 
         Args:
             modules: The modules to unfreeze.
-            optimizer: Optimizer that gets the group.
+            optimizer: Optimizer to which the group is added.
             lr: Learning rate of the group. Default: the first group's rate divided by ``initial_denom_lr``.
             initial_denom_lr: Divisor for the default of ``lr``. Default: 10.0.
             train_bn: Include BatchNorm layers. Default: True.
@@ -275,7 +275,8 @@ class BackboneFinetuning(BaseFinetuning):
     Raises:
         ValueError, TypeError: If an argument is invalid.
         ValueError: In ``fit``, if the task does not have a backbone, or if ``configure_optimizers`` returns several
-            optimizers or passes frozen parameters of the backbone to one. `BaseFinetuning` lists further cases.
+            optimizers or passes frozen parameters of the backbone to an optimizer. `BaseFinetuning` lists further
+            cases.
 
     Example:
         >>> import torch
@@ -349,7 +350,7 @@ class BackboneFinetuning(BaseFinetuning):
         super().setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check that one optimizer will train the backbone, and that no optimizer contains its frozen parameters."""
+        """Check that only one optimizer will train the backbone and that none contains its frozen parameters yet."""
         count = len(trainer.optimizers)
         if count > 1 and type(self).finetune_function is BackboneFinetuning.finetune_function:
             raise ValueError(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class GarbageCollection(Callback):
-    """Callback that replaces Python's automatic garbage collection with one every ``every_n_steps`` optimizer steps.
+    """Callback that runs Python's garbage collection every ``every_n_steps`` optimizer steps instead of automatically.
 
     With automatic collection, processes collect at different steps and wait for each other. Objects that exist when
     training begins are excluded from collection with ``gc.freeze``, unless other code has already frozen objects. A

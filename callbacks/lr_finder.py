@@ -112,9 +112,9 @@ class _LRFinder:
         self._optimal_idx = None
         if len(indices) < 2:
             warn(
-                f"no learning rate can be suggested: only {len(indices)} of {len(lrs)} points remain after "
-                f"skip_begin={skip_begin}, skip_end={skip_end} and non-finite losses are excluded, but at least 2 are "
-                "needed. Raise num_training_steps, or lower min_lr."
+                f"no learning rate can be suggested: at least 2 points are needed, but skip_begin={skip_begin}, "
+                f"skip_end={skip_end} and non-finite losses leave only {len(indices)} of {len(lrs)}. Raise "
+                "num_training_steps, or lower min_lr."
             )
             return None
         positions = [math.log(lrs[k]) if self.mode == "exponential" else lrs[k] for k in indices]
@@ -166,8 +166,8 @@ class LearningRateFinder(Callback):
     A copy of the task takes up to ``num_training_steps`` optimizer steps while the rate rises. The RNG state is
     restored afterwards. The suggested rate is assigned to the attribute ``attr_name`` before ``configure_optimizers``
     runs. Create the optimizer with this attribute as its learning rate. If no rate can be suggested, the attribute does
-    not change. With several parameter groups, the ratios between their rates stay the same. The result refers to the
-    highest of these rates. A run that is resumed from a checkpoint does not search again.
+    not change. With several parameter groups, the ratios between their rates stay the same. The suggested rate is that
+    of the group with the highest rate. A run that is resumed from a checkpoint does not search again.
 
     Args:
         min_lr: The first rate to try. Default: 1e-8.

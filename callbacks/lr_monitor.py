@@ -110,7 +110,7 @@ class LearningRateMonitor(BestEffortCallback):
         self._write(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TaskModule, optimizer: Optimizer) -> None:
-        """Read the rates, because schedulers may change them before the step ends."""
+        """Record the rates if they are due, before a scheduler can change them."""
         interval = trainer.log_every_n_steps
         if self.logging_interval != "epoch" and interval and (trainer.progress.step + 1) % interval == 0:
             self._safely(self._read, trainer, "step", optimizer if self._rates else None)

@@ -58,9 +58,9 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             best. ``"step"`` with ``mode="max"`` keeps the latest ``save_top_k`` checkpoints. Default: None.
         verbose: Announce each save and each value of ``monitor`` that is not good enough for a save. Default: False.
         save_last: Also keep the latest checkpoint as ``last.ckpt``. ``"link"`` has the same effect as True: a complete
-            checkpoint is saved, not a link as in Lightning. Default: False. In a `RunFolder`, the default is True for
-            one ModelCheckpoint if none would otherwise keep the latest state.
-        save_top_k: Number of best checkpoints to keep; -1 keeps all, 0 keeps none. More than 1 requires ``monitor``.
+            checkpoint is saved, not a link as in Lightning. Default: False. In a `RunFolder`, if no ModelCheckpoint
+            keeps the latest state, the default is True for one of them.
+        save_top_k: Number of best checkpoints to keep; -1 keeps all, 0 keeps none. Values above 1 require ``monitor``.
             Default: 1.
         save_on_exception: Save the run when an error or Ctrl-C ends ``fit``. After an error, rank zero saves the run as
             of the last completed step, without the state of other ranks. If rank zero cannot save the run alone, for
@@ -202,7 +202,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     @property
     def state_key(self) -> str:
-        """Name that includes the monitor, the mode and the triggers."""
+        """Name under which the state is saved. It includes the monitor, the mode and the triggers."""
         return (
             f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, every_n_train_steps="
             f"{self.every_n_train_steps}, every_n_epochs={self.every_n_epochs}, "
@@ -223,7 +223,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned.
 
-        If the state is from another directory, only the best of its checkpoints is restored, unless the directory was
+        Of checkpoints in another directory, only the best one's path and score are restored, unless the directory was
         moved to ``dirpath``.
         """
         self._triggered_step, self._waiting = state_dict["triggered_step"], state_dict["waiting"]
@@ -292,7 +292,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self._top_k.forget(world.broadcast(missing))  # those that rank zero does not find
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Trigger a save if ``every_n_epochs`` is due and saves after validations."""
+        """Trigger a save if one is due and ``every_n_epochs`` saves after validations."""
         if trainer.stage == "fit" and not trainer.sanity_checking and not self._should_save_on_train_epoch_end(trainer):
             self._trigger_by_epoch(trainer)
 
@@ -349,7 +349,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return self._save_as(path, trainer)
 
     def save_interrupted(self, trainer: Trainer) -> str:
-        """Save the run as ``last.ckpt`` if one is kept, otherwise as set by ``filename``, and return the path.
+        """Save the run as ``last.ckpt`` if one is kept, otherwise under a name from ``filename``, and return the path.
 
         Must be called on all ranks.
 
@@ -575,7 +575,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         """Return the path of a checkpoint with these values, or only its name if ``dirpath`` is not known yet.
 
         Args:
-            metrics: Values for the fields of the template, by name. A missing value counts as 0, with a warning.
+            metrics: Values for the fields of the template, by name. A missing value is written as 0, with a warning.
             filename: The template. Default: the callback's template.
             ver: Version number in a suffix such as ``-v1``. Default: no suffix.
 

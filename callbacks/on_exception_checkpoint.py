@@ -43,7 +43,7 @@ class OnExceptionCheckpoint(ModelCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """Name that includes ``filename``."""
+        """Name under which the state is saved. It includes ``filename``."""
         return f"OnExceptionCheckpoint({self.filename!r})"
 
     @property

@@ -39,7 +39,7 @@ class PredictionWriter(BasePredictionWriter):
     tuples.
 
     Args:
-        dirpath: Folder of the files, or its URL. If it is not empty, ``-v1``, ``-v2``, ... is appended to its name.
+        dirpath: Folder of the files, or its URL. If it is not empty, a suffix such as ``-v1`` is appended to its name.
             Default: ``predictions`` in the Trainer's ``default_root_dir``.
         shard_mib: Size in MiB at which the tensors that a rank has collected for a dataloader are written to a file.
             Default: 64.
@@ -220,13 +220,13 @@ def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool
     Args:
         path: Folder of the predictions, or its URL. After ``predict``, it is the value of `PredictionWriter.folder`.
         dataloader_idx: Index of the dataloader, if there were several. Default: 0.
-        indices: Yield pairs ``(indices, predictions)``, where ``indices`` locates the batch's samples in the dataset.
-            The indices are None for a streamed dataset or a `CombinedLoader`. Default: False.
+        indices: Yield pairs ``(indices, predictions)`` with the indices of the batch's samples in the dataset. The
+            indices are None for a streamed dataset or a `CombinedLoader`. Default: False.
 
     Raises:
         ValueError, TypeError: If the path is invalid, or the folder does not have the complete predictions of this
             dataloader.
-        OSError: If the folder of a URL cannot be read.
+        OSError: If ``path`` is a URL and the files there cannot be read.
     """
     folder = local_folder(path)
     if not (folder / _INDEX).is_file():
@@ -277,7 +277,7 @@ def _read_rank(folder: Path, files: list[str]) -> Iterator[tuple[int, Any]]:
         for number, document in _parse_note(path, notes):
             batch = decode(document, tensors)
             if not isinstance(batch, dict) or batch.keys() != {"prediction", "indices"}:
-                raise ValueError(f"{path} was not written by a PredictionWriter (batch {number}). Predict again.")
+                raise ValueError(f"batch {number} in {path} was not written by a PredictionWriter. Predict again.")
             yield number, batch
 
 

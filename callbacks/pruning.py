@@ -46,8 +46,8 @@ class ModelPruning(Callback):
             ``parameter_names`` selects in all submodules of the task.
         parameter_names: Names of the parameters to prune if ``parameters_to_prune`` is not set: ``"weight"``,
             ``"bias"`` or both. Default: both.
-        use_global_unstructured: Compare the weights of all layers with each other. Structured pruning requires False.
-            Default: True.
+        use_global_unstructured: Select the weights to prune from all layers together instead of from each layer
+            separately. Structured pruning requires False. Default: True.
         amount: Fraction (float) or number (int) of the remaining weights to prune each time. In structured pruning, it
             refers to the remaining slices. May be a function of the epoch's index. Default: 0.5.
         apply_pruning: Whether to prune. May be a function of the epoch's index. Default: True.
@@ -68,8 +68,8 @@ class ModelPruning(Callback):
         ValueError, TypeError: If an argument is invalid, or arguments contradict each other.
         ValueError: In ``fit``, if the model is sharded, if there are no parameters to prune, or if a parameter to prune
             is not in the model.
-        ValueError: In ``fit``, if the checkpoint was saved with a ModelPruning that did not prune all of these
-            parameters, or if ``prune_on_train_epoch_end`` is False and a `WeightAveraging` is listed after this
+        ValueError: In ``fit``, if the checkpoint was saved with a ModelPruning that did not prune every parameter that
+            this one prunes, or if ``prune_on_train_epoch_end`` is False and a `WeightAveraging` is listed after this
             callback.
         IndexError: In ``fit``, if a parameter does not have the dimension ``pruning_dim``.
 

@@ -10,7 +10,7 @@ from .model_summary import ModelSummary
 
 
 class RichModelSummary(ModelSummary):
-    """Callback that uses the package ``rich`` to print the table of the model's modules.
+    """Callback that uses the package ``rich`` to print a table of the model's modules when ``fit`` begins.
 
     Args:
         max_depth: Levels of nested modules to show; -1 shows all, 0 prints no table. Default: 1.

@@ -90,8 +90,8 @@ class SpikeWatch(Callback):
         self.warmup = check_int("warmup", warmup, 2)
         if warmup > window:
             raise ValueError(
-                f"warmup={warmup} must be at most window={window}, the number of steps that are kept. Lower warmup or "
-                "raise window."
+                f"warmup={warmup} must be at most window={window}, the maximum number of values in the window. Lower "
+                "warmup or raise window."
             )
         self.threshold = check_number("threshold", threshold, 0.0)
         self.rise = check_number("rise", rise, 0.0)
@@ -110,11 +110,11 @@ class SpikeWatch(Callback):
 
     @property
     def state_key(self) -> str:
-        """Name that includes ``monitor`` and ``action``."""
+        """Name under which the callback's state is saved. It includes ``monitor`` and ``action``."""
         return f"SpikeWatch({self.monitor!r}, {self.action!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window, the unchecked values, and the spikes."""
+        """Return the callback's state: the window, the unchecked values and the spikes."""
         return {"known": self._window_values, "new": dict(self._new), "spikes": self.spikes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -47,8 +47,9 @@ class StochasticWeightAveraging(Averaging):
         ValueError, TypeError, RuntimeError: If an argument is invalid.
         ValueError: In ``fit``, if the task uses manual optimization or does not have exactly one optimizer, or if
             another callback also averages weights.
-        ValueError: In ``fit``, if the run does not support averaging or one of the arguments, or if the averages in the
-            checkpoint do not match the model.
+        ValueError: In ``fit``, if the strategy does not support averaging, if ``swa_epoch_start`` is a fraction but
+            ``max_epochs`` is unlimited, if the length of ``swa_lrs`` differs from the number of parameter groups, or if
+            the averages in the checkpoint do not match the model.
 
     References:
         Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", 2018,

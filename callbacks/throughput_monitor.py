@@ -27,8 +27,8 @@ class ThroughputMonitor(BestEffortCallback):
     logged when the evaluation ends.
 
     During training, FLOPs are also counted if the task has the attribute ``flops_per_batch``. Set it to the FLOPs of
-    one micro-batch, which `measure_flops` can compute. If the peak FLOPs of the device are also known, the model FLOPs
-    utilization (MFU) is logged as ``train/device/mfu``. MFU is the achieved fraction of the peak.
+    one micro-batch, which `measure_flops` can compute. If the peak FLOPs per second of the device are also known, the
+    model FLOPs utilization (MFU) is logged as ``train/device/mfu``. MFU is the achieved fraction of the peak.
 
     Args:
         batch_size_fn: Function that returns the number of samples in a batch. Default: None, which uses the
@@ -105,7 +105,7 @@ class ThroughputMonitor(BestEffortCallback):
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the training time in seconds and the counts of samples and items."""
+        """Return the callback's state: the training time in seconds and the counts of samples and items."""
         return {"time": self._compute_elapsed(), "lengths": self._lengths, "samples": self._counted}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -120,7 +120,7 @@ class Timer(Callback):
         self._began[stage] = time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seconds spent in training."""
+        """Return the callback's state, which is the number of seconds spent in training."""
         return {"seconds": self.time_elapsed()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

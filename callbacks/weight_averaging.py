@@ -21,8 +21,8 @@ _FUNCTIONS = ("avg_fn", "multi_avg_fn")
 class WeightAveraging(Averaging):
     """Callback that averages the weights, validates with the averages, and leaves them in the model after training.
 
-    Each process averages the tensors that it holds, even if the model is sharded. Before the first update, validation
-    uses the trained weights.
+    If the model is sharded, each process averages its own shards. Before the first update, validation uses the trained
+    weights.
 
     Checkpoints saved during training contain the model's trained weights. They also contain the averages, if there are
     any. A resumed run restores the averages, even with a different world size. With this callback, ``validate``,
@@ -184,8 +184,8 @@ class WeightAveraging(Averaging):
         """Add the averages to the checkpoint."""
         if self._averages is not None and self._averages.is_applied and not self._ended:
             raise ValueError(
-                "a checkpoint must contain the trained weights, but the model has the averages during a validation. "
-                f"Save in on_step_end, or list {type(self).__name__} before the callback that saves in "
+                "a checkpoint must contain the trained weights, but during validation, the model contains their "
+                f"averages. Save in on_step_end, or list {type(self).__name__} before the callback that saves in "
                 "on_validation_end."
             )
         super().on_save_checkpoint(trainer, pl_module, checkpoint)

@@ -25,14 +25,14 @@ def run(
 ) -> Session:
     """Run the stage that the command line names: ``STAGE [--config FILE ...] [KEY=VALUE ...]``.
 
-    The arguments after ``STAGE`` are those of `treadle fit`; see `treadle fit --help`. ``sweep --config FILE`` runs a
-    sweep; see `treadle sweep --help`.
+    ``STAGE`` is ``fit``, ``validate``, ``test`` or ``predict``. The arguments after it are those of `treadle STAGE`;
+    see, for example, `treadle fit --help`. ``sweep --config FILE`` runs a sweep; see `treadle sweep --help`.
 
     Args:
         Model: The class of the task. Default: None, in which case the configuration must name the class.
         Data: The class of the data module. Default: None, in which case the configuration may name a class.
-        defaults: Default configuration, as nested dicts by section. Files and the command line override it. Default:
-            None.
+        defaults: Default configuration, such as ``{"trainer": {"max_epochs": 3}}``. Files and the command line
+            override it. Default: None.
         arguments: The command-line arguments. Default: ``sys.argv[1:]``.
 
     Returns:

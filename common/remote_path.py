@@ -234,7 +234,7 @@ class RemotePath:
     def read_bytes(self, limit: int | None = None) -> bytes:
         """Return the object's content. Raise a ValueError if it is larger than ``limit`` bytes."""
         if limit is not None and int(self._ask("looked up", lambda: self._store.size(self._key)) or 0) > limit:
-            raise ValueError(f"it is larger than {limit:,} bytes")
+            raise ValueError(f"{self} is larger than {limit:,} bytes")
         return bytes(self._ask("read", lambda: self._store.cat_file(self._key)))
 
     def write_bytes(self, data: bytes, exclusive: bool = False) -> None:

@@ -29,7 +29,6 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
     Args:
         **kwargs: Values of the variables, keyed by name. Names are converted to upper case, and values to strings.
 
-
     Example:
         >>> import os
         >>> with patch_environment(treadle_example=1):
@@ -69,8 +68,8 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 def release_memory(*objects: Any) -> list[None]:
     """Collect garbage, empty the device's memory cache, and return a list with None for each argument.
 
-    Assign the result to the variables that hold the objects, so that they can be freed: ``a, b = release_memory(a,
-    b)``.
+    Assign the result to the variables that hold the objects, so that Python can free the objects:
+    ``a, b = release_memory(a, b)``.
 
     Args:
         *objects: The objects to release.

@@ -94,8 +94,8 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
         if missing:
             raise KeyError(
                 f"mapping has no new parameter for {len(missing)} of the {len(group['params'])} parameters in a group "
-                f"of the optimizer (shapes: {abbreviate(list(map(str, missing)))}). Add an entry with the data_ptr "
-                "method of each old parameter as the key."
+                f"of the optimizer (shapes: {abbreviate(list(map(str, missing)))}). For each old parameter, add an "
+                "entry whose key is the parameter's data_ptr method."
             )
         group["params"] = [mapping[parameter.data_ptr] for parameter in group["params"]]
 
@@ -316,8 +316,9 @@ def _is_full(plugin: Any, use_dcp: bool) -> bool:
     name = str(getattr(kind, "name", kind or default))
     if name == "LOCAL_STATE_DICT" or not (use_dcp or name == "FULL_STATE_DICT"):
         raise ValueError(
-            f"state_dict_type={name} with use_dcp={use_dcp} uses one file per rank, which only the same number of "
-            "ranks can load. Use accelerator.save_state and load_state, which support any number of ranks."
+            f"state_dict_type={name} with use_dcp={use_dcp} uses one file per rank, and only the same number of "
+            "ranks can load these files. Use accelerator.save_state and accelerator.load_state, which support any "
+            "number of ranks."
         )
     return name == "FULL_STATE_DICT"
 

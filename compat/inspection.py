@@ -69,7 +69,7 @@ def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[st
 
     Args:
         module: The module, which is changed in place.
-        shared_params: Lists of names. All names in a list share the parameter of the first name.
+        shared_params: Lists of parameter names. The first parameter in each list replaces the others.
     """
     for first, *others in shared_params:
         parameter = module.get_parameter(first)

@@ -14,14 +14,16 @@ from ..trainer.arguments import set_determinism
 
 
 def gather(tensor: Any) -> Any:
-    """Concatenate the tensors of all ranks along dimension 0, on every rank; see `Accelerator.gather`.
+    """Concatenate the tensors of all ranks along dimension 0 and return the result on every rank.
+
+    See also `Accelerator.gather`.
 
     Args:
         tensor: A tensor, or nested lists, tuples and dicts of tensors, with the same structure on every rank.
 
     Returns:
-        The gathered values, in the structure of the input. Each nested value without tensors becomes a list of the
-        values of all ranks. Lists and tuples without tensors are concatenated into one list.
+        The gathered values, in the structure of the input. A nested list or tuple without tensors becomes one list
+        with the items of all ranks. Any other nested value without tensors becomes a list with one value per rank.
 
     Raises:
         TypeError: If ``tensor`` contains no tensor.
@@ -72,7 +74,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Reduce tensors over the ranks, and return them in the structure of the input. The mean of integers is float64.
+    """Reduce tensors over the ranks, keeping the structure of the input. Means of integer tensors are float64.
 
     Args:
         tensor: A tensor, or nested lists, tuples and dicts of tensors, of the same shapes and dtypes on every rank.
@@ -108,7 +110,7 @@ def wait_for_everyone() -> None:
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed the generators of Python, NumPy and torch.
+    """Seed the random number generators of Python, NumPy and torch.
 
     Args:
         seed: Seed from 0 to 2**32 - 1.
@@ -156,5 +158,5 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
         torch.cuda.set_rng_state(world.broadcast(torch.cuda.get_rng_state()))
     else:
         if generator is None:
-            raise ValueError("rng_type='generator' needs a torch.Generator. Pass one as the argument generator.")
+            raise ValueError("rng_type='generator' needs a torch.Generator. Pass it as generator=...")
         generator.set_state(world.broadcast(generator.get_state()))

@@ -98,7 +98,7 @@ class _FallbackHandler(logging.StreamHandler[TextIO]):
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
-    """Return a logger that logs once per job instead of once per process.
+    """Return a logger that, by default, logs once per job instead of once per process.
 
     Args:
         name: The logger's name, such as ``__name__``.

@@ -233,7 +233,9 @@ def _translate_length(args: Any) -> dict[str, Any]:
         return {"max_epochs": int(epochs)}
     if epochs < 1:
         return {"max_epochs": 1, "limit_train_batches": float(epochs)}
-    raise ValueError(f"num_train_epochs={epochs} must be a whole number or below 1. Round it, or set max_steps.")
+    raise ValueError(
+        f"num_train_epochs={epochs} must be a whole number, or a fraction below 1. Round it, or set max_steps."
+    )
 
 
 def _translate_strategy(args: Any) -> Any:

@@ -106,13 +106,13 @@ class Accelerator(Process):
             ``"comet_ml"``, ``"swanlab"``, ``"trackio"``, or a registered one), ``"all"`` for the installed built-in
             trackers, a logger of `treadle.loggers`, a `GeneralTracker`, or a list of these. Default: none.
         project_dir: Directory for the files of the run. Default: none.
-        project_config: Settings of directories and checkpoint names.
+        project_config: Settings for the run's directories and checkpoints.
         gradient_accumulation_plugin: Further settings of gradient accumulation.
         step_scheduler_with_optimizer: Set to False for schedulers that the loop steps once per epoch. Default: True.
         kwargs_handlers: At most one each of `AutocastKwargs`, `GradScalerKwargs`, `InitProcessGroupKwargs`,
             `DistributedDataParallelKwargs` and `ProfileKwargs`.
         dynamo_backend: The ``torch.compile`` backend for prepared models. Default: models are not compiled.
-        dynamo_plugin: Settings of compilation, instead of ``dynamo_backend``.
+        dynamo_plugin: Settings for ``torch.compile``; cannot be combined with ``dynamo_backend``.
         parallelism_config: The numbers of replicas, shards and tensor parallel ranks.
         strategy: A name (``"single"``, ``"ddp"``, ``"fsdp"``, or a registered one), a `Strategy`, or ``"auto"``.
             ``"auto"`` uses the strategy that other arguments select. If they select none, it uses DDP for several
@@ -334,13 +334,13 @@ class Accelerator(Process):
             model: The user's module.
             device_placement: Whether to move the model to the device. Default: the Accelerator's setting.
             evaluation_mode: Prepare the model for evaluation only. Default: False.
-            step: Name of the method that returns the training loss, which `method` calls. Default: ``forward``.
+            step: Name of the method that returns the loss, if it is called through `method`. Default: ``forward``.
             manual_optimization: Reduce gradients before optimizer steps instead of in backward passes. Call methods of
                 the model through `local_method`. Default: False.
             by_parts: Compile the submodules instead of the model, for loops that do not call ``forward``.
 
         Raises:
-            ValueError: If the model cannot be prepared.
+            ValueError: If the model or a setting is not supported, or differs between ranks.
             ModuleNotFoundError: If the precision is float8 and torchao is not installed.
         """
         module = self.strategy.unwrap(model)
@@ -610,12 +610,12 @@ class Accelerator(Process):
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[Any]:
         """Return a context in which a model's parameters are created on the run's device and in the run's dtype.
 
-        If the strategy shards models, all ranks must enter the context. The parameters then have no memory until
-        `prepare_model` creates each process's shards.
+        If the strategy shards models, all ranks must enter the context. Memory for the parameters is then allocated
+        only when `prepare_model` creates each process's shards.
 
         Args:
-            empty_init: Skip common functions of ``torch.nn.init``. Use this if a checkpoint will be loaded into the
-                model. Default: False.
+            empty_init: Skip common initializers of ``torch.nn.init``, such as ``normal_`` and ``kaiming_uniform_``. Use
+                this if a checkpoint will be loaded into the model. Default: False.
         """
         return self.strategy.construction(empty_init)
 
@@ -643,7 +643,7 @@ class Accelerator(Process):
         """Check that all processes hold the same replicated parameters, bit for bit. Call it on all processes.
 
         Args:
-            model: One prepared model. Default: all of them.
+            model: The prepared model to check. Default: all prepared models.
             buffers: Compare buffers too. BatchNorm's statistics usually differ between processes. Default: False.
 
         Raises:
@@ -699,9 +699,9 @@ class Accelerator(Process):
 
     @property
     def inside_group(self) -> bool:
-        """True inside an unfinished accumulation group, if no prepared dataloader forms the groups.
+        """True inside an unfinished accumulation group; False if a prepared dataloader groups the micro-batches.
 
-        A full checkpoint cannot be saved inside such a group, because it would not contain the accumulated gradients.
+        While it is True, a full checkpoint cannot be saved, because it would not contain the accumulated gradients.
         """
         return self.accumulation.position > 0
 
@@ -846,13 +846,16 @@ class Accelerator(Process):
         self.accumulation.unscale_gradients(optimizer)
 
     def finish_gradients(self) -> None:
-        """Divide the group's gradients by the total ``weight`` over all processes. Optimizer steps call this method."""
+        """Divide gradients by the total ``weight`` that all processes passed to `backward` in the accumulation group.
+
+        Prepared optimizers do this in ``step`` if it has not been done yet.
+        """
         self.accumulation.finish_gradients()
 
     def reduce_gradients(self, optimizer: PreparedOptimizer) -> None:
         """Average gradients over all processes, for models prepared with ``manual_optimization=True``.
 
-        In manual optimization with a Trainer, optimizer steps call this method.
+        Prepared optimizers do this in ``step`` if it has not been done yet.
 
         Args:
             optimizer: The prepared optimizer whose gradients are averaged.
@@ -860,7 +863,7 @@ class Accelerator(Process):
         self.accumulation.reduce_gradients(optimizer)
 
     def drop_gradients(self) -> None:
-        """Discard the gradients of the current accumulation group, which will not be finished."""
+        """Discard the gradients of an accumulation group that will not be completed."""
         self.accumulation.drop_gradients()
 
     def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
@@ -881,7 +884,7 @@ class Accelerator(Process):
         return self.accumulation.agree()
 
     def not_finite_on(self) -> list[int]:
-        """Return the ranks whose loss was not finite. Call it on all ranks, after ``agree().finite`` was False."""
+        """Return the ranks whose loss was not finite. Call it on all ranks if ``agree().finite`` is False."""
         return self.accumulation.not_finite_on()
 
     def preemptible(
@@ -890,13 +893,13 @@ class Accelerator(Process):
         """Return a context in which SIGTERM, SIGUSR1 and SIGHUP ask a loop to end instead of ending the process.
 
         Call `Preemption.should_stop` once per step. After a signal to any rank, it returns True in the same step on
-        every rank. Then save, and call `Preemption.leave`. After SIGUSR1, this method asks SLURM to requeue the job. It
-        ends the process with status 143, or 129 after SIGHUP. Signals are handled only if the context is entered in the
-        main thread.
+        every rank. Then save a checkpoint and call `Preemption.leave`, which ends the process with status 143, or 129
+        after SIGHUP. After SIGUSR1, `Preemption.leave` first asks SLURM to requeue the job. Signals are handled only if
+        the context is entered in the main thread.
 
         Args:
-            grace: Maximum time from the signal to the end of all ranks: ``"DD:HH:MM:SS"``, a timedelta or a dict of its
-                arguments. Default: no limit.
+            grace: Maximum time from the signal until all ranks have left the context: ``"DD:HH:MM:SS"``, a timedelta or
+                a dict of its arguments. A process that exceeds it is ended. Default: no limit.
             interrupts: Handle Ctrl-C in the same way, except that `Preemption.leave` raises KeyboardInterrupt. A second
                 Ctrl-C takes effect immediately. Default: False.
 
@@ -928,7 +931,10 @@ class Accelerator(Process):
 
     @property
     def saving(self) -> Job | None:
-        """The ``save_state(blocking=False)`` that `finish_saving` has not yet completed, or None."""
+        """Job of the last ``save_state(blocking=False)``, or None.
+
+        It is None once `finish_saving` has waited for the job, or `poll_saving` has returned True.
+        """
         return self.checkpointer.saving
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
@@ -1079,7 +1085,7 @@ class Accelerator(Process):
         Raises:
             RuntimeError: On ranks that did not fail themselves, if another rank raises an error.
             ValueError: If an argument is invalid, or the checkpoint is damaged, does not fit the prepared objects, or
-                was replaced while it was read.
+                was replaced while it was being read.
             TypeError: If ``input_dir`` has the wrong type.
             OSError: If a file cannot be read, or remote storage cannot be reached.
         """
@@ -1428,12 +1434,13 @@ class Accelerator(Process):
 
     @property
     def step(self) -> int:
-        """Number of micro-batches read or skipped in the current epoch of the dataloader; 0 at the last one.
+        """Number of micro-batches read or skipped in the current epoch of the dataloader.
 
-        Outside a loop over a dataloader, the number of micro-batches in the current accumulation group.
+        It is 0 during the last micro-batch if the length of the dataloader is known. Outside a loop over a dataloader,
+        it is the number of micro-batches in the current accumulation group.
         """
         loader = self.gradient_state.active_dataloader
-        if loader is None:
+        if not hasattr(loader, "batches"):  # none, or one that was prepared without this Accelerator
             return self.accumulation.position
         return 0 if self.gradient_state.end_of_dataloader else loader.batches
 

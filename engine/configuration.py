@@ -20,19 +20,19 @@ from .modules import Compiler, compile_modules, forget
 
 @dataclass
 class DataLoaderConfiguration:
-    """Settings of prepared dataloaders.
+    """Settings for prepared dataloaders.
 
     Args:
         split_batches: Whether ``batch_size`` is the global batch size. If True, ``batch_size`` must be divisible by the
             number of processes that the data is sharded over. Default: False.
-        dispatch_batches: No effect; each rank reads the data itself.
-        even_batches: No effect; no sample is counted twice.
+        dispatch_batches: No effect, because each rank reads the data itself.
+        even_batches: No effect, because no sample is counted twice to even out the batches.
         use_seedable_sampler: Let torch's ``RandomSampler`` draw the order of each epoch from a seed plus the epoch's
             number. The seed is ``data_seed`` or, if that is None, the seed of torch's generator when the dataloader is
             prepared. Default: False.
-        data_seed: Seed of the order of samples. Default: the order is drawn from rank zero's RNG state.
-        non_blocking: No effect; copies to a CUDA device are asynchronous where possible.
-        use_stateful_dataloader: No effect; every prepared dataloader has a ``state_dict`` method.
+        data_seed: Seed for the order of samples. Default: the order is drawn from rank zero's RNG state.
+        non_blocking: No effect, because copies to a CUDA device are always asynchronous where possible.
+        use_stateful_dataloader: No effect, because every prepared dataloader has a ``state_dict`` method.
 
     Example:
         >>> from treadle.engine import Accelerator, DataLoaderConfiguration
@@ -58,7 +58,7 @@ class DataLoaderConfiguration:
 
 @dataclass
 class ProjectConfiguration:
-    """Settings of a run's directories and checkpoints.
+    """Settings for a run's directories and checkpoints.
 
     Args:
         project_dir: Directory for the files of the run. Default: none.
@@ -121,7 +121,7 @@ class KwargsHandler:
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """Settings of gradient accumulation.
+    """Settings for gradient accumulation.
 
     Args:
         num_steps: Number of micro-batches per optimizer step. Default: 1.
@@ -152,7 +152,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """Settings of ``torch.autocast``.
+    """Settings for ``torch.autocast``.
 
     Args:
         enabled: Whether autocast is enabled. Default: True.
@@ -211,7 +211,7 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """Settings of the process group.
+    """Settings for the process group.
 
     Args:
         backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: NCCL for GPUs and gloo for host memory.
@@ -299,8 +299,8 @@ class TorchDynamoPlugin(KwargsHandler):
         options: Dict of options that torch passes to the backend.
         disable: Disable compilation, for testing.
         use_regional_compilation: Compile each repeated block of the model separately. Compilation then takes less time
-            if the blocks have the same structure. Default: None, which does so only in the Trainer, if enough blocks
-            have the same structure.
+            if the blocks have the same structure. Default: None, which enables this only in the Trainer, and only if
+            enough blocks have the same structure.
 
     Example:
         >>> from treadle.engine import Accelerator, TorchDynamoPlugin
@@ -337,7 +337,7 @@ class TorchDynamoPlugin(KwargsHandler):
         """Compile the submodules that ``training_step`` and the other steps of ``model`` call.
 
         Args:
-            model: A module whose ``forward`` is not called.
+            model: The task. The loop calls its steps instead of ``forward``.
             strategy: The strategy, which selects the submodules.
 
         Raises:
@@ -399,7 +399,7 @@ class _Refused:
 
 
 class DeepSpeedPlugin(_Refused):
-    """Unsupported class of Accelerate. Creating an instance raises an error.
+    """Accelerate class that Treadle does not support. Creating an instance raises an error.
 
     Example:
         >>> import treadle
@@ -412,7 +412,7 @@ class DeepSpeedPlugin(_Refused):
 
 
 class MegatronLMPlugin(_Refused):
-    """Unsupported class of Accelerate. Creating an instance raises an error.
+    """Accelerate class that Treadle does not support. Creating an instance raises an error.
 
     Example:
         >>> from treadle.engine import MegatronLMPlugin
@@ -425,7 +425,7 @@ class MegatronLMPlugin(_Refused):
 
 
 class TorchTensorParallelPlugin(_Refused):
-    """Unsupported class of Accelerate. Creating an instance raises an error.
+    """Accelerate class that Treadle does not support. Creating an instance raises an error.
 
     Example:
         >>> from treadle.engine import TorchTensorParallelPlugin
@@ -438,7 +438,7 @@ class TorchTensorParallelPlugin(_Refused):
 
 
 class FP8RecipeKwargs(_Refused):
-    """Unsupported class of Accelerate. Creating an instance raises an error.
+    """Accelerate class that Treadle does not support. Creating an instance raises an error.
 
     Example:
         >>> from treadle.engine import FP8RecipeKwargs
@@ -451,7 +451,7 @@ class FP8RecipeKwargs(_Refused):
 
 
 class AORecipeKwargs(FP8RecipeKwargs):
-    """Unsupported class of Accelerate.
+    """Accelerate class that Treadle does not support.
 
     Example:
         >>> from treadle.engine import AORecipeKwargs
@@ -462,7 +462,7 @@ class AORecipeKwargs(FP8RecipeKwargs):
 
 
 class TERecipeKwargs(FP8RecipeKwargs):
-    """Unsupported class of Accelerate.
+    """Accelerate class that Treadle does not support.
 
     Example:
         >>> from treadle.engine import TERecipeKwargs
@@ -473,7 +473,7 @@ class TERecipeKwargs(FP8RecipeKwargs):
 
 
 class MSAMPRecipeKwargs(FP8RecipeKwargs):
-    """Unsupported class of Accelerate.
+    """Accelerate class that Treadle does not support.
 
     Example:
         >>> from treadle.engine import MSAMPRecipeKwargs

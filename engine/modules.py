@@ -83,7 +83,7 @@ def describe_compilations(since: float) -> str:
         since: A time as returned by ``time.time()``, in seconds.
 
     Returns:
-        A text such as ``"torch.compile: 2 graphs"``; "" if torch compiled no graph.
+        Text such as ``"torch.compile: 2 graphs"``; "" if torch compiled no graph.
     """
     if "torch._dynamo" not in sys.modules:
         return ""

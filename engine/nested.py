@@ -152,7 +152,7 @@ def slice_tensors(
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
-    """Concatenate the corresponding tensors of several values with the same structure along ``dim``.
+    """Concatenate a list of tensors, or the corresponding tensors of a list of collections, along ``dim``.
 
     Args:
         data: A list of tensors, or of collections of tensors with the same structure.
@@ -198,7 +198,7 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper of ``model_forward`` that converts its half-precision outputs to float32.
+    """Wrap ``model_forward`` so that its half-precision outputs are converted to float32.
 
     Args:
         model_forward: A model's ``forward`` or another function.

@@ -313,7 +313,7 @@ class Process:
         With a world size of one, this process runs the function for any index.
 
         Args:
-            function: The function to decorate. Default: return a decorator.
+            function: The function to decorate. Default: None, which returns a decorator.
             process_index: The rank that runs the function.
 
         Raises:
@@ -330,7 +330,7 @@ class Process:
         """Decorate a function so that it runs only on one local rank of each machine, and returns None on others.
 
         Args:
-            function: The function to decorate. Default: return a decorator.
+            function: The function to decorate. Default: None, which returns a decorator.
             local_process_index: The local rank that runs the function; see `on_process`.
 
         Raises:
@@ -693,7 +693,10 @@ class GradientState:
 
     @property
     def dataloader_references(self) -> list[Any]:
-        """List of None (as in Accelerate), the unprepared dataloaders being iterated over, and `active_dataloader`."""
+        """List of running dataloaders, whose first item is None, as in Accelerate.
+
+        It contains the sharded dataloaders that run without an Accelerator, and `active_dataloader`.
+        """
         running, active = list_running_loaders(), self.active_dataloader
         return [None, *running] if active is None or active in running else [None, *running, active]
 

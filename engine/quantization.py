@@ -118,7 +118,7 @@ def convert_to_float8(model: nn.Module, device: torch.device) -> None:
     from torchao.float8 import convert_to_float8_training
 
     convert_to_float8_training(model, module_filter_fn=lambda part, name: part in chosen)
-    announce(f"linear layers of {type(model).__name__} that compute in float8: {len(chosen)} of {len(layers)}")
+    announce(f"float8 is used in {len(chosen)} of {len(layers)} linear layers of {type(model).__name__}.")
 
 
 def _is_float8(part: nn.Module) -> bool:

@@ -61,7 +61,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def isolated_random_state() -> Iterator[None]:
-    """Return a context that restores the process's RNG state (see `random_state`) when it ends."""
+    """Return a context manager that restores the process's RNG state (see `random_state`) on exit."""
     before = random_state()
     try:
         yield
@@ -77,7 +77,7 @@ class Draw(NamedTuple):
 
 
 class RandomStream:
-    """Random stream that is used only to draw the order of the data.
+    """Random number stream that is used only to draw the order of the data.
 
     The stream has its own RNG state. The ranks therefore draw the same order of samples, regardless of the random
     numbers that their models draw.
@@ -133,10 +133,10 @@ class RandomStream:
             self.state = dict(state)
 
     def follow(self, draw: Draw) -> None:
-        """Advance this stream past a draw that was made from a copy of it.
+        """Skip numbers that were already drawn from a copy of this stream.
 
         Args:
-            draw: The states of the copy before and after the draw.
+            draw: The states of the copy before and after these numbers were drawn.
         """
         self.state = draw.after
 

@@ -19,7 +19,7 @@ _PACKAGES = ("torch", "treadle", "numpy", "torchmetrics", "transformers")
 
 
 def environment() -> dict[str, str]:
-    """Return this run's command, working directory, package versions, hardware and git revision as text, by name."""
+    """Return the run's command, working directory, package versions, hardware and git revision as a dict of strings."""
     facts = {"command": shlex.join(sys.argv), "folder": os.getcwd(), "git revision": revision(os.getcwd())}
     facts |= {"Python": platform.python_version(), **{name: _find_version(name) for name in _PACKAGES}}
     facts |= {"system": platform.platform(), "host": platform.node(), "processor": processor()}

@@ -135,7 +135,7 @@ class TransformersTask(TaskModule):
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model and return its output. A single positional mapping is passed as keyword arguments."""
+        """Call the model and return its output. A single positional mapping is unpacked into keyword arguments."""
         if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
             return self.model(**args[0])
         return self.model(*args, **kwargs)
@@ -166,7 +166,7 @@ class TransformersTask(TaskModule):
         tokens = self.model.generate(**inputs, **self.hparams.generation, synced_gpus=together)
         if self.tokenizer is None:
             raise ValueError(
-                "generation needs a tokenizer, which converts tokens to texts. Pass tokenizer to the task."
+                "generation={...} needs a tokenizer to decode the generated tokens. Pass tokenizer=... to the task."
             )
         if not self.model.config.is_encoder_decoder:  # decoder-only models return the prompt too
             tokens = tokens[:, inputs["input_ids"].shape[1] :]
@@ -230,7 +230,7 @@ class TransformersTask(TaskModule):
     # -- methods to call -----------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Save the model, or only its adapters if it has any, and the tokenizer in the format of ``from_pretrained``.
+        """Save the model (or only its adapters, if it has any) and the tokenizer in the format of ``from_pretrained``.
 
         Must be called on all ranks.
 
@@ -332,8 +332,8 @@ def _load_model(name: str | os.PathLike[str], auto_class: str | None, options: d
     known = [name for name in dir(transformers) if name.startswith("AutoModelFor")]
     if auto_class is None:
         raise ValueError(
-            f"model={str(name)!r} needs auto_class, the class that loads it. Set it to 'AutoModelForCausalLM', "
-            "'AutoModelForSequenceClassification', 'AutoModelForSeq2SeqLM', ..."
+            f"model={str(name)!r} needs auto_class, the name of the class that loads the model. Set auto_class, for "
+            "example to 'AutoModelForCausalLM', 'AutoModelForSequenceClassification' or 'AutoModelForSeq2SeqLM'."
         )
     if auto_class not in known:
         raise ValueError(

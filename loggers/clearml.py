@@ -33,13 +33,14 @@ class ClearMLLogger(ServiceLogger):
         task_name: Name of the task. Default: the environment variable ``CLEARML_TASK``, or ``"training"``.
         task_id: ID of the task to continue. Default: a new task.
         offline: Write files instead of sending data. They are written to the folder ``offline`` in
-            ``CLEARML_CACHE_DIR`` (by default ``~/.clearml/cache``). ``Task.import_offline_session`` sends them later.
-            Offline mode applies to the whole process. Default: False.
+            ``CLEARML_CACHE_DIR`` (by default ``~/.clearml/cache``). To send them later, call
+            ``Task.import_offline_session``. Offline mode applies to the whole process. Default: False.
         tags: Tags of the task. Default: none.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        log_model: Upload checkpoints that are on disk. ``"all"`` uploads each checkpoint when it is saved. True uploads
-            the kept checkpoints, no later than the end of the fit. Default: False.
-        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
+        log_model: Upload checkpoints; those at a URL are skipped. ``"all"`` uploads each checkpoint when it is saved.
+            True uploads the kept checkpoints at the end of the fit or, with ``ModelCheckpoint(save_top_k=-1)``, each
+            checkpoint when it is saved. Default: False.
+        strict: Raise errors from the logger instead of disabling it with a warning. Default: False.
         **kwargs: Arguments of ``Task.init``, such as ``task_type`` and ``output_uri``.
 
     Raises:

@@ -33,11 +33,13 @@ class CometLogger(ServiceLogger):
             ``COMET_EXPERIMENT_KEY``, or a new key.
         mode: ``"get_or_create"``, ``"get"`` (the experiment must exist) or ``"create"`` (it must not exist). Default:
             ``COMET_START_MODE``, or ``"get_or_create"``.
-        online: Whether data is sent; False only writes archives. Default: ``COMET_START_ONLINE``, or True.
+        online: Whether to send the data; if False, it is only written to archives. Default:
+            ``COMET_START_ONLINE``, or True.
         prefix: Text before every metric's name, as ``prefix_name``. Default: none.
-        log_model: Upload checkpoints that are on disk. ``"all"`` uploads each checkpoint when it is saved. True uploads
-            the kept checkpoints, no later than the end of the fit. Default: False.
-        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
+        log_model: Upload checkpoints; those at a URL are skipped. ``"all"`` uploads each checkpoint when it is saved.
+            True uploads the kept checkpoints at the end of the fit or, with ``ModelCheckpoint(save_top_k=-1)``, each
+            checkpoint when it is saved. Default: False.
+        strict: Raise errors from the logger instead of disabling it with a warning. Default: False.
         experiment_config: A ``comet_ml.ExperimentConfig``, instead of ``kwargs``. Default: built from ``kwargs``.
         **kwargs: Arguments of ``comet_ml.ExperimentConfig``, such as ``name``, ``tags`` and ``offline_directory``.
 

@@ -22,7 +22,7 @@ STEP = "step"
 class CSVLogger(DirectoryLogger):
     """Logger that writes ``metrics.csv`` and ``hparams.yaml`` to ``save_dir/name/version_N``.
 
-    Each call of `log_metrics` adds one row with the step and the metrics. A new metric adds a column at the end. If
+    Each call to `log_metrics` adds one row with the step and the metrics. A new metric adds a column at the end. If
     ``metrics.csv`` exists, new rows are appended to it.
 
     Args:
@@ -33,7 +33,7 @@ class CSVLogger(DirectoryLogger):
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         flush_logs_every_n_steps: Number of rows to buffer. The rows are written once there are this many, or once they
             span this many steps. A killed process loses the buffered rows. Default: 100.
-        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
+        strict: Raise errors from the logger instead of disabling it with a warning. Default: False.
 
     Raises:
         TypeError, ValueError: If an argument is invalid.
@@ -117,7 +117,7 @@ class CSVLogger(DirectoryLogger):
             self._experiment.save()
 
     def finalize(self, status: str) -> None:
-        """Write the buffered rows. A later `log_metrics` appends to the file.
+        """Write the buffered rows. Later calls to `log_metrics` append to the file.
 
         Args:
             status: ``"success"`` or ``"failed"``.

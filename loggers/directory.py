@@ -76,7 +76,7 @@ class DirectoryLogger(Logger):
 
     @property
     def name(self) -> str:
-        """Name of the experiment; ``""`` if it has no directory."""
+        """Name of the experiment; ``""`` if versions are written directly to `save_dir`."""
         return self._name
 
     @property
@@ -154,7 +154,7 @@ class DirectoryLogger(Logger):
         """Return the step to log, and remember the highest step.
 
         Args:
-            step: Step of the values. If None, the highest previous step plus one is used.
+            step: Step that was passed to `log_metrics`. If None, the highest previous step plus one is used.
 
         Raises:
             TypeError, ValueError: If ``step`` is invalid.

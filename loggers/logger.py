@@ -95,7 +95,7 @@ class Logger(ABC):
     rank.
 
     Attributes:
-        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
+        strict: Raise errors from the logger instead of disabling it with a warning. Default: False.
 
     Example:
         >>> from treadle.loggers import Logger
@@ -196,7 +196,9 @@ class Logger(ABC):
         return None
 
     def finalize(self, status: str) -> None:
-        """Complete the logs of a stage. The logger may be used again afterwards.
+        """Finish logging at the end of a stage, such as ``fit``. Calls `save` unless overridden.
+
+        The logger may be used again afterwards.
 
         Args:
             status: ``"success"`` or ``"failed"``.

@@ -38,13 +38,14 @@ class MLFlowLogger(Logger):
         tags: Tags of the run by name. Default: none.
         save_dir: Directory for files if neither ``tracking_uri`` nor ``MLFLOW_TRACKING_URI`` is set. Default:
             ``./mlruns``.
-        log_model: Upload checkpoints that are on disk. ``"all"`` uploads each checkpoint when it is saved. True uploads
-            the kept checkpoints, no later than the end of the fit. Default: False.
+        log_model: Upload checkpoints; those at a URL are skipped. ``"all"`` uploads each checkpoint when it is saved.
+            True uploads the kept checkpoints at the end of the fit or, with ``ModelCheckpoint(save_top_k=-1)``, each
+            checkpoint when it is saved. Default: False.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         artifact_location: Location of the artifacts of a new experiment. Default: chosen by MLflow.
         run_id: ID of the run to continue. Default: a new run.
         synchronous: Whether each call waits until its values are written. Default: MLflow's own setting.
-        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
+        strict: Raise errors from the logger instead of disabling it with a warning. Default: False.
 
     Raises:
         ModuleNotFoundError: If a required package is not installed.
@@ -307,8 +308,8 @@ def _check_store(uri: str) -> None:
         if switch is not None and not switch.get():
             raise ValueError(
                 f"tracking_uri={uri!r} needs file storage, which this version of MLflow disables. Pass the address of "
-                "a server as tracking_uri, pass tracking_uri='sqlite:///mlflow.db' (this needs pip install mlflow), or "
-                "set the environment variable MLFLOW_ALLOW_FILE_STORE=true."
+                "a server as tracking_uri, pass tracking_uri='sqlite:///mlflow.db' (this needs the full mlflow "
+                "package), or set the environment variable MLFLOW_ALLOW_FILE_STORE=true."
             )
     elif uri.startswith(DATABASES) and not is_installed("sqlalchemy"):
         raise ModuleNotFoundError(

@@ -32,16 +32,18 @@ class NeptuneLogger(ServiceLogger):
         project: Project of the run, in the form ``"workspace/project"``. Default: ``GOODSEED_PROJECT``, or
             ``"treadle_logs"``.
         name: Name of a new run. Default: ``"Untitled"``.
-        run: A ``goodseed`` run that has already begun. Default: the run of ``with_id`` or ``custom_id``, or a new run.
+        run: A ``goodseed`` run that has already begun. Default: the run that ``with_id``, ``custom_id`` or
+            ``GOODSEED_RUN_ID`` identifies, or a new run.
         log_model_checkpoints: Record the paths of the latest and the best checkpoint, and the best score. Checkpoints
             at a URL are skipped. Default: True.
         prefix: Text before the path of every metric and hyperparameter, as ``prefix/path``. Default: ``"training"``.
-        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
-        **neptune_run_kwargs: Arguments of ``neptune.init_run``, such as ``tags``, ``description`` and
-            ``capture_stdout``. ``with_id`` is the ID of a run to continue. ``custom_id`` sets the ID of the run.
-            ``mode="async"`` and ``mode="sync"`` send the run to GoodSeed's server and require an ``api_key``.
-            ``mode="offline"`` only writes local files. ``mode="debug"`` stores nothing. An additional argument,
-            ``goodseed_home``, sets the directory of the local files. Default: ``GOODSEED_HOME``, or ``~/.goodseed``.
+        strict: Raise errors from the logger instead of disabling it with a warning. Default: False.
+        **neptune_run_kwargs: Arguments of ``goodseed.Run``, such as ``tags``, ``description`` and ``capture_stdout``,
+            and ``with_id``, ``custom_id`` and ``mode`` of ``neptune.init_run``. ``with_id`` is the ID of a run to
+            continue. ``custom_id`` sets the ID of the run. ``mode="async"`` and ``mode="sync"`` send the run to
+            GoodSeed's server and require an ``api_key``. ``mode="offline"`` only writes local files. ``mode="debug"``
+            stores nothing. ``goodseed_home`` sets the directory of the local files. Default: ``GOODSEED_HOME``, or
+            ``~/.goodseed``.
 
     Raises:
         ModuleNotFoundError: If GoodSeed is not installed.

@@ -37,9 +37,10 @@ class SwanLabLogger(ServiceLogger):
         id: ID of the run. In online mode, an existing run with this ID is continued. Default: ``SWANLAB_RUN_ID``, or a
             new ID.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        log_model: Add checkpoints that are on disk to the run's files. ``"all"`` adds each checkpoint when it is saved.
-            True adds the kept checkpoints, no later than the end of the fit. Default: False.
-        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
+        log_model: Add checkpoints to the run's files; those at a URL are skipped. ``"all"`` adds each checkpoint when
+            it is saved. True adds the kept checkpoints at the end of the fit or, with
+            ``ModelCheckpoint(save_top_k=-1)``, each checkpoint when it is saved. Default: False.
+        strict: Raise errors from the logger instead of disabling it with a warning. Default: False.
         **kwargs: Arguments of ``swanlab.init``, such as ``group`` and ``job_type``.
 
     Raises:

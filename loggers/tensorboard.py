@@ -31,11 +31,11 @@ class TensorBoardLogger(DirectoryLogger):
         name: Name of the experiment's directory in ``save_dir``. If None or ``""``, versions are written directly to
             ``save_dir``. Default: ``"treadle_logs"``.
         version: A number N for ``version_N``, or the name of a directory. Default: the next unused number.
-        log_graph: Whether `log_graph` records the model's graph. Default: False.
-        default_hp_metric: Whether `log_hyperparams` without metrics records ``hp_metric`` = -1. Default: True.
+        log_graph: Whether to record the model's graph. Default: False.
+        default_hp_metric: Whether `log_hyperparams` records ``hp_metric`` = -1 if no metrics are passed. Default: True.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         sub_dir: Subdirectory of ``version_N`` for the files. Default: none.
-        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
+        strict: Raise errors from the logger instead of disabling it with a warning. Default: False.
         **kwargs: Arguments of ``torch.utils.tensorboard.SummaryWriter``, such as ``max_queue`` (events) and
             ``flush_secs`` (seconds).
 
@@ -75,7 +75,7 @@ class TensorBoardLogger(DirectoryLogger):
 
     @property
     def log_dir(self) -> str | None:
-        """Directory of the files of this version; None if the version is not known on this rank."""
+        """Directory of this version's files; None if the version is not known on this rank."""
         directory = super().log_dir
         return os.path.join(directory, self._sub_dir) if directory is not None and self._sub_dir else directory
 
@@ -115,13 +115,13 @@ class TensorBoardLogger(DirectoryLogger):
     def log_hyperparams(
         self, params: Params, metrics: dict[str, Any] | float | None = None, step: int | None = None
     ) -> None:
-        """Record hyperparameters for TensorBoard's HPARAMS page and in ``hparams.yaml``.
+        """Record hyperparameters for TensorBoard's HParams dashboard and in ``hparams.yaml``.
 
         Args:
             params: Settings by name, nested or not.
-            metrics: Initial values of metrics; a single number is the value of ``hp_metric``. To update them on
-                the HPARAMS page, log metrics under the same names during training. Default: ``hp_metric`` = -1, or none
-                if ``default_hp_metric`` is False.
+            metrics: Initial values of metrics; a single number is the value of ``hp_metric``. To update them in the
+                HParams dashboard, log metrics under the same names during training. Default: ``hp_metric`` = -1, or
+                none if ``default_hp_metric`` is False.
             step: Optimizer step of ``metrics``. Default: 0.
 
         Raises:

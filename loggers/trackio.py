@@ -20,9 +20,10 @@ class TrackioLogger(ServiceLogger):
         project: Project of the run. Default: ``"treadle_logs"``.
         name: Name of the run, which is also its ``version``. Default: generated.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
-        log_model: Copy checkpoints from disk to Trackio's artifacts. ``"all"`` copies each checkpoint when it is saved.
-            True copies the kept checkpoints, no later than the end of the fit. Default: False.
-        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
+        log_model: Copy checkpoints to Trackio's artifacts; those at a URL are skipped. ``"all"`` copies each checkpoint
+            when it is saved. True copies the kept checkpoints at the end of the fit or, with
+            ``ModelCheckpoint(save_top_k=-1)``, each checkpoint when it is saved. Default: False.
+        strict: Raise errors from the logger instead of disabling it with a warning. Default: False.
         **kwargs: Arguments of ``trackio.init``, such as ``space_id`` and ``server_url``. ``resume="allow"`` continues
             the latest run with this ``name``, if there is one. Without ``resume``, the logger begins a new run.
 

@@ -37,14 +37,15 @@ class WandbLogger(Logger):
         id: Alias of ``version``.
         anonymous: Permit W&B to log without an account. Newer versions of wandb ignore this setting. Default: False.
         project: Project of a new run. Default: ``WANDB_PROJECT``, or ``"treadle_logs"``.
-        log_model: Upload checkpoints that are on disk. ``"all"`` uploads each checkpoint when it is saved. True uploads
-            the kept checkpoints, no later than the end of a successful fit. Default: False.
+        log_model: Upload checkpoints; those at a URL are skipped. ``"all"`` uploads each checkpoint when it is saved.
+            True uploads the kept checkpoints at the end of a successful fit or, with
+            ``ModelCheckpoint(save_top_k=-1)``, each checkpoint when it is saved. Default: False.
         experiment: A run that has already begun. Default: the active run, or a new one.
         prefix: Text before every metric's name, as ``prefix-name``. Default: none.
         checkpoint_name: Name of the artifacts that contain checkpoints. Default: ``model-`` followed by the run's ID.
         add_file_policy: ``"mutable"`` copies a checkpoint before the upload. ``"immutable"`` uploads the original
             files, which must not change until the upload ends. Default: ``"mutable"``.
-        strict: Let an error of the logger end the run, instead of disabling the logger with a warning. Default: False.
+        strict: Raise errors from the logger instead of disabling it with a warning. Default: False.
         **kwargs: Arguments of ``wandb.init``, such as ``entity``, ``group`` and ``tags``.
 
     Raises:
@@ -198,8 +199,8 @@ class WandbLogger(Logger):
             model: The module to watch.
             log: Values to record: ``"gradients"``, ``"parameters"``, ``"all"`` (both) or None (neither). Default:
                 ``"gradients"``.
-            log_freq: Number of backward passes between records of gradients, and of forward passes between records of
-                parameters. Default: 100.
+            log_freq: Interval between records, in backward passes for gradients and in forward passes for parameters.
+                Default: 100.
             log_graph: Whether the graph is recorded. Default: True.
         """
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
@@ -273,7 +274,7 @@ class WandbLogger(Logger):
         Args:
             key: Name of the table.
             columns: Names of the columns.
-            data: Rows of texts.
+            data: Rows of the table, each a list of strings.
             dataframe: A pandas data frame, instead of ``columns`` and ``data``.
             step: Optimizer step. Default: the latest step.
         """
@@ -283,7 +284,7 @@ class WandbLogger(Logger):
         """Record images.
 
         Args:
-            key: Name of the images.
+            key: Name under which the images are recorded.
             images: Tensors, arrays, PIL images or paths.
             step: Optimizer step. Default: the latest step.
             kwargs: Arguments of ``wandb.Image``, such as ``caption``; each is a list with one value per image.
@@ -297,7 +298,7 @@ class WandbLogger(Logger):
         """Record audio clips.
 
         Args:
-            key: Name of the audio clips.
+            key: Name under which the audio clips are recorded.
             audios: Arrays or paths.
             step: Optimizer step. Default: the latest step.
             kwargs: Arguments of ``wandb.Audio``, such as ``sample_rate``; each is a list with one value per clip.
@@ -311,7 +312,7 @@ class WandbLogger(Logger):
         """Record videos.
 
         Args:
-            key: Name of the videos.
+            key: Name under which the videos are recorded.
             videos: Arrays or paths.
             step: Optimizer step. Default: the latest step.
             kwargs: Arguments of ``wandb.Video``, such as ``fps``; each is a list with one value per video.
@@ -337,8 +338,8 @@ class WandbLogger(Logger):
         for option, option_values in options.items():
             if len(option_values) != len(values):
                 raise ValueError(
-                    f"{option} has length {len(option_values)}, but {argument_name} has length {len(values)}. Pass "
-                    "lists of the same length."
+                    f"{option}=[...] has length {len(option_values)}, but {argument_name}=[...] has length "
+                    f"{len(values)}. Pass lists of the same length."
                 )
         if process_rank() == 0:
             import wandb
@@ -372,7 +373,7 @@ class WandbLogger(Logger):
             use_artifact: Whether the active run, if any, records that it uses the artifact. Default: True.
 
         Returns:
-            The directory; None on other ranks.
+            The directory of the downloaded files; None on nonzero ranks.
         """
         if process_rank() != 0:
             return None
@@ -423,7 +424,7 @@ class WandbLogger(Logger):
 def _choose_argument(name: str, value: Any, twin: str, other: Any) -> Any:
     """Return the value of whichever of two synonymous arguments is set; raise a ValueError if they differ."""
     if value is not None and other is not None and value != other:
-        raise ValueError(f"{name}={value!r} and {twin}={other!r} are the same setting. Pass only one of them.")
+        raise ValueError(f"{name}={value!r} and {twin}={other!r} set the same option. Pass only one of them.")
     return other if value is None else value
 
 

@@ -176,7 +176,7 @@ class ParallelismConfig:
 
     @property
     def shards(self) -> bool:
-        """True if a model is sharded or tensor parallel, rather than only copied to each process."""
+        """True if the layout shards the model or uses tensor parallelism; False if it only replicates the model."""
         return self.dp_shard_size > 1 or self.tp_size > 1
 
 
@@ -216,12 +216,12 @@ class FullyShardedDataParallelPlugin:
         sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``, ``"NO_SHARD"`` (replicas), ``"HYBRID_SHARD"`` or
             ``"HYBRID_SHARD_ZERO2"`` (both shard within each machine), or a member of torch's ``ShardingStrategy``.
             Default: ``"FULL_SHARD"``.
-        reshard_after_forward: A bool or a number, as in `FSDP`, or a value of ``sharding_strategy``. Default: False for
-            ``"SHARD_GRAD_OP"`` and ``"HYBRID_SHARD_ZERO2"``, otherwise True.
+        reshard_after_forward: A bool or a number, as in `FSDP`, or any value that ``sharding_strategy`` accepts.
+            Default: False for ``"SHARD_GRAD_OP"`` and ``"HYBRID_SHARD_ZERO2"``, otherwise True.
         backward_prefetch: Must be ``"BACKWARD_PRE"``, ``"NO_PREFETCH"`` or None; it has no effect.
         mixed_precision_policy: Torch's ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``).
-        auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"``, or a policy that `FSDP`
-            accepts and that is not a string. Default: None, which uses ``transformer_cls_names_to_wrap`` if it is set,
+        auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"``, or any non-string
+            policy that `FSDP` accepts. Default: None, which uses ``transformer_cls_names_to_wrap`` if it is set,
             otherwise ``min_num_params`` if it is set, and otherwise wraps the repeated blocks.
         cpu_offload: Keep shards in host memory: a bool, or torch's ``CPUOffload`` or ``CPUOffloadPolicy``.
         ignored_modules: Must be None.

@@ -17,7 +17,8 @@ def built_in_place(device: torch.device, dtype: torch.dtype | None, empty: bool)
     Args:
         device: Device on which parameters and buffers are created.
         dtype: The dtype of floating-point parameters and buffers, or None for torch's default.
-        empty: Skip functions of ``torch.nn.init`` that support torch's function modes. Other initializations still run.
+        empty: Skip functions of ``torch.nn.init`` that a ``TorchFunctionMode`` can intercept. Other initializations
+            still run.
     """
     before = torch.get_default_dtype()
     with ExitStack() as stack:

@@ -78,7 +78,7 @@ def resolve_devices(strategy: Any, accelerator: str, devices: Devices) -> tuple[
 
 
 def resolve_strategy(strategy: str | Strategy, world: World) -> Strategy:
-    """Return the strategy with this name. ``"auto"`` selects `SingleDevice` for one process, otherwise `DDP`.
+    """Return the strategy with the given name. ``"auto"`` selects `SingleDevice` for one process, otherwise `DDP`.
 
     Args:
         strategy: A name, or a `Strategy`, which is returned unchanged.

@@ -37,7 +37,7 @@ class Strategy(StrategyAliases):
         sharded: Whether parameters are sharded over the processes.
         has_rank_buffers: Whether checkpoints for resuming contain the buffers of every process, not only rank zero's.
         delays_sync: Whether gradient reduction can be delayed until the last micro-batch of a step.
-        device_mesh: Torch's mesh of the processes, or None.
+        device_mesh: Torch ``DeviceMesh`` of the processes, or None.
         requested_device: Device for which the strategy was created, or None.
         group_options: Options of the process group that were passed to the strategy.
         world: Processes of the run. Set by `attach`.
@@ -75,7 +75,7 @@ class Strategy(StrategyAliases):
             precision: Dtypes for storage and computation.
 
         Raises:
-            ValueError: If the strategy does not support the world or the precision.
+            ValueError: If the strategy does not support ``world`` or ``precision``.
         """
         if world.size > 1 and not self.distributed:
             raise ValueError(
@@ -146,10 +146,10 @@ class Strategy(StrategyAliases):
 
         Args:
             parameters: Parameters of these modules.
-            note: 0-d tensor to sum over the processes in the same exchange.
+            note: 0-d tensor that is summed over the processes along with the gradients.
 
         Returns:
-            The sum of ``note`` over the processes, in which None counts as 0. None if nothing is exchanged.
+            The sum of ``note`` over the processes, or None if nothing is exchanged. A ``note`` of None counts as 0.
         """
         return None
 
@@ -174,11 +174,11 @@ class Strategy(StrategyAliases):
 
         Args:
             module: The user's module.
-            blocks: Whether repeated blocks are compiled separately. Default: only where each kind of block occurs at
-                least three times on average.
+            blocks: Whether repeated blocks are compiled separately. Default: only in submodules that have at least
+                three blocks of each kind on average.
 
         Returns:
-            The submodules, and True if their hooks must run uncompiled.
+            The submodules, and whether their hooks must run uncompiled.
         """
         return split_into_blocks(module, blocks), False
 
@@ -259,7 +259,7 @@ class Strategy(StrategyAliases):
         return next((m for m in (module, module._modules.get("module")) if isinstance(m, Router)), None)
 
     def set_gradient_sync(self, module: nn.Module, on: bool) -> None:
-        """Set whether the following forward and backward passes reduce gradients over the processes.
+        """Set whether gradients are reduced over the processes in subsequent forward and backward passes.
 
         Args:
             module: Module that `wrap` returned.
@@ -360,7 +360,7 @@ class Strategy(StrategyAliases):
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         """Return the state dict of the unwrapped module. Must be called on all ranks.
 
-        Sharded parameters are returned as torch's ``DTensor``.
+        Sharded parameters are returned as torch ``DTensor`` objects.
 
         Args:
             module: Module that `wrap` returned.
@@ -405,7 +405,7 @@ class Strategy(StrategyAliases):
         return []
 
     def take_reduction_order(self, module: nn.Module, order: list[int]) -> None:
-        """Reduce later gradients in the order of an earlier run. Must be called on all ranks.
+        """Adopt the order in which an earlier run reduced gradients. Must be called on all ranks.
 
         Args:
             module: Module that `wrap` returned.
@@ -462,19 +462,19 @@ class Strategy(StrategyAliases):
             module: The user's model, on the meta device.
 
         Raises:
-            ValueError: If a plan does not support the settings.
+            ValueError: If a plan does not support the strategy's settings.
         """
         return Router(module, self.precision.context(self.world.device), self.precision.compute is not None)
 
     def reduction_buckets(self, ready: list[Tensor], *, ballot: bool) -> list[list[int]] | None:
         """Return the groups of gradients that are reduced together, as lists of indices into ``ready``.
 
-        The result is None if a plan adds no reductions to those that the wrapped model performs itself.
+        The result is None if the wrapped model performs all reductions itself, so that a plan adds none.
 
         Args:
             ready: Parameters in the order in which their gradients become ready.
-            ballot: Whether the processes' votes are reduced with the gradients; see `votes_in_backward`. Their index
-                is -1.
+            ballot: Whether the processes' votes are reduced with the gradients; see `votes_in_backward`. In the
+                result, their index is -1.
 
         Raises:
             ValueError: If a plan does not support the strategy or its settings.
@@ -517,7 +517,9 @@ class Strategy(StrategyAliases):
     def variant(
         self, *, replicate: int | None = None, recompute: bool | None = None, gather: torch.dtype | None = None
     ) -> Strategy:
-        """Return a copy of this strategy with different settings, for comparison in a plan. None keeps a setting.
+        """Return a copy of this strategy with different settings, for comparison in a plan.
+
+        Settings whose argument is None are not changed.
 
         Args:
             replicate: Number of replicas.

@@ -54,8 +54,8 @@ def _selects(select: Callable[[nn.Module], Any], module: nn.Module, flag: str) -
     selected = select(module)
     if isinstance(selected, dict) and selected:
         raise ValueError(
-            f"{flag} returned the options {', '.join(selected)} for a {type(module).__name__}, but modules have no "
-            "options of their own. Return True or False."
+            f"{flag} returned the options {', '.join(selected)} for a {type(module).__name__}, but Treadle does not "
+            "support options per module. Return True or False."
         )
     return isinstance(selected, dict) or bool(selected)
 

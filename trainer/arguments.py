@@ -240,8 +240,8 @@ def parse_compilation(setting: Any) -> TorchDynamoPlugin | None:
         for name in setting:
             if name not in valid_names:
                 raise TypeError(
-                    f"compile={{{name!r}: ...}}: torch.compile has no argument {name!r}.{nearest(name, valid_names)} "
-                    f"The arguments are {', '.join(valid_names)}."
+                    f"compile={{{name!r}: ...}} has an unknown key.{nearest(name, valid_names)} The valid keys are "
+                    f"{', '.join(valid_names)}."
                 )
         return TorchDynamoPlugin(**{"backend": "inductor", **setting})
     if not isinstance(setting, bool):

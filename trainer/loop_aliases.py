@@ -26,8 +26,8 @@ class LoopView:
         if name in self._flags:
             return getattr(self._trainer, name)
         raise AttributeError(
-            f"{self._place} has no attribute {name!r}, only Lightning's limits and progress. Use "
-            "trainer.current_epoch, trainer.global_step, trainer.train_dataloader and callbacks instead."
+            f"{self._place} has no attribute {name!r}, because it has only some attributes of Lightning's loop. Use "
+            "trainer.current_epoch, trainer.global_step, trainer.train_dataloader or a callback instead."
         )
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -101,7 +101,7 @@ class Trainer(LightningAliases):
         val_check_interval: Interval between validations: a number of micro-batches (int), a fraction of an epoch
             (float), or a duration in any format that ``max_time`` accepts. Validations run between optimizer steps.
             Default: 1.0.
-        check_val_every_n_epoch: Validate in every n-th epoch; None counts ``val_check_interval`` across epochs.
+        check_val_every_n_epoch: Validate in every n-th epoch. If None, ``val_check_interval`` is counted across epochs.
             Default: 1.
         num_sanity_val_steps: Batches of each validation dataloader to run before training; -1 runs all. A resumed run
             omits this sanity check. Default: 2.
@@ -134,7 +134,7 @@ class Trainer(LightningAliases):
             False.
         profiler: Profile the actions of the loop, such as hooks, with ``"simple"``, ``"advanced"``, ``"pytorch"`` or a
             `Profiler`. Default: no profiling.
-        compile: Compile the model's modules; a dict is passed to ``torch.compile``. Default: False.
+        compile: Compile the model's modules; a dict sets arguments of ``torch.compile``. Default: False.
         plugins: A `Precision`, a ``TorchSyncBatchNorm()``, or both in a list. Default: none.
         enable_autolog_hparams: Send hyperparameters to the loggers when ``fit`` begins. Default: True.
         default_root_dir: Folder for logs and checkpoints for which no other folder is set. Default: the working
@@ -153,8 +153,8 @@ class Trainer(LightningAliases):
         accelerator: The `Accelerator` that the loop uses.
         progress: Counters of the run; see `Progress`.
         history: Curves of the logged values, and the time spent in each activity; see `History`.
-        should_stop: Set this to True to end the run after an optimizer step. The run continues until ``min_epochs`` and
-            ``min_steps`` are reached.
+        should_stop: Set this to True to end the run after an optimizer step, once ``min_epochs`` and ``min_steps`` are
+            reached.
         decided: Settings that the latest ``fit`` announced, as text; "" before the first ``fit``.
 
     Raises:
@@ -370,7 +370,7 @@ class Trainer(LightningAliases):
             ckpt_path: Checkpoint to resume from: a path, ``"last"`` (the latest intact checkpoint), ``"best"`` or
                 ``"auto"``. ``"auto"`` resumes from the latest intact checkpoint of this run, or starts from scratch if
                 there is none. Default: a fresh start.
-            weights_only: Ignored; code in a checkpoint never runs.
+            weights_only: Ignored; code stored in a checkpoint is never executed.
             schedule: Source of the learning rates and schedules of a resumed run: ``"saved"`` for the checkpoint, or
                 ``"script"`` for ``configure_optimizers``. With ``"script"``, the schedules are advanced to the
                 position of the saved ones. Default: ``"saved"``, with a warning if the script configures its optimizers
@@ -613,8 +613,8 @@ class Trainer(LightningAliases):
         See `Accelerator.init_module`. ``configure_model`` already runs in this context.
 
         Args:
-            empty_init: Skip common functions of ``torch.nn.init``. Use this if a checkpoint will be loaded into the
-                model. Default: False.
+            empty_init: Skip common initializers of ``torch.nn.init``, such as ``normal_`` and ``kaiming_uniform_``. Use
+                this if a checkpoint will be loaded into the model. Default: False.
         """
         return self.accelerator.init_module(bool(empty_init))
 

@@ -212,8 +212,8 @@ class Averages:
         if saved and saved.keys() != self.values.keys():
             raise ValueError(
                 f"the checkpoint's averaged weights do not match the model: "
-                f"{_describe_difference(saved.keys(), self.values.keys())}. Use the same model and use_buffers as the "
-                "run that saved the checkpoint."
+                f"{_describe_difference(saved.keys(), self.values.keys())}. Use the same model and the same value of "
+                "use_buffers as the run that saved the checkpoint."
             )
         for name, value in saved.items():
             average = self.values[name]
@@ -253,7 +253,7 @@ def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bo
     if strict:
         raise ValueError(
             f"{name}(device={str(device)!r}) cannot run with strategy={strategy.name!r}, because the averages of a "
-            "sharded model are on the device of its shards. Remove device."
+            f"sharded model are on the device of its shards. Remove device={str(device)!r}."
         )
     return None
 

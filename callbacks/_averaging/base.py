@@ -35,7 +35,7 @@ class Averaging(Callback):
         names = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, Averaging)]
         if len(names) > 1:
             raise ValueError(
-                f"callbacks contains {len(names)} callbacks that average weights ({', '.join(names)}), but only one "
+                f"the Trainer has {len(names)} callbacks that average weights ({', '.join(names)}), but only one "
                 "callback can set the final weights. Keep one of them."
             )
         self._averages = Averages(task, buffers, resolve_averages_device(trainer, device, type(self).__name__, strict))

@@ -66,8 +66,8 @@ def check_place(dirpath: str | Path | None, filename: str | None) -> None:
     parts = filename.split("/")
     if not parts[-1] or any(part.startswith(".") for part in parts):
         raise ValueError(
-            f"filename={filename!r} must end in a name, and no part of it may begin with a dot, which marks incomplete "
-            "checkpoints. Remove filename to use the default, '{epoch}-{step}'."
+            f"filename={filename!r} must not be empty or end with '/', and no part of it may begin with a dot, which "
+            "marks incomplete checkpoints. Remove filename to use the default, '{epoch}-{step}'."
         )
     if re.search("[{}]", _FIELD.sub("", filename)):
         raise ValueError(
@@ -115,7 +115,7 @@ class CheckpointFilenames:
 def folders(directory: str | AnyPath, levels: int) -> list[AnyPath]:
     """Return a directory and its nested folders that may contain checkpoints.
 
-    Hidden folders, unreadable folders and the folders of the checkpoints themselves are excluded.
+    Folders that are hidden, unreadable or themselves checkpoints are excluded.
 
     Args:
         directory: Directory in which a callback saves checkpoints.

@@ -33,7 +33,7 @@ class AgreedInterval:
         self._interval = interval.total_seconds()
 
     def restart(self, step: int) -> None:
-        """Start the interval.
+        """Start a new interval.
 
         Args:
             step: The current optimizer step.
@@ -44,7 +44,7 @@ class AgreedInterval:
     def is_over(self, trainer: Trainer) -> bool:
         """Return whether the interval has ended, and start the next one if so.
 
-        Must be called on all ranks after each step, once `restart` has been called.
+        Call `restart` first, and then this method on all ranks after each step.
 
         Args:
             trainer: The Trainer.

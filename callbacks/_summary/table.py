@@ -45,12 +45,12 @@ class Part:
 
 
 class Summary:
-    """Summary of a model's modules, returned by `summarize`. Converting it to ``str`` renders the table.
+    """Summary of a model's modules, returned by `summarize`. ``str(summary)`` returns it as a table.
 
     Attributes:
         layers: Rows of the table.
         measured: Whether the model was successfully run with its example input.
-        total_parameters, trainable_parameters: Number of all parameters and number of trainable parameters. A sharded
+        total_parameters, trainable_parameters: Total number of parameters and number of trainable parameters. A sharded
             parameter counts in full. A parameter that several modules share counts once. Lazy parameters are not
             counted.
         model_size: Size of the counted parameters in MB (1,000,000 bytes).
@@ -86,7 +86,7 @@ class Summary:
 
     @property
     def layer_names(self) -> list[str]:
-        """Names of the rows."""
+        """Path of each row's module in the model; ``(own)`` for the model's own parameters."""
         return [part.name for part in self.layers]
 
     @property
@@ -137,7 +137,7 @@ class Summary:
         return columns
 
     def totals(self) -> str:
-        """Return the line below the table."""
+        """Return the line of totals below the table."""
         modes = self.total_training_modes
         text = (
             f"{_format_count(*self._total_count)} parameters: {_format_count(*self._trainable_count)} trainable, "
@@ -199,8 +199,8 @@ def summarize(
         except Exception as error:
             measured = False
             warn(
-                f"the model failed on example_input_array, so the summary shows neither FLOPs nor input and output "
-                f"sizes: {type(error).__name__}: {str(error).rstrip('.')}. Fix or remove example_input_array."
+                f"the model failed on example_input_array ({type(error).__name__}: {str(error).rstrip('.')}), so the "
+                "summary shows neither FLOPs nor input and output sizes. Fix or remove example_input_array."
             )
     layers = list(rows.values())
     if direct_parameters := list(module.parameters(recurse=False)):

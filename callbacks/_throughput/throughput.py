@@ -14,7 +14,8 @@ from ...common.validation import check_int, check_number
 class Throughput:
     """Throughput meter that converts cumulative totals to batches, samples, items and FLOPs per second.
 
-    Call `update` once the device has finished its work, for example after ``torch.cuda.synchronize()``.
+    Make sure that the device has finished its work before each call of `update`, for example with
+    ``torch.cuda.synchronize()``.
 
     Args:
         available_flops: Peak FLOPs per second of one device. The rate ``device/mfu`` is the achieved fraction of this

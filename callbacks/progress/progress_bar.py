@@ -174,7 +174,7 @@ class ProgressBar(BestEffortCallback):
         return before != dataloader_idx
 
     def reset_dataloader_idx_tracker(self) -> None:
-        """Reset the dataloader index before another evaluation."""
+        """Reset the tracked dataloader index. Call this method before each evaluation."""
         self._current_eval_dataloader_idx = None
 
     # -- the run -------------------------------------------------------------------------------------------------

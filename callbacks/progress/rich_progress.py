@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class RichProgressBarTheme:
-    """Styles of a `RichProgressBar`'s columns, as style names or ``rich.style.Style`` objects.
+    """Styles of a `RichProgressBar`'s columns, as style definitions or ``rich.style.Style`` objects.
 
     Args:
         description: Style of the label, such as ``epoch 3``. Default: no style.
         progress_bar: Style of the bar. Default: ``"#6206E0"``.
-        progress_bar_finished: Style of the full bar. Default: ``"#6206E0"``.
+        progress_bar_finished: Style of the bar when it is finished. Default: ``"#6206E0"``.
         progress_bar_pulse: Style of the bar while the number of batches is unknown. Default: ``"#6206E0"``.
         batch_progress: Style of the batch counter, such as ``3/10``. Default: no style.
         time: Style of the elapsed and remaining time. Default: ``"dim"``.
@@ -58,11 +58,12 @@ class RichProgressBarTheme:
 class RichProgressBar(DrawnBar):
     """Progress bar like `TQDMProgressBar`, but drawn by the package ``rich``.
 
-    Override `configure_columns` to choose the columns of the bar, and `get_metrics` to choose the values that follow.
+    Override `configure_columns` to choose the columns of the bar, and `get_metrics` to choose the values shown after
+    them.
 
     Args:
-        refresh_rate: Maximum number of redraws per second. Values above 10 have the same effect as 10; 0 draws and
-            prints nothing. Default: 100.
+        refresh_rate: Maximum number of redraws per second. Values above 10 have the same effect as 10; 0 disables
+            both the bar and the printed lines. Default: 100.
         leave: Leave the bar of each epoch on the screen. Default: False.
         theme: Styles of the columns. Default: a `RichProgressBarTheme` with its default values.
         console_kwargs: Arguments of ``rich.console.Console``. Unless they contain ``file`` or ``stderr``, the console

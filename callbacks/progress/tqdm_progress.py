@@ -33,8 +33,8 @@ class TQDMProgressBar(DrawnBar):
     methods for the other bars to change their appearance.
 
     Args:
-        refresh_rate: Minimum number of batches between redraws; 0 draws and prints nothing. The environment variable
-            ``TQDM_MINITERS`` can increase any other value. Default: 1.
+        refresh_rate: Minimum number of batches between redraws; 0 disables both the bar and the printed lines. A
+            larger value of the environment variable ``TQDM_MINITERS`` takes precedence, except over 0. Default: 1.
         process_position: Number of rows to leave free above the bar. Default: 0.
         leave: Leave the bar of each epoch on the screen. Default: False.
         line_every: Minimum number of seconds between the lines that are printed if no bar can be drawn. Default: 10.0.

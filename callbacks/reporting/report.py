@@ -88,7 +88,7 @@ class RunReport(BestEffortCallback):
             self._endings, self._failures = {}, []
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Allow the page to be written from now on."""
+        """Record the hyperparameters, and allow the page to be written."""
         self._begun = True
         self._hyperparameters = {
             "Hyperparameters": collect_hyperparameters(pl_module),

@@ -178,8 +178,8 @@ def _apply_override(root: Value, override: str) -> Value:
         path = parse_path(key)
         if not text:
             raise ConfigError(
-                f"there is no value after '='. Write {key}=null for none, {key}='\"\"' for empty text, or ~{key} to "
-                "remove it."
+                f"there is no value after '='. Write {key}=null for None, {key}='\"\"' for an empty string, or ~{key} "
+                "to remove it."
             )
         return normalize(place_value(root, path, parse_override_value(text), add))
     except ConfigError as error:
@@ -263,8 +263,9 @@ def _refuse_idle(root: Value, targets: set[Path], explicit: Container[str]) -> N
             valid_targets = [format_path(target) for target in targets if target[:1] == ("vars",)]
             raise ConfigError(
                 f"{value.source}: {format_path(path)}={value.data!r} has no effect, because no reference uses it."
-                f"{nearest(format_path(path), valid_targets)} Remove it. The configuration of an earlier run contains "
-                "values instead of references: set the keys that contain these values."
+                f"{nearest(format_path(path), valid_targets)} Remove {format_path(path)}. In the configuration of an "
+                "earlier run, references are already replaced by their values, so set the keys that contain these "
+                "values."
             )
 
 

@@ -204,7 +204,7 @@ def _append_value(value: Value | None, path: Path, new: Value) -> Value:
 def _parse_index(value: Value, key: Key, parent: str) -> int:
     size = len(value.data)
     if not str(key).isdecimal():
-        raise ConfigError(f"{parent!r} is a list ({value.source}): {key!r} must be an index, such as {parent}.0.")
+        raise ConfigError(f"{parent!r} is a list ({value.source}): {key!r} must be an index, as in {parent}.0.")
     if int(key) >= size:
         contents = f"has length {size}, and its indices start at 0" if size else "is empty"
         raise ConfigError(

@@ -55,7 +55,8 @@ class LightningCLI:
         run: Whether to run the subcommand that the command line names. If False, the command line has no subcommands,
             and the objects are only built. Default: True.
         auto_configure_optimizers: Whether the optimizer and scheduler in the settings replace the task's
-            ``configure_optimizers``. An optimizer or scheduler that is linked to an argument never does. Default: True.
+            ``configure_optimizers``. An optimizer or scheduler that is linked to an argument never replaces it.
+            Default: True.
         load_from_checkpoint_support: Accepted and ignored.
         save_config_overwrite: Lightning 1's name for the argument ``overwrite`` of ``save_config_callback``. Default:
             None, which does not pass ``overwrite``.
@@ -148,8 +149,8 @@ class LightningCLI:
         """Create ``self.parser`` with its subcommands or its arguments.
 
         Args:
-            add_subcommands: Whether to add subcommands, each with the arguments. If False, the arguments are added to
-                the main parser.
+            add_subcommands: Whether to add a parser with the arguments for each subcommand. If False, the arguments are
+                added to the main parser.
             main_kwargs: Constructor arguments of the main parser.
             subparser_kwargs: Constructor arguments of each subcommand's parser, keyed by the subcommand's name.
         """
@@ -231,7 +232,7 @@ class LightningCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
-        """Link optimizers and schedulers to the arguments named by ``link_to``, unless it is ``"AUTOMATIC"``.
+        """Link each optimizer and scheduler whose ``link_to`` is not ``"AUTOMATIC"`` to the argument that it names.
 
         Args:
             parser: Parser with the optimizers and schedulers.

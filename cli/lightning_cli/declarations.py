@@ -234,7 +234,7 @@ def order_by_links(declared: Mapping[str, Declared], links: list[Link]) -> list[
         if target in sources and link.at_instantiation:
             raise ValueError(
                 f"link_arguments({link.sources}, {link.target!r}, apply_on='instantiate'): {target!r} would have to be "
-                "built before itself. Link from another group, or pass the value on in the constructor."
+                "built before itself. Link from another group, or compute the value in the constructor."
             )
         needs[target] |= sources - {target}
     ordered: list[str] = []

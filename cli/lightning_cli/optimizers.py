@@ -23,7 +23,7 @@ class ReduceLROnPlateau(schedulers.ReduceLROnPlateau):
         monitor: Name of the logged metric to monitor.
         mode: ``"min"`` if a lower value is better, ``"max"`` if a higher value is better. Default: ``"min"``.
         factor: Factor by which learning rates are multiplied. Default: 0.1.
-        patience: Number of epochs without improvement that are tolerated. Default: 10.
+        patience: Number of epochs without improvement to tolerate before learning rates are reduced. Default: 10.
         threshold: Minimum change that counts as an improvement. Default: 1e-4.
         threshold_mode: Whether ``threshold`` is relative (``"rel"``) or absolute (``"abs"``). Default: ``"rel"``.
         cooldown: Number of epochs after a reduction that do not count toward ``patience``. Default: 0.

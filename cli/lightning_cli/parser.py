@@ -64,20 +64,20 @@ class ActionConfigFile(argparse.Action):
 
 
 class LightningArgumentParser:
-    """Command-line parser with single options and options for the arguments of classes or functions.
+    """Command-line parser whose options are declared one by one or derived from the arguments of classes and functions.
 
     Args:
         description: Text below the usage line of the help. Default: a sentence about the Trainer. None omits it.
         env_prefix: Prefix of the names of environment variables, as in ``PL_TRAINER__MAX_EPOCHS``. Default: ``"PL"``.
         default_env: Whether environment variables are read. Default: False.
         prog: The program's name in the help. Default: None, the script's name.
-        default_config_files: Files that are read first, if they exist. Their names may contain ``*``. Default: None.
+        default_config_files: Files with defaults, read if they exist. Their names may contain ``*``. Default: None.
         parser_mode: ``"omegaconf"`` resolves ``${...}``; ``"yaml"`` and ``"json"`` do not. Default: ``"yaml"``.
         exit_on_error: Whether the program exits with status 2 if parsing finds invalid settings. If False, a
             ConfigError is raised. Default: True.
         dump_header: Comment lines at the top of YAML output. Default: None, one line with Treadle's version.
         epilog: Last lines of the help. Default: None.
-        usage: The usage line of the help. Default: None, which generates the line.
+        usage: The usage line of the help. Default: None, a generated line.
 
     Raises:
         ValueError: If ``parser_mode`` is unknown.
@@ -149,7 +149,7 @@ class LightningArgumentParser:
             required: Whether the option must be set. Default: False.
             help: The option's description in the help. Default: None.
             choices: The allowed values. Default: None, any value.
-            nargs: None or ``"?"`` for a single value; ``"+"``, ``"*"`` or a number for any list. Default: None.
+            nargs: None or ``"?"`` for one value; ``"+"``, ``"*"`` or a number for a list of any length. Default: None.
             action: None or ``"store"``, ``"store_true"``, ``"store_false"``, or `ActionConfigFile`. Default: None.
             dest: The option's key. Default: the longest name without leading dashes, with ``-`` replaced by ``_``.
             const: Accepted and ignored.
@@ -403,7 +403,7 @@ class LightningArgumentParser:
     ) -> None:
         """Derive the value of an argument from other arguments.
 
-        If the target is a single option or a whole object, the link's value replaces its settings.
+        If the target is a single option or a whole object, the link's value replaces any other setting of the target.
 
         Args:
             source: A dotted key, or a tuple of dotted keys.
@@ -637,7 +637,7 @@ class LightningArgumentParser:
     # -- checking ----------------------------------------------------------------------------------------------------
 
     def finish(self, root: Value, partial: bool = False) -> Namespace:
-        """Return the configuration of the settings ``root``. ``partial`` allows required values to be missing."""
+        """Check the settings ``root`` and return the configuration. ``partial`` allows missing required values."""
         recipes = self._check(root, partial=partial)
         config = Namespace(dict.fromkeys(self.config_keys))
         for key in self.declared:
@@ -735,7 +735,7 @@ class LightningArgumentParser:
         """Return a configuration as YAML or JSON, without values that cannot be represented as text.
 
         Args:
-            cfg: The configuration to write.
+            cfg: The configuration to serialize.
             format: ``"yaml"``, ``"json"`` or ``"json_indented"``. Default: None, which selects YAML.
             skip_none: Whether to omit keys whose value is null. Default: True.
             skip_default: Whether to omit values that equal their default. Default: False.

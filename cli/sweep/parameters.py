@@ -175,8 +175,8 @@ def _read_words(entries: Mapping[Any, Value]) -> dict[str, Value]:
         if known not in _WORDS:
             hint = nearest(word, (*_WORDS, *_SYNONYMS))
             raise ConfigError(
-                f"a parameter has no key {word!r}.{hint} Its keys are 'values', 'value', 'min', 'max', 'step', 'log' "
-                "and 'distribution'."
+                f"a parameter has no key {word!r}.{hint} Its keys are 'values', 'value', 'min', 'max', 'step', "
+                "'log', 'distribution' and, for nested keys, 'parameters'."
             )
         if known in words:
             raise ConfigError(f"{word} and {known} mean the same. Keep one of them.")

@@ -207,7 +207,7 @@ def _build(kind: type[T], options: Mapping[str, Any], choice: Choice, key: str) 
     for name in options:
         if name not in (*valid, *ours):
             names = f"{'options are' if len(valid) > 1 else 'option is'} {', '.join(valid)}"
-            has = f"{nearest(name, valid)} Its {names}." if valid else " It takes no options. Remove it."
+            has = f"{nearest(name, valid)} Its {names}." if valid else f" It takes no options. Remove {name!r}."
             raise ConfigError(f"{choice.source}: {key}: {choice.kind} has no option {name!r}.{has}")
     try:
         return kind(**options)

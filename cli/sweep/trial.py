@@ -105,7 +105,7 @@ class TrialCallback(PruningCallback):
         """Raise a ValueError if the metric was never logged."""
         if self._value is None:
             logged = read_logged_metrics(trainer)
-            raise make_never_logged_error(trainer, self.monitor, "The sweep's metric", logged)
+            raise make_never_logged_error(trainer, self.monitor, "the sweep's metric", logged)
 
     def _ask_pruner(self, trainer: Trainer, value: float, number: int) -> bool:
         if self._trial is None:

@@ -289,14 +289,17 @@ def _convert(
     assert not isinstance(dtype, str)
     if value is None:
         if old.is_meta and target.type != "meta":
-            raise ValueError(f"{name!r} is on device meta, so it has no values to move to {target}. Pass value.")
+            raise ValueError(
+                f"{name!r} is on the meta device, so it has no values to move to {target}. Load its values first, or "
+                "pass value=... to set_module_tensor_to_device."
+            )
         new_dtype = dtype if target.type == "meta" and _follows_dtype(old) else None
         return old.detach().to(device=target, dtype=new_dtype or old.dtype, non_blocking=non_blocking)
     value = torch.as_tensor(value)
     if value.shape != old.shape:
         raise ValueError(
-            f"value has shape {list(value.shape)}, but {name!r} has shape {list(old.shape)}. Pass a value of the same "
-            "shape."
+            f"the value has shape {list(value.shape)}, but {name!r} has shape {list(old.shape)}. Pass a value of the "
+            "same shape."
         )
     new_dtype = old.dtype if dtype is None else dtype if _follows_dtype(value) else value.dtype
     return value.to(device=target, dtype=new_dtype, non_blocking=non_blocking)
@@ -362,7 +365,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
     names = list(model.state_dict())
     if missing := [name for name in names if name not in state]:
         warn(
-            f"the state dict omits tensors on device meta, which have no values: {abbreviate(missing)}. Load the "
+            f"the state dict omits tensors on the meta device, which have no values: {abbreviate(missing)}. Load the "
             "model's weights first."
         )
     return {name: state[name] for name in names if name in state}

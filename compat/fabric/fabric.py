@@ -167,7 +167,10 @@ class Fabric:
         """
         if function is None:
             if self._opened is None:
-                raise TypeError(f"launch() must start {self._process_count} processes. Pass the function to run.")
+                raise TypeError(
+                    f"launch() needs a function, because it must start {self._process_count} processes. Pass the "
+                    "function to run."
+                )
             return None
         if not callable(function):
             raise TypeError(
@@ -523,8 +526,8 @@ class Fabric:
         missing = sorted((state or {}).keys() - saved.keys())
         if missing and strict:
             raise KeyError(
-                f"{os.fspath(path)!r} lacks the keys {missing} of state. The keys in the file are {sorted(saved)}. "
-                "Pass strict=False to load the others."
+                f"{os.fspath(path)!r} does not contain the keys {missing} of the argument state. The keys in the file "
+                f"are {sorted(saved)}. Pass strict=False to load the others."
             )
         for name in (state or {}).keys() & saved.keys():
             assert state is not None

@@ -68,7 +68,7 @@ def has_len(dataloader: object) -> bool:
     length = sized_len(dataloader)
     if length == 0:
         warn(
-            f"{type(dataloader).__name__} has length 0, so it yields no batches. Check its dataset, batch_size and "
+            f"the {type(dataloader).__name__} has length 0, so it yields no batches. Check its dataset, batch_size and "
             "drop_last."
         )
     return length is not None and _warn_of_claimed_length(dataloader)
@@ -79,8 +79,8 @@ def _warn_of_claimed_length(dataloader: object) -> bool:
     if has_iterable_dataset(dataloader):
         name = type(dataloader).__name__
         warn(
-            f"the IterableDataset of {name} has a length. With num_workers > 0, this length is correct only if each "
-            "worker reads its own share of the samples."
+            f"the IterableDataset of the {name} has a length. With num_workers > 0, this length is correct only if "
+            "each worker reads its own share of the samples."
         )
     return True
 
@@ -98,12 +98,12 @@ def has_len_all_ranks(
     if length is None:
         return False
     if not strategy.world.any(length > 0):
-        warn(f"{name} has no batches on any rank.")
+        warn(f"the {name} has no batches on any rank.")
     elif not length:
         if not allow_zero_length_dataloader_with_multiple_devices:
             raise RuntimeError(
-                f"{name} has no batches on rank {strategy.world.rank}. Provide at least one batch on every rank, or "
-                "pass allow_zero_length_dataloader_with_multiple_devices=True."
+                f"the {name} has no batches on rank {strategy.world.rank}. Provide at least one batch on every rank, "
+                "or pass allow_zero_length_dataloader_with_multiple_devices=True."
             )
-        warn(f"{name} has no batches on rank {strategy.world.rank}.")
+        warn(f"the {name} has no batches on rank {strategy.world.rank}.")
     return _warn_of_claimed_length(dataloader)

@@ -22,8 +22,8 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
         parent = next((base for base in (TaskModule, DataModule, Callback) if isinstance(instance, base)), None)
     if parent is None:
         raise ValueError(
-            f"instance is {name_type(instance)}, not a TaskModule, DataModule or Callback, so its base class is "
-            "unknown. Pass the base class as parent."
+            f"is_overridden got {name_type(instance)}, which is not a TaskModule, DataModule or Callback, so its base "
+            "class is unknown. Pass the base class as parent=..."
         )
     return bool(has_other_method(method_name, instance, parent))
 

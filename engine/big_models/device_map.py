@@ -40,13 +40,13 @@ def infer_auto_device_map(
             limit unless ``max_memory`` sets one.
         no_split_module_classes: Names of classes whose modules must not be split, such as blocks with a residual
             connection.
-        dtype: The dtype in which floating point weights will be loaded. Default: their own.
+        dtype: The dtype in which floating point weights will be loaded. Default: their dtype in the model.
         special_dtypes: Dtypes by tensor name, for tensors that will be loaded in a dtype other than ``dtype``.
         verbose: Log the device map and the size of each entry.
         clean_result: Merge the entries inside a module into one entry if they are all on one device.
         offload_buffers: Assume that the buffers of offloaded modules will be offloaded too.
         fallback_allocation: If an accelerator or the CPU is still empty and the next module does not fit on it, place
-            the largest of the remaining modules that fit there. The memory reserved for offloaded modules may then be
+            the largest remaining module that fits on it instead. The memory reserved for offloaded modules may then be
             too small.
 
     Returns:
@@ -125,9 +125,9 @@ def _fill(
     if waiting:
         left = sum(part.size for part, _ in waiting)
         raise ValueError(
-            f"the model does not fit within max_memory: there is no device for {format_bytes(left)}, starting with "
-            f"{waiting[0][0].names[0]!r}. Raise the limit of a device, or remove 'disk' from max_memory to make the "
-            "disk unlimited."
+            f"the model does not fit within max_memory: {format_bytes(left)} of its tensors, starting with "
+            f"{waiting[0][0].names[0]!r}, can't be assigned to any device. Raise the limit of a device, or remove "
+            "'disk' from max_memory to make the disk unlimited."
         )
     return placed
 

@@ -56,28 +56,28 @@ def load_checkpoint_and_dispatch(
     Args:
         model: The model, usually created within `init_empty_weights`. It is changed in place.
         checkpoint: Path or object store URL of a Treadle checkpoint, a safetensors file, a ``torch.save`` file, or a
-            folder with a weights file or index (``.index.json``). Also the path of a local index.
+            folder with a weights file or index (``.index.json``). A local index can also be passed.
         device_map: Devices by module or tensor name, or the method that chooses them: ``"auto"``, ``"balanced"``,
-            ``"balanced_low_0"`` (spares the first accelerator) or ``"sequential"``. Default: None, which only loads.
+            ``"balanced_low_0"`` (spares the first accelerator) or ``"sequential"``. Default: None (no dispatch).
         max_memory: See `get_max_memory`; used if ``device_map`` is a string.
         no_split_module_classes: See `infer_auto_device_map`; used if ``device_map`` is a string.
-        offload_folder: Ignored: modules on disk read their weights from the checkpoint's files whenever they run.
+        offload_folder: Ignored, because weights on disk are read from the checkpoint each time their module runs.
         offload_buffers: Offload buffers of offloaded modules too.
         dtype: The dtype of floating point weights after loading. Default: their dtype in the model.
-        offload_state_dict: Ignored: no weight is in memory twice.
+        offload_state_dict: Ignored, because the checkpoint is loaded tensor by tensor.
         skip_keys: See `dispatch_model`.
         preload_module_classes: See `dispatch_model`.
         force_hooks: See `dispatch_model`.
-        strict: Raise an error if names differ. If False, only a tensor on the meta device without values is an error.
-        full_state_dict: Must be True, and ``broadcast_from_rank0`` False: each process reads the whole checkpoint.
-        broadcast_from_rank0: Must be False.
+        strict: Require matching tensor names. If False, only tensors on the meta device must be in the checkpoint.
+        full_state_dict: Must be True, because each process reads the whole checkpoint.
+        broadcast_from_rank0: Must be False, for the same reason.
         quantization: ``"int8"``, ``"int4"`` or a `WeightQuantizer` for linear layers not on disk. Default: None.
 
     Returns:
         The model. If ``device_map`` is set, the model has the resulting map as its ``hf_device_map``.
 
     Raises:
-        ValueError, TypeError, OSError: If an argument, the checkpoint or the model cannot be used.
+        ValueError, TypeError, OSError: If an argument is invalid, or the checkpoint cannot be loaded into the model.
     """
     _refuse_sharded(full_state_dict, broadcast_from_rank0)
     refuse_twice(model)
@@ -142,14 +142,14 @@ def load_checkpoint_in_model(
         dtype: The dtype of floating point weights after loading. Default: their dtype in the model.
         offload_state_dict: Ignored.
         offload_buffers: Leave buffers on disk too, if the map places them there.
-        keep_in_fp32_modules: Components of dotted names, such as ``"norm"``. Floating point weights with such a
-            component in their name become float32 instead of ``dtype``. Has no effect if ``dtype`` is None.
+        keep_in_fp32_modules: Components of dotted tensor names, such as ``"norm"``. Floating point weights whose names
+            contain one of them become float32 instead of ``dtype``. Has no effect if ``dtype`` is None.
         strict: See `load_checkpoint_and_dispatch`.
         full_state_dict: Must be True.
         broadcast_from_rank0: Must be False.
 
     Raises:
-        ValueError, TypeError, OSError: If an argument, the checkpoint or the model cannot be used.
+        ValueError, TypeError, OSError: If an argument is invalid, or the checkpoint cannot be loaded into the model.
     """
     _refuse_sharded(full_state_dict, broadcast_from_rank0)
     refuse_twice(model)

@@ -56,7 +56,7 @@ def open_offloaded(folder: str | os.PathLike[str] | None, index: Mapping[str, An
             stored = entry.get("weight_name", name)
             if stored not in files[file]:
                 raise ValueError(
-                    f"{file} contains no weight {stored!r}, which offload_index names for {name!r}."
+                    f"the offload index maps {name!r} to {stored!r} in {file}, but this file contains no such weight."
                     f"{nearest(stored, files[file])} Set 'weight_name' to the weight's name in the file."
                 )
             weights[name] = files[file][stored]

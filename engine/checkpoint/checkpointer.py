@@ -223,8 +223,7 @@ class Checkpointer:
             raise TypeError(f"load_state(input_dir={input_dir!r:.100}) must be a path or a URL.")
         if load_kwargs:
             raise ValueError(
-                f"load_state(load_kwargs={dict(load_kwargs)!r}) must be empty, because loading has no options. Remove "
-                "load_kwargs."
+                f"load_state got load_kwargs={dict(load_kwargs)!r}, but loading has no options. Remove load_kwargs."
             )
         if input_dir is None:
             opened, skipped = automatic_naming.find_newest(world, project, state)

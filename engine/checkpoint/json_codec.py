@@ -108,7 +108,7 @@ def check_tensor(tensor: torch.Tensor, place: str, *, any_dtype: bool = False) -
     elif tensor.layout != torch.strided:
         problem = f"is a {tensor.layout} tensor, but only dense tensors can be stored. Convert it with .to_dense()"
     elif tensor.device.type == "meta":
-        problem = "is a tensor on device meta, which has no values that can be stored. Materialize it"
+        problem = "is a tensor on the meta device, so it has no values that can be stored. Materialize it"
     elif not any_dtype and tensor.dtype not in CODES:
         problem = f"is a {tensor.dtype} tensor, but safetensors files can't contain this dtype. Convert it"
     if problem:
@@ -295,9 +295,9 @@ def _format_place(path: tuple[str, ...]) -> str:
 
 def _suggest_storage(value: Any) -> str:
     if hasattr(value, "_asdict"):
-        return "store ._asdict()"
+        return "store its ._asdict()"
     if hasattr(value, "__dataclass_fields__"):
-        return "store dataclasses.asdict(it)"
+        return "store the result of dataclasses.asdict()"
     if hasattr(type(value), "__members__"):
         return "store the enum member's .name or .value"
     if hasattr(value, "state_dict"):

@@ -135,8 +135,8 @@ class OpenCheckpoint:
     def _compare(self, source: bytes) -> None:
         if source != self.manifest.source:
             raise ValueError(
-                f"{self.path} was replaced or deleted while it was being read. Nothing was loaded from it. Load it "
-                "again."
+                f"{self.path} was replaced or deleted while it was being read. Nothing was loaded from it. If it "
+                "still exists, load it again. Otherwise, load another checkpoint."
             )
 
     def verify(self, world: World | None = None) -> None:

@@ -230,7 +230,8 @@ def read_whole_model(path: Path) -> Weights:
         return add_aliases(weights, notes)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{path}: the list of tied weights is damaged ({type(error).__name__}: {error}). Copy or download it again."
+            f"{path}: the list of tied weights is damaged ({type(error).__name__}: {error}). Copy or download the file "
+            "again."
         ) from error
 
 

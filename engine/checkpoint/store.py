@@ -70,7 +70,7 @@ def check_target(target: AnyPath) -> None:
     Raises:
         ValueError: If something other than a checkpoint or an empty directory exists at the path, or if something
             that Treadle did not create has the temporary name that the save needs next to the path.
-        OSError: If the store of a URL cannot be reached or rejects a request.
+        OSError: If the object store cannot be reached or rejects a request.
     """
     if isinstance(target, RemotePath):
         remote.check_target(target)
@@ -211,7 +211,7 @@ def remove(path: AnyPath | str) -> None:
         ValueError: If the path is not a checkpoint with a readable manifest, is a link, or contains files that
             do not belong to it, or if something that Treadle did not create has the temporary name that the
             deletion needs. In these cases, no file of the checkpoint is deleted.
-        OSError: If a disk operation or a request to the store of a URL fails.
+        OSError: If a disk operation or a request to the object store fails.
     """
     path = absolute(path)
     if isinstance(path, RemotePath):
@@ -245,13 +245,13 @@ class DiskSave:
 
 
 class CheckpointStore:
-    """Store of the checkpoints in one directory or under one URL.
+    """Store that finds, verifies and recovers the checkpoints in one directory or under one URL.
 
     Args:
         directory: Path or URL of the directory that contains the checkpoints. It need not exist yet.
 
     Raises:
-        ValueError: If the URL is not valid or is read-only.
+        ValueError: If the URL is invalid or its scheme is read-only.
         TypeError: If ``directory`` is neither a path nor a URL.
 
     Example:
@@ -274,15 +274,15 @@ class CheckpointStore:
         listed as ``.name.old``.
 
         Raises:
-            OSError: If the directory or the store of a URL cannot be read.
+            OSError: If the directory or the object store cannot be read.
         """
         return [path for _, path in self.scan()[0]]
 
     def scan(self) -> tuple[list[tuple[Manifest, AnyPath]], list[str]]:
-        """Return the checkpoints of `find` with their manifests, and a message for each unreadable manifest.
+        """Return the same checkpoints as `find`, with their manifests, and a message for each unreadable manifest.
 
         Raises:
-            OSError: If the directory or the store of a URL cannot be read.
+            OSError: If the directory or the object store cannot be read.
         """
         directory = self.directory
         if isinstance(directory, RemotePath):
@@ -301,7 +301,7 @@ class CheckpointStore:
             The path of the checkpoint (``None`` if no checkpoint is intact), and messages about damaged checkpoints.
 
         Raises:
-            OSError: If the directory or the store of a URL cannot be read.
+            OSError: If the directory or the object store cannot be read.
         """
         checkpoints, skipped = self.scan()
         for manifest, path in reversed(checkpoints):
@@ -328,7 +328,7 @@ class CheckpointStore:
             nbytes: The size of one checkpoint in bytes; ignored for a URL. Default: 0.
 
         Raises:
-            OSError: If the directory or URL cannot be written to, or the disk has less than ``nbytes`` free.
+            OSError: If the directory or URL cannot be written to, or fewer than ``nbytes`` bytes are free on the disk.
         """
         if isinstance(self.directory, Path):
             filesystem.probe(self.directory, nbytes)
@@ -338,13 +338,13 @@ class CheckpointStore:
     def recover(self) -> list[str]:
         """Complete or roll back interrupted saves and deletions of checkpoints, and delete leftover files.
 
-        Call it before anything is saved, in the one process that commits to this directory.
+        Call this method before the first save, and only in the process that commits checkpoints to this directory.
 
         Returns:
             Messages about what was done; empty if there was nothing to do.
 
         Raises:
-            OSError: If a disk operation or a request to the store of a URL fails.
+            OSError: If a disk operation or a request to the object store fails.
         """
         if isinstance(self.directory, RemotePath):
             return remote.recover(self.directory)

@@ -81,15 +81,15 @@ class CombinedLoader:
     def flattened(self, iterables: list[Any]) -> None:
         if len(iterables) != len(self._flattened):
             raise ValueError(
-                f"flattened has length {len(iterables)}, but the CombinedLoader has {self._count_iterables()}. Pass "
-                "one entry per iterable."
+                f"CombinedLoader.flattened has length {len(iterables)}, but the CombinedLoader has "
+                f"{self._count_iterables()}. Set one entry per iterable."
             )
         self.iterables = self.in_form(iterables)
         self._flattened = list(iterables)
 
     @property
     def limits(self) -> list[int | float] | None:
-        """List of the maximum numbers of batches per pass, one for each iterable; None for no limits.
+        """List with the maximum number of batches per pass for each iterable; None for no limits.
 
         If a single number is set, it applies to every iterable. Infinity means that an iterable has no limit.
 
@@ -104,8 +104,8 @@ class CombinedLoader:
             limits = [limits] * len(self._flattened)
         if limits is not None and len(limits) != len(self._flattened):
             raise ValueError(
-                f"limits has length {len(limits)}, but the CombinedLoader has {self._count_iterables()}. Pass one "
-                "limit per iterable."
+                f"CombinedLoader.limits has length {len(limits)}, but the CombinedLoader has "
+                f"{self._count_iterables()}. Set one limit per iterable."
             )
         self._limits = limits
 
@@ -264,7 +264,7 @@ def read_rows(
             row[number] = next(again, _ENDED)
             if row[number] is _ENDED:
                 raise ValueError(
-                    f"iterable {number} of the CombinedLoader yields nothing in pass {passes[number] + 1}, so "
+                    f"iterable {number} of the CombinedLoader yields no batches in pass {passes[number] + 1}, so "
                     f"mode={mode!r} can't repeat it. Pass an iterable that can be iterated over again, or use another "
                     "mode."
                 )

@@ -158,7 +158,7 @@ class JointLoader(Loader):
         for other in self.loaders:
             if other is not loader and mine & set(map(id, other._plan.draws.private)):
                 raise ValueError(
-                    f"two combined dataloaders share a generator, and {type(loader.source).__name__} draws from it "
+                    f"two combined dataloaders share a generator, from which the {type(loader.source).__name__} draws "
                     "during the epoch, so neither can be resumed. Give each dataloader a separate generator."
                 )
 
@@ -201,7 +201,7 @@ class JointLoader(Loader):
         return any(shuffled)
 
     def close(self) -> None:
-        """End all workers of the combined dataloaders; see `Loader.close`."""
+        """Shut down all workers of the combined dataloaders; see `Loader.close`."""
         for loader in self.loaders:
             loader.close()
 

@@ -51,7 +51,8 @@ class Loader:
         evaluation: Whether the batches are used for evaluation. If True, ``accumulate`` is ignored. Default: False.
         move: Function that is applied to each batch, for example to move it to the device. Default: None.
         split: If True, ``batch_size`` is the global batch size. Default: False.
-        on_begin: Function that is called at the beginning of each iteration. Default: a function that does nothing.
+        on_begin: Function that is called each time iteration over the dataloader begins. Default: a function that does
+            nothing.
 
     Attributes:
         epoch: The number of the epoch, from 0.
@@ -241,7 +242,10 @@ class Loader:
                 cursor.micro, cursor.number, cursor.outlook = outer
 
     def groups(self) -> Iterator[Iterable[Any]]:
-        """Yield the epoch's groups of micro-batches, one per optimizer step. Call `end_epoch` after the last group."""
+        """Yield the epoch's groups of micro-batches, one per optimizer step.
+
+        The caller must call `end_epoch` after the last group.
+        """
         batches = self._run(None, end=False)
         cursor = self._cursor
         for batch in batches:
@@ -335,10 +339,10 @@ class Loader:
             self._plan.order = self._micro = None
 
     def finish_epoch(self) -> bool:
-        """Start the next epoch if a resume has restored the position after the last batch of an epoch.
+        """End the resumed epoch if the restored position is after its last batch.
 
         Returns:
-            True if this call started the next epoch.
+            True if this call ended the epoch.
         """
         if not self._resuming or self.length is None or self.batches < self.length:
             return False
@@ -404,7 +408,7 @@ class Loader:
 
     @property
     def left_out(self) -> Counter[str]:
-        """Number of items that ``drop_last`` drops per epoch, by unit (sample or batch); empty if 0 or unknown."""
+        """Counter of the samples or batches that ``drop_last`` drops per epoch, by unit; empty if none or unknown."""
         return self._plan.left_out
 
     @property
@@ -445,7 +449,7 @@ class Loader:
         self._stream = self._plan.draws.stream = stream
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the epoch that the next iteration starts or resumes.
+        """Set the epoch number for the next iteration over the dataloader.
 
         Samplers and datasets with a ``set_epoch`` method receive the number. A resumed epoch keeps its saved order.
 
@@ -573,7 +577,7 @@ class Loader:
             )
 
     def warn_if_length_changed(self, state: dict[str, Any]) -> None:
-        """Warn if a state was saved within an epoch and the dataset has had another length."""
+        """Warn if a state was saved within an epoch and the dataset's length has changed since then."""
         if state["order"] is not None:
             warn_length_changed(state.get("length"), get_length(getattr(self.source, "dataset", None)))
 
@@ -601,7 +605,7 @@ class Loader:
         match.
 
         Args:
-            state: A state returned by `reading_state`, or a list of generator states from an older checkpoint.
+            state: A state returned by `reading_state`, or a list of generator states, as saved by older versions.
 
         Raises:
             ValueError: If the saved position does not fit this dataloader.

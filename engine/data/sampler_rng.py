@@ -276,8 +276,8 @@ def warn_unrestored_generators(owner: Any, generators: list[Any], states: list[A
 
 def _describe_generators(owner: str, generators: list[Any], states: list[Any]) -> str:
     if len(states) == len(generators):
-        return f"the separate generators of {owner} differ in type from those in the checkpoint"
-    return f"{owner} has {format_count(len(generators), 'separate generator')}, but the checkpoint has {len(states)}"
+        return f"the generators of {owner} differ in type from those in the checkpoint"
+    return f"{owner} has {format_count(len(generators), 'generator')}, but the checkpoint has {len(states)}"
 
 
 def _accepts_state(generator: Any, state: Any) -> bool:

@@ -18,7 +18,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
     A shuffled ``DataLoader`` that is not prepared draws a new order. To get the remaining samples of an interrupted
     epoch, restore the RNG state from which that epoch's order was drawn. For the following epochs, iterate
-    ``dataloader`` itself.
+    over ``dataloader`` itself.
 
     For a prepared dataloader, ``num_batches`` is counted from the beginning of the epoch. Batches that
     `Accelerator.load_state` has already skipped are therefore not skipped twice.

@@ -57,7 +57,7 @@ class Metrics:
         self._entries = self._in_step
 
     def between_batches(self, yes: bool) -> None:
-        """Set whether the following values belong to the epoch rather than to a batch.
+        """Set whether values logged from now on belong to the epoch rather than to a batch.
 
         Args:
             yes: True for the epoch, False for a batch.
@@ -67,11 +67,11 @@ class Metrics:
             self.weight = 1.0  # the weight of a process's value, not of a batch's
 
     def counted(self, batches: Iterable[Any], cursor: Cursor, owner: nn.Module) -> Iterator[Any]:
-        """Yield batches, and undo the changes that stand-in batches make to metric objects.
+        """Yield batches, and undo the changes that placeholder batches make to metric objects.
 
-        A process gets a stand-in batch if its share of a global batch is empty. The batch repeats samples that are
-        counted elsewhere, so that all processes run the same collectives. In an evaluation, changes to the plain
-        attributes of ``owner`` are undone as well.
+        A process gets a placeholder batch if its share of a global batch is empty. The placeholder repeats samples that
+        are counted in another batch, so that all processes run the same collectives. In an evaluation, changes to the
+        plain attributes of ``owner`` are undone as well.
 
         Args:
             batches: The batches of a prepared dataloader.

@@ -217,8 +217,8 @@ class Accumulation:
         if weight is not None:
             if self._unweighted:
                 raise ValueError(
-                    f"backward(weight={weight}) has a weight, but earlier micro-batches of this group had none. Pass "
-                    "weight=... for every micro-batch of a group, or for none."
+                    f"backward got weight={weight}, but earlier micro-batches of this accumulation group had no "
+                    "weight. Pass weight=... for every micro-batch of a group, or for none."
                 )
             if micro is not None and not micro.samples:
                 weight = 0.0
@@ -227,8 +227,8 @@ class Accumulation:
             loss = loss * weight
         elif self._weight is not None:
             raise ValueError(
-                "backward() has no weight, but earlier micro-batches of this group had a weight. Pass weight=... for "
-                "every micro-batch of a group, or for none."
+                "backward got no weight, but earlier micro-batches of this accumulation group had a weight. Pass "
+                "weight=... for every micro-batch of a group, or for none."
             )
         else:
             self._unweighted = not self.sync_gradients

@@ -59,13 +59,13 @@ def find_executable_batch_size(
     The value is rounded up, so the global batch size stays the same or increases slightly.
 
     Args:
-        function: The function to run, whose first parameter is the batch size. Default: return a decorator.
+        function: Function whose first parameter is the batch size. Default: None, which returns a decorator.
         starting_batch_size: The batch size that each call tries first. Default: 128.
         reduce_batch_size_fn: Function that returns the next size. Default: the largest divisor of
             ``starting_batch_size`` that is at most half of the size that failed.
 
     Returns:
-        The function without its first parameter.
+        The decorated function, which is called without the batch size.
 
     Raises:
         MemoryError: If no batch size fits. The error is also a ``RuntimeError``.
@@ -205,7 +205,7 @@ def _announce(function: Callable[..., Any], size: int, starting: int, first: int
     else:
         steps = -(-first * starting // size)
         unchanged = size * steps == first * starting
-        rest = f" With {_ACCUMULATION}={steps} the global batch size " + (
+        rest = f" With {_ACCUMULATION}={steps}, the global batch size " + (
             "stays the same." if unchanged else "increases slightly."
         )
     announce(f"{name} ran out of memory; trying batch_size={size}.{rest}")

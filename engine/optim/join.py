@@ -28,8 +28,9 @@ class _JoinedAgreement(Agreement):
     def vote(self, weight: float | Tensor | None) -> None:
         if self._cursor.micro is None:
             raise ValueError(
-                "inside join_uneven_inputs, backward(loss, weight=...) needs batches of a prepared DataLoader, "
-                "because a rank that has left the loop can't contribute to the sum of the weights. Remove weight=."
+                "inside join_uneven_inputs, backward(loss, weight=...) needs batches of a prepared DataLoader. "
+                "Otherwise, a rank that has left the loop can't contribute to the sum of the weights. Prepare the "
+                "DataLoader, or remove weight=..."
             )
         super().vote(weight)
 

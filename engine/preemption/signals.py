@@ -39,8 +39,9 @@ _ECHO = 1.0
 class Preempted(SystemExit):
     """``SystemExit`` that ends the program after a signal, such as SIGTERM.
 
-    If the signal arrives during the steps of ``fit`` and a ModelCheckpoint saves full checkpoints, the Trainer saves
-    one first. The exit status is 143 for SIGTERM and SIGUSR1, and 129 for SIGHUP.
+    If the signal arrives in the training loop of ``fit`` and a ModelCheckpoint saves full checkpoints, the Trainer
+    saves a full checkpoint before it raises this exception. The exit status is 143 for SIGTERM and SIGUSR1, and 129 for
+    SIGHUP.
 
     Example:
         >>> from treadle.engine import Preempted
@@ -137,7 +138,7 @@ class Preemption:
 
     @contextmanager
     def catching_interrupts(self) -> Iterator[None]:
-        """Return a context in which Ctrl-C is handled like the other signals.
+        """Return a context in which Ctrl-C is handled like SIGTERM.
 
         If Ctrl-C was pressed, KeyboardInterrupt is raised at the end of the context, unless the script has set a
         handler for Ctrl-C.

@@ -20,8 +20,8 @@ class AdvancedProfiler(Profiler):
         filename: See `Profiler`.
         line_count_restriction: Number (int) or fraction (float from 0.0 to 1.0) of functions to show for each
             action. The functions with the longest cumulative times are shown. Default: 1.0.
-        dump_stats: Let `summary` write each action's statistics to a file that ``python -m pstats`` can read. Default:
-            False.
+        dump_stats: If True, `summary` also writes each action's statistics to a file that ``python -m pstats`` can
+            read. Default: False.
 
     Raises:
         TypeError: If an argument has the wrong type.

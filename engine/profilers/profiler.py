@@ -25,7 +25,7 @@ class Profiler:
     Args:
         dirpath: Directory of the profiler's files. Default: the run's log directory or, without a Trainer, the current
             directory.
-        filename: Name to include in the names of the profiler's files, such as ``fit-FILENAME-0.txt``. If it is set,
+        filename: Text to include in the names of the profiler's files, as in ``fit-FILENAME-0.txt``. If it is set,
             each process writes its report to a file. Otherwise, rank zero logs its report. Default: None.
 
     Attributes:
@@ -89,7 +89,7 @@ class Profiler:
     # -- methods to call -----------------------------------------------------------------------------------------
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:
-        """Return a context that measures an action: ``with profiler.profile("augment"): ...``.
+        """Return a context manager that measures its block as an action: ``with profiler.profile("augment"): ...``.
 
         Args:
             action_name: The name of the action, which the context also yields.
@@ -174,7 +174,7 @@ class Profiler:
         Components of the name that are not set are omitted.
 
         Args:
-            ending: The suffix of the file name, with its dot.
+            ending: The suffix of the file name, including the dot.
             part: Last component of the name, such as the name of an action. Default: "", which omits it.
         """
         words = [self._stage, self.filename, None if self._rank is None else str(self._rank), part]
@@ -195,7 +195,7 @@ class PassThroughProfiler(Profiler):
     """
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:
-        """Return a context that measures nothing; see `Profiler.profile`.
+        """Return a context manager that measures nothing; see `Profiler.profile`.
 
         Args:
             action_name: The name of the action, which the context yields.

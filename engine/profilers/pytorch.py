@@ -256,7 +256,7 @@ def _check_names(owner: str, options: dict[str, Any], function: Any, reserved: t
     for name in options:
         if name not in valid_names:
             hint = nearest(name, valid_names) or f" Use one of {', '.join(valid_names)}."
-            raise ValueError(f"{owner} has no argument {name!r}.{hint}")
+            raise ValueError(f"{owner} does not support the argument {name!r}.{hint}")
 
 
 def _select_nvtx_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ..configuration import ProfileKwargs
 
 @contextmanager
 def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.profile]:
-    """Return a context that profiles a block with ``torch.profiler``.
+    """Return a context manager that profiles a block with ``torch.profiler``.
 
     If ``handler.output_trace_dir`` is set, each rank writes its traces to this directory.
 

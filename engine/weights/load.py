@@ -56,7 +56,7 @@ def load_weights(
     rename: Rename | None = None,
     sha256: str | None = None,
 ) -> Loaded:
-    """Load weights from any supported source into a model, by name. Code in the source is never run.
+    """Load weights from any supported source into a model, by name. Code stored in the source is never executed.
 
     Args:
         model: The model, prepared or not. If it is sharded, each process loads its own shards.
@@ -66,9 +66,9 @@ def load_weights(
             state dict at the top level or under ``"state_dict"``, ``"model_state_dict"`` or ``"model"``. An ``http``,
             ``https`` or ``file`` URL must name a single file and requires ``sha256``. If an index is in an object
             store, such as S3, pass the URL of its folder.
-        strict: Require that the source and the model have the same names and shapes. For a tied parameter, one of its
-            names is sufficient. If False, the weights that fit are loaded, and a warning describes the differences.
-            Default: True.
+        strict: Require that the weights of the source and the model have the same names and shapes. For a tied
+            parameter, one of its names is sufficient. If False, the weights that fit are loaded, and a warning
+            describes the differences. Default: True.
         prefix: Load only weights whose names begin with this prefix, and remove it from the names. Default: None, which
             removes the prefixes of common wrappers, such as DDP, if the model's names do not have them.
         rename: A function that maps a name in the source, without ``prefix``, to the name in the model, or to None to
@@ -149,8 +149,8 @@ def _unwrap_model(model: nn.Module) -> nn.Module:
         )
     if empty:
         raise ValueError(
-            f"load_weights: the model has tensors on device meta, which have no memory: {abbreviate(empty)}. Call "
-            "model.to_empty(device=...) first, or use load_checkpoint_and_dispatch."
+            f"load_weights: the model has tensors on the meta device, so they have no memory: {abbreviate(empty)}. "
+            "Call model.to_empty(device=...) first, or use load_checkpoint_and_dispatch."
         )
     return unwrapped
 
@@ -235,7 +235,7 @@ def _rename_weights(source: Opened, prefix: str | None, rename: Rename | None, m
     elif not any(name.startswith(prefix) for name in values):
         raise ValueError(
             f"{source.place}: no name begins with prefix={prefix!r}. The names are {abbreviate(list(values))}. Correct "
-            "prefix, or remove it."
+            "prefix=..., or remove it."
         )
     for name, value in values.items():
         if prefix is not None and not name.startswith(prefix):

@@ -82,12 +82,13 @@ def read(stream: Any) -> Any:
         for opcode, arg, _ in _read_opcodes(stream):
             count += 1
             if count > MAX_OPCODES:
-                raise ValueError(
-                    f"its pickle has more than {MAX_OPCODES:,} instructions. Save the weights as safetensors"
-                )
+                raise ValueError(f"its pickle has more than {MAX_OPCODES:,} opcodes. Save the weights as safetensors")
             handler = _HANDLERS.get(opcode.name)
             if handler is None:
-                raise ValueError(f"its pickle has the instruction {opcode.name}, which torch.save never writes")
+                raise ValueError(
+                    f"its pickle has the opcode {opcode.name}, which torch.save never writes. Save the weights as "
+                    "safetensors"
+                )
             handler(machine, arg)
         return machine.stack[-1]
     except (IndexError, KeyError, TypeError, OverflowError, UnicodeError, RecursionError) as error:
@@ -171,7 +172,7 @@ def _add(target: Any, items: list[Any]) -> None:
 
 def _make_name(module: Any, name: Any) -> Name:
     if not isinstance(module, str) or not isinstance(name, str) or len(module) + len(name) > 500:
-        raise ValueError("its pickle has an invalid name")
+        raise ValueError("its pickle has an invalid class or function name. Copy or download the file again")
     module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
     root = module.partition(".")[0]
     if root in _HARMFUL or (root == "builtins" and name not in _PLAIN_BUILTINS):

@@ -102,7 +102,7 @@ class Reader:
         if id(value) in self._built:
             return self._built[id(value)][1]
         if id(value) in self._open or depth > _MAX_DEPTH:
-            raise ValueError("it contains itself, or is nested too deeply")
+            raise ValueError("one of its values contains itself or is nested too deeply. Save only model.state_dict()")
         self._open.add(id(value))
         try:
             built = self._build(value, depth + 1)
@@ -144,7 +144,9 @@ class Reader:
                 return self.calls[value.name](self, *args, state=self.data(state, depth))
             built = self.calls[value.name](self, *args)
         except (TypeError, AttributeError, IndexError, OverflowError, RuntimeError, LookupError) as error:
-            raise ValueError(f"{value.name} has invalid arguments: {error}") from error
+            raise ValueError(
+                f"it calls {value.name} with invalid arguments ({error}). Save the weights as safetensors"
+            ) from error
         if value.pairs:
             built.update(self.data(value.pairs, depth))
         return built
@@ -174,7 +176,7 @@ def check_extent(value: Any, limit: int = 1_000_000) -> None:
         return extents[id(part)]
 
     if extent(value) > limit:
-        raise ValueError(f"it refers to the same objects so often that it would have more than {limit:,} items")
+        raise ValueError(f"it has more than {limit:,} items, counting each object every time it occurs")
 
 
 def _build_ordered_dict(reader: Reader, pairs: Any = ()) -> dict[Any, Any]:
@@ -234,13 +236,13 @@ def _build_dtype(reader: Reader, code: Any, *_: Any, state: Any = None) -> np.dt
 
 def _build_scalar(reader: Reader, dtype: np.dtype[Any], data: bytes) -> Any:
     if not isinstance(dtype, np.dtype) or not isinstance(data, bytes) or len(data) != dtype.itemsize:
-        raise Unknown("a numpy scalar")
+        raise Unknown("an unsupported numpy scalar")
     return np.frombuffer(data, dtype)[0]
 
 
 def _build_array(reader: Reader, *_: Any, state: Any = None) -> Any:
     if not isinstance(state, tuple) or len(state) != 5:
-        raise Unknown("a numpy array")
+        raise Unknown("an unsupported numpy array")
     _, shape, dtype, in_columns, data = state
     if not isinstance(dtype, np.dtype) or not isinstance(data, bytes):
         raise Unknown("a numpy array of objects")

@@ -201,8 +201,8 @@ def refuse_checkpoint(directory: AnyPath) -> None:
     """Raise a ValueError if a directory is a Treadle checkpoint, because exported weights would overwrite its files."""
     if (directory / MANIFEST).is_file():
         raise ValueError(
-            f"{directory} is a checkpoint (it has a {MANIFEST}), and files written into it would destroy it. Choose "
-            "another folder."
+            f"{directory} is a checkpoint (it has a {MANIFEST}), and exported weights would overwrite its files. "
+            "Choose another folder."
         )
 
 

@@ -133,7 +133,7 @@ def _open(path: AnyPath, sha256: str | None, *, digests: bool = True) -> Opened:
         find_again(path)
         if path.is_dir():
             if sha256 is not None:
-                raise ValueError("sha256= is the digest of one file, but this is a folder. Pass the file")
+                raise ValueError("sha256= is the digest of a file, but this is a folder. Pass a file, or remove sha256")
             return _open_folder(path, digests)
         assert isinstance(path, Path)
         if not path.is_file():
@@ -234,8 +234,8 @@ def _open_file(path: Path) -> tuple[dict[str, Any], dict[str, Any], TorchFile | 
         return (*read_state_dict(file), file)
     if head[257:262] == b"ustar":
         raise ValueError(
-            f"{path} is a tar archive, the format of torch.save before 2016. Load it with torch.load, and save the "
-            "state dict again."
+            f"{path} is a tar archive, the format of torch.save before 2016, whose pickles can run code. If you trust "
+            "it, load it with torch.load(..., weights_only=False), and save the state dict again."
         )
     format_name = next((name for magic, name in _OTHERS.items() if head.startswith(magic)), None)
     if not head:
@@ -264,7 +264,7 @@ def read_state_dict(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
         wrong += [f"{n} is {name_type(v)}" for n, v in others.items() if not n.endswith("_extra_state")]
         if wrong:
             raise ValueError(
-                f"it contains values that are not tensors: {abbreviate([w[:120] for w in wrong])}. Save only "
+                f"it contains values that are not plain tensors: {abbreviate([w[:120] for w in wrong])}. Save only "
                 "model.state_dict()"
             )
     if not weights and not key:

@@ -295,7 +295,7 @@ def _build_view_v2(
     reader: Reader, storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, metadata: Any = None
 ) -> View:
     if metadata:
-        raise Unknown("a tensor that is conjugated or negated")
+        raise Unknown("a lazily conjugated or negated tensor")
     return _build_view(reader, storage, offset, shape, stride)
 
 
@@ -303,7 +303,7 @@ def _build_view_v3(
     reader: Reader, storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *more: Any
 ) -> View:
     if any(more) or not isinstance(dtype, torch.dtype | pickle_reader.Name):
-        raise Unknown("a tensor without a dtype")
+        raise Unknown("a tensor with an unsupported dtype or metadata")
     resolved_dtype = dtype if isinstance(dtype, torch.dtype) else reader.data(dtype)
     return _build_view(reader, storage, offset, shape, stride, dtype=resolved_dtype)
 

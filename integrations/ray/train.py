@@ -34,7 +34,7 @@ class RayTrainReportCallback(ReportedCheckpoint):
     ``s3``) or Google Cloud Storage (with the extra ``gs``). A checkpoint is reported once it is complete.
 
     Args:
-        checkpoint_upload_mode: A ``ray.train.CheckpointUploadMode``. With SYNC and ASYNC, Treadle saves the checkpoint
+        checkpoint_upload_mode: A ``ray.train.CheckpointUploadMode``. With SYNC or ASYNC, Treadle saves the checkpoint
             to a temporary folder, and Ray copies it to the storage. All workers must then be on one machine. Default:
             None, which writes directly to the storage types listed above and selects SYNC for any other storage.
         validation: True or a ``ray.train.ValidationTaskConfig`` lets Ray validate each checkpoint; see
@@ -79,7 +79,9 @@ class RayTrainReportCallback(ReportedCheckpoint):
         if getattr(checkpoint_upload_mode, "name", None) == "NO_UPLOAD" and self._shared_root is None:
             kind = self._storage.storage_filesystem.type_name
             package = _WRITABLE.get(kind, ("", ""))[1]
-            problem, fix = (f" without {package}", f"Install {package}") if package else ("", "Remove it")
+            problem, fix = (
+                (f" without {package}", f"Install {package}") if package else ("", "Remove checkpoint_upload_mode")
+            )
             raise ValueError(
                 "checkpoint_upload_mode=NO_UPLOAD writes directly to Ray's storage, but Treadle cannot write to "
                 f"{kind!r}{problem}. {fix}."

@@ -29,13 +29,13 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
     ckpt_path="auto", schedule="script")`` then resumes from that checkpoint with the learning rate of the new
     configuration.
 
-    Reports for ``"validation_end"`` and ``"train_batch_end"`` are made at the end of the optimizer step. In the
+    Reports for ``"validation_end"`` and ``"train_batch_end"`` are made at the end of the optimizer step. For the
     last step of an epoch, they are made at the end of the epoch instead. Training can therefore resume exactly from
     their checkpoints.
 
     Args:
         metrics: Name or names of the logged values to report, or a dict that maps reported names to logged names.
-            Default: all logged values, ``epoch`` and ``step``.
+            Default: all logged values, plus ``epoch`` and ``step``.
         filename: Name of Treadle's checkpoint inside Ray's checkpoint. Default: ``"checkpoint"``.
         save_checkpoints: Whether each report includes a checkpoint. Default: True.
         on: Events that trigger a report: one or more of ``"validation_end"`` (default), ``"train_epoch_end"``,
@@ -100,7 +100,7 @@ class TuneReportCheckpointCallback(ReportedCheckpoint):
             self._due |= "validation_end" in self._on
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report if ``on`` contains ``"train_batch_end"`` or a report is pending, but not in an epoch's last step."""
+        """Report if ``on`` contains ``"train_batch_end"`` or a report is pending, except after an epoch's last step."""
         self._due |= "train_batch_end" in self._on
         if not trainer.progress.epoch_is_trained:
             self._report_if_due(trainer)

@@ -113,7 +113,7 @@ class _Normalise(torch.autograd.Function):
         total = counts.sum()
         if total < 2:
             raise ValueError(
-                "batch normalization needs at least 2 values per channel over all processes in training. Use a larger "
+                "in training, batch normalization needs at least 2 values per channel over all processes. Use a larger "
                 "batch."
             )
         mean = (means * counts).sum(0) / total

@@ -118,7 +118,7 @@ class DDP(Strategy):
         local_sgd_steps: Interval, in optimizer steps, at which the parameters are averaged over the processes. After
             the first ``local_sgd_start`` steps, this averaging replaces gradient reduction. Default: None, which
             disables it.
-        local_sgd_start: Number of initial optimizer steps that reduce gradients as usual. Default: 0.
+        local_sgd_start: Number of initial optimizer steps in which gradients are reduced as usual. Default: 0.
         timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default: 30
             minutes, unless the Accelerator or an existing process group sets another limit.
         process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: NCCL for GPUs and gloo for host
@@ -183,7 +183,7 @@ class DDP(Strategy):
         self._steps_apart = 0  # number of active `steps_apart` contexts
         self.local_steps = parse_local_steps(arguments["local_sgd_steps"], local_sgd_start)
         if self.local_steps is not None:
-            clashes = {"zero": zero, "comm_hook": bool(self.comm_hook), "static_graph": static_graph}
+            clashes = {"zero=True": zero, "comm_hook": bool(self.comm_hook), "static_graph=True": static_graph}
             for clash in (name for name, on in clashes.items() if on):
                 raise ValueError(
                     f"local_sgd_steps={self.local_steps.every} can't be combined with {clash}, which relies on "
@@ -206,7 +206,7 @@ class DDP(Strategy):
                 f"local_sgd_steps={self.local_steps.every} can't be combined with precision={precision.name!r}, whose "
                 "loss scaler would skip different steps on each process. Use 'bf16-mixed', or remove local_sgd_steps."
             )
-        requested = {"comm_hook": self.comm_hook, "zero": self.zero, "local_sgd_steps": self.local_steps}
+        requested = {"comm_hook": self.comm_hook, "zero=True": self.zero, "local_sgd_steps": self.local_steps}
         ineffective = [name for name, value in requested.items() if value]
         if world.size == 1 and ineffective:
             verb = "has" if len(ineffective) == 1 else "have"
@@ -274,7 +274,7 @@ class DDP(Strategy):
         """See `Strategy.wrap_optimizer`. Returns ``optimizer`` itself.
 
         Raises:
-            ValueError: If the settings do not support the optimizer.
+            ValueError: If ``zero`` or ``local_sgd_steps`` does not support the optimizer.
         """
         super().wrap_optimizer(optimizer)
         if self.world.size == 1:
@@ -446,12 +446,12 @@ class DDP(Strategy):
             self.local_steps.meet(self._local_optimizer, self.world)
 
     def sync_buffers(self, module: nn.Module) -> None:
-        """See `Strategy.sync_buffers`. Parameters that differ between ranks after local steps are averaged first."""
+        """See `Strategy.sync_buffers`. Parameters are averaged first if local steps made them differ between ranks."""
         self._meet()
         super().sync_buffers(module)
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """See `Strategy.model_state`. Parameters that differ between ranks after local steps are averaged first."""
+        """See `Strategy.model_state`. Parameters are averaged first if local steps made them differ between ranks."""
         self._meet()
         return super().model_state(module)
 
@@ -557,7 +557,7 @@ def _resolve_aliases(arguments: dict[str, Any], aliased: dict[str, Any]) -> None
             valid = [*inspect.signature(DDP.__init__).parameters, *_ALIASES]
             raise TypeError(f"DDP() has no argument {alias!r}.{nearest(alias, set(valid) - {'self', 'other'})}")
         if value is not None and arguments[name] is not None:
-            raise ValueError(f"{alias}= is another name of {name}=. Pass only one of them.")
+            raise ValueError(f"{alias}= is another name for {name}=. Pass only one of them.")
         arguments[name] = value if value is not None else arguments[name]
 
 

@@ -21,7 +21,7 @@ _STARTS = {
     "torchrun": ("torchrun with `--nproc-per-node {}`", "torchrun with `--nnodes {}`"),
     "srun": ("srun with `#SBATCH --ntasks-per-node={}`", "srun with `#SBATCH --nodes={}`"),
     "mpirun": ("mpirun with `--npernode {}`", "mpirun with `--host` and {} hosts"),
-    "ray": ("TorchTrainer with `ScalingConfig(num_workers={})`", "TorchTrainer with workers that need {} machines"),
+    "ray": ("TorchTrainer with `ScalingConfig(num_workers={})`", "TorchTrainer with enough workers for {} machines"),
 }
 # IDs from here on do not belong to steps of srun, but to a shell of salloc, a batch script, or an adopted process.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFFA
@@ -53,7 +53,9 @@ def without_launch_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchEnvironment:
-    """Settings of this process from its launcher: torchrun, `treadle launch`, Kubernetes, SLURM's srun, mpirun or Ray.
+    """Settings that this process received from its launcher.
+
+    Supported launchers are torchrun, `treadle launch`, Kubernetes, SLURM's srun, mpirun and Ray.
 
     Attributes:
         rank: Rank of this process.
@@ -100,7 +102,7 @@ class LaunchEnvironment:
             environ: The environment. Default: that of this process.
 
         Raises:
-            ValueError: If variables are missing, invalid or contradictory, or if a SLURM job is not supported.
+            ValueError: If variables are missing, invalid or contradictory, or if the SLURM job is heterogeneous.
         """
         env = os.environ if environ is None else environ
         if any(name in env for name in _TORCHRUN):

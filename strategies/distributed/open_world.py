@@ -31,16 +31,16 @@ def open_world(
     timeout: timedelta | None = None,
     backend: str | None = None,
 ) -> World:
-    """Return the world of this process. For several devices without a launcher, start one process per device.
+    """Return the `World` of this process. With several devices and no launcher, start one process per device.
 
     Args:
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (or ``"gpu"``), or ``"mps"``. Default: ``"auto"``.
         devices: A number, indices (a list or ``"0,2"``), ``-1`` for all GPUs, or ``"auto"``. Default: ``"auto"``, which
-            uses one device for each process of the launcher or, without a launcher, one device; but see ``spread``.
+            uses one device per process of the launcher or, without a launcher, one device or all GPUs (see ``spread``).
         num_nodes: Number of machines. With a launcher, 1 stands for any number. Default: 1.
-        spread: Whether ``"auto"`` uses all CUDA GPUs without a launcher if the script can be run again. Default: True.
+        spread: Let ``"auto"`` use all CUDA GPUs if there is no launcher and the script can be run again. Default: True.
         timeout: Maximum time that a collective waits. Default: that of an existing process group, or 30 minutes.
-        backend: Torch's name for the backend. Default: gloo for host memory and NCCL for GPUs.
+        backend: Torch communication backend, such as ``"gloo"``. Default: gloo for host memory and NCCL for GPUs.
 
     Raises:
         ValueError, TypeError: If an argument is invalid, or contradicts the environment or the machine.

@@ -32,7 +32,7 @@ _ADVICE = (
 
 
 class DistributedOperationException(RuntimeError):
-    """Error raised if processes do not make the same call, or cannot compare their calls.
+    """Error raised if collective calls of the processes do not match, or if they cannot be compared.
 
     Example:
         >>> from treadle.strategies import DistributedOperationException

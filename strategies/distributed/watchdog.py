@@ -631,9 +631,10 @@ def watch(world: World, limit: float | None) -> Watchdog | None:
     if world.size > 1 and store is None:
         if strict:
             raise ValueError(
-                f"timeout with {world.size} processes needs torch 2.8 or newer, or a process group with a TCPStore. "
-                f"This is torch {torch.__version__}, and the script created the group with another store. Remove "
-                "timeout. Collectives have a separate limit, InitProcessGroupKwargs(timeout=...)."
+                f"timeout=... with {world.size} processes needs torch 2.8 or newer, or a process group with a "
+                f"TCPStore, but this is torch {torch.__version__}, and the script created the group with another "
+                "store. Upgrade torch, create the group with a TCPStore, or remove timeout. Collectives have a "
+                "separate limit, InitProcessGroupKwargs(timeout=...)."
             )
         return None
     _current.append(Watchdog(world, limit, strict, store))

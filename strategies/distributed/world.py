@@ -50,7 +50,7 @@ class World:
     """Processes of a run, as seen from one of them. With a world size of one, collectives return immediately.
 
     Args:
-        rank: Rank of this process, from 0. Default: 0.
+        rank: Rank of this process, starting at 0. Default: 0.
         size: Number of processes. Default: 1.
         local_rank: Rank of this process on its machine. Default: 0.
         local_size: Number of processes on this machine. Default: 1.
@@ -61,8 +61,8 @@ class World:
         group: Torch process group of these processes. If it is set, ``rank`` and ``size`` refer to this group. Default:
             the group of all processes.
         address: Host and port on which rank 0 listens. Default: MASTER_ADDR and MASTER_PORT.
-        run_id: Identifier that separates runs that use the same address. Default: ``""``.
-        backend: Torch's name for the backend. Default: gloo for host memory and NCCL for GPUs.
+        run_id: Identifier that distinguishes runs that use the same address. Default: ``""``.
+        backend: Torch communication backend, such as ``"gloo"``. Default: gloo for host memory and NCCL for GPUs.
 
     Raises:
         ValueError: If an argument is invalid or contradicts an existing process group, or if the processes run
@@ -221,7 +221,7 @@ class World:
         return lines.pop()[1]
 
     def forget_parts(self) -> None:
-        """Discard the meshes and separate groups, because the process group is about to be replaced."""
+        """Discard the meshes and the group of `beside` before the process group is replaced."""
         self._beside = None
         self._meshes.clear()
 
@@ -266,7 +266,7 @@ class World:
             call: Name of the call, for error messages. It must be the same on all processes.
 
         Raises:
-            RuntimeError: If another process does not arrive.
+            RuntimeError: If another process does not enter the call.
         """
         if self.size > 1 and self.group is None:
             arrivals_of(self).meet(call)
@@ -305,7 +305,7 @@ class World:
             tensor: A tensor with the same shape on every process.
 
         Returns:
-            The work to wait for before the tensor is read, or None if the sum is already complete.
+            Torch's ``Work`` handle to wait on before the tensor is read, or None if the sum is already complete.
         """
         if self.size == 1:
             return None
@@ -344,7 +344,7 @@ class World:
         return summed.to(tensor.device)
 
     def of_group(self, group: dist.ProcessGroup) -> World:
-        """Return the processes of a user's process group as a separate world.
+        """Return the processes of a user-defined process group as a separate world.
 
         Args:
             group: Torch process group that includes this process.
@@ -402,7 +402,7 @@ class World:
         return value if self.device.type == "cpu" else _ForAnyDevice(value)
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Overwrite ``tensor`` with that of process ``source``, in place.
+        """Copy the tensor of process ``source`` into ``tensor`` on every process.
 
         Args:
             tensor: A tensor with the same shape on every process.

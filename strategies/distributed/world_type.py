@@ -10,7 +10,7 @@ from .world import World
 class DistributedType(StrEnum):
     """Kind of distributed training. Treadle uses ``NO``, ``MULTI_CPU``, ``MULTI_GPU`` or ``FSDP``.
 
-    The other values exist only so that a script can compare with them.
+    The other values exist only for comparisons in scripts.
 
     Example:
         >>> import treadle as tl

@@ -54,9 +54,9 @@ class _OutsideTensor:
     def value(self) -> Tensor:
         if _get_version(self.tensor) != self.version:
             raise ValueError(
-                f"a tensor of shape {tuple(self.tensor.shape)} was changed after a model without memory was "
-                "initialized from it, and before the model was prepared. Prepare the model first, or initialize "
-                "the model from a clone() of the tensor."
+                f"a tensor of shape {tuple(self.tensor.shape)} from which the model is initialized was changed before "
+                "the model was prepared, so the initial values are lost. Change the tensor after the model is "
+                "prepared, or initialize the model from a clone() of the tensor."
             )
         return self.tensor
 

@@ -59,7 +59,7 @@ class FSDP(Strategy):
         data_parallel_replicate: Number of replicas for hybrid sharding, such as the number of machines. Default: 1.
         tensor_parallel_size: Number of processes that share the work on one sample. If this is above 1, FSDP calls the
             model's ``parallelize(mesh)``, which must apply torch's ``parallelize_module``. Default: 1.
-        sync_each_batch: Reduce gradients in every micro-batch. With accumulation, this uses less memory and more
+        sync_each_batch: Reduce gradients for every micro-batch. With accumulation, this uses less memory but more
             communication.
         timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default: 30
             minutes, unless the Accelerator or an existing process group sets another limit.
@@ -208,7 +208,7 @@ class FSDP(Strategy):
         return self.wrap(module)
 
     def local_method(self, module: nn.Module, name: str) -> Any:
-        """See `Strategy.local_method`. The returned function may communicate."""
+        """See `Strategy.local_method`. The returned function may gather parameters, so all ranks must call it."""
         return self.method(self.wrap(self.unwrap(module)), name)
 
     def compiled_parts(self, module: nn.Module, blocks: bool | None = None) -> tuple[list[nn.Module], bool]:
@@ -381,7 +381,7 @@ class FSDP(Strategy):
             self.set_gradient_sync(module, before)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """See `Strategy.clip_grad_norm_`. The norm is that of the full gradients."""
+        """See `Strategy.clip_grad_norm_`. The norm covers the shards of all processes."""
         return clip_to_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
@@ -492,7 +492,7 @@ class FSDP(Strategy):
     def variant(
         self, *, replicate: int | None = None, recompute: bool | None = None, gather: torch.dtype | None = None
     ) -> FSDP:
-        """See `Strategy.variant`. The copy does not have the models of the original."""
+        """See `Strategy.variant`. The copy does not contain the models that the original has wrapped."""
         variant = copy.copy(self)
         variant._tapes, variant._roots, variant._moved = [], WeakSet(), WeakIdKeyDictionary()
         if replicate is not None:

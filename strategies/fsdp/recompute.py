@@ -26,7 +26,7 @@ class Recompute:
 
     Args:
         blocks: Modules that recompute their activations, in any form that ``auto_wrap_policy`` accepts. Default: the
-            modules of ``auto_wrap_policy``.
+            modules that ``auto_wrap_policy`` selects.
         every: Select only every n-th of these modules, starting with the first. Default: 1, which selects all of them.
         keep: Operations whose results are kept, such as ``torch.ops.aten.mm.default``. ``"products"`` keeps the results
             of matrix products, convolutions and attention. Default: none.
@@ -64,12 +64,12 @@ class Recompute:
         if self.budget is not None:
             if not 0.0 <= check_number("budget", self.budget) <= 1.0:
                 raise ValueError(f"budget={self.budget!r} must be a fraction from 0.0 to 1.0.")
-            others = {"blocks": self.blocks is not None, "every": self.every != 1, "keep": bool(self.keep)}
+            others = {"blocks=...": self.blocks is not None, "every=...": self.every != 1, "keep=...": bool(self.keep)}
             if any(others.values()):
                 clashing = " and ".join(name for name, is_set in others.items() if is_set)
                 raise ValueError(
                     f"budget={self.budget!r} can't be combined with {clashing}, because with a budget the compiler "
-                    f"chooses what to recompute. Remove budget, or remove {clashing}."
+                    "chooses what to recompute. Pass budget alone, or remove it."
                 )
 
     @classmethod
@@ -126,7 +126,7 @@ class Recompute:
         if not any(part._compiled_call_impl is not None for part in module.modules()):
             raise ValueError(
                 f"Recompute(budget={self.budget}) needs a compiled model, but {type(module).__name__} is not "
-                "compiled. Set Trainer(compile=True), or use every or keep instead of budget."
+                "compiled. Set Trainer(compile=True), or use every=... or keep=... instead of budget."
             )
         import torch._functorch.config as settings
 

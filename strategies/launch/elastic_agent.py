@@ -164,7 +164,7 @@ class Agent(LocalElasticAgent):
             if self.membership.look()[0]:
                 if self.may_change:
                     return False
-                raise self._make_elsewhere(1, "a machine left before its ranks had ended")
+                raise self._make_elsewhere(1, "a machine left the run before its ranks had ended")
         return True
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:

@@ -67,7 +67,7 @@ def notebook_launcher(
         use_port: Port on machine 0 for the rendezvous. Default: 29500; on a single machine, any free port.
         master_addr: Address of machine 0. Default: 127.0.0.1.
         node_rank: Index of this machine, starting at 0. Default: 0.
-        num_nodes: Number of machines. Call this function on each of them. Default: 1.
+        num_nodes: Number of machines. Call `notebook_launcher` on each of them. Default: 1.
         rdzv_backend: Must be ``"static"``.
         rdzv_endpoint: ``HOST:PORT`` of machine 0, used instead of ``master_addr`` and ``use_port``. Default: none.
         rdzv_conf: May contain only ``timeout``, the time limit of the rendezvous in seconds. Default: 900 seconds.
@@ -104,8 +104,8 @@ def _refuse(
     if mixed_precision != "no":
         choose("mixed_precision", mixed_precision, ("no", "fp16", "bf16", "fp8"))
         raise ValueError(
-            f"mixed_precision={mixed_precision!r} is not an option of the launcher. Set it in the function: "
-            f"Accelerator(mixed_precision={mixed_precision!r}), or Trainer(precision=...)."
+            f"mixed_precision={mixed_precision!r} must be 'no', because the launcher does not set the precision. Set "
+            f"it in the function: Accelerator(mixed_precision={mixed_precision!r}), or Trainer(precision=...)."
         )
     if rdzv_backend != "static":
         raise ValueError(
@@ -148,7 +148,7 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
     Raises:
         ValueError, TypeError: If an argument is invalid, the session cannot be forked, or this process already belongs
             to a distributed run.
-        RuntimeError: If a process fails. The message has its traceback, signal or exit status.
+        RuntimeError: If a process fails. The message contains its traceback, signal or exit status.
     """
     _Launch(function=function, args=tuple(args), count=num_processes, variables={"CUDA_VISIBLE_DEVICES": ""}).run()
 
@@ -230,8 +230,8 @@ class _Launch:
             gpu_names = [name for name, value in session.items() if _on_gpu(value)]
             cause = f"for {', '.join(map(repr, gpu_names))}" if gpu_names else "by a call such as `.cuda()`"
             raise ValueError(
-                f"this session has used a GPU ({cause}), and a process that has used a GPU can't fork. Restart the "
-                "session and use GPUs only inside the function."
+                f"this session has used a GPU ({cause}), and CUDA does not work in processes forked afterwards. "
+                "Restart the session and use GPUs only inside the function."
             )
         if not self.variables and _has_opened_gpu():
             raise ValueError(

@@ -72,7 +72,9 @@ class Nodes:
             return Place(self.endpoint, self.local_addr, owner=False, interface=None)
         host, port = _split(self.endpoint, _PORTS[self.backend], numbered=self.rank is not None)
         target = _resolve(host, port, f"the rendezvous endpoint is {host}:{port}")
-        requested_address = _resolve(self.local_addr, 0, f"--local-addr {self.local_addr}") if self.local_addr else None
+        requested_address = (
+            _resolve(self.local_addr, 0, f"--local-addr is {self.local_addr}") if self.local_addr else None
+        )
         if requested_address is not None and not _is_local_address(requested_address):
             raise ValueError(
                 f"--local-addr {self.local_addr} is not an address of this machine. `ip addr` lists its addresses."

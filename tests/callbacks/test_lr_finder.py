@@ -649,7 +649,7 @@ def test_what_is_refused_before_the_first_step(task, finder, loader, text):
         (lambda: Tuner(treadle.Trainer(**QUIET)).scale_batch_size(Plain(), method="tets"), "Did you mean 'test'"),
         (
             lambda: Tuner(treadle.Trainer(**QUIET)).scale_batch_size(Plain(), dataloaders=[1]),
-            "dataloaders does not apply",
+            "dataloaders=... does not apply",
         ),
         (
             lambda: Tuner(treadle.Trainer(**QUIET, callbacks=[LearningRateFinder()])).lr_find(Plain()),

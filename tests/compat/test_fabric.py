@@ -89,7 +89,7 @@ def test_a_checkpoint_comes_back(tmp_path) -> None:
     assert all(map(torch.equal, model.parameters(), other.parameters()))
     assert other_optimizer.state_dict()["state"][0]["step"] == 1
     assert sorted(fabric.load(path)) == ["epoch", "model", "more", "optimizer"]
-    with pytest.raises(KeyError, match=r"lacks the keys \['elsewhere'\] of state"):
+    with pytest.raises(KeyError, match=r"does not contain the keys \['elsewhere'\] of"):
         fabric.load(path, {"elsewhere": 1})
     raw = tmp_path / "raw.pt"
     torch.save(model.state_dict(), raw)

@@ -156,3 +156,9 @@ def test_rank_zero_does_not_split_rows_that_several_ranks_need(dimension):
     mesh = SimpleNamespace(mesh_dim_names=("dp_shard", dimension))
     with pytest.raises(ValueError, match=r"several processes need the same samples. Pass dispatch_batches=False"):
         DataLoaderDispatcher(range(4), torch_device_mesh=mesh)
+
+
+def test_the_accelerators_step_without_a_loader_of_its_own():
+    accelerator = treadle.Accelerator(cpu=True)
+    for _ in prepare_data_loader(DataLoader(range(4), 2), num_processes=1, process_index=0):
+        assert accelerator.step == 0

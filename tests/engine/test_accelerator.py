@@ -149,7 +149,7 @@ def test_weights_in_some_micro_batches_only():
     model = accelerator.prepare(nn.Linear(1, 1))
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.ones(1, 1)).mean(), weight=2)
-    with accelerator.accumulate(model), pytest.raises(ValueError, match="of this group had a weight"):
+    with accelerator.accumulate(model), pytest.raises(ValueError, match="of this accumulation group had a weight"):
         accelerator.backward(model(torch.ones(1, 1)).mean())
     accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
     for number in range(4):  # the group before may have reported none
@@ -158,7 +158,7 @@ def test_weights_in_some_micro_batches_only():
     accelerator.drop_gradients()
     accelerator.accumulate(model)
     accelerator.backward(model(torch.ones(1, 1)).mean())
-    with accelerator.accumulate(model), pytest.raises(ValueError, match="of this group had none"):
+    with accelerator.accumulate(model), pytest.raises(ValueError, match="of this accumulation group had no weight"):
         accelerator.backward(model(torch.ones(1, 1)).mean(), weight=2)
     accelerator.drop_gradients()
     accelerator.accumulate(model)

@@ -84,7 +84,8 @@ def test_a_step_that_float16_skips_is_not_reported(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [("abfs", r"to 'abfs'\. Remove it"), ("s3", r"to 's3' without s3fs\. Install s3fs")]
+    ("kind", "words"),
+    [("abfs", r"to 'abfs'\. Remove checkpoint_upload_mode"), ("s3", r"to 's3' without s3fs\. Install s3fs")],
 )
 def test_without_uploads_the_storage_must_be_writable(kind, words, monkeypatch):
     storage = SimpleNamespace(storage_filesystem=SimpleNamespace(type_name=kind), experiment_fs_path="bucket/run")

@@ -138,7 +138,7 @@ def test_media_and_tables(tmp_path):
     logger = WandbLogger(save_dir=tmp_path)
     with pytest.raises(TypeError, match="must be a list"):
         logger.log_image("x", np.zeros((2, 2)))
-    with pytest.raises(ValueError, match="caption has length 2, but images has length 1"):
+    with pytest.raises(ValueError, match=r"caption=\[\.\.\.\] has length 2, but images=\[\.\.\.\] has length 1"):
         logger.log_image("x", [np.zeros((2, 2))], caption=["a", "b"])
     logger.log_image("picture", [np.zeros((4, 4, 3), np.uint8)], step=1, caption=["black"])
     logger.log_text("words", columns=["a", "b"], data=[["x", "y"], ["z", "w"]], step=2)
@@ -235,8 +235,8 @@ def test_rank_one_does_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"save_dir": "a", "dir": "b"}, ValueError, "save_dir='a' and dir='b' are the same setting"),
-        ({"version": "a", "id": "b"}, ValueError, "version='a' and id='b' are the same setting"),
+        ({"save_dir": "a", "dir": "b"}, ValueError, "save_dir='a' and dir='b' set the same option"),
+        ({"version": "a", "id": "b"}, ValueError, "version='a' and id='b' set the same option"),
         ({"offline": True, "mode": "online"}, ValueError, "offline=True contradicts mode='online'"),
         ({"offline": True, "log_model": True}, ValueError, "log_model=True needs uploads"),
         ({"mode": "offline", "log_model": "all"}, ValueError, "log_model='all' needs uploads"),

@@ -29,7 +29,7 @@ class TransferHooks:
 
         Args:
             batch: Batch from the dataloader.
-            dataloader_idx: Index among the validation, test or predict dataloaders; 0 in training.
+            dataloader_idx: Index among the validation, test or prediction dataloaders; 0 in training.
         """
         return batch
 
@@ -39,7 +39,7 @@ class TransferHooks:
         Args:
             batch: Batch on the host.
             device: Device of this process.
-            dataloader_idx: Index among the validation, test or predict dataloaders; 0 in training.
+            dataloader_idx: Index among the validation, test or prediction dataloaders; 0 in training.
         """
         return move_data_to_device(batch, device)
 
@@ -48,7 +48,7 @@ class TransferHooks:
 
         Args:
             batch: Batch on the device.
-            dataloader_idx: Index among the validation, test or predict dataloaders; 0 in training.
+            dataloader_idx: Index among the validation, test or prediction dataloaders; 0 in training.
         """
         return batch
 
@@ -84,7 +84,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
     allow_zero_length_dataloader_with_multiple_devices: bool = False
 
     def prepare_data(self) -> None:
-        """Download or build data on disk, before ``setup``. Runs on one process of each machine by default."""
+        """Download data or prepare it on disk. Runs before ``setup``, by default on one process of each machine."""
 
     def setup(self, stage: str) -> None:
         """Create the datasets of a stage. Runs on every process.
@@ -116,7 +116,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
         raise NotImplementedError
 
     def predict_dataloader(self) -> Any:
-        """Return the predict dataloader, or several in a dict, list or tuple."""
+        """Return the prediction dataloader, or several in a dict, list or tuple."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
         return "\n".join(f"{{{name} dataloader: {', '.join(_describe_sizes(self, method))}}}" for name, method in pairs)
 
     def on_exception(self, exception: BaseException) -> None:
-        """React to an exception on this process. Call no collectives: other ranks may not reach them.
+        """React to an exception on this process. Do not call collectives: other ranks may not reach them.
 
         Args:
             exception: The exception.
@@ -208,7 +208,7 @@ class DataModule(HyperparametersMixin, TransferHooks):
             map_location: Ignored.
             hparams_file: Path of a YAML or CSV file of hyperparameters, such as a logger's ``hparams.yaml``. These
                 hyperparameters replace the saved ones.
-            weights_only: Ignored; code in a file never runs.
+            weights_only: Ignored; code stored in a checkpoint is never executed.
             sha256: Expected SHA-256 digest of the file. Required for an ``http``, ``https`` or ``file`` URL.
             kwargs: Arguments of ``__init__``, which override the saved ones.
 

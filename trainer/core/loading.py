@@ -67,12 +67,12 @@ def _resolve_device(map_location: Any) -> torch.device | None:
     except (RuntimeError, AssertionError) as error:  # an unknown name, or torch without this kind of device
         reason = str(error).partition("\n")[0].rstrip(".")
         raise ValueError(
-            f"map_location={map_location!r:.100} is not a device that torch can use: {reason}. Remove it to load to "
-            "the CPU."
+            f"map_location={map_location!r:.100} is not a device that torch can use: {reason}. Remove it to load the "
+            "weights onto the CPU."
         ) from None
     raise TypeError(
         f"map_location={map_location!r:.100} must be a device, a function that moves a storage, or a dict whose values "
-        "are all the same device. Remove it to load to the CPU."
+        "are all the same device. Remove it to load the weights onto the CPU."
     )
 
 
@@ -164,7 +164,7 @@ def load_checkpoint(
         checkpoint_path: A Treadle checkpoint, or another source of weights that `load_weights` accepts.
         map_location: Device of the weights, or a dict or function that selects one device, as in ``torch.load``.
             Default: the CPU.
-        weights_only: Ignored; code in a file never runs.
+        weights_only: Ignored; code stored in a checkpoint is never executed.
         sha256: Expected SHA-256 digest of the file. Required for an ``http``, ``https`` or ``file`` URL.
 
     Returns:
@@ -277,11 +277,11 @@ def _read_document(opened_source: Opened, file: TorchFile) -> dict[str, Any]:
     try:
         parts, dropped = _read_parts(file)
     except (ValueError, RecursionError) as error:
-        reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error).rstrip(".")
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).rstrip(".")
         raise ValueError(f"{opened_source.place} cannot be read: {reason}.") from error
     arguments = {place: name for place, name in dropped.items() if place.startswith(("hyper_parameters.", "hparams."))}
     if arguments:
-        dropped_text = ", ".join(f"{place} (a {name})"[:150] for place, name in list(arguments.items())[:8])
+        dropped_text = ", ".join(f"{place} ({name})"[:150] for place, name in list(arguments.items())[:8])
         warn(
             f"{opened_source.place}: hyperparameters that are not plain data are ignored: {dropped_text}. Code in a "
             "checkpoint is never run. If the task needs them, pass them to load_from_checkpoint."

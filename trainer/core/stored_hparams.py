@@ -413,7 +413,7 @@ def build_config(content: Any) -> Any:
     if content is None:
         return DictConfig(None)
     if not isinstance(content, dict | list):
-        raise CannotRebuild(f"{name_type(content)}, which is not the content of a configuration")
+        raise CannotRebuild(f"{name_type(content)}, but a configuration must be a dict or a list")
     config = OmegaConf.create(_escape_references(content), flags={"allow_objects": True})
     assert isinstance(config, DictConfig | ListConfig)
     return config

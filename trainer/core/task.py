@@ -152,7 +152,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         raise NotImplementedError
 
     def predict_dataloader(self) -> Any:
-        """Return the predict dataloader, or several in a dict, list or tuple."""
+        """Return the prediction dataloader, or several in a dict, list or tuple."""
         raise NotImplementedError
 
     def configure_gradient_clipping(
@@ -368,9 +368,9 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         return self.train()
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass in the run's precision. Requires ``automatic_optimization=False``.
+        """Scale the loss, for example for mixed float16 precision, and run the backward pass.
 
-        Call this method in ``training_step`` instead of ``loss.backward()``.
+        Call this method in ``training_step`` instead of ``loss.backward()``. Requires ``automatic_optimization=False``.
 
         Args:
             loss: 0-d tensor, the mean over the batch's samples.
@@ -464,7 +464,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
                 hyperparameters replace the saved ones.
             strict: Require the checkpoint's weights to match the task's in name and shape. Default: the task's
                 ``strict_loading``.
-            weights_only: Ignored; code in a file never runs.
+            weights_only: Ignored; code stored in a checkpoint is never executed.
             sha256: Expected SHA-256 digest of the file. Required for an ``http``, ``https`` or ``file`` URL.
             kwargs: Arguments of ``__init__``, which override the saved ones.
 
@@ -482,7 +482,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @property
     def device_mesh(self) -> Any:
-        """Torch ``DeviceMesh`` of the strategy; None if the strategy has none, or without a Trainer."""
+        """Torch ``DeviceMesh`` of the strategy; None if the strategy has none or there is no Trainer."""
         return None if self._trainer is None else self._trainer.accelerator.strategy.device_mesh
 
     @property
@@ -522,7 +522,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
 
     @property
     def current_epoch(self) -> int:
-        """Number of completed epochs; 0 without a Trainer."""
+        """Value of `Trainer.current_epoch`; 0 without a Trainer."""
         return 0 if self._trainer is None else self._trainer.current_epoch
 
     @property

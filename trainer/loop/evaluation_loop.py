@@ -194,8 +194,8 @@ class EvaluationLoop:
             return True
         self.trainer.preemption.departure.stay()
         announce(
-            "the run ends after this validation, not within it, because the model currently does not hold the "
-            "trained weights"
+            "the run ends after this validation, not during it, because the model's weights were replaced for "
+            "validation"
         )
         return False
 

@@ -112,12 +112,12 @@ class FitLoop:
         if random_state is not None:
             set_random_state(random_state)
         if progress.step and not progress.step_is_unfinished and (self._is_complete() or self._is_late()):
-            spent = f"{progress.seconds:.0f} s of max_time={trainer.max_seconds:.0f} s, " if self._is_late() else ""
+            spent = f"{progress.seconds:.0f} s (max_time={trainer.max_seconds:.0f} s), " if self._is_late() else ""
             done = (
                 f"{format_count(progress.step, 'optimizer step')} and {format_count(progress.epoch, 'epoch')} are done"
             )
             warn(
-                f"nothing is left to train: {spent}{done}, and max_steps={trainer.max_steps}, "
+                f"nothing is left to train: {spent}{done}, with max_steps={trainer.max_steps} and "
                 f"max_epochs={trainer.max_epochs} (-1 means unlimited). Raise the limit to continue."
             )
         with trainer.history.spending("training"):

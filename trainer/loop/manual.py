@@ -151,11 +151,11 @@ def _refuse_flags(trainer: Any) -> None:
     """Raise a ValueError for flags that have no effect with manual optimization."""
     conflicts = {
         "gradient_clip_val": (trainer.gradient_clip_val, None, "call self.clip_gradients(optimizer, ...)"),
-        "accumulate_grad_batches": (trainer.accumulate_grad_batches, 1, "decide after which batches to step"),
+        "accumulate_grad_batches": (trainer.accumulate_grad_batches, 1, "accumulate gradients"),
     }
     for flag, (value, default, fix) in conflicts.items():
         if value != default:
             raise ValueError(
-                f"{flag}={value} has no effect with automatic_optimization=False. Remove it, and {fix} in "
+                f"{flag}={value} has no effect with automatic_optimization=False. Remove {flag}, and {fix} in "
                 "training_step."
             )

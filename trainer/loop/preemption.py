@@ -30,7 +30,9 @@ def save_and_leave(trainer: Trainer) -> NoReturn:
         saving = [callback for callback in callbacks if callback.saves and not callback.save_weights_only]
         paths = [callback.save_now(trainer) for callback in saving[:1]]
     for path in paths:
-        announce(f"{caught.name}: the run as of optimizer step {step} is saved as {path}; ckpt_path='auto' resumes it")
+        announce(
+            f"{caught.name}: the run is saved as {path} (optimizer step {step}). To resume it, pass ckpt_path='auto'."
+        )
     if not paths:
         warn(
             f"{caught.name} ends the run at optimizer step {step} without saving it, because the Trainer has no "

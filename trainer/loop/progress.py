@@ -25,7 +25,7 @@ class Progress:
     Attributes:
         epoch: Number of completed epochs.
         step: Number of optimizer steps taken, not counting skipped steps. In manual optimization, the number of batches
-            in which an optimizer stepped, or of all batches if there is no optimizer.
+            in which an optimizer stepped; without optimizers, the number of all batches.
         batch: Number of micro-batches that this process has completed in the current epoch.
         batches: Number of micro-batches that this process has completed in all epochs.
         samples: Number of training samples processed, over all processes.
@@ -58,12 +58,12 @@ class Progress:
 
     @property
     def in_step(self) -> bool:
-        """True while a step processes its micro-batches."""
+        """True while the micro-batches of a step are being processed."""
         return self.phase is Phase.IN_STEP
 
     @property
     def step_is_unfinished(self) -> bool:
-        """True between a step and the checkpoints that follow it."""
+        """True from the end of a step until the logging and validation that follow it are done."""
         return self.phase is Phase.STEP_TAKEN or self.phase is Phase.ENDING_STEP
 
     @property
@@ -73,7 +73,7 @@ class Progress:
 
     @property
     def epoch_is_over(self) -> bool:
-        """True while the epoch is ending.
+        """True while the hooks at the end of the epoch run.
 
         False if a limit ended the run within the epoch, because a resumed run continues that epoch.
         """
@@ -92,7 +92,7 @@ class Progress:
         self.phase = Phase.BETWEEN_STEPS
 
     def recount(self, batch: int) -> None:
-        """Adjust the counters if a run resumes within an epoch with another world size.
+        """Adjust the counters of a run that resumes in the middle of an epoch with a different world size.
 
         Args:
             batch: Number of micro-batches completed in the epoch, converted to the current world size.

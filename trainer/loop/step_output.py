@@ -39,9 +39,9 @@ def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
         return torch.zeros((), requires_grad=True), None
     if output is None:
         raise ValueError(
-            "training_step returned None. This does not skip the batch if there are several processes, a loss scaler "
-            "(float16) or an optimizer that calls training_step itself (L-BFGS). Return the loss. To skip a batch, "
-            "return {'loss': loss, 'weight': 0.0}."
+            "training_step returned None, which is not supported with several processes, a loss scaler (float16) or "
+            "an optimizer that calls training_step itself (L-BFGS). Return the loss. To skip a batch, return "
+            "{'loss': loss, 'weight': 0.0}, except with L-BFGS."
         )
     raise TypeError(f"training_step returned {name_type(output)}. {_RULE}")
 
@@ -68,8 +68,8 @@ def _check_weight(weight: Any) -> None:
     if not number and not (isinstance(weight, Tensor) and weight.numel() == 1):
         weight_text = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
         raise ValueError(
-            f"training_step returned {weight_text} as the weight, but the weight must be one number of at least 0. "
-            "Return the number of items over which the loss is averaged, such as the tokens in the batch."
+            f"training_step returned {weight_text} as the weight, but the weight must be one finite number of at "
+            "least 0. Return the number of items over which the loss is averaged, such as the tokens in the batch."
         )
 
 

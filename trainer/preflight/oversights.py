@@ -94,7 +94,7 @@ def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
             warn(
                 f"{owner} {name!r} was not logged in the sanity check, which logged "
                 f"{', '.join(names) or 'nothing'}.{nearest(name, names)} If it is not logged elsewhere, the run will "
-                "fail when the monitor is first read."
+                "fail when the monitor is first read, unless strict=False."
             )
 
 

@@ -37,15 +37,18 @@ class RunFolder:
 
     Use the object in a ``with`` block. The outcome of the block is recorded as the outcome of the run.
 
+    Besides the files of the loggers, the folder contains:
+
     .. code-block:: text
 
-        run.json          its state, its best and its last values
-        curves.json       the curves of ``trainer.history``, thinned out
-        config.yaml       the argument of `write_config`
+        run.json          state of the run, its best and its last values
+        curves.json       curves of ``trainer.history``, thinned out
+        config.yaml       configuration; see `write_config`
         environment.json  versions, git revision, hardware
-        checkpoints/      and files of the loggers, and report.html
-        error.json        the first error of any process, if one ended the run
-        lock              the holder of the folder; see `RunLock`
+        checkpoints/      checkpoints
+        report.html       report of the run
+        error.json        first error of any process, if an error ended the run
+        lock              holder of the folder; see `RunLock`
 
     Attributes:
         path: Path or URL of the folder, the same on all processes.
@@ -116,7 +119,7 @@ class RunFolder:
     def open(cls, path: str | Path, settings: Mapping[str, Any] | None = None) -> RunFolder:
         """Continue the run of an existing folder.
 
-        If the Trainer that uses `flags` begins neither a training epoch nor a stage other than ``fit``, the files that
+        If the Trainer created with `flags` starts no training epoch and no stage other than ``fit``, the files that
         describe the run are restored at the end of the ``with`` block. A waiting run (see `prepare`) is treated as a
         new run.
 
@@ -167,7 +170,7 @@ class RunFolder:
 
         Raises:
             ValueError: If the folder's name is not a number.
-            OSError: If the folder cannot be written.
+            OSError: If the folder cannot be created or written to.
         """
         if not (path.name.isascii() and path.name.isdigit()):
             raise ValueError(f"path={str(path)!r} must end in the run's number, such as runs/default/1.")

@@ -42,8 +42,8 @@ def check_attribute(trainer: Trainer, finder: Callback, name: str, argument: str
         return
     modules = [module for module in (trainer.task, trainer.datamodule) if module is not None]
     valid_names = {key for module in modules for key in (*vars(module), *module.hparams) if not key.startswith("_")}
-    places = " or ".join(f"{type(module).__name__} or its hparams" for module in modules)
+    places = " or ".join(type(module).__name__ for module in modules)
     raise ValueError(
-        f"{type(finder).__name__}: {argument}={name!r} is not an attribute of {places}. Set self.{name} in __init__ "
-        f"and use it.{nearest(name, valid_names)}"
+        f"{type(finder).__name__}: {argument}={name!r} is neither an attribute nor a hyperparameter of {places}. Set "
+        f"self.{name} in __init__ and use it.{nearest(name, valid_names)}"
     )

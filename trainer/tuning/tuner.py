@@ -103,8 +103,8 @@ class Tuner:
 
         Args:
             model: Task to find a batch size for.
-            train_dataloaders: A data module. Dataloaders raise an error, because they cannot be rebuilt with another
-                batch size.
+            train_dataloaders: A data module. Passing a dataloader raises an error, because it cannot be rebuilt with
+                another batch size.
             val_dataloaders: The validation dataloader, or several.
             dataloaders: A data module, for a ``method`` other than ``"fit"``.
             datamodule: Data module to use instead of dataloaders.
@@ -164,8 +164,12 @@ class Tuner:
 def _map_loaders(method: str, train: Any, val: Any, other: Any) -> dict[str, Any]:
     if method == "fit":
         if other is not None:
-            raise ValueError("dataloaders does not apply to method='fit'. Pass train_dataloaders and val_dataloaders.")
+            raise ValueError(
+                "dataloaders=... does not apply to method='fit'. Pass train_dataloaders and val_dataloaders."
+            )
         return {"train": train, "val": val}
     if train is not None or val is not None:
-        raise ValueError(f"train_dataloaders and val_dataloaders do not apply to method={method!r}. Pass dataloaders.")
+        raise ValueError(
+            f"train_dataloaders=... and val_dataloaders=... do not apply to method={method!r}. Pass dataloaders."
+        )
     return {KIND_OF_STAGE[method]: other}

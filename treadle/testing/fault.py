@@ -149,6 +149,9 @@ def _parse(action: Any) -> tuple[str, Any]:
     except ValueError:
         pass
     if kind in ("exit", "hang", "delay"):
-        raise ValueError(f"action={action!r} needs a number: 'exit:3' (0 to 255), 'hang:30', 'delay:0.5' (seconds).")
+        raise ValueError(
+            f"action={action!r} needs a number in range, as in 'exit:3' (0 to 255), 'hang:30' or 'delay:0.5' (seconds, "
+            "at least 0)."
+        )
     kinds = (*named, "exit", "hang", "delay")
     raise ValueError(f"action={action!r} is not one of {', '.join(kinds)}.{nearest(kind, kinds)}")

@@ -273,7 +273,9 @@ def test_choices_and_conversions_of_options_without_a_value_and_of_lists():
     parser.add_argument("--sizes", nargs="*", type=int, choices=[1, 2])
     parser.add_argument("--mark", type=lambda text: f"{text}!")
     parser.add_argument("--marks", nargs="+", type=lambda text: f"{text}!")
-    config = parser.parse_args(["--mark=4", "--sizes", "1", "2", "--marks", "a", "5"])
+    parser.add_argument("--words", nargs="*")
+    config = parser.parse_args(["--mark=4", "--sizes", "1", "2", "--marks", "a", "5", "--words", "1", "a"])
+    assert config.words == ["1", "a"]  # they stay text, as in argparse
     for parsed in (
         config,
         parser.instantiate_classes(config),

@@ -284,7 +284,7 @@ def test_parameters_come_back_from_another_device(model: Model) -> None:
     before = model.linear1.weight
     with align_module_device(model.linear1):
         assert model.linear1.weight is before
-    with pytest.raises(ValueError, match="is on device meta"), align_module_device(model.linear1, "meta"):
+    with pytest.raises(ValueError, match="is on the meta device"), align_module_device(model.linear1, "meta"):
         assert model.linear1.weight.is_meta
 
 

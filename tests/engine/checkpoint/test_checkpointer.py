@@ -140,7 +140,7 @@ def test_save_model_destroys_no_checkpoint(tmp_path):
 
 UNSTORABLE = {
     "sparse": (torch.eye(2).to_sparse(), r"torch\.sparse_coo tensor.*\.to_dense"),
-    "meta": (torch.empty(2, device="meta"), "on device meta"),
+    "meta": (torch.empty(2, device="meta"), "on the meta device"),
 }
 
 

@@ -97,7 +97,7 @@ def test_what_is_refused():
         CombinedLoader({"a": 5})
     with pytest.raises(TypeError, match="has none"):
         len(CombinedLoader([iter([1]), iter([2])], "max_size"))
-    with pytest.raises(ValueError, match="iterable 1 of the CombinedLoader yields nothing in pass 2"):
+    with pytest.raises(ValueError, match="iterable 1 of the CombinedLoader yields no batches in pass 2"):
         list(CombinedLoader([[1, 2, 3], iter([1])], "max_size_cycle"))
     with pytest.raises(TypeError, match="prepared"):
         Ranks(lambda: [Ranks(lambda: [[1]], "min_size").loaders[0]], "min_size")
@@ -402,7 +402,7 @@ def test_an_evaluation_with_other_generators_restores_only_its_epoch():
         list(saved.epoch())
     [loader] = Ranks(lambda: make(None), "min_size", evaluation=True, state=saved.state()).loaders
     assert (loader.epoch, loader.batches) == (2, 0)
-    with pytest.raises(ValueError, match="0 separate generators, but the checkpoint has 1"):
+    with pytest.raises(ValueError, match="0 generators, but the checkpoint has 1"):
         Ranks(lambda: make(None), "min_size", state=saved.state())
 
 

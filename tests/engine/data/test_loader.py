@@ -553,7 +553,7 @@ def test_an_evaluation_loader_may_get_another_generator():
     assert sorted(flat(again.ids())) == list(range(8))
     for other in (np.random.default_rng(1), None):  # another kind, and none
         ranks = Ranks(make(True), 1)
-        with pytest.raises(ValueError, match=r"(has 0 separate generators, but .* 1|differ in type from).*same kind"):
+        with pytest.raises(ValueError, match=r"(has 0 generators, but .* 1|differ in type from).*same kind"):
             Ranks(lambda g=other: DataLoader(range(8), sampler=Held(g)), 1, state=ranks.state())
 
 
@@ -571,8 +571,8 @@ class Drawing(Dataset):
 @pytest.mark.parametrize(
     ("generators", "warning"),
     [
-        ([np.random.default_rng(1)], "the separate generators of Drawing differ in type from those in the checkpoint"),
-        ([], "Drawing has 0 separate generators, but the checkpoint has 1"),
+        ([np.random.default_rng(1)], "the generators of Drawing differ in type from those in the checkpoint"),
+        ([], "Drawing has 0 generators, but the checkpoint has 1"),
     ],
 )
 def test_a_datasets_other_generators_are_not_restored(generators, warning):

@@ -86,9 +86,9 @@ def test_it_says_what_it_does(monkeypatch):
 
     assert train(gradient_accumulation_steps=3) == 12
     assert lines == [
-        "train ran out of memory; trying batch_size=4. With gradient_accumulation_steps=6 "
+        "train ran out of memory; trying batch_size=4. With gradient_accumulation_steps=6, "
         "the global batch size stays the same.",
-        "train ran out of memory; trying batch_size=2. With gradient_accumulation_steps=12 "
+        "train ran out of memory; trying batch_size=2. With gradient_accumulation_steps=12, "
         "the global batch size stays the same.",
     ]
 

@@ -54,7 +54,7 @@ def joined(accumulate):
         trace.append((weights(model), round(scheduler.get_last_lr()[0], 8)))
         assert not model._join_config.enable  # outside, no forward announces itself
     if accumulate == 1:
-        with pytest.raises(ValueError, match="Remove weight="), accelerator.join_uneven_inputs([model]):
+        with pytest.raises(ValueError, match="remove weight="), accelerator.join_uneven_inputs([model]):
             accelerator.backward(model(torch.zeros(1, 4)).sum(), weight=1.0)
     return trace
 

@@ -450,8 +450,8 @@ def test_a_lightning_checkpoint_becomes_a_task(elsewhere, tmp_path):
     with pytest.warns(UserWarning, match="somebody") as said:
         task = Task.load_from_checkpoint(path)
     words = "\n".join(str(one.message) for one in said)
-    assert "hyper_parameters.given (a somebody.configs.Color)" in words
-    assert "hyper_parameters.optimizer (a somebody.configs.Config)" in words
+    assert "hyper_parameters.given (somebody.configs.Color)" in words
+    assert "hyper_parameters.optimizer (somebody.configs.Config)" in words
     assert "the saved hyperparameter gone is ignored" in words
     assert "somebody" not in sys.modules
     assert task.arguments == {

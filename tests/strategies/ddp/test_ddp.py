@@ -157,9 +157,9 @@ WRONG = {
     "hook": ({"comm_hook": "bf61"}, ValueError, "Did you mean 'bf16'"),
     "batched": ({"comm_hook": "batched_power_sgd"}, ValueError, "broken in torch"),
     "state": ({"comm_state": {"a": 1}}, ValueError, "comm_hook"),
-    "twice": ({"comm_hook": "bf16", "ddp_comm_hook": "fp16"}, ValueError, "another name of comm_hook"),
+    "twice": ({"comm_hook": "bf16", "ddp_comm_hook": "fp16"}, ValueError, "another name for comm_hook"),
     "bf16-state": ({"comm_hook": "bf16", "comm_state": {"rank": 1}}, ValueError, "no state"),
-    "local-zero": ({"local_sgd_steps": 2, "zero": True}, ValueError, "can't be combined with zero"),
+    "local-zero": ({"local_sgd_steps": 2, "zero": True}, ValueError, "can't be combined with zero=True"),
     "local-hook": ({"local_sgd_steps": 2, "comm_hook": "bf16"}, ValueError, "can't be combined with comm_hook"),
     "local-static": ({"local_sgd_steps": 2, "static_graph": True}, ValueError, "can't be combined with static_graph"),
     "local-none": ({"local_sgd_start": 2}, ValueError, "needs local_sgd_steps"),
@@ -181,7 +181,7 @@ def test_a_loss_scale_of_each_process_contradicts_local_steps():
 
 def test_one_process_says_what_changes_nothing(capsys):
     treadle.Accelerator(cpu=True, strategy=DDP(zero=True, comm_hook="bf16"))
-    assert "DDP's comm_hook and zero have no effect" in capsys.readouterr().err
+    assert "DDP's comm_hook and zero=True have no effect" in capsys.readouterr().err
 
 
 # -- errors of the reducer -------------------------------------------------------------------------------------------

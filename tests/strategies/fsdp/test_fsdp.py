@@ -913,7 +913,7 @@ def test_what_is_done_around_a_model_built_late():
         kept = nn.Parameter(torch.empty(1 << 20))
         kept.data.copy_(large)
     large.zero_()
-    with pytest.raises(ValueError, match="was changed after a model without memory was initialized from it"):
+    with pytest.raises(ValueError, match="the model is initialized was changed before the model was prepared"):
         tape.values(kept)
 
 

@@ -531,7 +531,7 @@ def test_a_generator_for_the_training_loader_is_refused_before_anything_is_loade
     prepare(None)[0].save_state(tmp_path / "ckpt")
     accelerator, net = prepare(torch.Generator())
     before = net.weight.detach().clone()
-    with pytest.raises(ValueError, match="has 1 separate generator, but the checkpoint has 0"):
+    with pytest.raises(ValueError, match="has 1 generator, but the checkpoint has 0"):
         accelerator.load_state(tmp_path / "ckpt")
     assert torch.equal(net.weight, before)
 

@@ -182,7 +182,7 @@ def test_hooks():
         ({"gradient_clip_val": 1.0}, r"gradient_clip_val=1.0 has no effect .* self.clip_gradients"),
         (
             {"accumulate_grad_batches": 2},
-            r"accumulate_grad_batches=2 has no effect .* decide after which batches",
+            r"accumulate_grad_batches=2 has no effect .* Remove accumulate_grad_batches, and accumulate gradients",
         ),
         ({"strategy": FSDP()}, "strategy='fsdp' can't run .* Use strategy='ddp' or strategy=DDP"),
     ],
