@@ -52,8 +52,8 @@ class EarlyStopping(Callback):
         patience: Number of checks without improvement before the run stops; 0 has the same effect as 1. Default: 3.
         verbose: Announce improvements of ``monitor``. Default: False.
         mode: ``"min"`` if lower values are better, ``"max"`` if higher values are better. Default: ``"min"``.
-        strict: If ``monitor`` was never logged when it is checked, raise an error (True) or issue a warning (False). In
-            a run with validation, neither happens before the first validation. Default: True.
+        strict: Raise an error at a check if ``monitor`` was never logged. If False, a warning is issued instead. In a
+            run with validation, neither happens before the first validation. Default: True.
         check_finite: Stop if the value is NaN or infinite. Default: True.
         stopping_threshold: Stop once the value is better than this threshold. Default: None.
         divergence_threshold: Stop once the value is worse than this threshold. Default: None.

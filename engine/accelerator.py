@@ -95,7 +95,7 @@ class Accelerator(Process):
         mixed_precision: ``"no"``, ``"bf16"``, ``"fp16"``, or any name that `Precision` accepts. Default: ``"no"``.
         gradient_accumulation_steps: Number of micro-batches per optimizer step. Default: 1.
         cpu: If True, same as ``accelerator="cpu"``. Default: False.
-        dataloader_config: Settings of prepared dataloaders.
+        dataloader_config: Settings for prepared dataloaders.
         deepspeed_plugin: Not supported; must be None.
         deepspeed_plugins: Not supported; must be None.
         fsdp_plugin: Accelerate's equivalent of ``strategy=FSDP(...)``.
@@ -107,7 +107,7 @@ class Accelerator(Process):
             trackers, a logger of `treadle.loggers`, a `GeneralTracker`, or a list of these. Default: none.
         project_dir: Directory for the files of the run. Default: none.
         project_config: Settings for the run's directories and checkpoints.
-        gradient_accumulation_plugin: Further settings of gradient accumulation.
+        gradient_accumulation_plugin: Further settings for gradient accumulation.
         step_scheduler_with_optimizer: Set to False for schedulers that the loop steps once per epoch. Default: True.
         kwargs_handlers: At most one each of `AutocastKwargs`, `GradScalerKwargs`, `InitProcessGroupKwargs`,
             `DistributedDataParallelKwargs` and `ProfileKwargs`.
@@ -334,13 +334,14 @@ class Accelerator(Process):
             model: The user's module.
             device_placement: Whether to move the model to the device. Default: the Accelerator's setting.
             evaluation_mode: Prepare the model for evaluation only. Default: False.
-            step: Name of the method that returns the loss, if it is called through `method`. Default: ``forward``.
+            step: Name of the method that the loop calls through `method` to compute the loss. Default: ``forward``.
             manual_optimization: Reduce gradients before optimizer steps instead of in backward passes. Call methods of
                 the model through `local_method`. Default: False.
             by_parts: Compile the submodules instead of the model, for loops that do not call ``forward``.
 
         Raises:
-            ValueError: If the model or a setting is not supported, or differs between ranks.
+            ValueError: If the model or a setting is not supported or differs between ranks, or if ``device_placement``
+                is False and the model is on another device.
             ModuleNotFoundError: If the precision is float8 and torchao is not installed.
         """
         module = self.strategy.unwrap(model)

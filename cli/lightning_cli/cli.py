@@ -149,7 +149,7 @@ class LightningCLI:
         """Create ``self.parser`` with its subcommands or its arguments.
 
         Args:
-            add_subcommands: Whether to add a parser with the arguments for each subcommand. If False, the arguments are
+            add_subcommands: Whether each subcommand gets its own parser with the arguments. If False, the arguments are
                 added to the main parser.
             main_kwargs: Constructor arguments of the main parser.
             subparser_kwargs: Constructor arguments of each subcommand's parser, keyed by the subcommand's name.
@@ -232,7 +232,7 @@ class LightningCLI:
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
-        """Link each optimizer and scheduler whose ``link_to`` is not ``"AUTOMATIC"`` to the argument that it names.
+        """Link optimizers and schedulers to the arguments named by ``link_to``, unless it is ``"AUTOMATIC"``.
 
         Args:
             parser: Parser with the optimizers and schedulers.

@@ -68,7 +68,7 @@ def load_checkpoint_and_dispatch(
         skip_keys: See `dispatch_model`.
         preload_module_classes: See `dispatch_model`.
         force_hooks: See `dispatch_model`.
-        strict: Require matching tensor names. If False, only tensors on the meta device must be in the checkpoint.
+        strict: Require matching tensor names. If False, only the model's tensors on the meta device are required.
         full_state_dict: Must be True, because each process reads the whole checkpoint.
         broadcast_from_rank0: Must be False, for the same reason.
         quantization: ``"int8"``, ``"int4"`` or a `WeightQuantizer` for linear layers not on disk. Default: None.

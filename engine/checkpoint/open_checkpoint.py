@@ -34,7 +34,7 @@ class OpenCheckpoint:
 
     Raises:
         ValueError: If the path is not a checkpoint, or its manifest cannot be read.
-        OSError: If the store of a URL or the disk reports an error.
+        OSError: If the object store or the disk reports an error.
     """
 
     def __init__(self, path: AnyPath | str, manifest: Manifest | None = None) -> None:
@@ -124,7 +124,7 @@ class OpenCheckpoint:
 
         Raises:
             ValueError: If the checkpoint was replaced or deleted.
-            OSError: If the store of a URL cannot be reached.
+            OSError: If the object store cannot be reached.
         """
         try:
             source = read_source(self.path)
@@ -148,7 +148,7 @@ class OpenCheckpoint:
 
         Raises:
             ValueError: On every process, if a file is missing or damaged, or the checkpoint was replaced or deleted.
-            OSError: On every process, if the store of a URL cannot be reached.
+            OSError: On every process, if the object store cannot be reached.
         """
         if self.verified:
             return

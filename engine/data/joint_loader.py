@@ -184,7 +184,7 @@ class JointLoader(Loader):
         super().end_epoch()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the epoch that the next iteration starts or resumes.
+        """Set the epoch number for the next iteration over the dataloader.
 
         The number is also set for each combined dataloader.
 

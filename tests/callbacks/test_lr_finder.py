@@ -296,7 +296,7 @@ def test_where_nothing_can_be_suggested():
     found = _LRFinder("exponential", 1e-3, 1.0, 12)
     for k in range(12):
         found.add(found.rate(k), float(k))
-    with pytest.warns(UserWarning, match="of 12 points, .* leave 1, but at least 2"):
+    with pytest.warns(UserWarning, match="at least 2 points are needed, but .* leave only 1 of 12"):
         assert found.suggestion() is None
     with pytest.warns(UserWarning, match="the loss does not fall at any rate from"):
         assert found.suggestion(0, 0) is None
