@@ -335,8 +335,7 @@ class Accelerator(Process):
             device_placement: Whether to move the model to the device. Default: the Accelerator's setting.
             evaluation_mode: Prepare the model for evaluation only. Default: False.
             step: Name of the method that the loop calls through `method` to compute the loss. Default: ``forward``.
-            manual_optimization: Reduce gradients before optimizer steps instead of in backward passes. Call methods of
-                the model through `local_method`. Default: False.
+            manual_optimization: Reduce gradients in optimizer steps. Call methods through `local_method`. Default: False.
             by_parts: Compile the submodules instead of the model, for loops that do not call ``forward``.
 
         Raises:
@@ -372,8 +371,7 @@ class Accelerator(Process):
                 self.compare_settings()
                 check_model_matches(module, self.world)
             wrapped = self.strategy.replicate(model) if manual_optimization else self.strategy.wrap(model, step)
-            if manual_optimization:
-                self.accumulation.manual_ids.update(map(id, module.parameters()))
+            self.accumulation.manual_ids.update(map(id, module.parameters() if manual_optimization else ()))
         self._trained[id(module)] = _collect_trained_ids(module)
         if index is None:
             self.models.append(wrapped)

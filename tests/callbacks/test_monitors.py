@@ -52,6 +52,11 @@ def test_rates_by_hand():
     with pytest.raises(ValueError, match="Pass the same arguments"):
         meter.update(time=7.0, batches=8, samples=31)
     meter.reset()
+    for second in range(4):  # FLOPs that were counted before the window are not counted in it
+        more = {} if second == 1 else {"flops": 100}
+        meter.update(time=1.0 + second, batches=1 + second, samples=1 + second, **more)
+    assert meter.compute()["device-flops_per_sec"] == 100.0
+    meter.reset()
     meter.update(time=0.0, batches=0, samples=0)
     for wrong in ({"window_size": 1}, {"world_size": 0}, {"available_flops": 0.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):

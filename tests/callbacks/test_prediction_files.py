@@ -124,7 +124,7 @@ def test_what_failed_or_is_damaged_is_not_read(tmp_path):
     index = json.loads((folder / "predictions.json").read_text())
     index["loaders"]["0"]["ranks"] = [["../out/" + name for name in index["loaders"]["0"]["ranks"][0]]]
     (folder / "predictions.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="outside its folder"):
+    with pytest.raises(ValueError, match="outside the folder"):
         list(treadle.read_predictions(folder))
     index["loaders"]["0"]["ranks"] = []
     (folder / "predictions.json").write_text(json.dumps(index))

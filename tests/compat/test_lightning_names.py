@@ -458,7 +458,7 @@ def test_questions_to_classes() -> None:
     assert is_overridden("training_step", BoringModel())
     assert not is_overridden("on_fit_start", BoringModel())
     assert not is_overridden("setup", None)
-    with pytest.raises(ValueError, match="needs parent"):
+    with pytest.raises(ValueError, match="is_overridden got an object"):
         is_overridden("setup", object())
     assert is_param_in_hook_signature(BoringModel().training_step, "batch")
     assert not is_param_in_hook_signature(BoringModel().training_step, "dataloader_idx")
@@ -551,6 +551,6 @@ def test_a_task_is_served_before_it_trains() -> None:
     callback = ServableModuleValidator(port=0)
     Trainer(**QUIET, fast_dev_run=1, callbacks=callback).fit(Served())
     assert (callback.successful, callback.resp.json()) == (True, {"output": [3, 3]})
-    for task, words in ((Wrong(), r"answered \{'output': \[3, 3\]\}"), (BoringModel(), "also a ServableModule")):
+    for task, words in ((Wrong(), r"returned \{'output': \[3, 3\]\}"), (BoringModel(), "also a ServableModule")):
         with pytest.raises((ValueError, TypeError), match=words):
             Trainer(**QUIET, fast_dev_run=1, callbacks=ServableModuleValidator(port=0)).fit(task)

@@ -132,7 +132,7 @@ def functions():
     assert objects == [last, {"of": last}]
     with pytest.raises(ValueError, match=f"from_process={size} must be .*, because the world size is {size}"):
         broadcast(given, from_process=size)
-    with pytest.raises(TypeError, match="not a tuple"):
+    with pytest.raises(TypeError, match="object_list is a tuple, but must be a list"):
         broadcast_object_list((1, 2))
     assert reduce(torch.tensor([2.0 * rank])).item() == last
     assert reduce(torch.tensor([2.0 * rank]), "sum", scale=0.5).item() == last * size / 2

@@ -329,7 +329,7 @@ def test_a_tracker_that_is_none():
     class Half(utils.GeneralTracker):
         name = "half"
 
-    with pytest.raises(NotImplementedError, match="requires_logging_directory, tracker"):
+    with pytest.raises(NotImplementedError, match="'requires_logging_directory', 'tracker'"):
         Half()
     for value, words in ((Memory, "is a class, not a tracker"), (7, "is not a tracker")):
         with pytest.raises(TypeError, match=words):

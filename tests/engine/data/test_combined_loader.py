@@ -422,3 +422,16 @@ def test_an_epoch_after_a_resume_at_the_end_of_one_can_be_passed_over(tmp_path):
     assert len(list(loader)) == len(loader)
     assert list(accelerator.skip_first_batches(loader, len(loader))) == []
     assert loader.epoch == 3
+
+
+def test_another_length_of_the_data_within_an_epoch_is_said(tmp_path):
+    def prepared(length):
+        accelerator = treadle.Accelerator(cpu=True)
+        return accelerator, accelerator.prepare(CombinedLoader([DataLoader(range(length), 2), DataLoader(range(8), 2)]))
+
+    accelerator, loader = prepared(8)
+    next(iter(loader))
+    accelerator.save_state(tmp_path / "saved")
+    accelerator, _ = prepared(12)
+    with pytest.warns(UserWarning, match="within an epoch of 8 samples, but the dataset now has 12"):
+        accelerator.load_state(tmp_path / "saved")

@@ -93,11 +93,16 @@ def trained(strategy, k, extra=False, voting=True, tokens=None, optimizer=sgd):
 
 
 def trained_manually(k):
-    """The same, but gradients are averaged before the steps only."""
+    """The same, but gradients are averaged before the steps only, beside a model whose backward passes do so."""
     accelerator = treadle.Accelerator(cpu=True, strategy="ddp", gradient_accumulation_steps=k)
     net = Net()
     model = accelerator.prepare_model(net, manual_optimization=True)
     stepper = accelerator.prepare(sgd(net))
+    if k == 1:
+        table = nn.Embedding(4, 1, sparse=True)
+        beside, other = accelerator.prepare(table, torch.optim.SGD(table.parameters(), lr=0.1))
+        accelerator.backward(beside(torch.tensor([accelerator.process_index])).sum())
+        other.step()  # sparse gradients cannot be averaged before a step
     forward = accelerator.local_method(model, "forward")
     for step in inputs(k):
         for micro in range(k):

@@ -182,6 +182,12 @@ def test_nothing_is_there_yet(tmp_path, words):
         f"ckpt_path='auto': fit starts from scratch, because there is no checkpoint to resume from in {tmp_path / 'c'}"
     ]
     assert fit(tmp_path, each(tmp_path), ckpt_path="auto")[1] == 10
+    words.clear()
+    for manifest in (tmp_path / "c").glob("*/manifest.json"):
+        manifest.write_text("{")
+    with pytest.warns(UserWarning, match="skips a checkpoint"):
+        assert fit(tmp_path, each(tmp_path), ckpt_path="auto")[1] == 0
+    assert [text for text in words if "there is no intact checkpoint" in text]
 
 
 def test_the_highest_version_that_has_an_intact_one(tmp_path):

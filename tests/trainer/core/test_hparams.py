@@ -444,7 +444,7 @@ def both(task, data):
 def test_a_task_and_its_data_module_are_logged_together():
     calls = both(Sized(2, config()), Data(2, config()))
     assert calls == [{"batch_size": 2, "cfg": OmegaConf.to_container(config(), resolve=True)}]
-    with pytest.raises(ValueError, match=r"'batch_size': Sized has 4, Data has 2, but loggers store one value"):
+    with pytest.raises(ValueError, match=r"'batch_size': Sized has 4 and Data has 2, but loggers store one value"):
         both(Sized(4), Data(2))
 
 

@@ -164,6 +164,19 @@ def test_stages_that_differ_are_compiled_as_one():
     assert split_into_blocks(net) == [net["net"]]
 
 
+def test_blocks_are_not_split_into_the_blocks_within_them():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(1)
+            self.experts = nn.ModuleList([nn.Sequential(nn.Linear(1, 1)) for _ in range(3)])
+
+    net = nn.Module()
+    net.layers = nn.ModuleList([Layer() for _ in range(4)])
+    for always in (True, None):
+        assert split_into_blocks(net, always) == list(net.layers)
+
+
 def test_a_short_last_batch_makes_no_graph_and_leaves_those_of_full_ones(tmp_path):
     counting, task = Counting(), new()
     trainer_in(tmp_path, max_epochs=3, compile={"backend": counting}).fit(task, loader(6), loader(6))
