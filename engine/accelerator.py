@@ -335,7 +335,7 @@ class Accelerator(Process):
             device_placement: Whether to move the model to the device. Default: the Accelerator's setting.
             evaluation_mode: Prepare the model for evaluation only. Default: False.
             step: Name of the method that the loop calls through `method` to compute the loss. Default: ``forward``.
-            manual_optimization: Reduce gradients in optimizer steps. Call methods through `local_method`. Default: False.
+            manual_optimization: Reduce gradients in optimizer steps. Call methods through `local_method`.
             by_parts: Compile the submodules instead of the model, for loops that do not call ``forward``.
 
         Raises:
