@@ -512,7 +512,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     def _finish_save(self, trainer: Trainer) -> None:
         if self.verbose:
-            announce(f"saved the run as of optimizer step {self._top_k.saved_step} in {self._directory}")
+            announce(f"saved a checkpoint of optimizer step {self._top_k.saved_step} in {self._directory}")
         if trainer.is_global_zero:
             for path in self._top_k.replaced:
                 remove(path, self._directory, trainer.ckpt_path)

@@ -75,7 +75,7 @@ def read_logged_metrics(trainer: Trainer, keep: Container[str] = ()) -> dict[str
 
     Args:
         trainer: The Trainer.
-        keep: Names whose values are not replaced by those of the latest training step. Default: none.
+        keep: Names for which the latest training step's value is ignored. Default: none.
     """
     values = dict(trainer.logbook.callback_values)
     # The step values that loggers got may be log_every_n_steps old.
@@ -94,7 +94,7 @@ def read_monitored_metric(
         name: The logged name.
         consumer: Words that precede the name in the error message, such as ``"the scheduler's monitor"``.
         strict: Raise an error if the name was never logged, instead of returning None. Default: True.
-        keep: Names whose values are not replaced by those of the latest training step. Default: none.
+        keep: Names for which the latest training step's value is ignored. Default: none.
 
     Raises:
         ValueError: If the name was never logged and ``strict`` is set.

@@ -53,7 +53,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         from_process: Rank that sends its tensors. Default: 0.
 
     Raises:
-        DistributedOperationException: On every rank, if the tensors differ in number, shape or dtype.
+        DistributedOperationException: On every rank, if the ranks' tensors differ in number, shape or dtype.
     """
     return collectives.broadcast(tensor, current_world(), from_process)
 
@@ -83,7 +83,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         scale: Factor by which the result is multiplied, unless ``reduction`` is ``"none"``. Default: 1.0.
 
     Raises:
-        DistributedOperationException: On every rank, if the tensors differ in number, shape or dtype, unless
+        DistributedOperationException: On every rank, if the ranks' tensors differ in number, shape or dtype, unless
             ``reduction`` is ``"none"``.
     """
     return collectives.reduce(tensor, current_world(), reduction, scale)

@@ -1481,7 +1481,7 @@ class Accelerator(Process):
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Rank of this process among those that process one sample together; 0 without tensor parallelism."""
+        """Rank of this process in its tensor parallel group; 0 without tensor parallelism."""
         return self._mesh_rank(TENSOR)
 
     @property

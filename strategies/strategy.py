@@ -497,7 +497,7 @@ class Strategy(StrategyAliases):
         return 0
 
     def buffer_broadcast_bytes(self, module: nn.Module) -> list[int]:
-        """Return the size in bytes of each broadcast of rank zero's buffers in a step.
+        """Return the sizes in bytes of the broadcasts that send rank zero's buffers in one step.
 
         Args:
             module: The user's model.
@@ -506,7 +506,7 @@ class Strategy(StrategyAliases):
 
     @property
     def gathers_in_storage_dtype(self) -> bool:
-        """True if the strategy gathers shards in the storage dtype, because no setting selects another dtype."""
+        """True if the strategy gathers shards in the storage dtype, that is, if no setting selects another dtype."""
         return False
 
     @property

@@ -147,7 +147,7 @@ def describe_kind(module: nn.Module) -> tuple[Any, ...]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost repeated submodules: modules in one list of which two or more have the same class.
+    """Return the outermost repeated submodules, each of which has the class of another module in the same list.
 
     A list is a ``ModuleList``, ``ModuleDict`` or ``Sequential``. Modules without children or without parameters are not
     returned.

@@ -138,7 +138,8 @@ class _PlannedRun:
         task = self._make_task()
         if not task.automatic_optimization:
             raise ValueError(
-                "automatic_optimization=False can't be planned, because the task takes the optimizer steps itself."
+                "a task with automatic_optimization=False can't be planned, because it steps its optimizers itself. "
+                "Plan a task with automatic optimization."
             )
         trainer.task, trainer.datamodule = task, data
         if data is not None:

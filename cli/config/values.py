@@ -168,8 +168,8 @@ def place_value(root: Value, path: Path, new: Value | None, add: bool = False) -
             )
         if not isinstance(value.data, dict):
             raise ConfigError(
-                f"{format_path(path)!r} is not a key, because {parent!r} is {value.data!r} ({value.source}). Set "
-                f"{parent!r} to a class or a mapping first."
+                f"{format_path(path)!r} can't be set, because {parent!r} is {value.data!r} ({value.source}), which "
+                f"has no keys. Set {parent!r} to a class or a mapping first."
             )
         # A key may also be a number, as in {0: 8, 4: 4}.
         key = int(key) if key not in value.data and str(key).isdecimal() and int(key) in value.data else key

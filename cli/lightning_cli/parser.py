@@ -485,7 +485,7 @@ class LightningArgumentParser:
 
         Args:
             args: The command line. Default: ``sys.argv`` without the program's name.
-            namespace: A configuration to merge the command line into. Default: None, the result of `get_defaults`.
+            namespace: A configuration to merge the command line into. Default: the result of `get_defaults`.
 
         Raises:
             SystemExit: After the help or the configuration is printed, or if the settings are invalid. With
@@ -499,7 +499,7 @@ class LightningArgumentParser:
 
         Args:
             cfg_obj: The settings. Keys may be dotted.
-            cfg_base: A configuration to merge the settings into. Default: None, the result of `get_defaults`.
+            cfg_base: A configuration to merge the settings into. Default: the result of `get_defaults`.
 
         Raises:
             SystemExit: If the settings are invalid. With ``exit_on_error=False``, a ConfigError is raised instead.

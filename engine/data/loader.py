@@ -543,9 +543,9 @@ class Loader:
             if state.get("own") and state["width"] != plan.full and state["order"] is not None:
                 skipped = format_count(plan.batches_of(state["items"]), "batch")
                 warn(
-                    "the checkpoint was saved with a different world size, within an epoch in which each rank read "
-                    f"its own stream. Each rank skips {skipped}. The resume is exact only if the stream is distributed "
-                    "over the ranks sample by sample."
+                    "the checkpoint was saved within an epoch, with a different world size, and each rank read its own "
+                    f"stream. Each rank skips {skipped}. The resumed run is exact only if the stream assigns single "
+                    "samples to the ranks in turn."
                 )
             plan.load_state(state["source"], state.get("first_digest", ""))
             plan.workers = state.get("workers")

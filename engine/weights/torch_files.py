@@ -246,9 +246,9 @@ def _check_entries(listed: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
 def _find_root(entries: dict[str, zipfile.ZipInfo]) -> str:
     roots = [name.removesuffix("/data.pkl") for name in entries if name.endswith("/data.pkl")]
     if len(roots) != 1:
-        content = "numpy arrays" if any(name.endswith(".npy") for name in entries) else "no data.pkl"
+        content = "numpy arrays" if any(name.endswith(".npy") for name in entries) else f"{len(roots)} data.pkl entries"
         raise ValueError(
-            f"it is a zip archive with {content}, which torch.save did not write. Save the weights as safetensors"
+            f"it is a zip archive with {content}, so torch.save did not write it. Save the weights as safetensors"
         )
     return roots[0]
 

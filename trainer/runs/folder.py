@@ -345,7 +345,7 @@ class RunFolder:
             self.release()
 
     def discard(self) -> None:
-        """Remove the folder if it contains only the files that describe the run, and the lock.
+        """Remove the folder if it contains nothing but the lock and the files that describe the run.
 
         Only rank zero removes the folder.
         """

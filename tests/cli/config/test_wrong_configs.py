@@ -116,7 +116,7 @@ CASES = {
         ["'last'", "an index"],
     ),
     "adding nothing": (MODEL, ["data.x+="], ["data.x=null", "~data.x to"]),
-    "not quite a class": (MODEL, ["optimizer=A.", "optimizer.lr=1"], ["'optimizer.lr'", "'A.'", "is not a key"]),
+    "not quite a class": (MODEL, ["optimizer=A.", "optimizer.lr=1"], ["'optimizer.lr'", "'A.'", "which has no keys"]),
     "adding to no list": (MODEL, ["model.lr+=1", "model.lr+=2", "seed=1", "seed+=2"], ["'seed+='", "list"]),
     "taking out nothing": (MODEL, ["~model.lrr"], ["'model.lrr'", "be removed"]),
     "taking out near": (MODEL + "seed: 1\n", ["~sed"], ["'sed'", "'seed'?"]),
