@@ -224,8 +224,8 @@ def place(
         value = Value({}, new.source)
     if not isinstance(value.data, dict):
         raise ConfigError(
-            f"{'.'.join(map(str, path))} can't be set, because {'.'.join(map(str, path[:done]))} is {value.data!r}, which "
-            f"has no keys. Set {'.'.join(map(str, path[:done]))} to a class or a mapping first."
+            f"{'.'.join(map(str, path))} can't be set, because {'.'.join(map(str, path[:done]))} is {value.data!r}, "
+            f"which has no keys. Set {'.'.join(map(str, path[:done]))} to a class or a mapping first."
         )
     item = place(value.data.get(key), path, new, find_default, add, done + 1)
     return replace(value, data={**value.data, key: item})
