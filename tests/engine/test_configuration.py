@@ -164,6 +164,12 @@ def test_no_shard_means_replicas_and_drops_no_setting(name):
         strategy(utils.ParallelismConfig(tp_size=2))
 
 
+@pytest.mark.parametrize(("policy", "offloads"), [("OffloadPolicy", False), ("CPUOffloadPolicy", True)])
+def test_torchs_offload_policies(policy, offloads):
+    plugin = utils.FullyShardedDataParallelPlugin(cpu_offload=getattr(torch.distributed.fsdp, policy)())
+    assert plugin.strategy(cpu().world).cpu_offload is offloads
+
+
 def test_names_that_are_not_there_say_why():
     for name in ("lomo_backward", "maybe_context_parallel", "fp8_backend"):
         with pytest.raises(AttributeError, match=rf"'{name}'\. \w"):
