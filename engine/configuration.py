@@ -359,10 +359,8 @@ class TorchDynamoPlugin(KwargsHandler):
                 f"{type(model).__name__} has no submodule with parameters, so nothing is compiled. Apply "
                 "torch.compile to the functions that training_step calls."
             )
-        if users is None:
-            compile_modules(parts, self._make_compiler, self._collect_arguments(), hooks_outside=hooks_outside)
-        else:
-            compile_modules(parts, users, users, hooks_outside=hooks_outside)
+        options = users or self._collect_arguments()
+        compile_modules(parts, users or self._make_compiler, options, hooks_outside=hooks_outside)
 
     def uses_cuda_graphs(self, device: torch.device) -> bool:
         """Return whether the compiled code replays CUDA graphs.

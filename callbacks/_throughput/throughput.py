@@ -78,8 +78,7 @@ class Throughput:
         row: dict[str, float] = {"time": time, "batches": batches, "samples": samples}
         if lengths is not None:
             row["lengths"] = lengths
-        if flops is not None:
-            self._flops += flops
+        self._flops += flops or 0.0
         if flops is not None or self._flops:
             row["flops"] = self._flops
         if self._rows:

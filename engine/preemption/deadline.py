@@ -39,7 +39,7 @@ class Deadline:
 
     def start(self) -> None:
         """Start the time limit without a signal, because another rank has received one."""
-        with self._closing:
+        with self._closing, contextlib.suppress(BlockingIOError):  # full of signals, which start it
             if not self._is_closed:  # otherwise the descriptor may now belong to another file
                 os.write(self._writing, bytes([_BY_OTHER_RANK]))
 
