@@ -335,7 +335,8 @@ class Accelerator(Process):
             device_placement: Whether to move the model to the device. Default: the Accelerator's setting.
             evaluation_mode: Prepare the model for evaluation only. Default: False.
             step: Name of the method that the loop calls through `method` to compute the loss. Default: ``forward``.
-            manual_optimization: Reduce gradients in optimizer steps. Call methods through `local_method`.
+            manual_optimization: Reduce gradients in every backward pass, whatever computed the loss. Call methods
+                through `local_method`.
             by_parts: Compile the submodules instead of the model, for loops that do not call ``forward``.
 
         Raises:
@@ -371,7 +372,6 @@ class Accelerator(Process):
                 self.compare_settings()
                 check_model_matches(module, self.world)
             wrapped = self.strategy.replicate(model) if manual_optimization else self.strategy.wrap(model, step)
-            self.accumulation.manual_ids.update(map(id, module.parameters() if manual_optimization else ()))
         self._trained[id(module)] = _collect_trained_ids(module)
         if index is None:
             self.models.append(wrapped)
@@ -852,7 +852,7 @@ class Accelerator(Process):
         self.accumulation.finish_gradients()
 
     def reduce_gradients(self, optimizer: PreparedOptimizer) -> None:
-        """Average gradients over all processes, for models prepared with ``manual_optimization=True``.
+        """Average gradients accumulated in `no_sync`, for models prepared with ``manual_optimization=True``.
 
         Prepared optimizers do this in ``step`` if it has not been done yet.
 

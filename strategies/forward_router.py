@@ -66,6 +66,7 @@ class Router(nn.Module):
         upcast: Convert half-precision results of ``forward`` to float32. Results of methods that `routed` selects are
             not converted.
         ballot: Votes to reduce together with the gradients of the step's loss, or None.
+        no_sync: Function that returns a context in which gradients are not reduced, under the name that DDP gives it.
     """
 
     def __init__(
@@ -74,9 +75,12 @@ class Router(nn.Module):
         context: AbstractContextManager[Any] | None,
         upcast: bool,
         ballot: Ballot | None = None,
+        no_sync: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         super().__init__()
         self.module = module
+        if no_sync is not None:
+            self.no_sync = no_sync
         # Underscored, so that the user's attributes of the same names remain accessible.
         self._context = context
         self._upcast = upcast

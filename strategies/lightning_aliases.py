@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class StrategyAliases:
 
     world: World
     unwrap: Callable[[nn.Module], nn.Module]  # the strategy's method
+    no_sync: Callable[[nn.Module], AbstractContextManager[None]]  # the strategy's method
     prepared: tuple[Sequence[nn.Module], Sequence[Any]] = ((), ())
 
     @property
@@ -76,6 +78,14 @@ class StrategyAliases:
             )
         for slot, optimizer in zip(prepared, optimizers, strict=True):
             slot.replace(optimizer)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Return a context in which backward passes do not reduce gradients, to accumulate them on each process."""
+        with ExitStack() as stack:
+            for model in self.prepared[0]:
+                stack.enter_context(self.no_sync(model))
+            yield
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until every process has reached this call.

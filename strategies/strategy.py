@@ -42,6 +42,10 @@ class Strategy(StrategyAliases):
         group_options: Options of the process group that were passed to the strategy.
         world: Processes of the run. Set by `attach`.
         precision: Precision of the run. Set by `attach`.
+        unreduced: In manual optimization, the parameters whose gradients are not averaged yet; see `reduce_gradients`.
+        backward_weight: In manual optimization, the factor for the gradients of further backward passes.
+        backward_note: In manual optimization, a function whose result, a 0-d tensor, is averaged with the gradients.
+        agreed_note: The latest average of these results; None if there is none.
 
     Example:
         >>> import treadle
@@ -66,6 +70,9 @@ class Strategy(StrategyAliases):
     group_options: Mapping[str, Any] = MappingProxyType({})
 
     precision: Precision
+    backward_weight: float = 1.0
+    backward_note: Callable[[], Tensor] | None = None
+    agreed_note: Tensor | None = None
 
     def attach(self, world: World, precision: Precision) -> None:
         """Set the processes and the precision of the run. Must be called before any model is wrapped.
@@ -84,6 +91,7 @@ class Strategy(StrategyAliases):
             )
         self.world = world
         self.precision = precision
+        self.unreduced: dict[Tensor, int] = {}
         self._votes: Tensor | None = None
         self._work: Any = None
 
@@ -125,7 +133,9 @@ class Strategy(StrategyAliases):
         return module if context is None else Router(module, context, self.precision.compute is not None)
 
     def replicate(self, module: nn.Module) -> nn.Module:
-        """Wrap a module for manual optimization, in which backward passes do not reduce gradients.
+        """Wrap a module for manual optimization, in which any method and any number of backward passes may run.
+
+        Every backward pass averages the gradients that it has accumulated into, except in `no_sync`.
 
         Args:
             module: The user's model.
@@ -141,17 +151,23 @@ class Strategy(StrategyAliases):
             )
         return self.wrap(module)
 
-    def reduce_gradients(self, parameters: Iterable[Tensor], note: Tensor | None = None) -> Tensor | None:
-        """Average gradients over the processes, for modules that `replicate` returned.
+    def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Average the gradients in `unreduced` over the processes, for modules that `replicate` returned.
 
         Args:
-            parameters: Parameters of these modules.
-            note: 0-d tensor that is summed over the processes along with the gradients.
-
-        Returns:
-            The sum of ``note`` over the processes, or None if nothing is exchanged. A ``note`` of None counts as 0.
+            parameters: The parameters of these modules that are about to be used. Parameters that were added to a
+                module after `replicate` are included from here on.
         """
-        return None
+
+    def check_unreduced(self) -> None:
+        """Check that no parameter was updated with gradients in `unreduced`. Must be called on all ranks.
+
+        Raises:
+            ValueError: If such an update has made a parameter differ between the ranks.
+        """
+
+    def stop_reducing(self) -> None:
+        """Remove what `replicate` has attached to the modules' parameters, and forget their gradients."""
 
     def place(self, module: nn.Module) -> nn.Module:
         """Prepare ``module`` for evaluation only, and return the module to call.

@@ -38,11 +38,9 @@ class Accumulation:
         always_agree: Whether the processes exchange votes in every step; see `Agreement`.
         guard: Function that is called with the optimizer before each step and returns whether the step may be taken.
         unfinished: Whether the gradients are weighted sums that have not been divided by the total weight yet.
-        manual_ids: IDs of the parameters whose gradients are reduced before optimizer steps, as in manual optimization,
-            and not in backward passes.
-        unreduced: The optimizers of such parameters whose gradients have not been reduced yet.
-        agreed_taint: Sum over the processes of what `Agreement.taint` returned in the last `reduce_gradients`; None if
-            it was not exchanged.
+        unreduced: In manual optimization, the parameters whose gradients no backward pass has reduced.
+        adapt_closure: Function that is called with the wrapped optimizer and a closure before each step with a closure,
+            and returns the closure to use. None to use the closure as it is.
     """
 
     def __init__(
@@ -71,9 +69,9 @@ class Accumulation:
         self.autocasts = strategy.precision.compute is not None
         self.position = 0
         self.unfinished = False
-        self.manual_ids: set[int] = set()
-        self.unreduced: set[PreparedOptimizer] = set()
-        self.agreed_taint: Tensor | None = None
+        self.unreduced = strategy.unreduced
+        self.adapt_closure: Callable[[Optimizer, Callable[[], Any]], Callable[[], Any]] | None = None
+        strategy.backward_note = lambda: self.agreement.taint()
         self._micro_batches = plugin.num_steps
         self._delays_sync = strategy.delays_sync and not plugin.sync_each_batch
         self._weight: float | Tensor | None = None
@@ -139,7 +137,7 @@ class Accumulation:
         self.agreement.reset()
         if self.loss_scale is not None:
             self.loss_scale.forget()
-        self.manual_ids.clear()
+        self.strategy.stop_reducing()
         self.steps = 0
 
     # -- one micro-batch -----------------------------------------------------------------------------------------
@@ -250,13 +248,8 @@ class Accumulation:
             if explained is error:
                 raise
             raise explained from error
-        if self.manual_ids:
-            self.unreduced.update(filter(self._has_manual_parameters, self.optimizers))
         if self.loss_scale is not None:
             self.loss_scale.check_backward()
-
-    def _has_manual_parameters(self, optimizer: PreparedOptimizer) -> bool:
-        return any(id(p) in self.manual_ids for group in optimizer.param_groups for p in group["params"])
 
     def get_latest_loss(self) -> Tensor | None:
         """Return the loss of the last backward pass; None before the first one, or if this loss has been freed."""
@@ -269,11 +262,10 @@ class Accumulation:
         if self.unfinished:
             self.agree()
 
-    def reduce_gradients(self, optimizer: PreparedOptimizer) -> None:
-        """Average one optimizer's gradients, which the backward pass has not reduced, over all processes."""
-        self.unreduced.discard(optimizer)
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        self.agreed_taint = self.strategy.reduce_gradients(parameters, self.agreement.taint())
+    def reduce_gradients(self, optimizer: Optimizer | None = None) -> None:
+        """Average the gradients that no backward pass has reduced, in manual optimization. None for all optimizers."""
+        for chosen in self.optimizers if optimizer is None else (optimizer,):
+            self.strategy.reduce_gradients(p for group in chosen.param_groups for p in group["params"])
 
     def drop_gradients(self) -> None:
         """Discard the gradients of the current group, whose remaining micro-batches are not processed."""
@@ -292,9 +284,8 @@ class Accumulation:
         """
         if self.unfinished:
             self.agree()
-        for prepared in self.optimizers if self.unreduced else ():
-            if prepared in self.unreduced and optimizer in (None, prepared, prepared.optimizer):
-                self.reduce_gradients(prepared)
+        if self.unreduced:
+            self.reduce_gradients(optimizer)
         if self.loss_scale is not None:
             chosen = self.optimizers if optimizer is None else [optimizer]
             self.loss_scale.unscale(o.optimizer if isinstance(o, PreparedOptimizer) else o for o in chosen)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,32 +82,52 @@ class LossScale:
         for optimizer in optimizers:
             if id(optimizer) in self._unscaled or self.scaler._scale is None or not _has_gradients(optimizer):
                 continue
-            self.scaler.unscale_(optimizer)
-            for flag in self._overflows(optimizer):
-                self._strategy.agree_on_overflow(flag)
+            same = self._find_unscaled(optimizer) if self._unscaled else None
+            if same is not None:
+                self.scaler._per_optimizer_states[id(optimizer)] = self.scaler._per_optimizer_states[id(same)]
+            else:
+                self.scaler.unscale_(optimizer)
+                for flag in self._overflows(optimizer):
+                    self._strategy.agree_on_overflow(flag)
             self._unscaled[id(optimizer)] = optimizer
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
-        """Step the optimizer, unless a gradient has overflowed.
+    def _find_unscaled(self, optimizer: Optimizer) -> Optimizer | None:
+        """Return an unscaled optimizer of the same parameters, such as one that wraps ``optimizer`` (as SAM does)."""
+        parameters = set(_list_parameters(optimizer))
+        return next((o for o in self._unscaled.values() if parameters <= set(_list_parameters(o))), None)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
+        """Call the optimizer's ``step`` with the arguments, unless a gradient has overflowed.
 
         Returns:
             The return value of the optimizer's ``step`` (None if that was not called), and whether the step was
             skipped.
 
         Raises:
-            ValueError: If ``closure`` runs a backward pass.
+            ValueError: If a closure among the arguments runs a backward pass.
         """
+        # Not left to fused kernels: SGD would treat its momentum as initialized after a skipped step (torch 2.13).
+        if self.has_overflowed(optimizer):
+            return None, True
+        with self.refusing_backward():
+            if id(optimizer) in self._unscaled:
+                return self.scaler.step(optimizer, *args, **kwargs), False
+            return optimizer.step(*args, **kwargs), False
+
+    def has_overflowed(self, optimizer: Optimizer) -> bool:
+        """Unscale the optimizer's gradients before its step, and return whether one of them has overflowed."""
         self.unscale((optimizer,))
-        take_step: Callable[..., Any] = optimizer.step
-        if id(optimizer) in self._unscaled:
-            self._due = True
-            # Not left to fused kernels: SGD would treat its momentum as initialized after a skipped step (torch 2.13).
-            if any(flag.item() for flag in self._overflows(optimizer)):
-                return None, True
-            take_step = functools.partial(self.scaler.step, optimizer)
+        if id(optimizer) not in self._unscaled:
+            return False
+        self._due = True
+        return any(flag.item() for flag in self._overflows(optimizer))
+
+    @contextmanager
+    def refusing_backward(self) -> Iterator[None]:
+        """Return a context for a step or its closure, in which `scale` raises an error."""
         self._is_stepping = True
         try:
-            return take_step() if closure is None else take_step(closure), False
+            yield
         finally:
             self._is_stepping = False
 
@@ -133,8 +153,12 @@ class LossScale:
         self.scaler._per_optimizer_states.clear()
 
 
+def _list_parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def _list_gradients(optimizer: Optimizer) -> list[Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [p.grad for p in _list_parameters(optimizer) if p.grad is not None]
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,11 +88,12 @@ class PreparedOptimizer(Optimizer):
                 "accelerator.scaler."
             )
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """Step if a group of micro-batches is complete, unless a check finds that its gradients are not finite.
 
         Args:
             closure: Closure to pass to the wrapped optimizer's ``step``, or None.
+            kwargs: Further keyword arguments of the wrapped optimizer's ``step``.
 
         Returns:
             The return value of the wrapped optimizer's ``step``; None if that was not called.
@@ -105,19 +106,22 @@ class PreparedOptimizer(Optimizer):
         accumulation = self.accumulation
         if not accumulation.sync_gradients:
             return None
+        if closure is not None and accumulation.adapt_closure is not None:
+            closure = accumulation.adapt_closure(self.optimizer, closure)
+        args = () if closure is None else (closure,)  # by position, because its name differs between optimizers
         if accumulation.unfinished:
             accumulation.finish_gradients()
-        if self in accumulation.unreduced:
+        if accumulation.unreduced:
             accumulation.reduce_gradients(self)
         skipped = accumulation.guard is not None and not accumulation.guard(self)
         if skipped:
             result = None
         elif accumulation.loss_scale is not None:
-            result, skipped = accumulation.loss_scale.step(self.optimizer, closure)
+            result, skipped = accumulation.loss_scale.step(self.optimizer, *args, **kwargs)
         elif (not_finite := accumulation.agreement.not_finite) is not None:
-            result = self._step_if_finite(not_finite, closure)
+            result = self._step_if_finite(not_finite, *args, **kwargs)
         else:
-            result = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+            result = self.optimizer.step(*args, **kwargs)
         if accumulation.autocasts:
             torch.clear_autocast_cache()  # of the weights as they were, if the step is within an autocast context
         accumulation.optimizer_step_was_skipped = skipped
@@ -125,26 +129,18 @@ class PreparedOptimizer(Optimizer):
         self.skipped += skipped
         return result
 
-    def _step_if_finite(self, not_finite: torch.Tensor, closure: Callable[[], Any] | None) -> Any:
+    def _step_if_finite(self, not_finite: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer, except that torch's fused kernels change nothing if ``not_finite`` is 1 on the device.
 
-        Other implementations take the step in any case. The first step of SGD with momentum is also always taken,
-        because SGD would treat its momentum as initialized after a skipped step (torch 2.13).
+        Other implementations take the step in any case.
         """
         optimizer: Any = self.optimizer
-        device, groups = not_finite.device.type, optimizer.param_groups
-        self.guarded = (
-            getattr(optimizer, "_step_supports_amp_scaling", False)
-            and not (isinstance(optimizer, SGD) and not optimizer.state and any(g["momentum"] for g in groups))
-            and all(
-                group.get("fused") and all(p.device.type == device for p in group["params"][:1]) for group in groups
-            )
-        )
+        self.guarded = can_skip_on_device(optimizer, not_finite)
         if not self.guarded:
-            return optimizer.step() if closure is None else optimizer.step(closure)
+            return optimizer.step(*args, **kwargs)
         optimizer.found_inf = not_finite
         try:
-            return optimizer.step() if closure is None else optimizer.step(closure)
+            return optimizer.step(*args, **kwargs)
         finally:
             del optimizer.found_inf
 
@@ -171,7 +167,8 @@ class PreparedOptimizer(Optimizer):
         """Return a context that disables the gradients of parameters that only other prepared optimizers have.
 
         Args:
-            sync_grad: Accepted for compatibility with Lightning; unused.
+            sync_grad: Whether backward passes in the context average gradients over the processes. False accumulates
+                them on each process. Default: True.
         """
         trained = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         toggled = [
@@ -184,7 +181,8 @@ class PreparedOptimizer(Optimizer):
         for parameter in toggled:
             parameter.requires_grad = False
         try:
-            yield
+            with nullcontext() if sync_grad else self.accumulation.strategy.block_backward_sync():
+                yield
         finally:
             for parameter in toggled:
                 parameter.requires_grad = True
@@ -222,6 +220,20 @@ class PreparedOptimizer(Optimizer):
         raise TypeError(
             "a prepared optimizer can't be pickled, because it is bound to its Accelerator. Pickle its state_dict()."
         )
+
+
+def can_skip_on_device(optimizer: Any, not_finite: torch.Tensor) -> bool:
+    """Return whether a step changes nothing if the flag ``not_finite`` on the device is its ``found_inf``.
+
+    This excludes the first step of SGD with momentum, because SGD would treat its momentum as initialized after a
+    skipped step (torch 2.13).
+    """
+    device, groups = not_finite.device.type, optimizer.param_groups
+    return (
+        getattr(optimizer, "_step_supports_amp_scaling", False)
+        and not (isinstance(optimizer, SGD) and not optimizer.state and any(g["momentum"] for g in groups))
+        and all(group.get("fused") and all(p.device.type == device for p in group["params"][:1]) for group in groups)
+    )
 
 
 class PreparedScheduler:

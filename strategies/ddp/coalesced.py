@@ -44,43 +44,34 @@ def broadcast(tensors: Iterable[Tensor], world: World, source: int) -> None:
         _scatter(world.broadcast_tensor(_flatten(bucket), source), bucket)
 
 
-def average_gradients(parameters: Iterable[Tensor], world: World, note: Tensor | None = None) -> Tensor | None:
+def average_gradients(parameters: list[Tensor], world: World, note: Tensor) -> Tensor:
     """Replace each gradient with its mean over the ranks. A missing gradient counts as zero.
 
-    Apart from rounding, averaging does not change gradients that are already equal on all ranks. A gradient that no
-    rank has stays None. Must be called on all ranks with the same parameters.
+    Apart from rounding, averaging does not change gradients that are already equal on all ranks. Must be called on all
+    ranks with the same parameters.
 
     Returns:
-        The sum of ``note``, a 0-d tensor, over the ranks, where None counts as zero. None with a world size of one.
+        The mean of ``note``, a 0-d tensor, over the ranks.
+
+    Raises:
+        ValueError: If a gradient is sparse.
     """
-    if world.size == 1:
-        return None
-    parameters = list(dict.fromkeys(parameters))
     if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
         raise ValueError(
             "sparse gradients can't be averaged with automatic_optimization=False. Create the embedding with "
             "sparse=False."
         )
-    holders = torch.tensor([*(float(parameter.grad is not None) for parameter in parameters), 0.0], device=world.device)
-    if note is not None:
-        holders[-1] = note
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    works = [world.start_all_reduce(holders)]
-    packed = []
-    for bucket in buckets(gradients):
-        flat = _flatten(bucket)
-        works.append(world.start_all_reduce(flat))
-        packed.append((bucket, flat))
-    for work in works:
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    note = note.clone()
+    packed = [(bucket, _flatten(bucket)) for bucket in buckets([*(p.grad for p in parameters), note])]
+    works = [world.start_all_reduce(flat) for _, flat in packed]
+    for work, (bucket, flat) in zip(works, packed, strict=True):
         if work is not None:
             work.wait()
-    for bucket, flat in packed:
         _scatter(flat.div_(world.size), bucket)
-    if any(parameter.grad is None for parameter in parameters):  # otherwise nothing has to be read from the device
-        for parameter, gradient, count in zip(parameters, gradients, holders[:-1].tolist(), strict=True):
-            if parameter.grad is None and count:
-                parameter.grad = gradient
-    return holders[-1]
+    return note
 
 
 def _flatten(bucket: list[Tensor]) -> Tensor:

@@ -20,9 +20,9 @@ from ..distributed import World
 from ..forward_router import BALLOT_SIZE, Ballot, Router, ballot_dtype
 from ..precision import Precision
 from ..strategy import Strategy, make_group_options
+from .backward_reduction import BackwardReduction
 from .batch_norm import synchronize
 from .bucket_order import ReadyOrder
-from .coalesced import average_gradients
 from .comm_hooks import CommHook
 from .errors import explain_reducer_error
 from .join import joined
@@ -201,6 +201,8 @@ class DDP(Strategy):
         self._latest_replicas: WeakValueDictionary[int, _Replica] = WeakValueDictionary()
         self._shards: WeakKeyDictionary[Optimizer, Shards] = WeakKeyDictionary()
         self._local_optimizer: Optimizer | None = None
+        self._reduction: BackwardReduction | None = None
+        self._manual: WeakSet[nn.Module] = WeakSet()  # the models that it covers
         if self.local_steps is not None and precision.scaled:
             raise ValueError(
                 f"local_sgd_steps={self.local_steps.every} can't be combined with precision={precision.name!r}, whose "
@@ -260,15 +262,35 @@ class DDP(Strategy):
             synchronize(module, self.world)
         for tensor in (*module.parameters(), *module.buffers()):
             self.world.broadcast_tensor(tensor.detach())
-        return super().wrap(module)
+        if self._reduction is None:
+            self._reduction = BackwardReduction(self)
+        self._reduction.add(module.named_parameters())
+        self._manual.add(module)
+        context = self.precision.context(self.world.device)
+        return Router(module, context, self.precision.compute is not None, no_sync=self._reduction.no_sync)
 
-    def reduce_gradients(self, parameters: Iterable[Tensor], note: Tensor | None = None) -> Tensor | None:
+    def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
         """See `Strategy.reduce_gradients`.
 
         Raises:
-            ValueError: If a gradient is sparse and the world size is above 1.
+            ValueError: If a gradient is sparse.
         """
-        return average_gradients(parameters, self.world, note)
+        if self._reduction is not None:
+            self._reduction.finish(parameters)
+
+    def check_unreduced(self) -> None:
+        """See `Strategy.check_unreduced`."""
+        if self._reduction is not None:
+            self._reduction.check_moved()
+
+    def stop_reducing(self) -> None:
+        """See `Strategy.stop_reducing`."""
+        if self._reduction is not None:
+            self._reduction.close()
+        self._reduction = None
+
+    def _find_reduction(self, module: nn.Module) -> BackwardReduction | None:
+        return self._reduction if self._reduction is not None and self.unwrap(module) in self._manual else None
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """See `Strategy.wrap_optimizer`. Returns ``optimizer`` itself.
@@ -320,6 +342,8 @@ class DDP(Strategy):
         """See `Strategy.set_gradient_sync`."""
         replica = _find_replica(module)
         if replica is None:
+            if (reduction := self._find_reduction(module)) is not None:
+                reduction.enabled = on
             return
         if replica.apart or (self.local_steps is not None and self.local_steps.alone):
             on = False
@@ -338,7 +362,9 @@ class DDP(Strategy):
         """
         replica = _find_replica(module)
         if replica is None:
-            yield
+            reduction = self._find_reduction(module)
+            with nullcontext() if reduction is None else reduction.no_sync():
+                yield
             return
         if not replica.can_skip_reduction():
             raise ValueError(

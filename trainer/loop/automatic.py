@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ...common.messages import announce
 from ...engine import isolated_random_state
 from ...engine.data import batch_indices
 from ...engine.metrics import MutedMetrics
-from ...engine.optim import PreparedOptimizer, nonfinite
+from ...engine.optim import nonfinite
 from ..core import TaskModule, overrides
 from .hook_table import Hook, Hooks, count_positional
 from .lr_schedulers import Schedules
@@ -297,11 +298,11 @@ class Steps:
         text, _ = nonfinite.describe_batch(batch, batch_indices(self._find_loader()))
         self.bad_batches += [text] if text else []
 
-    def refuse(self, optimizer: PreparedOptimizer | None = None, *, batch: Any = None) -> None:
+    def refuse(self, optimizer: Optimizer | None = None, *, batch: Any = None) -> None:
         """Raise an error for a step with non-finite values, or skip it. Call it on all ranks.
 
         Args:
-            optimizer: In manual optimization, the optimizer that is about to step.
+            optimizer: In manual optimization, the unwrapped optimizer that is about to step.
             batch: The last micro-batch of the step.
 
         Raises:
@@ -319,7 +320,7 @@ class Steps:
         announce(f"{problem}, which is skipped.{found.samples}")
         self.leave_out(found.losses, optimizer)
 
-    def leave_out(self, losses: bool, optimizer: PreparedOptimizer | None = None) -> None:
+    def leave_out(self, losses: bool, optimizer: Optimizer | None = None) -> None:
         """Count a step as skipped and reset the gradients.
 
         Args:

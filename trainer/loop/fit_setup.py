@@ -199,9 +199,7 @@ def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
     _check_steps(task)
     model = wrap(trainer, task)
     try:
-        optimizers, schedulers = configure(
-            task, accelerator.num_processes
-        )  # now that the parameters have their final device and form
+        optimizers, schedulers = configure(task)  # now that the parameters have their final device and form
     except (ValueError, TypeError, OverflowError) as error:
         if "inf" in str(error) and trainer.estimated_stepping_batches == inf:
             error.add_note(_why_endless(trainer))
@@ -256,7 +254,7 @@ def _check_steps(task: TaskModule) -> None:
         )
 
 
-def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimizer], list[SchedulerConfig]]:
+def configure(task: TaskModule) -> tuple[list[torch.optim.Optimizer], list[SchedulerConfig]]:
     """Call a task's ``configure_optimizers`` and return the validated optimizers and schedulers."""
     optimizers, schedulers = parse_optimizers(task.configure_optimizers())
     check_ownership(task, optimizers, schedulers)
@@ -271,11 +269,6 @@ def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimi
         )
     if not (optimizers or task.automatic_optimization):
         name = f"{type(task).__name__}.configure_optimizers"
-        if ranks > 1:
-            raise ValueError(
-                f"{name} returned no optimizer. On {ranks} ranks, gradients are averaged when a returned optimizer "
-                "steps, so any other optimizer would train each rank separately. Return the optimizer."
-            )
         warn(f"{name} returned no optimizer, so each batch counts as a step, and checkpoints have no optimizer state.")
     return optimizers, schedulers
 
@@ -314,7 +307,9 @@ def validate(trainer: Trainer, steps: int = -1) -> None:
         for loader in loaders:
             if steps >= 0:
                 loader.limit = steps if loader.limit is None else min(steps, loader.limit)
-        with trainer.history.spending("validation"):
+        # A backward pass in validation_step is of this rank's own batches, whose number may differ between ranks.
+        apart = nullcontext() if trainer.task.automatic_optimization else trainer.accelerator.no_sync(trainer.task)
+        with trainer.history.spending("validation"), apart:
             EvaluationLoop(trainer, trainer.task, trainer.hooks, loaders, "validate", within_fit=True).run()
     finally:
         for loader, limit in zip(loaders, limits, strict=True):
