@@ -159,11 +159,15 @@ class Strategy(StrategyAliases):
                 module after `replicate` are included from here on.
         """
 
-    def check_unreduced(self) -> None:
-        """Check that no parameter was updated with gradients in `unreduced`. Must be called on all ranks.
+    def check_updates(self, updated: Iterable[Tensor] = ()) -> None:
+        """Check that no update in manual optimization used gradients of one rank. Must be called on all ranks.
+
+        Args:
+            updated: Parameters that were updated without an optimizer. Others are checked if they changed while their
+                gradients were in `unreduced`.
 
         Raises:
-            ValueError: If such an update has made a parameter differ between the ranks.
+            ValueError: If one of these parameters differs between the ranks.
         """
 
     def stop_reducing(self) -> None:

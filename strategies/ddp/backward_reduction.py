@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.utils.weak import TensorWeakRef
 
 from .coalesced import average_gradients, broadcast
 
@@ -41,6 +42,7 @@ class BackwardReduction:
         self._names: dict[Tensor, str] = {}  # of all parameters, in the same order on all ranks
         self._handles: list[Any] = []
         self._nodes: list[Any] = []  # of the autograd graph, which would otherwise be freed along with their hooks
+        self._averaged: dict[Tensor, TensorWeakRef] = {}  # the gradients that were averaged last
         self._touched: dict[Tensor, None] = {}
         self._pass: int | None = None  # the backward pass at whose end `_finish_pass` is due
 
@@ -62,7 +64,7 @@ class BackwardReduction:
         """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
-        for collection in (self._handles, self._nodes, self._names, self._touched, self.unreduced):
+        for collection in (self._handles, self._nodes, self._names, self._averaged, self._touched, self.unreduced):
             collection.clear()
 
     @contextmanager
@@ -94,17 +96,27 @@ class BackwardReduction:
             pending = {parameter: None for parameter in self.unreduced if parameter.requires_grad}
             self._average({**pending, **touched})
 
+    @torch.no_grad()
     def finish(self, parameters: Iterable[Tensor]) -> None:
         """Average those of the gradients that no backward pass has averaged, before an optimizer step.
 
-        Parameters that were created after `add` are included from here on.
+        They come from `no_sync`, or were assigned to ``parameter.grad``. Parameters that were created after `add` are
+        included from here on.
         """
         parameters = list(parameters)
         new = [parameter for parameter in parameters if parameter not in self._names]
         if new:
             self.add((f"a parameter of shape {tuple(parameter.shape)}", parameter) for parameter in new)
             broadcast((parameter.detach() for parameter in new), self.strategy.world, 0)
-        pending = dict.fromkeys([*new, *(parameter for parameter in parameters if parameter in self.unreduced)])
+        pending = dict.fromkeys(new)
+        for parameter in parameters:
+            averaged = self._averaged.get(parameter)
+            if parameter in self.unreduced:
+                pending[parameter] = None
+            elif parameter.grad is not None and (averaged is None or averaged() is not parameter.grad):
+                pending[parameter] = None
+                # If it was computed from averaged gradients, this and the average leave it as it is.
+                parameter.grad.mul_(self.strategy.backward_weight)
         if pending:
             self._average(pending)
 
@@ -122,17 +134,22 @@ class BackwardReduction:
         strategy.agreed_note = average_gradients(used, world, note)
         for parameter in used:
             self.unreduced.pop(parameter, None)
+            self._averaged[parameter] = TensorWeakRef(parameter.grad)
 
     def _find_moved(self) -> dict[Tensor, None]:
         return {p: None for p, version in self.unreduced.items() if p._version != version}
 
-    def check_moved(self) -> None:
+    def check_replicas(self, updated: Iterable[Tensor]) -> None:
         """Check that no update has used gradients that were not averaged.
 
+        Args:
+            updated: Parameters that were updated without an optimizer.
+
         Raises:
-            ValueError: If such an update has made a parameter differ between the ranks.
+            ValueError: If a parameter differs between the ranks.
         """
-        if moved := self._find_moved():
+        moved = dict.fromkeys([*self._find_moved(), *(p for p in updated if p in self._names)])
+        if moved:
             self._compare(list(moved))
 
     @torch.no_grad()
@@ -144,9 +161,9 @@ class BackwardReduction:
         if differing:
             others = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
             raise ValueError(
-                f"{self._names[differing[0]]}{others} changed while the gradient was each rank's own, so the ranks "
-                "now have different weights. In no_sync, block_backward_sync or toggle_model(sync_grad=False), "
-                "manual_backward only accumulates. Run the last manual_backward before an update outside of them, or "
-                "step an optimizer, which averages the gradients first."
+                f"{self._names[differing[0]]}{others} was updated with gradients that are not averaged, so the ranks "
+                "have different weights. manual_backward averages gradients, except in no_sync, block_backward_sync "
+                "and toggle_model(sync_grad=False), and torch.autograd.grad does not. Run the last manual_backward "
+                "before an update outside of these contexts, or step an optimizer, which averages gradients first."
             )
         self.unreduced.update((p, p._version) for p in parameters if p in self.unreduced)

@@ -278,10 +278,10 @@ class DDP(Strategy):
         if self._reduction is not None:
             self._reduction.finish(parameters)
 
-    def check_unreduced(self) -> None:
-        """See `Strategy.check_unreduced`."""
+    def check_updates(self, updated: Iterable[Tensor] = ()) -> None:
+        """See `Strategy.check_updates`."""
         if self._reduction is not None:
-            self._reduction.check_moved()
+            self._reduction.check_replicas(updated)
 
     def stop_reducing(self) -> None:
         """See `Strategy.stop_reducing`."""

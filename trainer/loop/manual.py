@@ -98,7 +98,7 @@ class ManualSteps(Steps):
             with self._counting(batch):
                 output = self.step(batch, index) if self.takes_index else self.step(batch)
                 progress.batch, progress.batches = index + 1, progress.batches + 1
-                self.strategy.check_unreduced()
+                self.strategy.check_updates()
                 self._agree()
                 self.batch = None
                 stepped = self._count_step()
@@ -130,9 +130,12 @@ class ManualSteps(Steps):
         progress, before, self.counts = self.progress, self.counts, self._sum_counts()
         self.stepped |= self.counts[0] != before[0]  # an optimizer whose class has no hooks
         self.skipped |= self.counts[1] != before[1]
-        self.has_stepped |= self.stepped
+        self.has_stepped |= self.stepped  # by an optimizer
         if not (self.stepped or self.skipped) and self.values_before is not None:
-            self.stepped = not self.optimizers or self.values_before != self._fingerprint()
+            is_updated = self.values_before != self._fingerprint()
+            if is_updated:
+                self.strategy.check_updates(self._list_trained())
+            self.stepped = is_updated or not self.optimizers
         progress.step += self.stepped
         progress.skipped += self.skipped and not self.stepped
         progress.phase = Phase.STEP_TAKEN if self.stepped else Phase.ENDING_STEP
@@ -143,10 +146,12 @@ class ManualSteps(Steps):
 
     def _fingerprint(self) -> list[Any]:
         """Return the versions and norms of the parameters. Updates through ``parameter.data`` change no versions."""
-        parameters = self.parameters or self.task.parameters()
-        trained = [p.detach() for p in parameters if p.requires_grad and not is_lazy(p)]
+        trained = [p.detach() for p in self._list_trained()]
         norms = [norm.to(trained[0].device) for norm in torch._foreach_norm(trained)] if trained else []
         return [*(p._version for p in trained), *(torch.stack(norms).tolist() if norms else ())]
+
+    def _list_trained(self) -> list[Tensor]:
+        return [p for p in self.parameters or self.task.parameters() if p.requires_grad and not is_lazy(p)]
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass of ``manual_backward``."""
