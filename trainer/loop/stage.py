@@ -197,6 +197,7 @@ class Stage:
         for resource in (trainer.steps, trainer.last_step):
             if resource is not None:
                 resource.close()
+        trainer.accelerator.strategy.stop_reducing()  # a backward pass after fit is of one rank
         for module in task_modules(self.task):
             TaskModule.untoggle_optimizer(module)  # an error may have come in between
         trainer.accelerator.close_loaders()

@@ -13,8 +13,8 @@ from treadle.callbacks import ModelCheckpoint
 import treadle
 
 
-def loader():
-    return DataLoader(TensorDataset(torch.linspace(0, 1, 16).view(8, 2)), batch_size=2)
+def loader(batch_size=2):
+    return DataLoader(TensorDataset(torch.linspace(0, 1, 16).view(8, 2)), batch_size)
 
 
 class Lazy(treadle.TaskModule):
@@ -61,16 +61,22 @@ def test_a_lazy_layer_trains_as_in_a_loop_by_hand(tmp_path):
 def fit_on_several():
     with pytest.raises(ValueError, match=r"Lazy.layers.0.weight belongs to a lazy layer .* Run a batch through"):
         trainer(devices=2, strategy="ddp").fit(Lazy(), loader())
-    with pytest.raises(ValueError, match=r"returned no optimizer. On 2 ranks, .* Return the optimizer"):
-        trainer(devices=2, strategy="ddp").fit(Private(), loader())
+    task, rank = Private(), treadle.Accelerator(cpu=True).process_index
+    task.start = 1.0 + rank  # rank zero's value counts from the first step on
+    trainer(devices=2, strategy="ddp").fit(task, loader(batch_size=1))
+    return task.scale.item(), task.first_gradient
 
 
-def test_several_ranks_need_both_before():
-    run(fit_on_several, 2)
+def test_several_ranks_need_lazy_layers_before():
+    (first, gradient), (second, other) = run(fit_on_several, 2)
+    assert first == second
+    assert gradient == other
 
 
 class Private(Lazy):
     """Keeps its own optimizer, which it makes with its parameters in the first step, as Pyro does."""
+
+    start = 1.0
 
     def __init__(self):
         super().__init__(lazy=False)
@@ -79,12 +85,14 @@ class Private(Lazy):
 
     def training_step(self, batch, batch_idx):
         if self.optimizer is None:
-            self.scale = nn.Parameter(torch.ones(()))
+            self.scale = nn.Parameter(torch.tensor(self.start))
             self.optimizer = torch.optim.SGD([self.scale], lr=0.1)
         loss = (self.scale * batch[0]).square().mean()
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
+        if batch_idx == 0:
+            self.first_gradient = self.scale.grad.item()
         self.log("loss", loss.detach())
 
     def configure_optimizers(self):
