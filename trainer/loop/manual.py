@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...common.messages import warn
-from ...engine.optim import PreparedOptimizer
-from ...engine.optim.prepared_optimizer import can_skip_on_device
+from ...engine.optim import PreparedOptimizer, can_skip_on_device
 from ..core import overrides
 from .automatic import Steps
 from .closure import needs_closure
