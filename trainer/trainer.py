@@ -604,8 +604,12 @@ class Trainer(LightningAliases):
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Optimizers of the task, unwrapped."""
-        return [prepared.optimizer for prepared in self.accelerator.optimizers]
+        """Optimizers of the task, unwrapped. May be set to other optimizers of the same parameters."""
+        return self.strategy.optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.strategy.optimizers = optimizers
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Return a context manager in which new parameters get the run's device and dtype.

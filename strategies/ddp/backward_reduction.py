@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class BackwardReduction:
-    """Hooks that average gradients over the ranks at the end of each backward pass, whoever starts it.
+    """Hooks that average gradients over the ranks at the end of each backward pass, even of ``loss.backward()``.
 
     torch's DDP needs one forward pass through its wrapper per backward pass. Manual optimization may call any method of
     the model, and run any number of backward passes on any part of it. Autograd itself therefore reports which

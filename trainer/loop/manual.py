@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -131,7 +132,7 @@ class ManualSteps(Steps):
         self.skipped |= self.counts[1] != before[1]
         self.has_stepped |= self.stepped  # by an optimizer
         if not (self.stepped or self.skipped) and self.values_before is not None:
-            is_updated = self.values_before != self._fingerprint()
+            is_updated = self._is_updated_by_hand()
             if is_updated:
                 self.strategy.check_updates(self._list_trained())
             self.stepped = is_updated or not self.optimizers
@@ -140,10 +141,22 @@ class ManualSteps(Steps):
         progress.phase = Phase.STEP_TAKEN if self.stepped else Phase.ENDING_STEP
         return self.stepped
 
+    def _is_updated_by_hand(self) -> bool:
+        before, after = self.values_before, self._fingerprint()
+        if before is None or before == after:
+            return False
+        if self.agreement.watch_finite and all(map(isfinite, before)) and not all(map(isfinite, after)):
+            raise ValueError(
+                f"{type(self.task).__name__} updated parameters without an optimizer in step {self.progress.step + 1}, "
+                "and they are not finite any more. Such an update can neither be checked before nor be skipped. Check "
+                "the data and the learning rate, or step an optimizer."
+            )
+        return True
+
     def _sum_counts(self) -> tuple[int, int]:
         return sum(o.steps_taken for o in self.optimizers), sum(o.skipped for o in self.optimizers)
 
-    def _fingerprint(self) -> list[Any]:
+    def _fingerprint(self) -> list[float]:
         """Return the versions and norms of the parameters. Updates through ``parameter.data`` change no versions."""
         trained = [p.detach() for p in self._list_trained()]
         norms = [norm.to(trained[0].device) for norm in torch._foreach_norm(trained)] if trained else []
@@ -211,6 +224,8 @@ class ManualSteps(Steps):
     def leave_out(self, losses: bool, optimizer: Optimizer | None = None) -> None:
         """Skip a step; see `Steps.leave_out`. After a loss that is not finite, every optimizer skips a step."""
         self.strategy.agreed_note = None
+        if optimizer is None and not self.stepped:
+            self._is_updated_by_hand()
         if losses or optimizer is None:
             self.tainted.update(prepared.optimizer for prepared in self.optimizers)
         if optimizer is not None:
@@ -248,8 +263,8 @@ class ManualSteps(Steps):
         if not self._check(optimizer) or (loss_scale is not None and loss_scale.has_overflowed(optimizer)):
             if isinstance(closure, partial):
                 raise ValueError(
-                    f"the gradients of {type(optimizer).__name__} are not finite, but its step evaluates a closure and "
-                    "can be skipped only if the optimizer that self.optimizers() returns is stepped. Step this one."
+                    f"the gradients of {type(optimizer).__name__} are not finite, and a step that evaluates a closure "
+                    "can be skipped only through the optimizer that self.optimizers() returns. Step that optimizer."
                 )
             del self.stepping[optimizer]
             self.skipped = True

@@ -677,6 +677,43 @@ def test_a_closure_within_a_step_can_not_be_skipped():
         trainer(precision="64-true", on_nonfinite="skip").fit(LbfgsSpoilt(), loader)
 
 
+class ByHandSpoilt(ByHand):
+    def loss(self, batch):
+        return super().loss(batch) * (float("nan") if self.trainer.fit_loop.batch_idx == 1 else 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*returned no optimizer")
+def test_an_update_by_hand_can_not_be_skipped():
+    loader = DataLoader(TensorDataset(*data()), BATCH)
+    with pytest.raises(ValueError, match=r"updated parameters without an optimizer in step 2.* not finite any more"):
+        trainer(precision="64-true", on_nonfinite="skip").fit(ByHandSpoilt(), loader)
+
+
+class SamWithClosureSpoilt(SamWithClosure):
+    choose = Attribute.choose
+
+    def loss(self, batch):
+        return super().loss(batch) * (float("nan") if self.trainer.fit_loop.batch_idx == 1 else 1.0)
+
+
+def test_a_step_with_a_closure_is_skipped_through_the_wrapper_only():
+    loader = DataLoader(TensorDataset(*data()), BATCH)
+    with pytest.raises(ValueError, match=r"gradients of Sam are not finite.* Step that optimizer"):
+        trainer(precision="64-true", on_nonfinite="skip").fit(SamWithClosureSpoilt(), loader)
+
+
+class ReplacedInTrainer(Form):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            self.trainer.optimizers = [torch.optim.Adam(self.net.parameters(), 0.05)]
+        super().training_step(batch, batch_idx)
+
+
+def test_the_trainers_optimizers_can_be_replaced():
+    for weight, expected in zip(fit(ReplacedInTrainer)[0], fit(ReplacedLater)[0], strict=True):
+        assert torch.equal(weight, expected)
+
+
 class BetweenBatches(Form):
     def training_step(self, batch, batch_idx):
         self.batch = batch
