@@ -259,7 +259,7 @@ class ManualSteps(Steps):
         if closure is not None:
             closure = self._adapt_closure(optimizer, closure)
             args, kwargs = (optimizer, closure, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
-        loss_scale, not_finite = self.accumulation.loss_scale, self.agreement.not_finite
+        loss_scale = self.accumulation.loss_scale
         if not self._check(optimizer) or (loss_scale is not None and loss_scale.has_overflowed(optimizer)):
             if isinstance(closure, partial):
                 raise ValueError(
@@ -273,8 +273,13 @@ class ManualSteps(Steps):
             empty: Any = object.__new__(type(optimizer))
             vars(empty).update(vars(optimizer), param_groups=[])
             return (empty,), {}
-        if not_finite is not None and can_skip_on_device(optimizer, not_finite):
+        not_finite = self.agreement.not_finite  # as the check has set it
+        is_guarded = not_finite is None or can_skip_on_device(optimizer, not_finite)
+        if not_finite is not None and is_guarded:
             optimizer.found_inf = not_finite  # type: ignore[attr-defined]
+        for prepared in self.optimizers:
+            if prepared.optimizer is optimizer:
+                prepared.guarded = is_guarded
         return None if closure is None else (args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:

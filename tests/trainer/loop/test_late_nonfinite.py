@@ -23,6 +23,7 @@ class Net(treadle.TaskModule):
         self.net = nn.Linear(3, 2)
         self.bad, self.kind, self.rank = bad, kind, rank
         self.automatic_optimization = not manual
+        self.wrapped = manual != "unwrapped"
         self.before = []
 
     def training_step(self, batch, batch_idx):
@@ -31,7 +32,7 @@ class Net(treadle.TaskModule):
             loss = loss * math.nan
         if self.automatic_optimization:
             return loss
-        optimizer = self.optimizers()
+        optimizer = self.optimizers(use_pl_optimizer=self.wrapped)
         self.manual_backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -78,7 +79,7 @@ def fit(bad, kind, rank=0, manual=False, **flags):
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("manual", [False, True, "unwrapped"])
 @pytest.mark.parametrize("bad", [0, 2, STEPS - 1])
 @pytest.mark.parametrize("kind", ["fused AdamW", "SGD"])
 def test_the_bad_step_is_left_out(kind, bad, manual):
@@ -91,20 +92,28 @@ def test_the_bad_step_is_left_out(kind, bad, manual):
     assert prepared == bad + 1  # the step after it is not begun
 
 
-@pytest.mark.parametrize(("kind", "bad"), [("AdamW", 2), ("SGD", 0)])
-def test_what_can_not_be_left_out_is_said(kind, bad):
-    message, unchanged, _ = fit(bad, kind)
+@pytest.mark.parametrize(("kind", "bad", "manual"), [("AdamW", 2, False), ("AdamW", 2, "unwrapped"), ("SGD", 0, False)])
+def test_what_can_not_be_left_out_is_said(kind, bad, manual):
+    message, unchanged, _ = fit(bad, kind, manual=manual)
     assert not unchanged
     assert "This step was already applied to the weights in memory. Resume from a checkpoint." in message
 
 
-def on_two_ranks(strategy, bad):
-    return fit(bad, "fused AdamW", rank=1, strategy=strategy)
+def on_two_ranks(strategy, bad, manual):
+    return fit(bad, "fused AdamW", rank=1, manual=manual, strategy=strategy)
 
 
-@pytest.mark.parametrize("bad", [2, STEPS - 1])
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
-def test_two_ranks_leave_it_out(strategy, bad):
-    for message, unchanged, _ in run(on_two_ranks, 2, strategy, bad):
+@pytest.mark.parametrize(
+    ("strategy", "bad", "manual"),
+    [
+        ("ddp", 2, False),
+        ("ddp", STEPS - 1, False),
+        ("ddp", 2, "unwrapped"),
+        pytest.param("fsdp", 2, False, marks=pytest.mark.exhaustive),
+        pytest.param("fsdp", STEPS - 1, False, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_two_ranks_leave_it_out(strategy, bad, manual):
+    for message, unchanged, _ in run(on_two_ranks, 2, strategy, bad, manual):
         assert unchanged
         assert f"the loss is not finite on rank 1 in optimizer step {bad + 1}" in message
