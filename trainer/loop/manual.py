@@ -53,6 +53,8 @@ class ManualSteps(Steps):
         self.stepped = False  # whether an optimizer stepped in the current batch
         self.has_stepped = False  # whether one stepped in this fit
         self.skipped = False
+        self.counts = self._sum_counts()
+        self.values_before: list[float] | None = None  # of the parameters, until an optimizer has stepped
         self.checked: Optimizer | None = None  # the optimizer that its wrapper is about to step
         self.stepping: dict[Optimizer, bool] = {}  # those within a step, and whether it was called without the wrapper
         self.votes = self.accumulation.always_agree
