@@ -725,7 +725,7 @@ class Accelerator(Process):
             models: The prepared models whose gradients are reduced only in the last micro-batch of a group, if the
                 strategy permits this. The gradients of other models are reduced in every micro-batch.
         """
-        self.accumulation.note_entered()
+        self.accumulation.note_entered(models)
         return self.accumulation.accumulate(*models)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
