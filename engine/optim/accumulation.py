@@ -29,8 +29,6 @@ class _Group:
 
     Attributes:
         models: The models; empty if `accumulate` was called without models, or not at all.
-        counts_calls: Whether each call of `accumulate` is a micro-batch of its own, although a prepared loader forms
-            groups of batches.
         position: Number of micro-batches so far, if no loader forms the group.
         items: Sum of the weights of these micro-batches, relative to the first one.
         unit: Number of samples of the first micro-batch over all processes; 1 if every micro-batch weighs the same.
@@ -38,19 +36,19 @@ class _Group:
         weight: Sum of this process's weights that were passed to `backward`; None without weights.
         unweighted: Whether some micro-batch had no such weight.
         total: Sum of ``weight`` over all processes, once the gradients have been divided by it.
-        entered: Number of the batch for which `accumulate` was called last; see `Cursor`.
+        entered: Number of the batch for which a user-defined loop called `accumulate` last; see `Cursor`.
         loss_before: The last loss before that call.
+        entries: Number of batches of the loader's group for which it was called; 0 after the last one.
     """
 
     __slots__ = (
-        "counts_calls", "divisor", "entered", "items", "loss_before", "models", "position", "total", "unit", "unweighted",
-        "weight",
-    )  # fmt: skip
+        *("models", "position", "items", "unit", "divisor", "weight", "unweighted", "total"),
+        *("entered", "loss_before", "entries"),
+    )
 
     def __init__(self, models: tuple[nn.Module, ...]) -> None:
         self.models = models
-        self.counts_calls = False
-        self.entered = -1
+        self.entered, self.entries = -1, 0
         self.loss_before: Any = None
         self.forget()
 
@@ -85,6 +83,8 @@ class Accumulation:
         optimizer_step_was_skipped: Whether the last call of an optimizer's ``step`` at the end of a group skipped the
             step. A step that is skipped on the device alone does not count, because the host does not know of it.
         groups_end_with_loader: Whether the end of a loader ends a group.
+        counts_calls: Whether each call of `accumulate` is a micro-batch, because a loop has called it several times for
+            a batch.
         always_agree: Whether the processes exchange votes in every step; see `Agreement`.
         guard: Function that is called with the optimizer before each step and returns whether the step may be taken.
         manual_ids: IDs of the parameters whose gradients are reduced before optimizer steps, as in manual optimization,
@@ -115,6 +115,7 @@ class Accumulation:
         self.watches_gradients = False
         self.guard: Callable[[PreparedOptimizer], bool] | None = None
         self.groups_end_with_loader = plugin.sync_with_dataloader
+        self.counts_calls = False
         self.sync_gradients = True
         self.optimizer_step_was_skipped = False
         self.autocasts = strategy.precision.compute is not None
@@ -132,7 +133,6 @@ class Accumulation:
         self._entered: Micro | None = None  # the last micro-batch that a user-defined loop used
         self._entered_number = 0  # its number, because equal groups share their facts
         self._entered_scale = 0.0  # the sum of the scales of the micro-batches used in this group
-        self._entered_count = 0
         self._factor_number = -1  # the number of the batch that has this factor
         self._latest_loss: ref[Tensor] | None = None
 
@@ -160,7 +160,7 @@ class Accumulation:
 
     def loader_group_size(self) -> int:
         """Return the number of micro-batches that a prepared loader puts into one full group."""
-        return self._micro_batches if self.groups_end_with_loader else 1
+        return self._micro_batches if self.groups_end_with_loader and not self.counts_calls else 1
 
     @property
     def steps(self) -> int:
@@ -192,6 +192,7 @@ class Accumulation:
         """Discard the current group, the step count and the votes, before a new run."""
         self._group = _Group(())
         self._groups = {(): self._group}
+        self.counts_calls = False
         self.forget_group()
         self.agreement.reset()
         if self.loss_scale is not None:
@@ -210,7 +211,7 @@ class Accumulation:
         if group.total is not None:
             self.forget_weights()
         micro = self.cursor.micro
-        if micro is not None and self.groups_end_with_loader and not group.counts_calls:
+        if micro is not None and self.groups_end_with_loader and not self.counts_calls:
             last = micro.last
             self._factor, self._correction = None, self._skip_correction
         else:
@@ -236,7 +237,7 @@ class Accumulation:
             running = get_running_loader()
             at_end = running is not None and self.groups_end_with_loader and running.end_of_dataloader
         else:
-            everyone = 1.0 if group.counts_calls else micro.everyone
+            everyone = 1.0 if self.counts_calls else micro.everyone
             share = self.world.size * micro.samples / micro.everyone if micro.everyone else 0.0
         self._factor, self._factor_number = group.add(everyone, self._micro_batches) * share, self.cursor.number
         last = at_end or group.position >= self._micro_batches
@@ -258,28 +259,28 @@ class Accumulation:
         if micro is None:
             return
         group = self._groups.get(models) or self._open_group(models)
-        repeated = group.entered == number and group.loss_before is not self._latest_loss
+        if group.entered != number:
+            group.entries = 0 if micro.last else group.entries + 1
+        elif group.loss_before is not self._latest_loss and not self.counts_calls:
+            self._start_counting(micro)
         group.entered, group.loss_before = number, self._latest_loss
-        if repeated and not group.counts_calls:
-            self._start_counting(group, micro)
         if not self.groups_end_with_loader or (micro is before and number == self._entered_number):
             return
         if before is None or before.last or (micro.number != before.number + 1 and not self._has_gradients()):
-            self._entered_scale, self._entered_count = 0.0, 0
+            self._entered_scale = 0.0
         self._entered, self._entered_number, self._skip_correction = micro, number, 1.0
         self._entered_scale += micro.scale
-        self._entered_count += 1
         if micro.last and self._entered_scale != micro.group_scale and self._entered_scale:
             self._skip_correction = micro.group_scale / self._entered_scale
 
-    def _start_counting(self, group: _Group, micro: Micro) -> None:
-        group.counts_calls, group.unit = True, 1.0
-        if not self.groups_end_with_loader:
-            return
-        if not micro.last:  # the calls so far are in the group, with the weights that the loader has given them
-            group.position = self._entered_count
-            group.items, group.divisor = float(group.position), micro.group_samples / (micro.everyone or 1)
-        elif self._micro_batches > 1:
+    def _start_counting(self, micro: Micro) -> None:
+        self.counts_calls = True
+        for group in self._groups.values():
+            group.unit = 1.0
+            if self.groups_end_with_loader:  # the calls so far keep the weights that the loader has given them
+                group.position, group.items = group.entries, float(group.entries)
+                group.divisor = micro.group_samples / micro.everyone if micro.everyone else 1.0
+        if micro.last and self.groups_end_with_loader and self._micro_batches > 1:
             warn(
                 f"accumulate was called again for a batch that had ended a group of gradient_accumulation_steps="
                 f"{self._micro_batches} batches. From now on, each call counts as a micro-batch, and every "
