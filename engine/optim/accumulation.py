@@ -87,6 +87,7 @@ class Accumulation:
             a batch.
         always_agree: Whether the processes exchange votes in every step; see `Agreement`.
         guard: Function that is called with the optimizer before each step and returns whether the step may be taken.
+        check_models: Function that is called once with models that are passed to `accumulate`.
         manual_ids: IDs of the parameters whose gradients are reduced before optimizer steps, as in manual optimization,
             and not in backward passes.
         unreduced: The optimizers of such parameters whose gradients have not been reduced yet.
@@ -114,6 +115,7 @@ class Accumulation:
         self.always_agree = False
         self.watches_gradients = False
         self.guard: Callable[[PreparedOptimizer], bool] | None = None
+        self.check_models: Callable[[tuple[nn.Module, ...]], None] | None = None
         self.groups_end_with_loader = plugin.sync_with_dataloader
         self.counts_calls = False
         self.sync_gradients = True
@@ -125,7 +127,7 @@ class Accumulation:
         self._micro_batches = plugin.num_steps
         self._delays_sync = strategy.delays_sync and not plugin.sync_each_batch
         self._group = _Group(())
-        self._groups = {(): self._group}
+        self._groups: dict[tuple[nn.Module, ...], _Group] = {}
         self._factor: float | None = None  # of the losses of the current micro-batch; None: the loader's, or 1 / k
         self._correction = 1.0  # of the gradients after the next backward pass
         self._skip_correction = 1.0  # the same, if a loop has skipped micro-batches of the loader's group
@@ -179,11 +181,16 @@ class Accumulation:
     @property
     def position(self) -> int:
         """Number of micro-batches in the current, unfinished group, if no prepared loader forms the groups."""
-        return max(group.position for group in list(self._groups.values()))
+        return max((group.position for group in list(self._groups.values())), default=0)
+
+    @property
+    def entered(self) -> bool:
+        """True once `accumulate` has been called."""
+        return bool(self._groups)
 
     def forget_group(self) -> None:
         """Discard the position in the current groups and their sums of weights, and start new groups."""
-        for group in self._groups.values():
+        for group in (self._group, *self._groups.values()):
             group.forget()
         self.unreduced.clear()
         self._entered, self._factor, self._correction, self._skip_correction = None, None, 1.0, 1.0
@@ -191,7 +198,7 @@ class Accumulation:
     def reset(self) -> None:
         """Discard the current group, the step count and the votes, before a new run."""
         self._group = _Group(())
-        self._groups = {(): self._group}
+        self._groups.clear()
         self.counts_calls = False
         self.forget_group()
         self.agreement.reset()
@@ -223,6 +230,8 @@ class Accumulation:
         return _NO_CONTEXT
 
     def _open_group(self, models: tuple[nn.Module, ...]) -> _Group:
+        if self.check_models is not None:
+            self.check_models(models)
         return self._groups.setdefault(models, _Group(models))
 
     def _count(self, group: _Group, micro: Micro | None) -> bool:
