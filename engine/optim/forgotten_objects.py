@@ -18,6 +18,7 @@ from ...common.messages import format_count, name_type, warn
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
 
+_unused_handles: list[RemovableHandle] = []
 _WATCHED_PASSES = 8  # several steps of loops with two or three models in turn
 
 
@@ -82,8 +83,11 @@ class LoopCheck:
             if check is not None:
                 check(optimizer)
 
+        while _unused_handles:
+            _unused_handles.pop().remove()
         self._handle = register_optimizer_step_pre_hook(before_step)
-        weakref.finalize(self, self._handle.remove)
+        # Not removed at once, because torch may be iterating over its list when garbage is collected.
+        weakref.finalize(self, _unused_handles.append, self._handle)
 
     def _stop_watching(self) -> None:
         if self._handle is not None:
