@@ -776,9 +776,9 @@ class Accelerator(Process):
     ) -> None:
         """Run the backward pass of one micro-batch, with the loss weighted and scaled.
 
-        Afterwards, while `sync_gradients` is True, the gradients of the parameters are those of the step, except for
-        the float16 loss scale. Pass the unscaled mean loss. With a prepared dataloader, the gradient of the step is the mean over all samples
-        of the group on all processes. Without a prepared dataloader, all micro-batches of a group have the same weight.
+        Pass the unscaled mean loss. While `sync_gradients` is True, `backward` leaves the mean gradient of the step,
+        except for the float16 loss scale. With a prepared dataloader, this is the mean over all samples of the group on
+        all processes. Without one, all micro-batches of a group have the same weight.
 
         Args:
             loss: The mean loss of the micro-batch, as a 0-d tensor.

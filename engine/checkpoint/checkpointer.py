@@ -289,7 +289,10 @@ class Checkpointer:
         limit = export.parse_shard_size(max_shard_size)
         if any(map(is_sharded, model.parameters())):
             self._accelerator.world.meet("accelerator.save_model")
-        weights = {strip_compile_prefix(name): value for name, value in self._collect_state(model).items()}
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):  # offloaded, read one by one
+            weights = {strip_compile_prefix(name): value for name, value in self._collect_state(model).items()}
+        else:
+            weights = self._accelerator.get_state_dict(model)
         if self._writes_on_this_rank():
             export.save_weights(weights, absolute(save_directory), limit, safe_serialization)
 

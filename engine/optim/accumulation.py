@@ -324,27 +324,14 @@ class Accumulation:
         ``by(loss, ...)`` is called instead of ``loss.backward(...)``.
         """
         self._latest_loss = ref(loss)
-        group, micro, scale = self._group, self.cursor.micro, 1.0
-        if weight is not None:
-            if group.unweighted:
-                raise ValueError(
-                    f"backward got weight={weight}, but earlier micro-batches of this accumulation group had no "
-                    "weight. Pass weight=... for every micro-batch of a group, or for none."
-                )
-            if micro is not None and not micro.samples:
-                weight = 0.0
-            if group.total is not None:
-                self._undo_division(group)
-            group.weight = weight if group.weight is None else group.weight + weight
-            loss = loss * weight
-        elif group.weight is not None:
-            raise ValueError(
-                "backward got no weight, but earlier micro-batches of this accumulation group had a weight. Pass "
-                "weight=... for every micro-batch of a group, or for none."
-            )
+        group = self._group
+        scale: Any
+        if weight is not None or group.weight is not None:
+            scale = self._add_weight(group, weight)
+            loss = loss * scale
         else:
             group.unweighted = not self.sync_gradients
-            scale = self._scale_of(micro)
+            scale = self._scale_of(self.cursor.micro)
             if scale != 1.0:
                 loss = loss * scale
         if self.loss_scale is not None:
@@ -373,6 +360,21 @@ class Accumulation:
                 scale_gradients(self._iter_trained_parameters(group), self._correction)
                 self._factor, self._factor_number = scale * self._correction, self.cursor.number
                 self._correction = 1.0
+
+    def _add_weight(self, group: _Group, weight: float | Tensor | None) -> float | Tensor:
+        """Add the weight of a micro-batch to its group, and return it; 0 for a placeholder without samples."""
+        if weight is None or group.unweighted:
+            this, earlier = ("no weight", "a weight") if weight is None else (f"weight={weight}", "no weight")
+            raise ValueError(
+                f"backward got {this}, but earlier micro-batches of this accumulation group had {earlier}. Pass "
+                "weight=... for every micro-batch of a group, or for none."
+            )
+        if self.cursor.micro is not None and not self.cursor.micro.samples:
+            weight = 0.0
+        if group.total is not None:
+            self._undo_division(group)
+        group.weight = weight if group.weight is None else group.weight + weight
+        return weight
 
     def _scale_of(self, micro: Micro | None) -> float:
         """Return the factor of the loss of a micro-batch without a weight."""

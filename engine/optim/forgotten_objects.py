@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ...common.messages import format_count, name_type, warn
+from ...strategies import is_wrapped_by_user
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
@@ -52,7 +51,7 @@ class LoopCheck:
         prepared = self._list_prepared()
         for model in models:
             trained = [p for p in self._accelerator.strategy.unwrap(model).parameters() if p.requires_grad]
-            if any(id(p) not in prepared for p in trained) and not _is_reduced_by_torch(trained):
+            if any(id(p) not in prepared for p in trained) and not is_wrapped_by_user(trained):
                 self._report(
                     "model",
                     f"accumulate got {name_type(model)}, which is not prepared, so {self._consequence()}. Pass the "
@@ -112,7 +111,7 @@ class LoopCheck:
             known = {id(leaf) for model in accelerator.models for leaf, _ in accelerator.strategy.graph_leaves(model)}
             if not any(id(leaf) in known for leaf in leaves):
                 stray = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
-        if stray and not _is_reduced_by_torch(stray):
+        if stray and not is_wrapped_by_user(stray):
             shapes = ", ".join(str(tuple(p.shape)) for p in stray[:3])
             self._report(
                 "model",
@@ -197,12 +196,3 @@ def _iter_leaves(loss: Tensor) -> Iterator[Tensor]:
             if following not in seen:
                 seen.add(following)
                 nodes.append(following)
-
-
-def _is_reduced_by_torch(parameters: Iterable[Tensor]) -> bool:
-    """Return whether the user has wrapped the parameters with torch's own DDP or FSDP. It takes about 100 ms."""
-    ids = {id(p) for p in parameters if not hasattr(p, "device_mesh")}  # FSDP's parameters have one
-    for module in gc.get_objects() if ids else ():
-        if issubclass(type(module), DistributedDataParallel):  # isinstance would wake up lazy proxies
-            ids.difference_update(map(id, module.parameters()))
-    return not ids

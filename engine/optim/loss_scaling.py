@@ -147,9 +147,7 @@ def _list_norms(optimizer: Optimizer) -> list[str]:
     return [str(torch.linalg.vector_norm(gradient).item()) for gradient in gradients]
 
 
-def scale_gradients(
-    parameters: Iterable[Tensor], numerator: float | Tensor, denominator: float | Tensor = 1.0
-) -> None:
+def scale_gradients(parameters: Iterable[Tensor], numerator: float | Tensor, denominator: float | Tensor = 1.0) -> None:
     """Multiply gradients by ``numerator / denominator`` in place; by zero if the denominator is not positive."""
     # Each gradient once, even if two models share a parameter.
     gradients = [local(p.grad) for p in dict.fromkeys(parameters) if p.grad is not None]

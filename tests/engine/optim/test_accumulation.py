@@ -5,9 +5,9 @@ import torch
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader
-from treadle.utils import GradientAccumulationPlugin
 
 import treadle
+from treadle.utils import GradientAccumulationPlugin
 
 EPOCHS = 2
 LR = 0.05
