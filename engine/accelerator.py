@@ -38,6 +38,7 @@ from .optim import (
     Agreement,
     BuiltSchedule,
     GradientGuard,
+    LoopCheck,
     PreparedOptimizer,
     PreparedScheduler,
     join_uneven_inputs,
@@ -253,6 +254,8 @@ class Accelerator(Process):
         )
         self._gradient_guard = GradientGuard(self.on_nonfinite, self.loaders, on_host=self.device.type == "cpu")
         self.accumulation.guard = None if self.on_nonfinite == "ignore" else self._gradient_guard
+        self._loop_check = LoopCheck(self)
+        self.accumulation.check_models = self._loop_check.check_models
         self.checkpointer = Checkpointer(self)
         self.tracking = trackers
         self.dataloader_config.announce_differences()
@@ -721,11 +724,14 @@ class Accelerator(Process):
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
         """Return a context for the forward and backward pass of one micro-batch, and for the optimizer's ``step``.
 
+        The batches of a prepared dataloader form the groups. If a loop enters a batch again with the same models after
+        a backward pass, each call counts as a micro-batch from then on.
+
         Args:
             models: The prepared models whose gradients are reduced only in the last micro-batch of a group, if the
                 strategy permits this. The gradients of other models are reduced in every micro-batch.
         """
-        self.accumulation.note_entered()
+        self.accumulation.note_entered(models)
         return self.accumulation.accumulate(*models)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -770,8 +776,9 @@ class Accelerator(Process):
     ) -> None:
         """Run the backward pass of one micro-batch, with the loss weighted and scaled.
 
-        Pass the unscaled mean loss. With a prepared dataloader, the gradient of the step is the mean over all samples
-        of the group on all processes. Without a prepared dataloader, all micro-batches of a group have the same weight.
+        Pass the unscaled mean loss. While `sync_gradients` is True, `backward` leaves the mean gradient of the step,
+        except for the float16 loss scale. With a prepared dataloader, this is the mean over all samples of the group on
+        all processes. Without one, all micro-batches of a group have the same weight.
 
         Args:
             loss: The mean loss of the micro-batch, as a 0-d tensor.
@@ -781,9 +788,12 @@ class Accelerator(Process):
             kwargs: Keyword arguments of ``Tensor.backward`` or ``by``.
 
         Raises:
-            ValueError: If only some micro-batches of a group have a ``weight``.
+            ValueError: If only some micro-batches of a group have a ``weight``, or if gradients of parameters that are
+                not part of a prepared model would make the ranks diverge.
         """
         self.accumulation.backward(loss, weight=weight, by=by, **kwargs)
+        if self._loop_check.active:
+            self._loop_check.after_backward(loss)
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
@@ -847,7 +857,7 @@ class Accelerator(Process):
     def finish_gradients(self) -> None:
         """Divide gradients by the total ``weight`` that all processes passed to `backward` in the accumulation group.
 
-        Prepared optimizers do this in ``step`` if it has not been done yet.
+        `backward` does this at the end of a group, so a call is needed only after setting `sync_gradients`.
         """
         self.accumulation.finish_gradients()
 
@@ -1019,6 +1029,7 @@ class Accelerator(Process):
             TypeError: If an argument has the wrong type, or a state contains something that cannot be saved.
             OSError: If a disk operation or an upload fails.
         """
+        self._loop_check.warn_if_nothing_is_saved()
         return self.checkpointer.save_state(
             output_dir,
             safe_serialization,
@@ -1302,6 +1313,7 @@ class Accelerator(Process):
             prepared.clear()  # type: ignore[attr-defined]
         self.cursor.micro = self.rng.stream = None
         self._compared = False
+        self._loop_check.reset()
         self._trained.clear()
         self.checkpointer.forget_prepared()
         self.accumulation.reset()

@@ -40,12 +40,12 @@ def check_equal_shapes(name: str, value: Any, world: World) -> None:
         _check_forms(name, value, world)
 
 
-def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = False) -> Any:
+def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = False, samples: int | None = None) -> Any:
     """Concatenate the tensors of all processes along dimension 0, in rank order; the numbers of rows may differ.
 
-    A 0-d tensor counts as one row. Each part of ``value`` without tensors becomes one list of its items on all
-    processes, except fields of a dataclass, which are not gathered. If ``empty``, this process contributes no rows and
-    no items. For ``sync_grads``, see `Accelerator.gather`.
+    A 0-d tensor counts as one row. Each part of ``value`` without tensors is gathered as by `gather_items`, except
+    fields of a dataclass, which are not gathered. If ``empty``, this process contributes no rows and no items. For
+    ``sync_grads``, see `Accelerator.gather`. ``samples`` is the number of samples in this process's batch, if known.
 
     Raises:
         TypeError: If the value holds no tensor.
@@ -65,10 +65,18 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
     if empty:
         rows = [t[:0] for t in rows]
     if world.size == 1:
-        return _rebuild(value, rows, [_to_items(other, empty) for other in others])
+        return _rebuild(value, rows, [_merge([_take_items(other, empty)]) for other in others])
     grads = ["" if t.requires_grad else " without gradient" for t in rows] if sync_grads else [""] * len(rows)
     mine = [(tuple(t.shape[1:]), f"{t.dtype}{grad}", t.shape[0]) for t, grad in zip(rows, grads, strict=True)]
-    parts = world.gather_objects((mine, [_to_items(other, empty) for other in others]))
+    by_sample = samples is not None and not empty and _has_tensor_per_sample(value, samples)
+    gathered_parts = world.gather_objects((mine, [_take_items(other, empty) for other in others], by_sample))
+    if any(flag for *_, flag in gathered_parts):
+        raise ShapesDiffer(
+            f"gather_for_metrics got a list with one tensor for each of the {samples} samples of the batch, and would "
+            "concatenate the tensors of different samples. Use gather_for_metrics(..., use_gather_object=True), which "
+            "returns a list with all samples. If the list is not one tensor per sample, pass a tuple."
+        )
+    parts = [(shapes, lists) for shapes, lists, _ in gathered_parts]
     forms = [([form[:2] for form in shapes], len(lists)) for shapes, lists in parts]
     if any(form != forms[0] for form in forms):
         raise ShapesDiffer(
@@ -79,7 +87,7 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
     gathered = [
         _gather_rows(tensor, [shapes[number][2] for shapes, _ in parts], world) for number, tensor in enumerate(rows)
     ]
-    lists = [[item for _, every in parts for item in every[number]] for number in range(len(others))]
+    lists = [_merge([every[number] for _, every in parts]) for number in range(len(others))]
     return _rebuild(value, gathered, lists)
 
 
@@ -204,15 +212,82 @@ def holds_tensor(value: Any) -> bool:
     return bool(tensors)
 
 
-def _to_items(value: Any, empty: bool = False) -> list[Any]:
-    if empty:
-        return []
+def _to_items(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def gather_objects(value: Any, world: World) -> list[Any]:
     """Return one list of the items of all processes, in rank order. A value other than a list or tuple is one item."""
     return [item for part in world.gather_objects(_to_items(value)) for item in part]
+
+
+def gather_items(value: Any, world: World, empty: bool = False) -> Any:
+    """Return the items of all processes, in rank order, in the same structure for any number of processes.
+
+    A tuple of lists, or a dict of lists, such as ``(predictions, references)``, is gathered item by item. Any other
+    value becomes one list. If ``empty``, this process contributes no items.
+
+    Raises:
+        ShapesDiffer: On every process, if the structures of the processes differ.
+    """
+    return _merge(world.gather_objects(_take_items(value, empty)))
+
+
+def _list_fields(value: Any) -> tuple[Any, ...] | None:
+    """Return the names of the lists in a tuple or dict of lists; None for any other value."""
+    if not isinstance(value, tuple | Mapping) or not value:
+        return None
+    items = value.values() if isinstance(value, Mapping) else value
+    is_nested = all(isinstance(item, list) or _list_fields(item) is not None for item in items)
+    return tuple(value if isinstance(value, Mapping) else range(len(value))) if is_nested else None
+
+
+def _take_items(value: Any, empty: bool) -> Any:
+    if _list_fields(value) is None:
+        return [] if empty else _to_items(value)
+    return _map_items(value, lambda _, item: _take_items(item, empty))
+
+
+def _map_items(value: Any, function: Callable[[Any, Any], Any]) -> Any:
+    if isinstance(value, Mapping):
+        items = {key: function(key, item) for key, item in value.items()}
+        return items if type(value) is dict else with_items(value, items)
+    parts = [function(number, item) for number, item in enumerate(value)]
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def _merge(parts: list[Any]) -> Any:
+    """Join the results of `_take_items` of all processes."""
+    fields = [_list_fields(part) for part in parts]
+    if any(names != fields[0] for names in fields):
+        by_rank = "; ".join(
+            f"rank {rank}: {name_type(part)}{'' if names is None else f' of {len(names)} lists'}"
+            for rank, (part, names) in enumerate(zip(parts, fields, strict=True))
+        )
+        raise ShapesDiffer(
+            f"gather_for_metrics needs the same structure of lists on every process, but got {by_rank}. Pass a list "
+            "with one item for each sample."
+        )
+    if fields[0] is None:
+        return [item for part in parts for item in part]
+    return _map_items(parts[0], lambda key, _: _merge([part[key] for part in parts]))
+
+
+def take_first(gathered: Any, count: int) -> Any:
+    """Return the first ``count`` items of each list in a result of `gather_items`."""
+    if isinstance(gathered, list):
+        return gathered[:count]
+    return _map_items(gathered, lambda _, item: take_first(item, count))
+
+
+def _has_tensor_per_sample(value: Any, samples: int) -> bool:
+    """Return whether a list in ``value`` has one tensor for each sample, rather than tensors with a row for each."""
+    if isinstance(value, list) and len(value) == samples and all(isinstance(item, Tensor) for item in value):
+        return any(item.ndim and item.shape[0] != samples for item in value)
+    if isinstance(value, Mapping | list | tuple):
+        items = value.values() if isinstance(value, Mapping) else value
+        return any(_has_tensor_per_sample(item, samples) for item in items)
+    return False
 
 
 def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:

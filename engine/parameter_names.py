@@ -36,7 +36,8 @@ def split_tied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
     aliases: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in weights.items():
-        first_name = first.setdefault(make_view_key(tensor), name)
+        key = make_view_key(tensor) if isinstance(tensor, Tensor) else (id(tensor),)
+        first_name = first.setdefault(key, name)
         if first_name == name:
             tensors[name] = tensor
         else:

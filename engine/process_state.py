@@ -184,21 +184,26 @@ class Process:
             use_gather_object: Gather the value as objects. Default: False.
 
         Returns:
-            The structure with tensors concatenated along dimension 0. A list, as from `gather_object`, if the value
-            contains no tensor or ``use_gather_object`` is True.
+            The structure with tensors concatenated along dimension 0. If the value contains no tensor or
+            ``use_gather_object`` is True, a list of the items of all processes; for a tuple or dict of lists, the tuple
+            or dict with such a list in place of each.
 
         Raises:
-            ShapesDiffer: On every process, if the tensors of the processes are not compatible.
+            ShapesDiffer: On every process, if the values of the processes are not compatible, or if a list has one
+                tensor per sample and ``use_gather_object`` is False.
         """
         micro = self.cursor.micro
         stand_in = micro is not None and not micro.samples
         if use_gather_object or not collectives.holds_tensor(input_data):
-            gathered = collectives.gather_objects([] if stand_in else input_data, self.data_world)
+            gathered = collectives.gather_items(input_data, self.data_world, empty=stand_in)
         else:
             if micro is not None and (batch_size := self._get_batch_size()) not in (None, micro.samples):
                 input_data = collectives.resize_repeated(input_data, batch_size, micro.samples)
-            gathered = collectives.gather(input_data, self.data_world, empty=stand_in)
-        return gathered if micro is not None else _drop_repeated(gathered)
+            samples = None if micro is None else micro.samples
+            gathered = collectives.gather(input_data, self.data_world, empty=stand_in, samples=samples)
+        if micro is not None:
+            return gathered
+        return _drop_repeated(gathered, items=use_gather_object or not collectives.holds_tensor(input_data))
 
     def _get_batch_size(self) -> int | None:
         """Return this rank's number of samples in a full batch of the current DataLoader, or None if unknown."""
@@ -377,13 +382,13 @@ class Process:
             self.world.raise_together(None)
 
 
-def _drop_repeated(gathered: Any) -> Any:
-    """Remove the rows that a loader without an Accelerator repeated to fill its last batch."""
+def _drop_repeated(gathered: Any, items: bool) -> Any:
+    """Remove the rows, or with ``items`` the items, that a loader without an Accelerator repeated in its last batch."""
     loader = get_running_loader()
     if loader is None or not loader.end_of_dataloader or loader.remainder <= 0:
         return gathered
-    if not collectives.holds_tensor(gathered):
-        return gathered[: loader.remainder]
+    if items:
+        return collectives.take_first(gathered, loader.remainder)
     return apply_to_collection(gathered, torch.Tensor, lambda tensor: tensor[: loader.remainder])
 
 

@@ -108,6 +108,7 @@ class LoggerTracker(GeneralTracker):
     def __init__(self, logger: Any, name: str) -> None:
         self.name = name
         self.logger = logger
+        self._warned_of_texts = False
         super().__init__()
 
     @property
@@ -124,18 +125,77 @@ class LoggerTracker(GeneralTracker):
         self.logger.log_hyperparams(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log values as metrics; see `GeneralTracker`.
+        """Log numbers as metrics, and texts with `log_texts`; see `GeneralTracker`.
 
         Args:
             values: The values, by name.
             step: The step, or None.
             kwargs: Further arguments of the logger's ``log_metrics``.
         """
-        self.logger.log_metrics(values, step, **kwargs)
+        texts = {name: value for name, value in values.items() if isinstance(value, str)}
+        if texts:
+            self.log_texts(texts, step)
+            values = {name: value for name, value in values.items() if name not in texts}
+        if values or not texts:
+            self.logger.log_metrics(values, step, **kwargs)
+
+    def log_texts(self, texts: dict[str, str], step: int | None) -> None:
+        """Log texts, or warn once if the logger does not store texts.
+
+        Args:
+            texts: The texts, by name.
+            step: The step, or None.
+        """
+        write = _TEXT_WRITERS.get(self.name)
+        if write is not None:
+            write(self, texts, step)
+        elif not self._warned_of_texts:
+            self._warned_of_texts = True
+            warn(
+                f"accelerator.log got the text {next(iter(texts))!r}, but the tracker {self.name!r} stores only "
+                "numbers. Texts are left out."
+            )
 
     def finish(self) -> None:
         """Finalize the logger; see `GeneralTracker`."""
         self.logger.finalize("success")
+
+
+def _add_texts(tracker: LoggerTracker, texts: dict[str, str], step: int | None) -> None:
+    for name, text in texts.items():
+        tracker.tracker.add_text(name, text, global_step=step)
+
+
+def _log_texts(tracker: LoggerTracker, texts: dict[str, str], step: int | None) -> None:
+    tracker.tracker.log(texts, step=step)
+
+
+def _log_row(tracker: LoggerTracker, texts: dict[str, str], step: int | None) -> None:
+    tracker.logger._log(dict(texts), step)
+
+
+def _log_texts_as_others(tracker: LoggerTracker, texts: dict[str, str], step: int | None) -> None:
+    for name, text in texts.items():
+        tracker.tracker.log_other(name, text)
+
+
+def _track_texts(tracker: LoggerTracker, texts: dict[str, str], step: int | None) -> None:
+    import aim
+
+    for name, text in texts.items():
+        tracker.tracker.track(aim.Text(text), name=name, step=step)
+
+
+# By the tracker's name; the methods that Accelerate's trackers call for texts.
+_TEXT_WRITERS: dict[str, Callable[[Any, dict[str, str], int | None], None]] = {
+    "tensorboard": _add_texts,
+    "comet_ml": _log_texts_as_others,
+    "comet": _log_texts_as_others,
+    "aim": _track_texts,
+    "wandb": _log_row,
+    "trackio": _log_texts,
+    "swanlab": _log_texts,
+}
 
 
 class RunTracker(LoggerTracker):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .model_init import built_in_place
     from .precision import Precision
     from .registry import register_strategy, resolve_devices, resolve_strategy, strategy_names
-    from .strategy import SingleDevice, Strategy
+    from .strategy import SingleDevice, Strategy, is_wrapped_by_user
     from .strategy import SingleDevice as SingleDeviceStrategy
     from .wrap_policy import describe_kind, repeated_blocks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -226,7 +227,7 @@ class Strategy(StrategyAliases):
             module: Module that `wrap` returned.
         """
         while True:
-            if isinstance(module, Router | nn.parallel.DistributedDataParallel):
+            if isinstance(module, Router | nn.parallel.DistributedDataParallel | nn.DataParallel):
                 module = module.module
             elif (compiled := module._modules.get("_orig_mod")) is not None:  # the module that `torch.compile` returned
                 module = compiled
@@ -641,3 +642,16 @@ def make_group_options(timeout: Any, backend: str | None) -> dict[str, Any]:
     """
     options = {"timeout": None if timeout is None else parse_duration("timeout", timeout), "backend": backend}
     return {name: value for name, value in options.items() if value is not None}
+
+
+def is_wrapped_by_user(parameters: Iterable[Tensor]) -> bool:
+    """Return whether parameters belong to a module that was wrapped with torch's DDP or FSDP. It takes about 100 ms.
+
+    Args:
+        parameters: The parameters.
+    """
+    ids = {id(p) for p in parameters if not hasattr(p, "device_mesh")}  # FSDP's parameters have one
+    for module in gc.get_objects() if ids else ():
+        if issubclass(type(module), nn.parallel.DistributedDataParallel):  # isinstance would wake up lazy proxies
+            ids.difference_update(map(id, module.parameters()))
+    return not ids

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         dispatch_model,
         find_station,
         is_dispatched,
+        list_offloaded,
         remove_hook_from_submodules,
     )
     from .empty_init import init_empty_weights, init_on_device

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.messages import announce
-from ..checkpoint import MemoryPiece, Piece, Weights, abbreviate
+from ..checkpoint import MemoryPiece, Piece, UnreadTensor, Weights, abbreviate
 from ..weights import open_weights
 from .device_map import check_device_map, look_up_device
 from .hooks import Home, Loan, Station, make_stand_in
@@ -208,6 +208,24 @@ def is_dispatched(model: nn.Module) -> bool:
     if len(places) > 1 or "disk" in places:
         return True
     return any(isinstance(hook, Station) and hook.loans for hook in _find_hooks(model))
+
+
+def list_offloaded(model: nn.Module) -> dict[str, UnreadTensor]:
+    """Return references to the offloaded tensors of a model by name. Tied tensors share a reference.
+
+    Args:
+        model: The dispatched model.
+    """
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(f"{name}." if name else "")
+    loans = [loan for hook in _find_hooks(model) if isinstance(hook, Station) for loan in hook.loans]
+    references: dict[int, UnreadTensor] = {}
+    return {
+        prefix + loan.name: references.setdefault(id(loan.stand_in), UnreadTensor(loan.piece, loan.shape.dtype))
+        for loan in loans
+        for prefix in names[id(loan.module)]
+    }
 
 
 def remove_hook_from_submodules(model: nn.Module) -> nn.Module:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         MemoryPiece,
         Piece,
         Stored,
+        UnreadTensor,
         Weights,
         abbreviate,
         read_mark,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ...common.messages import named_ranks, warn
@@ -28,6 +28,7 @@ from .manifest import Manifest
 from .model_check import FrozenWeights
 from .open_checkpoint import OpenCheckpoint, open_together
 from .parts import Files
+from .safetensors_file import UnreadTensor
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
@@ -249,11 +250,23 @@ class Checkpointer:
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full state dict of a model; see `Accelerator.get_state_dict`."""
-        accelerator = self._accelerator
-        state = whole(accelerator.strategy.model_state(model), accelerator.is_main_process)
+        state = self._collect_state(model)
+        read = {id(value): value[...] for value in state.values() if isinstance(value, UnreadTensor)}
+        state = {name: read.get(id(value), value) for name, value in state.items()}
         if not unwrap:
             return dict(zip(model.state_dict(), state.values(), strict=True))
         return {strip_compile_prefix(name): value for name, value in state.items()}
+
+    def _collect_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the full state dict of a model, with references to tensors that a device map has offloaded."""
+        accelerator = self._accelerator
+        state: dict[str, Any] = whole(accelerator.strategy.model_state(model), accelerator.is_main_process)
+        if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
+            from ..big_models import list_offloaded  # takes 25 ms, and imports this package
+
+            offloaded = list_offloaded(accelerator.strategy.unwrap(model))
+            state = {name: offloaded.get(name, value) for name, value in state.items()}
+        return state
 
     def _writes_on_this_rank(self) -> bool:
         accelerator = self._accelerator
@@ -276,7 +289,10 @@ class Checkpointer:
         limit = export.parse_shard_size(max_shard_size)
         if any(map(is_sharded, model.parameters())):
             self._accelerator.world.meet("accelerator.save_model")
-        weights = self._accelerator.get_state_dict(model)
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):  # offloaded, read one by one
+            weights = {strip_compile_prefix(name): value for name, value in self._collect_state(model).items()}
+        else:
+            weights = self._accelerator.get_state_dict(model)
         if self._writes_on_this_rank():
             export.save_weights(weights, absolute(save_directory), limit, safe_serialization)
 

@@ -495,6 +495,7 @@ def _load_schedulers(accelerator: Accelerator, state: TrainState, manifest: Mani
 
 def _load_shared_state(accelerator: Accelerator, state: TrainState, manifest: Manifest) -> None:
     _load_schedulers(accelerator, state, manifest)
+    accelerator.accumulation.counts_calls = bool(state.get("counts_calls"))  # before the loaders form groups
     evaluation = [loader for loader in accelerator.loaders if loader.evaluation]
     for loader, saved in zip(_list_training_loaders(accelerator), state["loaders"], strict=False):
         loader.load_state_dict(saved)

@@ -171,6 +171,22 @@ class Piece(Protocol):
 Weights = dict[str, Piece]
 
 
+@dataclass(frozen=True)
+class UnreadTensor:
+    """Tensor of a piece in the model's ``dtype``, which is read each time it is indexed; see `Whole`."""
+
+    piece: Piece
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the tensor."""
+        return self.piece.shape
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return read_tensor(self.piece).to(self.dtype)[index]
+
+
 def read_tensor(piece: Piece) -> Tensor:
     """Return a piece's tensor, to copy values from. A tensor of more than 1 MiB may be mapped onto its file."""
     length = piece.shape.numel() * piece.dtype.itemsize

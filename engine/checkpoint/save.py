@@ -422,6 +422,7 @@ def _collect_shared_state(accelerator: Accelerator) -> TrainState:
         evaluation_loaders=[loader.state_dict() for loader in accelerator.loaders if loader.evaluation],
         stream=None if accelerator.rng.stream is None else accelerator.rng.stream.get_state(),
         reduction_orders=list_reduction_orders(accelerator),
+        counts_calls=accelerator.accumulation.counts_calls,
         registered=registered,
     )
 

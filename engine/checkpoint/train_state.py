@@ -59,7 +59,7 @@ def optimizer_part(number: int, rank: int = 0) -> str:
 class TrainState(TypedDict):
     """Content of the part ``state``: the state that all ranks share. Lists are in the order of the prepared objects.
 
-    ``scheduler_advances`` and ``schedules_built`` are missing in older checkpoints.
+    ``scheduler_advances``, ``schedules_built`` and ``counts_calls`` are missing in older checkpoints.
     """
 
     schedulers: list[dict[str, Any]]
@@ -72,6 +72,7 @@ class TrainState(TypedDict):
     evaluation_loaders: list[dict[str, Any]]
     stream: dict[str, Any] | None
     reduction_orders: list[list[int]]
+    counts_calls: NotRequired[bool]  # see `Accumulation.counts_calls`
     registered: dict[str, Any]
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .agreement import Agreement
     from .batch_size import attempt, find_executable_batch_size, is_out_of_memory
     from .built_options import BuiltSchedule
+    from .forgotten_objects import LoopCheck
     from .gradient_guard import GradientGuard
     from .join import join_uneven_inputs
     from .loss_scaling import LossScale

@@ -11,16 +11,65 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...common.messages import warn
 from ...common.validation import check_int
 from ...strategies import Strategy, World
 from ..configuration import GradientAccumulationPlugin
 from ..data import Cursor, Micro
 from ..running_loaders import get_running_loader
 from .agreement import Agreement
-from .loss_scaling import LossScale, divide_gradients
+from .loss_scaling import LossScale, scale_gradients
 from .prepared_optimizer import PreparedOptimizer
 
 _NO_CONTEXT = nullcontext()
+
+
+class _Group:
+    """Micro-batches of the current optimizer step of the models that are passed to the same `Accumulation.accumulate`.
+
+    Attributes:
+        models: The models; empty if `accumulate` was called without models, or not at all.
+        position: Number of micro-batches so far, if no loader forms the group.
+        items: Sum of the weights of these micro-batches, relative to the first one.
+        unit: Number of samples of the first micro-batch over all processes; 1 if every micro-batch weighs the same.
+        divisor: Sum of the relative weights by which the losses are divided.
+        weight: Sum of this process's weights that were passed to `backward`; None without weights.
+        unweighted: Whether some micro-batch had no such weight.
+        total: Sum of ``weight`` over all processes, once the gradients have been divided by it.
+        entered: Number of the batch for which a user-defined loop called `accumulate` last; see `Cursor`.
+        loss_before: The last loss before that call.
+        entries: Number of batches of the loader's group for which it was called; 0 after the last one.
+    """
+
+    __slots__ = (
+        *("models", "position", "items", "unit", "divisor", "weight", "unweighted", "total"),
+        *("entered", "loss_before", "entries"),
+    )
+
+    def __init__(self, models: tuple[nn.Module, ...]) -> None:
+        self.models = models
+        self.entered, self.entries = -1, 0
+        self.loss_before: Any = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Start a new group."""
+        self.position, self.items, self.unit, self.divisor = 0, 0.0, 1.0, 1.0
+        self.weight: float | Tensor | None = None
+        self.total: float | Tensor | None = None
+        self.unweighted = False
+
+    def add(self, samples: float, divisor: float) -> float:
+        """Count a micro-batch with ``samples`` over all processes, and return its share of the mean over the group.
+
+        ``divisor`` is the number of micro-batches in a full group.
+        """
+        if not self.position:
+            self.items, self.unit, self.divisor = 0.0, samples or 1.0, divisor
+        self.position += 1
+        weight = samples / self.unit
+        self.items += weight
+        return weight / self.divisor
 
 
 class Accumulation:
@@ -34,13 +83,14 @@ class Accumulation:
         optimizer_step_was_skipped: Whether the last call of an optimizer's ``step`` at the end of a group skipped the
             step. A step that is skipped on the device alone does not count, because the host does not know of it.
         groups_end_with_loader: Whether the end of a loader ends a group.
-        position: Number of micro-batches in the current, unfinished group, if no prepared loader forms the groups.
+        counts_calls: Whether each call of `accumulate` is a micro-batch, because a loop has called it several times for
+            a batch.
         always_agree: Whether the processes exchange votes in every step; see `Agreement`.
         guard: Function that is called with the optimizer before each step and returns whether the step may be taken.
-        unfinished: Whether the gradients are weighted sums that have not been divided by the total weight yet.
         unreduced: In manual optimization, the parameters whose gradients no backward pass has reduced.
         adapt_closure: Function that is called with the wrapped optimizer and a closure before each step with a closure,
             and returns the closure to use. None to use the closure as it is.
+        check_models: Function that is called once with models that are passed to `accumulate`.
     """
 
     def __init__(
@@ -63,24 +113,27 @@ class Accumulation:
         self.always_agree = False
         self.watches_gradients = False
         self.guard: Callable[[PreparedOptimizer], bool] | None = None
+        self.check_models: Callable[[tuple[nn.Module, ...]], None] | None = None
         self.groups_end_with_loader = plugin.sync_with_dataloader
+        self.counts_calls = False
         self.sync_gradients = True
         self.optimizer_step_was_skipped = False
         self.autocasts = strategy.precision.compute is not None
-        self.position = 0
-        self.unfinished = False
         self.unreduced = strategy.unreduced
         self.adapt_closure: Callable[[Optimizer, Callable[[], Any]], Callable[[], Any]] | None = None
         strategy.backward_note = lambda: self.agreement.taint()
         self._micro_batches = plugin.num_steps
         self._delays_sync = strategy.delays_sync and not plugin.sync_each_batch
-        self._weight: float | Tensor | None = None
-        self._unweighted = False  # whether some micro-batch of this group has reported no weight
+        self._group = _Group(())
+        self._groups: dict[tuple[nn.Module, ...], _Group] = {}
+        self._factor: float | None = None  # of the losses of the current micro-batch; None: the loader's, or 1 / k
+        self._correction = 1.0  # of the gradients after the next backward pass
+        self._skip_correction = 1.0  # the same, if a loop has skipped micro-batches of the loader's group
         self._steps_before = 0
         self._entered: Micro | None = None  # the last micro-batch that a user-defined loop used
         self._entered_number = 0  # its number, because equal groups share their facts
         self._entered_scale = 0.0  # the sum of the scales of the micro-batches used in this group
-        self._correction = 1.0
+        self._factor_number = -1  # the number of the batch that has this factor
         self._latest_loss: ref[Tensor] | None = None
 
     @property
@@ -107,7 +160,7 @@ class Accumulation:
 
     def loader_group_size(self) -> int:
         """Return the number of micro-batches that a prepared loader puts into one full group."""
-        return self._micro_batches if self.groups_end_with_loader else 1
+        return self._micro_batches if self.groups_end_with_loader and not self.counts_calls else 1
 
     @property
     def steps(self) -> int:
@@ -123,16 +176,28 @@ class Accumulation:
         """Return the number of steps of one optimizer in this process, plus the run's steps before a resume."""
         return self._steps_before + optimizer.steps_taken
 
+    @property
+    def position(self) -> int:
+        """Number of micro-batches in the current, unfinished group, if no prepared loader forms the groups."""
+        return max((group.position for group in list(self._groups.values())), default=0)
+
+    @property
+    def entered(self) -> bool:
+        """True once `accumulate` has been called."""
+        return bool(self._groups)
+
     def forget_group(self) -> None:
-        """Discard the position in the current group and its sum of weights, and start a new group."""
-        self.position = 0
-        self._weight = None
-        self.unfinished = self._unweighted = False
+        """Discard the position in the current groups and their sums of weights, and start new groups."""
+        for group in (self._group, *self._groups.values()):
+            group.forget()
         self.unreduced.clear()
-        self._entered, self._correction = None, 1.0
+        self._entered, self._factor, self._correction, self._skip_correction = None, None, 1.0, 1.0
 
     def reset(self) -> None:
         """Discard the current group, the step count and the votes, before a new run."""
+        self._group = _Group(())
+        self._groups.clear()
+        self.counts_calls = False
         self.forget_group()
         self.agreement.reset()
         if self.loss_scale is not None:
@@ -147,40 +212,88 @@ class Accumulation:
 
         The returned context has no effect.
         """
+        group = self._group = self._groups.get(models) or self._open_group(models)
+        if group.total is not None:
+            self.forget_weights()
         micro = self.cursor.micro
-        if micro is not None and self.groups_end_with_loader:
+        if micro is not None and self.groups_end_with_loader and not self.counts_calls:
             last = micro.last
-        else:  # batches from other sources: every k-th ends a group
-            self.position += 1
-            running = get_running_loader()
-            at_end = running is not None and self.groups_end_with_loader and running.end_of_dataloader
-            last = at_end or self.position >= self._micro_batches
-            self.position = 0 if last else self.position
+            self._factor, self._correction = None, self._skip_correction
+        else:
+            last = self._count(group, micro)
         self.sync_gradients = last
         if self._delays_sync:
             for model in models:
                 self.strategy.set_gradient_sync(model, last)
         return _NO_CONTEXT
 
-    def note_entered(self) -> None:
-        """Record that a user-defined loop processes the current micro-batch, and rescale the gradients if necessary.
+    def _open_group(self, models: tuple[nn.Module, ...]) -> _Group:
+        if self.check_models is not None:
+            self.check_models(models)
+        return self._groups.setdefault(models, _Group(models))
+
+    def _count(self, group: _Group, micro: Micro | None) -> bool:
+        """Count a micro-batch of a group that no loader forms, and return whether it is the last one.
+
+        Micro-batches weigh as many samples as the prepared loader put into them. Without a loader, or if a batch counts
+        several times, all weigh the same. The sum of the weights is known only at the end, so the losses are divided by
+        that of a full group, and the gradients are corrected after the last backward pass if necessary.
+        """
+        at_end, everyone, share = False, 1.0, 1.0
+        if micro is None:
+            running = get_running_loader()
+            at_end = running is not None and self.groups_end_with_loader and running.end_of_dataloader
+        else:
+            everyone = 1.0 if self.counts_calls else micro.everyone
+            share = self.world.size * micro.samples / micro.everyone if micro.everyone else 0.0
+        self._factor, self._factor_number = group.add(everyone, self._micro_batches) * share, self.cursor.number
+        last = at_end or group.position >= self._micro_batches
+        self._correction = 1.0
+        if last:
+            if group.items and group.items != group.divisor:
+                self._correction = group.divisor / group.items
+            group.position = 0
+        return last
+
+    def note_entered(self, models: tuple[nn.Module, ...]) -> None:
+        """Record that a user-defined loop processes the current micro-batch.
 
         If the loop has skipped micro-batches of the group, the gradients become those of the mean over the samples of
-        the processed micro-batches.
+        the processed micro-batches. If it enters a batch again with the same models after a backward pass, each call is
+        a micro-batch of its own from then on.
         """
         micro, before, number = self.cursor.micro, self._entered, self.cursor.number
-        same = micro is before and number == self._entered_number
-        if micro is None or same or not self.groups_end_with_loader:
+        if micro is None:
+            return
+        group = self._groups.get(models) or self._open_group(models)
+        if group.entered != number:
+            group.entries = 0 if micro.last else group.entries + 1
+        elif group.loss_before is not self._latest_loss and not self.counts_calls:
+            self._start_counting(micro)
+        group.entered, group.loss_before = number, self._latest_loss
+        if not self.groups_end_with_loader or (micro is before and number == self._entered_number):
             return
         if before is None or before.last or (micro.number != before.number + 1 and not self._has_gradients()):
             self._entered_scale = 0.0
-        self._entered, self._entered_number, self._correction = micro, number, 1.0
+        self._entered, self._entered_number, self._skip_correction = micro, number, 1.0
         self._entered_scale += micro.scale
-        if micro.last and self._entered_scale != micro.group_scale and self._entered_scale and self._weight is None:
-            self._correction = micro.group_scale / self._entered_scale
-            for parameter in self._iter_trained_parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(self._correction)
+        if micro.last and self._entered_scale != micro.group_scale and self._entered_scale:
+            self._skip_correction = micro.group_scale / self._entered_scale
+
+    def _start_counting(self, micro: Micro) -> None:
+        self.counts_calls = True
+        for group in self._groups.values():
+            group.unit = 1.0
+            if self.groups_end_with_loader:  # the calls so far keep the weights that the loader has given them
+                group.position, group.items = group.entries, float(group.entries)
+                group.divisor = micro.group_samples / micro.everyone if micro.everyone else 1.0
+        if micro.last and self.groups_end_with_loader and self._micro_batches > 1:
+            warn(
+                f"accumulate was called again for a batch that had ended a group of gradient_accumulation_steps="
+                f"{self._micro_batches} batches. From now on, each call counts as a micro-batch, and every "
+                f"{self._micro_batches} calls are a step. To count calls from the start, use "
+                "GradientAccumulationPlugin(sync_with_dataloader=False)."
+            )
 
     def _has_gradients(self) -> bool:
         # Rarely evaluated.
@@ -209,35 +322,21 @@ class Accumulation:
         ``by(loss, ...)`` is called instead of ``loss.backward(...)``.
         """
         self._latest_loss = ref(loss)
-        micro = self.cursor.micro
-        if weight is None and micro is not None and not self.groups_end_with_loader:
-            weight = micro.samples  # the number of samples in the whole group is not known in advance
-        if weight is not None:
-            if self._unweighted:
-                raise ValueError(
-                    f"backward got weight={weight}, but earlier micro-batches of this accumulation group had no "
-                    "weight. Pass weight=... for every micro-batch of a group, or for none."
-                )
-            if micro is not None and not micro.samples:
-                weight = 0.0
-            self._weight = weight if self._weight is None else self._weight + weight
-            self.unfinished = True
-            loss = loss * weight
-        elif self._weight is not None:
-            raise ValueError(
-                "backward got no weight, but earlier micro-batches of this accumulation group had a weight. Pass "
-                "weight=... for every micro-batch of a group, or for none."
-            )
+        group = self._group
+        scale: Any
+        if weight is not None or group.weight is not None:
+            scale = self._add_weight(group, weight)
+            loss = loss * scale
         else:
-            self._unweighted = not self.sync_gradients
-            scale = 1.0 / self._micro_batches if micro is None else micro.scale * self._correction
+            group.unweighted = not self.sync_gradients
+            scale = self._scale_of(self.cursor.micro)
             if scale != 1.0:
                 loss = loss * scale
         if self.loss_scale is not None:
             loss = self.loss_scale.scale(loss)
-        votes = self.sync_gradients and (self.always_agree or self.unfinished)
+        votes = self.sync_gradients and (self.always_agree or group.weight is not None)
         if votes and (not self.watches_gradients or self.strategy.votes_in_backward):
-            self.agreement.vote(self._weight)
+            self.agreement.vote(group.weight)
         try:
             if by is None:
                 loss.backward(*args, **kwargs)
@@ -250,6 +349,45 @@ class Accumulation:
             raise explained from error
         if self.loss_scale is not None:
             self.loss_scale.check_backward()
+        if self.sync_gradients:
+            if group.weight is not None:
+                self.finish_gradients()
+            elif self._correction != 1.0:
+                scale_gradients(self._iter_trained_parameters(group), self._correction)
+                self._factor, self._factor_number = scale * self._correction, self.cursor.number
+                self._correction = 1.0
+
+    def _add_weight(self, group: _Group, weight: float | Tensor | None) -> float | Tensor:
+        """Add the weight of a micro-batch to its group, and return it; 0 for a placeholder without samples."""
+        if weight is None or group.unweighted:
+            this, earlier = ("no weight", "a weight") if weight is None else (f"weight={weight}", "no weight")
+            raise ValueError(
+                f"backward got {this}, but earlier micro-batches of this accumulation group had {earlier}. Pass "
+                "weight=... for every micro-batch of a group, or for none."
+            )
+        if self.cursor.micro is not None and not self.cursor.micro.samples:
+            weight = 0.0
+        if group.total is not None:
+            self._undo_division(group)
+        group.weight = weight if group.weight is None else group.weight + weight
+        return weight
+
+    def _scale_of(self, micro: Micro | None) -> float:
+        """Return the factor of the loss of a micro-batch without a weight."""
+        if self._factor is not None and self._factor_number == self.cursor.number:
+            return self._factor
+        if micro is None:
+            return 1.0 / self._micro_batches
+        return micro.scale if self.groups_end_with_loader else micro.scale / self._micro_batches
+
+    def _undo_division(self, group: _Group) -> None:
+        """Multiply gradients by the total weight again, before another backward pass of the same micro-batch."""
+        parameters = [p for p in self._iter_trained_parameters(group) if p.grad is not None]
+        if parameters:
+            scale_gradients(parameters, group.total, self.world.size)
+        else:
+            group.weight = None
+        group.total = None
 
     def get_latest_loss(self) -> Tensor | None:
         """Return the loss of the last backward pass; None before the first one, or if this loss has been freed."""
@@ -260,7 +398,28 @@ class Accumulation:
     def finish_gradients(self) -> None:
         """Divide the group's gradients by the total weight over all processes, if that has not been done yet."""
         if self.unfinished:
-            self.agree()
+            self._exchange_votes()
+            if not (self.always_agree or self.watches_gradients):  # otherwise `agree` follows
+                self.agreement.count()
+
+    @property
+    def unfinished(self) -> bool:
+        """True if the gradients are weighted sums that have not been divided by the total weight yet."""
+        return self._group.weight is not None and self._group.total is None
+
+    @property
+    def weighted(self) -> bool:
+        """True if weights were passed to `backward` since the last optimizer step."""
+        return self._group.weight is not None
+
+    def use_weights(self) -> None:
+        """Finish the gradients before an optimizer step, and discard the weights."""
+        self.finish_gradients()
+        self.forget_weights()
+
+    def forget_weights(self) -> None:
+        """Discard the weights of the current group, whose gradients were applied or discarded."""
+        self._group.weight = self._group.total = None
 
     def reduce_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Average the gradients that no backward pass has reduced, in manual optimization. None for all optimizers."""
@@ -282,8 +441,7 @@ class Accumulation:
         In manual optimization, gradients that have not been reduced over the processes are reduced too.
         ``optimizer=None`` stands for all prepared optimizers.
         """
-        if self.unfinished:
-            self.agree()
+        self.finish_gradients()
         if self.unreduced:
             self.reduce_gradients(optimizer)
         if self.loss_scale is not None:
@@ -310,18 +468,23 @@ class Accumulation:
 
         If `watches_gradients` is set, first check whether the gradients are finite.
         """
-        agreement = self.agreement
+        self._exchange_votes()
+        self.agreement.count()
+        return self.agreement
+
+    def _exchange_votes(self) -> None:
+        """Exchange the votes of this step, if that has not been done yet, and divide gradients by the total weight."""
+        agreement, group = self.agreement, self._group
+        if agreement.collected:
+            return
         if self.watches_gradients:
             agreement.watch_gradients(self.optimizers)
         if not agreement.has_voted and not agreement.alone:
-            agreement.vote(self._weight)
-        total = agreement.count()
+            agreement.vote(group.weight)
+        total = agreement.collect()
         if self.unfinished:
-            weight = self._weight if total is None else total
-            assert weight is not None
-            self._weight, self.unfinished = None, False
-            divide_gradients(self._iter_trained_parameters(), weight, self.world.size)
-        return self.agreement
+            group.total = group.weight if total is None else total
+            scale_gradients(self._iter_trained_parameters(group), self.world.size, group.total)
 
     def not_finite_on(self) -> list[int]:
         """Return the ranks whose loss was not finite, and clear this rank's record. Must be called on all ranks."""
@@ -329,9 +492,12 @@ class Accumulation:
         self.agreement.forget_losses()
         return [rank for rank, finite in enumerate(self.world.gather_objects(local_finite)) if not finite]
 
-    def _iter_trained_parameters(self) -> Iterable[Tensor]:
+    def _iter_trained_parameters(self, group: _Group | None = None) -> Iterable[Tensor]:
+        """Iterate over the parameters of all models, except models that `accumulate` only puts into other groups."""
         if self.models:
-            return (p for model in self.models for p in self.strategy.unwrap(model).parameters())
+            grouped = {model for models in self._groups for model in models if group is not None}
+            models = [m for m in self.models if m not in grouped or m in group.models]  # type: ignore[union-attr]
+            return (p for model in models for p in self.strategy.unwrap(model).parameters())
         return (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
 
 

@@ -40,6 +40,7 @@ class Agreement:
         bad_losses: The indices within the step of this process's micro-batches whose loss was not finite.
         micro_batches: The number of micro-batches that ``bad_losses`` covers.
         next_place: An identifier of the current step, which the training loop sets.
+        collected: Whether `collect` has summed the votes of the current step, which `count` has not read yet.
         leave_vote: Whether this process votes to leave the epoch without taking this step.
         signaled: Whether some process received a signal to end the run and all processes have agreed on it.
         not_finite: Flag on the device: 1.0 if the device must skip the step, else 0.0. None if the host decides.
@@ -53,6 +54,8 @@ class Agreement:
         self.signal_vote = False
         self.signaled = False
         self.has_voted = False
+        self.collected = False
+        self._summed: Tensor | None = None
         self.finite = True
         self.local_finite = True
         self.watch_finite = False
@@ -183,14 +186,20 @@ class Agreement:
         self.micro_batches = len(taints)
         self.local_finite = not self.bad_losses
 
-    def count(self) -> Tensor | None:
-        """Read the votes after the last backward pass of a step, or those of the previous step if not ``immediate``.
+    def collect(self) -> Tensor | None:
+        """Sum the votes over the processes after the last backward pass of a step; `count` reads them.
 
         Returns:
             The total weight over all processes, as a 0-d tensor on the device; None with a world size of one.
         """
-        self.has_voted = False
-        summed = None if self.alone else self._strategy.agreement()
+        self.collected = True
+        self._summed = None if self.alone else self._strategy.agreement()
+        return None if self._summed is None else self._summed[_WEIGHT]
+
+    def count(self) -> None:
+        """Read the votes that `collect` summed, or those of the previous step if not ``immediate``."""
+        summed, self._summed = self._summed, None
+        self.has_voted = self.collected = False
         if self._on_host:
             if summed is not None:
                 self._read_votes(summed.tolist(), self._outlook)
@@ -209,7 +218,6 @@ class Agreement:
                 self._pending = ballots.copy_to_host()
         if self.alone:
             self.stop = self.stop_vote
-        return None if summed is None else summed[_WEIGHT]
 
     def _read_votes(self, votes: list[float], outlook: Outlook | None) -> None:
         self.stop = votes[_STOP] > 0
@@ -243,7 +251,7 @@ class Agreement:
     def forget_losses(self) -> None:
         """Discard the recorded checks of losses and gradients, and votes that were cast but not read."""
         self.finite = self.local_finite = self._gradients_finite = True
-        self.has_voted = False
+        self.has_voted = self.collected = False
         self.bad_losses, self.micro_batches = [], 0
         self._taints, self._norms, self._watched, self._bad_parameters = [], [], [], None
         self._watched_optimizers = ()

@@ -171,15 +171,13 @@ def _list_norms(optimizer: Optimizer) -> list[str]:
     return [str(torch.linalg.vector_norm(gradient).item()) for gradient in gradients]
 
 
-def divide_gradients(parameters: Iterable[Tensor], weight: float | Tensor, size: int) -> None:
-    """Convert gradients of a weighted sum, averaged over ``size`` processes, to those of the weighted mean, in place.
-
-    ``weight`` is the sum of the weights over all processes. If it is not positive, the gradients are multiplied by
-    zero.
-    """
+def scale_gradients(parameters: Iterable[Tensor], numerator: float | Tensor, denominator: float | Tensor = 1.0) -> None:
+    """Multiply gradients by ``numerator / denominator`` in place; by zero if the denominator is not positive."""
     # Each gradient once, even if two models share a parameter.
     gradients = [local(p.grad) for p in dict.fromkeys(parameters) if p.grad is not None]
     if gradients:
         dtype = torch.promote_types(gradients[0].dtype, torch.float32)
-        weight = torch.as_tensor(weight, device=gradients[0].device, dtype=dtype)
-        torch._foreach_mul_(gradients, torch.where(weight > 0, size / weight, 0.0))
+        numerator, denominator = (
+            torch.as_tensor(value, device=gradients[0].device, dtype=dtype) for value in (numerator, denominator)
+        )
+        torch._foreach_mul_(gradients, torch.where(denominator > 0, numerator / denominator, 0.0))

@@ -109,8 +109,8 @@ class PreparedOptimizer(Optimizer):
         if closure is not None and accumulation.adapt_closure is not None:
             closure = accumulation.adapt_closure(self.optimizer, closure)
         args = () if closure is None else (closure,)  # by position, because its name differs between optimizers
-        if accumulation.unfinished:
-            accumulation.finish_gradients()
+        if accumulation.weighted:
+            accumulation.use_weights()
         if accumulation.unreduced:
             accumulation.reduce_gradients(self)
         skipped = accumulation.guard is not None and not accumulation.guard(self)
@@ -150,8 +150,11 @@ class PreparedOptimizer(Optimizer):
         Args:
             set_to_none: Set gradients to None rather than to zero. Default: True.
         """
-        if not self.accumulation.sync_gradients:
+        accumulation = self.accumulation
+        if not accumulation.sync_gradients:
             return
+        if accumulation.weighted:
+            accumulation.forget_weights()
         optimizer = self.optimizer
         has_own = type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer)
         if has_own or not set_to_none or _profiler_enabled():

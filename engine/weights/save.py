@@ -24,7 +24,7 @@ from ...common.byte_sizes import parse_bytes
 from ...common.messages import name_type, warn
 from ...common.remote_path import AnyPath, RemotePath, absolute, lexists
 from ...strategies.distributed import Whole, is_sharded
-from ..checkpoint import MANIFEST, check_tensor, encode, filesystem
+from ..checkpoint import MANIFEST, UnreadTensor, check_tensor, encode, filesystem
 from ..parameter_names import split_tied
 
 _KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
@@ -140,13 +140,13 @@ def save_weights(weights: Mapping[str, Any], directory: AnyPath, limit: int, saf
         TypeError: If a value cannot be exported.
         ValueError: If the directory is a Treadle checkpoint.
     """
-    others = [name for name, value in weights.items() if not isinstance(value, Tensor)]
+    others = [name for name, value in weights.items() if not isinstance(value, Tensor | UnreadTensor)]
     if others:
         raise TypeError(
             f"{others[0]} in the model's state is {name_type(weights[others[0]])}, but only tensors can be exported. "
             "Use save_state, which saves other values too."
         )
-    _check(weights, any_dtype=not safe)
+    _check({name: value for name, value in weights.items() if isinstance(value, Tensor)}, any_dtype=not safe)
     write_weights(*split_tied(weights), directory, limit, safe)
 
 

@@ -190,8 +190,8 @@ def _open_folder(path: AnyPath, digests: bool) -> Opened:
 def _open_index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     # Hugging Face's cache contains only links. The content must not lead elsewhere, see below.
     document = filesystem.read_json(path.resolve(), _MAX_INDEX_BYTES)
-    places = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+    places = document.get("weight_map", document) if isinstance(document, dict) else None  # some are the map alone
+    if not places or not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise ValueError(
             f"it is a JSON file without a valid 'weight_map', so it is not an index of weights. {_ACCEPTED_SOURCES}"
         )

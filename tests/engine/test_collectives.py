@@ -31,6 +31,8 @@ def metrics(evaluation, n):
         "pairs": [],
         "weighed": [],
         "records": [],
+        "lists": [],
+        "boxes": [],
         "state": [],
     }
     for batch in loader:
@@ -46,6 +48,24 @@ def metrics(evaluation, n):
         means, counts = accelerator.gather_for_metrics((batch.double().mean(), torch.tensor(len(batch))))
         found["weighed"] += list(zip(means.tolist(), counts.tolist(), strict=True))
         found["records"] += accelerator.gather_for_metrics([{"id": i} for i in batch.tolist()])
+        words = [f"w{i}" for i in batch.tolist()]
+        predictions, references = accelerator.gather_for_metrics((words, [[i] for i in batch.tolist()]))
+        found["lists"] += list(zip(predictions, references, strict=True))
+        nested = accelerator.gather_for_metrics({"a": words, "b": (words, [words])}, use_gather_object=True)
+        assert [*nested] == ["a", "b"]
+        assert nested["a"] == nested["b"][0] == predictions
+        assert len(nested["b"][1]) == len(accelerator.gather_for_metrics({"loss": 0.5}))
+        beside = accelerator.gather_for_metrics({"id": batch, "lists": (words, words)})
+        assert beside["lists"] == (predictions, predictions)
+        boxes = [torch.full((i % 3, 4), i) for i in batch.tolist()]
+        found["boxes"] += accelerator.gather_for_metrics(boxes, use_gather_object=True)
+        if accelerator.num_processes > 1:
+            with pytest.raises(ValueError, match=r"one tensor for each .* Use .*use_gather_object=True"):
+                accelerator.gather_for_metrics({"boxes": boxes, "id": batch})
+            with pytest.raises(ValueError, match="the same structure of lists on every process"):
+                accelerator.gather_for_metrics((words,) * (1 + accelerator.process_index))
+        else:
+            assert all(map(torch.equal, accelerator.gather_for_metrics(boxes), boxes))
         text = accelerator.gather_for_metrics("a text")
         assert set(text) == {"a text"}
         assert len(text) == len(means)
@@ -108,6 +128,8 @@ def test_every_sample_once_and_in_order(world):
             assert found["tokens"] == [i for i in range(n) for _ in range(3)]
             assert found["words"] == [f"w{i}" for i in range(n)]
             assert found["mixed"] == [(i, f"w{i}") for i in range(n)]
+            assert found["lists"] == [(f"w{i}", [i]) for i in range(n)]
+            assert [tuple(boxes.shape) for boxes in found["boxes"]] == [(i % 3, 4) for i in range(n)]
             assert found["pairs"] == [(i, i * i) for i in range(n)]
             assert found["records"] == [{"id": i} for i in range(n)]
             assert sum(count for _, count in found["weighed"]) == n

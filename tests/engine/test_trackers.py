@@ -103,6 +103,26 @@ def test_a_logger_of_ones_own(tmp_path):
     assert lines(Path(logger.log_dir) / "metrics.csv") == [{"step": "1", "x": "4.0"}]
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_texts(tmp_path, own, recwarn):
+    """TensorBoard has a place for texts; a CSV file stores numbers alone."""
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    logger = treadle.loggers.TensorBoardLogger(tmp_path, name="run", version="")
+    accelerator = cpu(log_with=[logger if own else "tensorboard", "csv"], project_dir=tmp_path)
+    accelerator.init_trackers("run")
+    for step in (1, 2):
+        accelerator.log({"prompt": "a text", "loss": 0.5}, step=step)
+    accelerator.log({"prompt": "only a text"}, step=3)
+    accelerator.end_training()
+    events = event_accumulator.EventAccumulator(str(tmp_path / "run")).Reload()
+    texts = events.Tensors("prompt/text_summary")
+    assert [(e.step, e.tensor_proto.string_val[0]) for e in texts] == [(1, b"a text"), (2, b"a text"), (3, b"only a text")]
+    assert [e.value for e in events.Scalars("loss")] == [0.5, 0.5]
+    warned = [str(w.message) for w in recwarn if "Texts are left out" in str(w.message)]
+    assert len(warned) == 1
+    assert "the tracker 'csv' stores only numbers" in warned[0]
+
+
 def test_logging_without_trackers_is_nothing():
     accelerator = cpu()
     accelerator.init_trackers("none")
@@ -150,7 +170,7 @@ def track_wandb(folder):
     for value in (1.5, 2.5):  # the end of training ends the run: the next one is another
         accelerator = cpu(log_with="wandb", project_dir=folder)
         accelerator.init_trackers("digits", {"rate": 0.1}, {"wandb": {"name": "mine", "tags": ["a"]}})
-        accelerator.log({"loss": torch.tensor(value), "rank": accelerator.process_index}, step=3)
+        accelerator.log({"loss": torch.tensor(value), "rank": accelerator.process_index, "note": "a text"}, step=3)
         run = accelerator.get_tracker("wandb", unwrap=True)
         if accelerator.is_main_process:
             ids.append((run.id, run.project, run.name, run.tags, run.config["rate"], dict(run.summary)))
@@ -169,7 +189,7 @@ def test_wandb(world, tmp_path):
     assert len({found[0] for found in first}) == 2
     for (_, *found, summary), value in zip(first, (1.5, 2.5), strict=True):
         assert found == ["digits", "mine", ("a",), 0.1]
-        assert {"loss": value, "rank": 0, "trainer/global_step": 3}.items() <= summary.items()
+        assert {"loss": value, "rank": 0, "note": "a text", "trainer/global_step": 3}.items() <= summary.items()
     assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
 
 
@@ -215,6 +235,8 @@ def track_service(folder, name):
     accelerator = cpu(log_with=name, project_dir=folder / "aim" if name == "aim" else folder)
     accelerator.init_trackers(project, {"rate": 0.1}, {name: options})
     accelerator.log({"loss": torch.tensor(2.5), "rank": accelerator.process_index}, step=3)
+    if name != "trackio":  # which stores it in the row that the helper below reads as numbers
+        accelerator.log({"note": "a text"}, step=3)
     tracker = accelerator.get_tracker(name)
     used = accelerator.get_tracker(name, unwrap=True)
     found = tracker.logger.version, type(tracker).__name__, type(used).__name__

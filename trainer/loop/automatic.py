@@ -144,7 +144,7 @@ class Steps:
     def _optimize(self, index: int, loss: Tensor, batch: Any) -> None:
         accumulation, optimizer, progress, hooks = self.accumulation, self.optimizer, self.progress, self.hooks
         self.agreement.next_place = progress.step + 1, progress.epoch, index
-        if accumulation.always_agree or accumulation.watches_gradients or accumulation.unfinished:
+        if accumulation.always_agree or accumulation.watches_gradients:
             accumulation.agree()
         if self.agreement.leaves:
             self.refuse_to_leave(None)

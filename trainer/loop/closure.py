@@ -92,7 +92,7 @@ class ClosureSteps(Steps):
         ):
             results.append(self._forward_and_backward(batch, first + number, micro_batches[number][1].last))
         self.agreement.next_place = self.progress.step + 1, self.progress.epoch, first + len(micro_batches) - 1
-        if accumulation.always_agree or accumulation.watches_gradients or accumulation.unfinished:
+        if accumulation.always_agree or accumulation.watches_gradients:
             accumulation.agree()
         if not self.agreement.finite:
             self.refuse(batch=micro_batches[-1][0])

@@ -34,6 +34,8 @@ from treadle.engine.big_models import (
 )
 from treadle.engine.checkpoint import store
 
+import treadle
+
 
 class Block(nn.Module):
     def __init__(self, width=32):
@@ -613,6 +615,39 @@ def test_memory_to_disk(plain, tmp_path):
     shutil.move(tmp_path / "again", tmp_path / "half" / "offload.safetensors")
     with pytest.raises(ValueError, match=r"offload.safetensors was changed"):
         half(inputs()[0][0])
+
+
+OFFLOADS = {
+    "disk": lambda model, folder: disk_offload(model, folder),
+    "memory": lambda model, _: cpu_offload(model, "cpu"),
+    "layers": lambda model, folder: dispatch_model(model, {"": "cpu", "layers.1": "disk"}, offload_dir=folder),
+    "tied": lambda model, folder: dispatch_model(
+        model, {"": "cpu", "embed": "disk", "head": "disk"}, offload_dir=folder
+    ),
+}
+
+
+@pytest.mark.parametrize("how", OFFLOADS)
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("limit", ["10GB", "10KB"])
+def test_weights_of_an_offloaded_model_are_exported(plain, tmp_path, how, safe, limit):
+    accelerator = treadle.Accelerator(cpu=True)
+    model = OFFLOADS[how](copy.deepcopy(plain), tmp_path / "offloaded")
+    assert offloaded(model)
+    accelerator.save_model(plain, tmp_path / "plain", limit, safe)
+    accelerator.save_model(model, tmp_path / "saved", limit, safe)
+    files = sorted(path.name for path in (tmp_path / "plain").iterdir())
+    assert len(files) > 1 or limit == "10GB"
+    if how == "disk":  # otherwise files are filled in another order
+        assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == files
+    loaded = LanguageModel().eval()
+    load_checkpoint_in_model(loaded, tmp_path / "saved", strict=True)
+    assert_same(loaded, plain)
+    state = accelerator.get_state_dict(model)
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    assert [*state] == [*plain.state_dict()]
+    assert state["head.weight"] is state["embed.weight"] or how == "layers"
+    assert_same(model, plain)
 
 
 @pytest.mark.parametrize("is_empty", [True, False])

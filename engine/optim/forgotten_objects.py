@@ -1,0 +1,198 @@
+"""Checks of a user-defined loop for models, optimizers and contexts that it forgot."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from ...common.messages import format_count, name_type, warn
+from ...strategies import is_wrapped_by_user
+
+if TYPE_CHECKING:
+    from ..accelerator import Accelerator
+
+_unused_handles: list[RemovableHandle] = []
+_WATCHED_PASSES = 8  # several steps of loops with two or three models in turn
+
+
+class LoopCheck:
+    """Check of the first backward passes of a loop that calls `Accelerator.backward`.
+
+    If ranks would diverge, an error is raised, otherwise a warning is shown. Each kind is reported once.
+
+    Attributes:
+        active: Whether backward passes are still checked.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._handle: RemovableHandle | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Check the next backward passes again, which belong to another run."""
+        self.active = True
+        self._passes = 0
+        self._reported: set[str] = set()
+        self._stop_watching()
+
+    def check_models(self, models: tuple[nn.Module, ...]) -> None:
+        """Check the models that are passed to `accumulate`.
+
+        Raises:
+            ValueError: With several ranks, if a model is trained and not prepared.
+        """
+        prepared = self._list_prepared()
+        for model in models:
+            trained = [p for p in self._accelerator.strategy.unwrap(model).parameters() if p.requires_grad]
+            if any(id(p) not in prepared for p in trained) and not is_wrapped_by_user(trained):
+                self._report(
+                    "model",
+                    f"accumulate got {name_type(model)}, which is not prepared, so {self._consequence()}. Pass the "
+                    "model to prepare, and use the model that prepare returns.",
+                    diverges=True,
+                )
+
+    def after_backward(self, loss: Tensor) -> None:
+        """Check the gradients of a backward pass.
+
+        Raises:
+            ValueError: With several ranks, if the gradients of trained parameters are not reduced.
+        """
+        self._passes += 1
+        if self._handle is None:
+            self._watch_steps()
+        self._check_reach(loss)
+        self._check_accumulation()
+        if self._passes >= _WATCHED_PASSES + self._accelerator.gradient_accumulation_steps:
+            self.active = False
+            self._stop_watching()
+
+    def _watch_steps(self) -> None:
+        method = weakref.WeakMethod(self._before_step)  # torch's list of hooks is global
+
+        def before_step(optimizer: Optimizer, *_: Any) -> None:
+            check = method()
+            if check is not None:
+                check(optimizer)
+
+        while _unused_handles:
+            _unused_handles.pop().remove()
+        self._handle = register_optimizer_step_pre_hook(before_step)
+        # Not removed at once, because torch may be iterating over its list when garbage is collected.
+        weakref.finalize(self, _unused_handles.append, self._handle)
+
+    def _stop_watching(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _check_reach(self, loss: Tensor) -> None:
+        accelerator = self._accelerator
+        prepared = self._list_prepared()
+        stray = [
+            p
+            for optimizer in accelerator.optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None and isinstance(p, nn.Parameter) and id(p) not in prepared
+        ]
+        if stray and accelerator.world.size == 1 and any(p.grad is not None for p in prepared.values()):
+            return  # for example a registered loss module
+        if not stray and not any(p.grad is not None for p in prepared.values()):
+            # The graph shows parameters whose gradients were used and removed in hooks.
+            leaves = list(_iter_leaves(loss))
+            known = {id(leaf) for model in accelerator.models for leaf, _ in accelerator.strategy.graph_leaves(model)}
+            if not any(id(leaf) in known for leaf in leaves):
+                stray = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+        if stray and not is_wrapped_by_user(stray):
+            shapes = ", ".join(str(tuple(p.shape)) for p in stray[:3])
+            self._report(
+                "model",
+                f"backward computed gradients of {format_count(len(stray), 'parameter')} (shapes {shapes}) that "
+                f"{'is' if len(stray) == 1 else 'are'} not part of a prepared model, so {self._consequence()}. Pass "
+                "the module to prepare, and use the module that prepare returns. If each process trains a model of "
+                "its own, call loss.backward().",
+                diverges=True,
+            )
+
+    def _check_accumulation(self) -> None:
+        accelerator = self._accelerator
+        count = accelerator.gradient_accumulation_steps
+        steps = sum(optimizer.steps_taken + optimizer.skipped for optimizer in accelerator.optimizers)
+        if count > 1 and not accelerator.accumulation.entered and self._passes > 2 and steps >= self._passes - 1:
+            self._report(
+                "accumulate",
+                f"gradient_accumulation_steps={count}, but the loop does not enter accumulate, so each batch is an "
+                f"optimizer step on 1/{count} of its gradient. Put the body of the loop into `with "
+                "accelerator.accumulate(model):`, or set gradient_accumulation_steps=1.",
+            )
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        accelerator = self._accelerator
+        covered = {id(p) for prepared in accelerator.optimizers for g in prepared.param_groups for p in g["params"]}
+        prepared = self._list_prepared()
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not any(id(p) in prepared and id(p) not in covered for p in parameters):
+            return
+        accumulation = accelerator.accumulation
+        lost = "its steps are not counted, and save_state does not contain its state"
+        if accumulation.loss_scale is not None:
+            lost += ", and it applies gradients that are multiplied by the float16 loss scale"
+        if not accumulation.sync_gradients:
+            lost += ", and it steps inside an accumulation group"
+        self._report(
+            "optimizer",
+            f"{name_type(optimizer)} trains a prepared model, but is not prepared, so {lost}. Pass the optimizer to "
+            "prepare, and use the optimizer that prepare returns.",
+            diverges=not accumulation.sync_gradients,
+        )
+
+    def warn_if_nothing_is_saved(self) -> None:
+        """Warn if a checkpoint of a loop would contain no model and no optimizer."""
+        accelerator = self._accelerator
+        if not (accelerator.models or accelerator.optimizers or accelerator.registered):
+            self._report(
+                "save",
+                "save_state saves no model and no optimizer, because none is prepared. Pass them to prepare before the "
+                "loop.",
+            )
+
+    def _list_prepared(self) -> dict[int, Tensor]:
+        return {id(p): p for model in self._accelerator.unwrapped_models for p in model.parameters()}
+
+    def _consequence(self) -> str:
+        size = self._accelerator.world.size
+        if size > 1:
+            return f"its gradients are not averaged over the {size} processes, whose models would diverge"
+        return "save_state does not contain it, and several processes would train different models"
+
+    def _report(self, kind: str, text: str, diverges: bool = False) -> None:
+        if diverges and self._accelerator.world.size > 1:
+            raise ValueError(text)
+        if kind not in self._reported:
+            self._reported.add(kind)
+            warn(text)
+
+
+def _iter_leaves(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors in the autograd graph of ``loss`` that get gradients."""
+    nodes = [loss.grad_fn]
+    seen: set[Any] = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node is None:
+            continue
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                nodes.append(following)

@@ -1,0 +1,278 @@
+"""Loops that call `accumulate` several times for a batch, and the gradients that they see, beside plain loops."""
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.utils.data import DataLoader
+
+import treadle
+from treadle.utils import GradientAccumulationPlugin
+
+EPOCHS = 2
+LR = 0.05
+KINDS = {  # samples, global batch size, calls for each batch
+    "batches": (10, 4, lambda batch, width: [batch]),
+    "slices": (10, 4, lambda batch, width: batch.split(width // 2)),
+    "slices of whole batches": (8, 4, lambda batch, width: batch.split(width // 2)),
+    "passes": (9, 4, lambda batch, width: [batch] * 3),
+    "rollouts": (8, 4, lambda batch, width: [*batch.split(width // 2)] * 2),
+}
+GRID = [(kind, k, sync) for kind in KINDS for k in (1, 2, 4) for sync in (True, False) if kind != "batches" or not sync]
+
+
+def rows(count):
+    return torch.randn(count, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+
+
+def build():
+    torch.manual_seed(1)
+    return nn.Linear(3, 1).double()
+
+
+def loss_of(model, x):
+    return (model(x) ** 2).mean()
+
+
+def norm_of(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def plain_loop(kind, k, world):
+    """Every k-th call is a step on the mean over the calls since the last step, each with the slices of all ranks.
+
+    Whole batches weigh as many samples as they have.
+    """
+    samples, width, split = KINDS[kind]
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    trace, calls = [], []
+    for _ in range(EPOCHS):
+        for batch in rows(samples).split(width):
+            shares = [split(share, width // world) for share in batch.chunk(world)]
+            for x in map(torch.cat, zip(*shares, strict=True)):
+                calls.append(x)
+                if len(calls) == k:
+                    weight = [float(len(x)) if kind == "batches" else 1.0 for x in calls]
+                    (sum(w * loss_of(model, x) for w, x in zip(weight, calls, strict=True)) / sum(weight)).backward()
+                    trace.append(norm_of(model))
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    calls = []
+    return trace, weights(model)
+
+
+def own_loop(kind, k, sync, stop=None, folder=None):
+    """With ``stop``, save a checkpoint after so many batches and return; with ``folder`` alone, resume from it."""
+    samples, width, split = KINDS[kind]
+    model = build()
+    plugin = GradientAccumulationPlugin(num_steps=k, sync_with_dataloader=sync)
+    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    width //= accelerator.num_processes
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows(samples), width))
+    trace, done = [], 0
+    if folder and not stop:
+        accelerator.load_state(folder)
+    for _ in range(loader.epoch, EPOCHS):
+        for batch in loader:
+            for x in split(batch, width):
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_of(model, x))
+                    if accelerator.sync_gradients:
+                        trace.append(norm_of(model))
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            done += 1
+            if done == stop:
+                accelerator.save_state(folder)
+                return trace, weights(model)
+    return trace, weights(model)
+
+
+def plain_gan(k, samples=10, width=4):
+    """Every k-th batch is a step of both models, and so is the last batch of an epoch."""
+    models = [build(), build()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in models]
+    trace = []
+    for _ in range(EPOCHS):
+        batches = rows(samples).split(width)
+        for first in range(0, len(batches), k):
+            x = torch.cat(batches[first : first + k])
+            for model, optimizer, power in zip(models, optimizers, (1, 2), strict=True):
+                (loss_of(model, x) * power).backward()
+                trace.append(norm_of(model))
+                optimizer.step()
+                optimizer.zero_grad()
+    return trace, weights(models[0]) + weights(models[1])
+
+
+def own_gan(k, weighted=False, samples=10, width=4):
+    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=k)
+    models = [build(), build()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in models]
+    loader = DataLoader(rows(samples), width // accelerator.num_processes)
+    *models, loader = accelerator.prepare(*models, loader)
+    optimizers = [accelerator.prepare(optimizer) for optimizer in optimizers]
+    trace = []
+    for _ in range(EPOCHS):
+        for x in loader:
+            for model, power in zip(models, (1, 2), strict=True):  # the steps follow the second backward pass
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_of(model, x) * power, weight=len(x) if weighted else None)
+                    if accelerator.sync_gradients:
+                        trace.append(norm_of(model))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return trace, weights(models[0]) + weights(models[1])
+
+
+TOKENS = ((3.0, 8.0), (5.0, 1.0), (2.0, 0.0))  # of each micro-batch, on ranks 0 and 1
+
+
+def weighted_gradients(how, precision="no"):
+    """Return the gradient norm that the user sees after each backward pass of a complete group, and after the clip."""
+    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=3, mixed_precision=precision)
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    rank, trace = accelerator.process_index, []
+    for _ in range(2):
+        for number, tokens in enumerate(TOKENS):
+            x, weight = rows(6)[2 * number + rank][None], tokens[rank]
+            with accelerator.accumulate(model):
+                if how == "halves":  # two backward passes with half of the tokens each
+                    accelerator.backward(loss_of(model, x), weight=weight / 2)
+                    accelerator.backward(loss_of(model, x), weight=weight / 2)
+                else:
+                    weight = torch.tensor(weight) if how == "tensor" else weight
+                    accelerator.backward(loss_of(model, x), weight=weight)
+                if accelerator.sync_gradients:
+                    if precision == "fp16":
+                        accelerator.unscale_gradients()
+                    trace.append(norm_of(model))
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+    return trace, weights(model)
+
+
+def plain_weighted_gradients(world):
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    tokens = torch.tensor(TOKENS, dtype=torch.float64)[:, :world].flatten()
+    x = torch.cat([rows(6)[2 * number + rank][None] for number in range(3) for rank in range(world)])
+    trace = []
+    for _ in range(2):
+        ((model(x) ** 2).squeeze(1) @ tokens / tokens.sum()).backward()
+        trace.append(norm_of(model))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return trace, weights(model)
+
+
+def skipped_steps():
+    """Return the gradients of a loop that discards every second gradient without a step."""
+    accelerator = treadle.Accelerator(cpu=True)
+    model = accelerator.prepare(build())
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
+    seen = []
+    for number, x in enumerate(rows(4)):
+        if number % 2:
+            model.zero_grad()
+        else:
+            optimizer.zero_grad()
+        accelerator.backward(loss_of(model, x[None]), weight=number + 1)
+        seen.append(norm_of(model))
+    return seen
+
+
+def loops():
+    return {
+        **{("weights", how): weighted_gradients(how) for how in ("number", "tensor", "halves")},
+        ("weights", "fp16"): weighted_gradients("number", "fp16"),
+        "skipped": skipped_steps(),
+        **{point: own_loop(*point) for point in GRID},
+        **{("gan", k, weighted): own_gan(k, weighted) for k in (1, 2, 4) for weighted in (False, True)},
+    }
+
+
+@pytest.fixture(scope="module")
+def found():
+    return {1: [loops()], 2: run(loops, 2)}
+
+
+def check(one, other):
+    assert one[0] == pytest.approx(other[0], rel=1e-10)
+    assert one[1] == pytest.approx(other[1], rel=1e-10)
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("point", GRID, ids=str)
+def test_each_call_for_a_batch_is_a_micro_batch(found, world, point):
+    for ranks in found[world]:
+        check(ranks[point], plain_loop(*point[:2], world))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_two_models_in_turn_share_the_loaders_groups(found, world, k, weighted):
+    for ranks in found[world]:
+        check(ranks["gan", k, weighted], plain_gan(k))
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("how", ["number", "tensor", "halves", "fp16"])
+def test_a_weighted_gradient_is_the_mean_as_soon_as_it_is_complete(found, world, how):
+    trace, values = plain_weighted_gradients(world)
+    for ranks in found[world]:
+        assert ranks["weights", how][0] == pytest.approx(trace, rel=1e-4 if how == "fp16" else 1e-10)
+        assert ranks["weights", how][1] == pytest.approx(values, rel=1e-4 if how == "fp16" else 1e-10)
+
+
+def test_discarded_gradients_leave_no_weight(found):
+    model, wanted = build(), []
+    for x in rows(4):
+        model.zero_grad()
+        loss_of(model, x[None]).backward()
+        wanted.append(norm_of(model))
+    for ranks in (*found[1], *found[2]):
+        assert ranks["skipped"] == pytest.approx(wanted, rel=1e-10)
+
+
+def test_calls_for_the_only_batch_of_an_epoch(recwarn):
+    """The first call already was a step, because nothing shows that others follow."""
+    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows(4), 4))
+    synced = []
+    for _ in range(2):
+        for x in loader:
+            for _ in range(4):
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_of(model, x))
+                    synced.append(accelerator.sync_gradients)
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert synced == [True, False, True, False, True, False, True, False]
+    assert [str(w.message) for w in recwarn if "From now on, each call counts as a micro-batch" in str(w.message)]
+
+
+def test_a_resumed_loop_counts_calls_from_its_first_batch(tmp_path):
+    whole = own_loop("passes", 3, True)
+    before = own_loop("passes", 3, True, stop=5, folder=tmp_path / "c")
+    after = own_loop("passes", 3, True, folder=tmp_path / "c")
+    assert before[0] + after[0] == whole[0]
+    assert after[1] == whole[1]

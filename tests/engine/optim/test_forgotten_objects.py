@@ -1,0 +1,337 @@
+"""Loops that forget to prepare something, or to enter `accumulate`, and loops that only look like them."""
+
+import copy
+import gc
+import warnings
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+import treadle
+from treadle.utils import GradientAccumulationPlugin
+
+
+def build(dropout=0.0):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+
+
+def data():
+    return DataLoader(torch.randn(32, 2, generator=torch.Generator().manual_seed(1)), 2)
+
+
+def train(accelerator, model, optimizer, loader, enter=True, clip=False):
+    for x in loader:
+        if enter:
+            accelerator.accumulate(model)
+        accelerator.backward(model(x).pow(2).mean())
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def start(k=1, **options):
+    model = build()
+    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=k, **options)
+    return accelerator, model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+# -- what is forgotten -----------------------------------------------------------------------------------------------
+
+
+def nothing_prepared():
+    accelerator, model, optimizer = start()
+    train(accelerator, model, optimizer, data())
+
+
+def nothing_prepared_nor_entered():
+    accelerator, model, optimizer = start()
+    train(accelerator, model, optimizer, data(), enter=False, clip=True)
+
+
+def only_the_loader():
+    accelerator, model, optimizer = start(k=2)
+    train(accelerator, model, optimizer, accelerator.prepare(data()))
+
+
+def the_model():
+    accelerator, model, optimizer = start()
+    optimizer, loader = accelerator.prepare(optimizer, data())
+    train(accelerator, model, optimizer, loader, enter=False)
+
+
+def the_second_model():
+    accelerator, model, optimizer = start()
+    head = nn.Linear(1, 1)
+    optimizer.add_param_group({"params": head.parameters()})
+    model, optimizer, loader = accelerator.prepare(model, optimizer, data())
+    for x in loader:
+        accelerator.backward(head(model(x)).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def the_optimizer():
+    accelerator, model, optimizer = start()
+    model, loader = accelerator.prepare(model, data())
+    train(accelerator, model, optimizer, loader)
+    assert accelerator.steps == 0
+
+
+def the_optimizer_with_accumulation():
+    accelerator, model, optimizer = start(k=4)
+    model, loader = accelerator.prepare(model, data())
+    train(accelerator, model, optimizer, loader)
+
+
+def the_context():
+    accelerator, model, optimizer = start(k=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, data())
+    train(accelerator, model, optimizer, loader, enter=False)
+
+
+def the_context_of_two_models():
+    accelerator, model, optimizer = start(k=4)
+    other = build()
+    models = accelerator.prepare(model, other)
+    optimizers = [optimizer, accelerator.prepare(torch.optim.SGD(other.parameters(), lr=0.01))]
+    optimizers[0] = accelerator.prepare(optimizer)
+    for x in accelerator.prepare(data()):
+        for one, its_optimizer in zip(models, optimizers, strict=True):
+            accelerator.backward(one(x).mean())
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+
+
+FORGOTTEN = {  # the message, and whether several ranks would diverge
+    nothing_prepared: ("accumulate got a Sequential, which is not prepared", True),
+    nothing_prepared_nor_entered: ("backward computed gradients of 4 parameters", True),
+    only_the_loader: ("accumulate got a Sequential, which is not prepared", True),
+    the_model: ("backward computed gradients of 4 parameters", True),
+    the_optimizer: ("SGD trains a prepared model, but is not prepared, so its steps are not counted", False),
+    the_optimizer_with_accumulation: ("it steps inside an accumulation group", True),
+    the_context: ("gradient_accumulation_steps=2, but the loop does not enter accumulate", False),
+    the_context_of_two_models: ("gradient_accumulation_steps=4, but the loop does not enter accumulate", False),
+}
+
+
+def outcome(loop):
+    """Return the texts of the warnings, and of the error."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            loop()
+        except ValueError as error:
+            return [str(w.message) for w in caught], str(error)
+    return [str(w.message) for w in caught], None
+
+
+# -- what is not -----------------------------------------------------------------------------------------------------
+
+
+def loss_module_of_its_own():
+    accelerator, model, optimizer = start()
+    head = nn.Linear(1, 1)
+    optimizer.add_param_group({"params": head.parameters()})
+    model, head, optimizer, loader = accelerator.prepare(model, head, optimizer, data())
+    for x in loader:
+        with accelerator.accumulate(model, head):
+            accelerator.backward(head(model(x)).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def teacher_and_average():
+    accelerator, model, optimizer = start()
+    teacher, average = build().requires_grad_(False), torch.optim.swa_utils.AveragedModel(model)
+    probe = nn.Linear(2, 1)
+    probe_optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, data())
+    for x in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward((model(x) - teacher(x)).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        average.update_parameters(accelerator.unwrap_model(model))
+        probe(x).mean().backward()  # each rank's own
+        probe_optimizer.step()
+
+
+def evaluation_only():
+    accelerator, model, _ = start(k=4)
+    model, loader = accelerator.prepare(model, data())
+    with torch.no_grad():
+        for x in loader:
+            accelerator.gather_for_metrics(accelerator.unwrap_model(model)(x))
+
+
+def torchs_own_ddp():
+    accelerator, model, optimizer = start()
+    if accelerator.num_processes > 1:
+        model = DistributedDataParallel(model)
+        train(accelerator, model, optimizer, accelerator.prepare(data()))
+
+
+def accumulate_in_a_later_phase():
+    plugin = GradientAccumulationPlugin(num_steps=2)
+    model = build()
+    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), data())
+    for number, x in enumerate(loader):  # accumulation by hand
+        accelerator.backward(model(x).mean())
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    train(accelerator, model, optimizer, loader)
+
+
+def frozen_and_recomputed():
+    accelerator, model, optimizer = start()
+    model[0].requires_grad_(False)
+    wrapped, optimizer, loader = accelerator.prepare(model, optimizer, data())
+    for x in loader:
+        with accelerator.accumulate(wrapped):
+            loss = checkpoint(wrapped, x.requires_grad_(), use_reentrant=True).mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def an_input_is_optimized():
+    accelerator, model, _ = start()
+    model = accelerator.prepare(model.requires_grad_(False))
+    picture = torch.zeros(1, 2, requires_grad=True)
+    optimizer = accelerator.prepare(torch.optim.Adam([picture]))
+    for _ in range(4):
+        accelerator.backward(model(picture).mean())
+        optimizer.step()
+
+
+def optimizer_around_an_optimizer():
+    class Around(torch.optim.Optimizer):
+        def __init__(self, inner):
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+        def step(self, closure=None):
+            return self.inner.step(closure)
+
+    accelerator, model, optimizer = start()
+    model, optimizer, loader = accelerator.prepare(model, Around(optimizer), data())
+    train(accelerator, model, optimizer, loader)
+
+
+def steps_in_hooks():
+    """The gradients are used and removed within the backward pass."""
+    accelerator, model, _ = start()
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(parameter):
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    if accelerator.num_processes == 1:
+        model = accelerator.prepare(model)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        for optimizer in [*optimizers.values()]:
+            accelerator.prepare(optimizer)
+        for x in accelerator.prepare(data()):
+            accelerator.backward(model(x).mean())
+
+
+def nothing_trained_by_the_accelerator():
+    accelerator, model, optimizer = start(k=2)
+    mine = copy.deepcopy(model)
+    for x in data():
+        mine(x).mean().backward()
+        optimizer.step()
+    accelerator.gather(torch.ones(1))
+
+
+RIGHT = [
+    loss_module_of_its_own,
+    teacher_and_average,
+    evaluation_only,
+    torchs_own_ddp,
+    accumulate_in_a_later_phase,
+    frozen_and_recomputed,
+    an_input_is_optimized,
+    optimizer_around_an_optimizer,
+    steps_in_hooks,
+    nothing_trained_by_the_accelerator,
+]
+
+
+def outcomes():
+    found = {loop.__name__: outcome(loop) for loop in (*FORGOTTEN, the_second_model, *RIGHT)}
+    gc.collect()
+    accelerator, model, optimizer = start()
+    train(accelerator, *accelerator.prepare(model, optimizer, data()))  # removes the hooks of those before
+    return found, len(_global_optimizer_pre_hooks)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return {1: [outcomes()], 2: run(outcomes, 2)}
+
+
+@pytest.mark.parametrize("loop", FORGOTTEN, ids=lambda loop: loop.__name__)
+def test_one_process_warns_once(found, loop):
+    ((by_loop, _),) = found[1]
+    texts, error = by_loop[loop.__name__]
+    assert error is None
+    assert sum(FORGOTTEN[loop][0] in text for text in texts) == 1
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("loop", FORGOTTEN, ids=lambda loop: loop.__name__)
+def test_two_processes_never_diverge(found, loop):
+    message, diverges = FORGOTTEN[loop]
+    for rank, (by_loop, _) in enumerate(found[2]):
+        texts, error = by_loop[loop.__name__]
+        if diverges:
+            assert message in error
+        else:
+            assert error is None
+            assert sum(message in text for text in texts) == (rank == 0)
+
+
+def test_a_module_that_is_prepared_in_part(found):
+    assert found[1][0][0]["the_second_model"] == ([], None)  # nothing is wrong with one process
+    for by_loop, _ in found[2]:
+        assert "gradients of 2 parameters (shapes (1, 1), (1,))" in by_loop["the_second_model"][1]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("loop", RIGHT, ids=lambda loop: loop.__name__)
+def test_loops_that_forget_nothing(found, world, loop):
+    for by_loop, _ in found[world]:
+        texts, error = by_loop[loop.__name__]
+        assert error is None
+        assert not [text for text in texts if "prepare" in text or "accumulate" in text]
+
+
+def test_a_checkpoint_of_nothing(tmp_path, recwarn):
+    accelerator, _, _ = start()
+    accelerator.save_state(tmp_path / "c")
+    assert ["save_state saves no model" in str(w.message) for w in recwarn] == [True]
+
+
+def test_the_check_ends():
+    accelerator, model, optimizer = start()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, data())
+    train(accelerator, model, optimizer, loader)
+    assert not accelerator._loop_check.active
+    assert accelerator._loop_check._handle is None
+
+
+def test_no_hook_outlives_its_accelerator(found):
+    assert all(count <= 1 for ranks in found.values() for _, count in ranks)  # the last one may be in use
