@@ -17,6 +17,7 @@ from ...common.messages import name_type, warn
 from ...common.remote_path import AnyPath, RemotePath
 from ...strategies import World
 from ...strategies.distributed import is_sharded, local
+from ...strategies.processes import identify_process
 from ..metrics import metric_state
 from ..optim import PreparedScheduler, optimizer_state
 from ..parameter_names import make_view_key, strip_compile_prefix
@@ -335,7 +336,9 @@ def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], o
     """
     entries: dict[str, Any] = {}
     error: Exception | None = None
-    save = DiskSave(target) if isinstance(target, Path) else Upload(target, world.broadcast(Upload.new_folder()))
+    # Before the block below, whose errors are raised together.
+    name = world.broadcast(identify_process() if isinstance(target, Path) else Upload.new_folder())
+    save = DiskSave(target, name) if isinstance(target, Path) else Upload(target, name)
     try:
         if others and (clashing := [name for name in files if os.path.lexists(save.staging / name)]):
             raise ValueError(
@@ -387,11 +390,12 @@ def _collect_weights(accelerator: Accelerator, target: AnyPath, attempts: Attemp
     with accelerator.world.together():
         if accelerator.is_main_process:
             store.begin(target)
+    staging = str(store.beside(target, accelerator.world.broadcast(identify_process())))
     whole = [accelerator.get_state_dict(model) for model in models]
     left = list(whole)
     for hook in accelerator.checkpointer.save_hooks.values():
         with attempts:
-            hook(list(models), left, str(store.beside(target)))
+            hook(list(models), left, staging)
     # Ranks other than zero may have no part of a sharded object, and then write nothing.
     return [
         {name: value for name, value in state.items() if value is not None} if any(state is s for s in left) else None

@@ -34,6 +34,7 @@ from treadle.callbacks import Callback, ModelCheckpoint
 from treadle.cli.commands.export import export
 from treadle.engine.big_models.offload_file import write_weights
 from treadle.engine.checkpoint import store as checkpoint
+from treadle.engine.checkpoint.atomic_swap import BESIDE
 from treadle.engine.checkpoint.store import CheckpointStore
 from treadle.engine.configuration import ProjectConfiguration
 from treadle.engine.weights.sources import open_weights
@@ -155,7 +156,8 @@ class Door:
         assert skipped == []
         for one in store.find():
             checkpoint.verify(one)
-            name = one.name.removeprefix(".").removesuffix(".old") if one.name.startswith(".") else one.name
+            match = BESIDE.fullmatch(one.name)
+            name = match["name"] if match else one.name
             assert content(one) in self.known[name], one
         return checkpoint.read_manifest(path).step
 
@@ -647,10 +649,11 @@ def keep_saving(target, begin):
         checkpoint.commit(target, files, {"step": step})
 
 
-def is_half_written(folder, sizes):
+def is_half_written(target, sizes):
     """Whether a file of a checkpoint is there that is not as long as it will be."""
     with suppress(OSError):
-        return any(os.path.getsize(folder / name) < size for name, size in sizes.items())
+        folders = target.parent.glob(f".{target.name}.*.part")
+        return any(os.path.getsize(folder / name) < size for folder in folders for name, size in sizes.items())
     return False
 
 
@@ -672,13 +675,13 @@ def test_killed_from_outside(tmp_path, kills):
         while not target.exists() and time.monotonic() < deadline:
             time.sleep(0.001)
         if number % 2:
-            while not is_half_written(checkpoint.beside(target), sizes) and time.monotonic() < deadline:
+            while not is_half_written(target, sizes) and time.monotonic() < deadline:
                 pass
         else:
             time.sleep(chance.uniform(0, 0.1))
         os.kill(child, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-        halves += is_half_written(checkpoint.beside(target), sizes)
+        halves += is_half_written(target, sizes)
         assert store.latest()[1] == []
         store.recover()
         assert os.listdir(target.parent) == ["last"]
