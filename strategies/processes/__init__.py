@@ -9,6 +9,7 @@ from ...common.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from . import scratch
     from .ending import end_at_once, run_briefly
+    from .exit_limit import limit_exit, postpone_exit_limit
     from .idleness import Idleness
     from .network import (
         find_source_address,
