@@ -103,11 +103,13 @@ def swap_in(staging: Path, target: Path) -> None:
     If a disk operation fails before the new checkpoint is durably in place, the previous one is put back if the disk
     permits. A later failure only causes a warning.
     """
-    aside: Path | None = None
+    aside = _choose_unused(target, "old")
     manifest = filesystem.mark(staging / MANIFEST)
     try:
         for attempt in range(_TRIES):
-            aside = _set_aside(target) or aside
+            if os.path.lexists(aside):  # by the attempt before
+                aside = _choose_unused(target, "old")
+            _set_aside(target, aside)
             try:
                 filesystem.rename(staging, target)
                 break
@@ -120,7 +122,7 @@ def swap_in(staging: Path, target: Path) -> None:
         with suppress(OSError):
             if not os.path.lexists(staging):
                 filesystem.rename(target, staging)
-            if aside is not None and not os.path.lexists(target):
+            if os.path.lexists(aside) and not os.path.lexists(target):
                 filesystem.rename(aside, target)
         raise
     try:
@@ -134,25 +136,20 @@ def swap_in(staging: Path, target: Path) -> None:
         )
 
 
-def _set_aside(target: Path) -> Path | None:
-    """Rename a previous checkpoint, or delete an empty directory, and return the new path; None without a checkpoint.
+def _set_aside(target: Path, aside: Path) -> None:
+    """Rename a previous checkpoint, or delete an empty directory, if there is one.
 
     Raises:
         ValueError: If something other than a checkpoint is at the path.
     """
     if not os.path.lexists(target):
-        return None
-    if is_empty(target):
-        with suppress(FileNotFoundError):
+        return
+    with suppress(FileNotFoundError):  # another run has just set it aside
+        if is_empty(target):
             filesystem.rmdir(target)
-        return None
-    check_target(target)
-    aside = _choose_unused(target, "old")
-    try:
-        filesystem.rename(target, aside)
-    except FileNotFoundError:  # another run has just set it aside
-        return None
-    return aside
+        else:
+            check_target(target)
+            filesystem.rename(target, aside)
 
 
 def _choose_unused(target: Path, kind: str) -> Path:

@@ -14,6 +14,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import tempfile
@@ -39,6 +40,7 @@ from treadle.engine.checkpoint.store import CheckpointStore
 from treadle.engine.configuration import ProjectConfiguration
 from treadle.engine.weights.sources import open_weights
 from treadle.strategies import FSDP
+from treadle.strategies.processes import IDENTITY
 
 import treadle
 from treadle.testing.faults import Fault, FaultPlan, disk_points, forked
@@ -463,7 +465,8 @@ def named(point, points, rank):
     same = [(p.operation, p.moment, p.path) for p in points[: points.index(point) + 1]].count(
         (point.operation, point.moment, point.path)
     )
-    where = {"rank": rank, "occurrence": same, "match": f"*/{os.path.basename(point.path)}"}
+    name = re.sub(IDENTITY, "*", os.path.basename(point.path))  # each trial is another process
+    where = {"rank": rank, "occurrence": same, "match": f"*/{name}"}
     return Fault(f"disk:{point.operation}:{point.moment}", "kill", **where)
 
 
