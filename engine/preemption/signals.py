@@ -63,8 +63,8 @@ class Preemption:
 
     By default, Ctrl-C (SIGINT) immediately raises KeyboardInterrupt or calls the script's own handler. Inside
     `holding_interrupts`, KeyboardInterrupt is raised only after the save. Inside `catching_interrupts`, Ctrl-C is
-    handled like the other signals. So is the first Ctrl-C after another signal, such as a scheduler's SIGTERM, because it
-    must not cost the save. A second Ctrl-C is not delayed.
+    handled like the other signals. So is the first Ctrl-C after another signal, such as a scheduler's SIGTERM, because
+    it must not cost the save. A second Ctrl-C is not delayed.
 
     Args:
         accelerator: The Accelerator of the run. Its ranks agree on when to leave.

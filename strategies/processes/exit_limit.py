@@ -60,7 +60,9 @@ class _ExitLimit:
             for ident, frame in sys._current_frames().items()
             if ident in names
         )
-        write_stderr(f"{self.title} has not ended within {self.seconds:g} s after its script, so it is ended.\n{stacks}")
+        write_stderr(
+            f"{self.title} has not ended within {self.seconds:g} s after its script, so it is ended.\n{stacks}"
+        )
         end_at_once(1 if hasattr(sys, "last_value") else _STATUS)  # an uncaught error has been printed
 
 
