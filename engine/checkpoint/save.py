@@ -22,7 +22,7 @@ from ..metrics import metric_state
 from ..optim import PreparedScheduler, optimizer_state
 from ..parameter_names import make_view_key, strip_compile_prefix
 from ..rng import random_state
-from . import model_check, store
+from . import filesystem, model_check, store
 from .json_codec import decode, encode
 from .parts import Files, TensorFile, encode_part, estimate_size
 from .remote import Upload
@@ -332,8 +332,18 @@ def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], o
     """Write the files of `collect`, wait for all processes, and commit the checkpoint. Call it on all ranks.
 
     If a disk operation or a request to the store fails, an earlier checkpoint remains, unless the store's response to
-    the commit was lost.
+    the commit was lost. If someone deletes the directory during the save, it is created and written again, once.
     """
+    error, is_deleted = _write_and_commit(world, target, files, info, others)
+    if any(world.gather_objects(is_deleted)) and not others:
+        error, _ = _write_and_commit(world, target, files, info, others)
+    world.raise_together(error)
+
+
+def _write_and_commit(
+    world: World, target: AnyPath, files: Files, info: dict[str, Any], others: bool
+) -> tuple[Exception | None, bool]:
+    """Return the error of this process, if any, and whether the reason is that its files have been deleted."""
     entries: dict[str, Any] = {}
     error: Exception | None = None
     # Before the block below, whose errors are raised together.
@@ -356,14 +366,25 @@ def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], o
                 save.commit(merged, info, others)
         except Exception as caught:
             error = error or caught
+    is_deleted = (
+        isinstance(error, FileNotFoundError | ValueError)
+        and isinstance(target, Path)
+        and bool(files)
+        and not os.path.lexists(save.staging)
+    )
     with suppress(OSError):  # a remainder is deleted at the next start
         save.discard(world.is_main)  # nothing of the commit remains
-    world.raise_together(error)
+    return error, is_deleted
 
 
 def _explain_error(error: Exception, target: AnyPath, files: Files) -> Exception:
-    """Return an error with the required bytes if the files do not fit on the disk; otherwise the error itself."""
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    """Return an error with the reason or the required bytes if the disk refuses the files, or the error itself."""
+    if not isinstance(error, OSError):
+        return error
+    if isinstance(target, Path) and (reason := filesystem.explain_refusal(target.parent, error)) != error.strerror:
+        text = f"can't save {target}: {reason}. Earlier checkpoints are kept. Delete or move files, or save elsewhere."
+        return OSError(error.errno, text)
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return error
     needed = f"This process needs {sum(estimate_size(content) for content in files.values()):,} bytes"
     folder = store.beside(target)

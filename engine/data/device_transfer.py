@@ -47,7 +47,8 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
         except TypeError as error:
             raise TypeError(
                 f"{name_type(item)} in the batch cannot be moved to {device}: {read_text(error)}. Give "
-                f"{type(item).__name__} a `to(device)` method that returns the moved object, or override `transfer_batch_to_device`."
+                f"{type(item).__name__} a `to(device)` method that returns the moved object, or "
+                "override `transfer_batch_to_device`."
             ) from error
         return item if moved is None else moved
 

@@ -12,6 +12,7 @@ import torch
 from ...common.messages import describe_error
 from ...common.mirror import flush
 from ...engine import uneven_counts
+from ...engine.preemption import Preempted
 from ...strategies.distributed import hide_frames
 from ...strategies.processes import leave_on_sigterm, mark_stage
 from .. import arguments
@@ -111,6 +112,9 @@ class Stage:
             trainer.status = TrainerStatus.INTERRUPTED
             trainer.interrupted = isinstance(error, KeyboardInterrupt)
             leave_on_sigterm()
+            watchdog = trainer.accelerator.watchdog
+            if watchdog is not None and isinstance(error, SystemExit) and not isinstance(error, Preempted):
+                watchdog.awaits_others = False  # `sys.exit` on one rank: the others may wait for this one forever
             trainer.preemption.note_failure()
             self._call_on_exception(error)
             raise
