@@ -29,6 +29,7 @@ from ._checkpointing import (
     finish_removing,
     folders,
     is_abandoned,
+    is_replaceable,
     relocate,
     remove,
 )
@@ -278,6 +279,9 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         with world.together():
             if world.is_main and self.saves:
                 store = checkpoint.CheckpointStore(self._directory)
+                if not self.enable_version_counter:  # otherwise another name is chosen
+                    for name in (self.CHECKPOINT_NAME_LAST, self.CHECKPOINT_NAME_PREEMPTED):
+                        checkpoint.check_target(as_path(self._directory) / (name + self.FILE_EXTENSION))
                 store.probe(estimate_checkpoint_bytes(trainer, self.save_weights_only, self.save_trainable_only))
                 replaced = sorted(set(self._top_k.replaced) - self._collect_reserved_paths(trainer))
                 removed = finish_removing(replaced, self._directory, progress.step, trainer.ckpt_path)
@@ -600,7 +604,9 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         reserved_paths = self._collect_reserved_paths(trainer)
         reserved_paths |= self._top_k.ranked_paths if last else {self.last_model_path}
         path, version = self.format_checkpoint_name(values, template), self.STARTING_VERSION
-        while path in reserved_paths or (self.enable_version_counter and lexists(path) and path != replaced):
+        while path in reserved_paths or (
+            self.enable_version_counter and lexists(path) and (path != replaced or not is_replaceable(path))
+        ):
             if path not in reserved_paths and is_abandoned(path, step, self._resumed_step):
                 break
             path = self.format_checkpoint_name(values, template, version)

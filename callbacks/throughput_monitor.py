@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..common.messages import warn
+from ..common.messages import describe_error, warn
 from ..common.validation import check_int, check_number
 from ..engine.metrics import read_numbers
 from ._throughput import Throughput, get_available_flops
@@ -180,7 +180,7 @@ class ThroughputMonitor(BestEffortCallback):
                 counts[2] += float(task.flops_per_batch) if self._has_flops else 0.0  # type: ignore[arg-type]
         except Exception as error:
             counts[0], self._failed = math.nan, True
-            warn(f"ThroughputMonitor could not measure a batch and is disabled: {type(error).__name__}: {error}")
+            warn(f"ThroughputMonitor could not measure a batch and is disabled: {describe_error(error)}")
 
     def _average_counts(self, trainer: Trainer, numbers: list[Any]) -> list[float] | None:
         world = trainer.accelerator.data_world

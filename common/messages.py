@@ -124,6 +124,19 @@ def name_type(value: object) -> str:
     return "None" if value is None else add_article(type(value).__name__)
 
 
+def read_text(error: BaseException) -> str:
+    """Return ``str(error)``, or a replacement if this raises an error, which would hide the original one."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"<its __str__ raised {type(second).__name__}>"
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type and the text of an error: ``"ValueError: lr must be positive"``."""
+    return f"{type(error).__name__}: {read_text(error)}"
+
+
 def add_article(noun: str) -> str:
     """Return a noun with its indefinite article: ``"an int"``, ``"a dict"``."""
     return f"{'an' if noun[0] in 'aeioAEIO' else 'a'} {noun}"

@@ -112,6 +112,20 @@ class CheckpointFilenames:
         return f"{name}{suffix}{self.extension}"
 
 
+def is_replaceable(path: str) -> bool:
+    """Return whether a local path is a checkpoint or free. A checkpoint that lost its manifest is neither.
+
+    In an object store, only the save checks this, because each check is a request.
+    """
+    place = as_path(path)
+    if isinstance(place, Path) and not (place / store.MANIFEST).is_file():
+        try:
+            store.check_target(place)
+        except ValueError:
+            return False
+    return True
+
+
 def folders(directory: str | AnyPath, levels: int) -> list[AnyPath]:
     """Return a directory and its nested folders that may contain checkpoints.
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ...common.messages import format_count, warn
+from ...common.messages import describe_error, format_count, warn
 from ...common.validation import check_int
 from ...engine import evaluation_mode, isolated_random_state, move_data_to_device
 from ...strategies.distributed import get_original_class, is_sharded, local
@@ -199,7 +199,7 @@ def summarize(
         except Exception as error:
             measured = False
             warn(
-                f"the model failed on example_input_array ({type(error).__name__}: {str(error).rstrip('.')}), so the "
+                f"the model failed on example_input_array ({describe_error(error).rstrip('.')}), so the "
                 "summary shows neither FLOPs nor input and output sizes. Fix or remove example_input_array."
             )
     layers = list(rows.values())

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...common import messages
 from ..best_effort import BestEffortCallback
 from .html import Points
 from .report import build_charts, collect_hyperparameters, describe_ending, find_best, split_settings
@@ -119,5 +120,5 @@ def describe_error(error: BaseException) -> dict[str, Any]:
         return {"state": "interrupted"}
     if isinstance(error, Preempted) and isinstance(error.code, int):
         return {"state": "interrupted", "note": signal.Signals(error.code - 128).name}
-    text = f"{type(error).__name__}: {error}"
+    text = messages.describe_error(error)
     return {"state": f"failed: {type(error).__name__}", "error": text[:_LONGEST]}

@@ -1,7 +1,12 @@
 """Replacement and deletion of a checkpoint. During a replacement, a complete version always exists.
 
-Three directories may exist next to a checkpoint ``last``. ``.last.part`` is the next version until it is put in place,
-``.last.old`` is the version that it replaces, and ``.last.gone`` is a version that is being deleted.
+Three kinds of directories may exist next to a checkpoint ``last``. ``.last.<writer>.part`` is the next version until it
+is put in place, ``.last.<writer>.old`` is a version that it replaces, and ``.last.<writer>.gone`` is a version that is
+being deleted. ``<writer>`` identifies the process that commits the save (`identify_process`), so two runs that save to
+one directory never share such a name, and a later run can tell whether the process still runs.
+
+No lock is held, because locks are missing on some file systems and outlive a hung holder. Each change is a rename
+that either succeeds or fails as a whole: if another run puts its version in place first, that version is replaced.
 
 A checkpoint's own files are its manifest and the files that the manifest lists. Every other file in the directory of a
 committed checkpoint, such as a tokenizer or a file of another checkpoint, is foreign and is not deleted. Foreign files
@@ -12,23 +17,41 @@ longer counts as a checkpoint, but its own files are still known. A file of this
 hooks write.
 """
 
+import errno
 import itertools
 import os
 import re
+import time
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from ...strategies.processes import IDENTITY, has_ended, identify_process, is_unfinished
 from . import filesystem
 from .manifest import MANIFEST, read_manifest, verify
 
 UNFINISHED = "unfinished.json"
 """Name of the file that marks a directory whose checkpoint is not complete yet or is being deleted."""
 
-BESIDE = re.compile(r"\.(.+)\.(part|old|gone)")
-"""Pattern of the directory names that exist next to a checkpoint while it is replaced or deleted."""
+BESIDE = re.compile(
+    rf"\.(?P<name>.+?)(\.(?P<writer>{IDENTITY})(-(?P<number>\d+))?)?\.(?P<kind>part|old|gone)", re.DOTALL
+)
+"""Pattern of the directory names that exist next to a checkpoint while it is replaced or deleted.
 
+Releases without ``writer`` in the names have left some, whose processes count as ended.
+"""
+
+_TRIES = 100
+"""Number of times that another run may put its own version of a checkpoint in place during a replacement."""
+_PAUSE = 0.02  # seconds
+_SWAP = 2.0  # seconds that a process on another machine gets for the two renames of a replacement
+_ABANDONED = 3600.0
+"""Seconds without a change after which another machine's unfinished save counts as abandoned."""
+
+
+# The manifests of the checkpoints that this process has saved, by the checkpoint's path.
+_saved: dict[Path, filesystem.Mark] = {}
 
 SHARE_TARGET = "Save to a file system that all ranks share, and do not change the files during the save."
 """Fix for files that are missing or have changed when a save is committed, at the end of an error message."""
@@ -43,23 +66,35 @@ def explain_refused_file(name: str) -> str:
     return f"a save_state pre-hook wrote {name}, {reason}."
 
 
-def beside(target: Path | str, suffix: str) -> Path:
-    """Return the path of the next (``part``), replaced (``old``) or deleted (``gone``) version of ``target``."""
+def beside(target: Path | str, kind: str, writer: str = "") -> Path:
+    """Return the path of the next (``part``), replaced (``old``) or deleted (``gone``) version of ``target``.
+
+    ``writer`` is the process that commits it; the default is this process.
+    """
     target = Path(os.path.abspath(target))
-    return target.parent / f".{target.name}.{suffix}"
+    return target.parent / f".{target.name}.{writer or identify_process()}.{kind}"
+
+
+def list_versions(target: Path, *kinds: str) -> list[tuple[Path, str]]:
+    """Return the paths of the versions next to a checkpoint, each with the name of its writer, or "" if unknown."""
+    try:
+        matches = [BESIDE.fullmatch(name) for name in filesystem.list_names(target.parent)]
+    except PermissionError:  # of a directory above the checkpoints
+        return []
+    return [
+        (target.parent / match[0], match["writer"] or "")
+        for match in matches
+        if match and match["name"] == target.name and match["kind"] in kinds
+    ]
 
 
 def check_target(target: Path) -> None:
     """Raise a ValueError if a checkpoint must not be written to a path; see `store.check_target`."""
-    if os.path.lexists(target) and not os.path.isfile(target / MANIFEST) and not is_empty(target):
-        raise ValueError(f"{target} exists and is not a checkpoint, so it isn't replaced. Move it, or save elsewhere.")
-    for suffix in ("part", "old", "gone"):
-        path = beside(target, suffix)
-        if os.path.lexists(path) and not (is_staged(path) if suffix == "part" else _is_left(path)):
-            raise ValueError(
-                f"saving the checkpoint {target.name} needs the path {path}, which exists but was not created by "
-                "Treadle. Move it, or save elsewhere."
-            )
+    for _ in range(5):
+        if not os.path.lexists(target) or os.path.isfile(target / MANIFEST) or is_empty(target):
+            return
+        time.sleep(_PAUSE)  # another run may be replacing it
+    raise ValueError(f"{target} exists and is not a checkpoint, so it isn't replaced. Move it, or save elsewhere.")
 
 
 def swap_in(staging: Path, target: Path) -> None:
@@ -68,28 +103,32 @@ def swap_in(staging: Path, target: Path) -> None:
     If a disk operation fails before the new checkpoint is durably in place, the previous one is put back if the disk
     permits. A later failure only causes a warning.
     """
-    old, gone, aside = beside(target, "old"), beside(target, "gone"), None
-    if os.path.lexists(target) and is_empty(target):
-        filesystem.rmdir(target)
-    elif os.path.lexists(target):
-        # If an earlier swap left both, the one that can be loaded remains until the new one is in place.
-        aside = gone if os.path.lexists(old) and not is_whole(target) else old
-        retire(aside, target)
+    aside = _choose_unused(target, "old")
+    manifest = filesystem.mark(staging / MANIFEST)
     try:
-        if aside is not None:
-            filesystem.rename(target, aside)
-        filesystem.rename(staging, target)
+        for attempt in range(_TRIES):
+            if os.path.lexists(aside):  # by the attempt before
+                aside = _choose_unused(target, "old")
+            _set_aside(target, aside)
+            try:
+                filesystem.rename(staging, target)
+                break
+            except OSError as error:  # another run has put its version in place since
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or attempt == _TRIES - 1:
+                    raise
         filesystem.fsync(target.parent)
+        _saved[target] = manifest
     except OSError:  # a save that is not certain does not count; a rename may have happened and still have failed
         with suppress(OSError):
             if not os.path.lexists(staging):
                 filesystem.rename(target, staging)
-            if aside is not None and not os.path.lexists(target):
+            if os.path.lexists(aside) and not os.path.lexists(target):
                 filesystem.rename(aside, target)
         raise
     try:
-        retire(old, target)
-        retire(gone, target)
+        for path, writer in list_versions(target, "old", "gone"):
+            if not _is_in_use(path, writer):
+                retire(path, target)
     except OSError as error:
         warnings.warn(
             f"{target} is saved, but the checkpoint that it replaced can't be deleted: {error}. The next Trainer run "
@@ -97,12 +136,86 @@ def swap_in(staging: Path, target: Path) -> None:
         )
 
 
-def finish(target: Path) -> str:
+def _set_aside(target: Path, aside: Path) -> None:
+    """Rename a previous checkpoint, or delete an empty directory, if there is one.
+
+    Raises:
+        ValueError: If something other than a checkpoint is at the path.
+    """
+    if not os.path.lexists(target):
+        return
+    with suppress(FileNotFoundError):  # another run has just set it aside
+        if is_empty(target):
+            filesystem.rmdir(target)
+        else:
+            check_target(target)
+            filesystem.rename(target, aside)
+
+
+def _choose_unused(target: Path, kind: str) -> Path:
+    """Return an unused path of this process for a version; an earlier version may not be deleted yet."""
+    paths = itertools.chain(
+        [beside(target, kind)], (beside(target, kind, f"{identify_process()}-{n}") for n in itertools.count())
+    )
+    return next(path for path in paths if not os.path.lexists(path))
+
+
+def _runs(writer: str) -> bool:
+    """Return whether a writer is another process of this machine, which is known to run."""
+    return bool(writer) and writer != identify_process() and has_ended(writer) is False
+
+
+def _is_in_use(path: Path, writer: str) -> bool:
+    """Return whether a process may be writing a version, or one other than this one renaming or deleting it.
+
+    The processes of other machines cannot be seen from here, so their versions count as in use until nothing in them
+    has changed for an hour.
+    """
+    if writer == identify_process():
+        return is_unfinished(path)
+    if not writer or has_ended(writer):
+        return False
+    changed = 0.0
+    for file in (path, *(path / name for name in filesystem.list_leaves(path))):
+        with suppress(FileNotFoundError):
+            changed = max(changed, file.lstat().st_mtime, file.lstat().st_ctime)
+    return _runs(writer) or time.time() - changed < _ABANDONED
+
+
+def await_swap(path: Path, directories: Iterable[Path]) -> list[tuple[Path, Path]]:
+    """Return the interrupted replacements of ``directories`` because of which ``path`` may be missing.
+
+    A process that is replacing a checkpoint gets two seconds to finish. After that, it is assumed to be dead, unless it
+    is another one that is known to run.
+
+    Returns:
+        Pairs of a directory and its ``.old`` version; empty if ``path`` exists.
+    """
+    end = time.monotonic() + _SWAP
+    while not os.path.lexists(path):
+        versions = [
+            (directory, old, writer)
+            for directory in directories
+            for old, writer in list_versions(directory, "old")
+            if os.path.isfile(old / MANIFEST)
+        ]
+        # One of this process may be in progress in another thread.
+        waits = any(writer == identify_process() or _is_in_use(old, writer) for _, old, writer in versions)
+        if not waits or time.monotonic() >= end:
+            return [(directory, old) for directory, old, writer in versions if not _runs(writer)]
+        time.sleep(_PAUSE)
+    return []
+
+
+def finish(target: Path, old: Path) -> str:
     """Complete or roll back an interrupted replacement whose ``.old`` has a manifest; return a message about it.
 
     If the new version is in place but damaged, both versions are kept.
     """
-    part, old = beside(target, "part"), beside(target, "old")
+    match = BESIDE.fullmatch(old.name)
+    assert match is not None
+    writer = f".{match['writer']}" if match["writer"] else ""
+    part = target.parent / f".{target.name}{writer}.part"
     if os.path.lexists(target):
         if not is_whole(target):
             return f"{target}: damaged; the checkpoint that it replaced is kept as {old.name}"
@@ -119,18 +232,25 @@ def finish(target: Path) -> str:
 
 
 def recover(target: Path) -> list[str]:
-    """Complete or roll back an interrupted save or deletion, and return messages about what was done."""
-    part, old, gone = (beside(target, suffix) for suffix in ("part", "old", "gone"))
+    """Complete or roll back interrupted saves and deletions, and return messages about what was done.
+
+    Versions of a process that still runs are not changed.
+    """
     done = []
-    if os.path.isfile(old / MANIFEST):
-        done.append(finish(target))
-    else:
-        retire(old, target)
-    if retire(gone, target):
-        done.append(f"{target}: finished deleting it")
-    if is_staged(part):
-        done.append(f"{target}: removed a checkpoint that was never completed")
-        filesystem.delete(part, first=MANIFEST)
+    for _, old in await_swap(target, [target]):
+        with suppress(FileNotFoundError):  # another process is doing the same
+            done.append(finish(target, old))
+    for path, writer in list_versions(target, "old", "gone", "part"):
+        if _is_in_use(path, writer):
+            continue
+        if path.suffix == ".part":
+            if is_staged(path):
+                done.append(f"{target}: removed a checkpoint that was never completed")
+                filesystem.delete(path, first=MANIFEST)
+        elif path.suffix == ".old" and os.path.isfile(path / MANIFEST):
+            done.append(finish(target, path))
+        elif retire(path, target) and path.suffix == ".gone":
+            done.append(f"{target}: finished deleting it")
     return done
 
 
@@ -141,21 +261,43 @@ def take_away(path: Path) -> None:
         ValueError: See `store.remove`.
     """
     listed_files = {*read_manifest(path).names, MANIFEST, UNFINISHED}
-    gone = beside(path, "gone")
-    retire(gone, path)
+    if problem := explain_replaced(path, path):
+        raise ValueError(problem)
+    for gone, writer in list_versions(path, "gone"):
+        if not _is_in_use(gone, writer):
+            retire(gone, path)
     if others := list(_find_foreign_entries(path, listed_files)):
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         raise ValueError(
             f"{path} contains files that do not belong to the checkpoint ({', '.join(others[:5])}{more}), so it isn't "
             "deleted. Move them elsewhere, or delete the directory yourself."
         )
-    if os.path.lexists(gone):
-        raise ValueError(
-            f"deleting {path.name} needs the path {gone}, which exists but was not created by Treadle. Move it."
-        )
-    filesystem.rename(path, gone)
+    gone = _choose_unused(path, "gone")
+    try:
+        filesystem.rename(path, gone)
+    except FileNotFoundError:  # another run has just deleted it
+        _saved.pop(path, None)
+        return
+    if problem := explain_replaced(path, gone):  # at the last moment
+        filesystem.rename(gone, path)
+        raise ValueError(problem)
+    _saved.pop(path, None)
     filesystem.fsync(path.parent)
     _clear(gone, listed_files)
+
+
+def explain_replaced(path: Path, place: Path) -> str:
+    """Return an error message if this process has saved ``path`` and another run has replaced it since; else "".
+
+    ``place`` is where the checkpoint currently is.
+    """
+    with suppress(FileNotFoundError):
+        if path in _saved and _saved[path] != filesystem.mark(place / MANIFEST):
+            return (
+                f"{path} was saved by this run, and another run has replaced it since. Use a separate directory for "
+                "the checkpoints of each run."
+            )
+    return ""
 
 
 def retire(path: Path, target: Path) -> bool:
@@ -277,24 +419,28 @@ def _choose_free_path(path: Path) -> Path:
 
 
 def _clear(path: Path, listed_files: Collection[str]) -> None:
-    """Delete a checkpoint's own files, and its directory if it is empty afterwards."""
+    """Delete a checkpoint's own files, and its directory if it is empty afterwards. Another process may do the same."""
     mark = path / UNFINISHED
-    if os.path.lexists(path / MANIFEST):
-        filesystem.replace(path / MANIFEST, mark)
+    with suppress(FileNotFoundError):
+        if os.path.lexists(path / MANIFEST):
+            filesystem.replace(path / MANIFEST, mark)
     for name in sorted(filesystem.list_leaves(path)):  # names from the manifest are not followed
         if name in listed_files and name != UNFINISHED:
-            filesystem.unlink(path / name)
+            with suppress(FileNotFoundError):
+                filesystem.unlink(path / name)
     for folder in filesystem.list_names(path):
         _drop_empty(path / folder)
-    if os.path.lexists(mark):
-        filesystem.unlink(mark)
-    if is_empty(path):
-        filesystem.rmdir(path)
+    with suppress(FileNotFoundError):
+        if os.path.lexists(mark):
+            filesystem.unlink(mark)
+        if is_empty(path):
+            filesystem.rmdir(path)
 
 
 def _drop_empty(path: Path) -> None:
     if _is_folder(path):
         for name in filesystem.list_names(path):
             _drop_empty(path / name)
-        if is_empty(path):
-            filesystem.rmdir(path)
+        with suppress(FileNotFoundError):
+            if is_empty(path):
+                filesystem.rmdir(path)

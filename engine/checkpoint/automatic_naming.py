@@ -14,7 +14,7 @@ from .open_checkpoint import OpenCheckpoint, find_first_intact
 from .train_state import STATE
 
 _NAME = re.compile(r"checkpoint_(\d+)")
-_REPLACED = re.compile(r"\.checkpoint_(\d+)\.old")
+_REPLACED = re.compile(r"\.checkpoint_(\d+)\.(.+\.)?old")
 
 
 def _require_folder(project: ProjectConfiguration, method: str, argument: str) -> AnyPath:

@@ -371,6 +371,18 @@ def _build_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return built
 
 
+def explain_refusal(directory: Path, error: OSError) -> str:
+    """Return why the disk refused to write to a directory, in more detail than the system's message."""
+    obstacle = next((p for p in (directory, *directory.parents) if os.path.lexists(p)), directory)
+    if isinstance(error, FileExistsError | NotADirectoryError) and not obstacle.is_dir():
+        return f"{obstacle} is not a directory"
+    if error.errno == errno.ENOSPC and hasattr(os, "statvfs"):
+        status = os.statvfs(obstacle)
+        if status.f_files and not status.f_favail:  # some file systems have no fixed number of files
+            return f"the file system has no room for another file (inode), although {status.f_bavail:,} blocks are free"
+    return error.strerror or str(error)
+
+
 def probe(directory: Path, nbytes: int = 0) -> None:
     """Check before the run that checkpoints can be saved in a directory, by creating it and writing a file.
 
@@ -386,7 +398,7 @@ def probe(directory: Path, nbytes: int = 0) -> None:
         unlink(file)
         free = shutil.disk_usage(directory).free
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason = explain_refusal(directory, error)
         text = f"can't save checkpoints in {directory}: {reason}. Choose a directory that this process can write to."
         raise OSError(error.errno, text) from error
     if free < nbytes:

@@ -17,11 +17,12 @@ from ...common.messages import name_type, warn
 from ...common.remote_path import AnyPath, RemotePath
 from ...strategies import World
 from ...strategies.distributed import is_sharded, local
+from ...strategies.processes import identify_process
 from ..metrics import metric_state
 from ..optim import PreparedScheduler, optimizer_state
 from ..parameter_names import make_view_key, strip_compile_prefix
 from ..rng import random_state
-from . import model_check, store
+from . import filesystem, model_check, store
 from .json_codec import decode, encode
 from .parts import Files, TensorFile, encode_part, estimate_size
 from .remote import Upload
@@ -331,11 +332,23 @@ def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], o
     """Write the files of `collect`, wait for all processes, and commit the checkpoint. Call it on all ranks.
 
     If a disk operation or a request to the store fails, an earlier checkpoint remains, unless the store's response to
-    the commit was lost.
+    the commit was lost. If someone deletes the directory during the save, it is created and written again, once.
     """
+    error, is_deleted = _write_and_commit(world, target, files, info, others)
+    if any(world.gather_objects(is_deleted)) and not others:
+        error, _ = _write_and_commit(world, target, files, info, others)
+    world.raise_together(error)
+
+
+def _write_and_commit(
+    world: World, target: AnyPath, files: Files, info: dict[str, Any], others: bool
+) -> tuple[Exception | None, bool]:
+    """Return the error of this process, if any, and whether the reason is that its files have been deleted."""
     entries: dict[str, Any] = {}
     error: Exception | None = None
-    save = DiskSave(target) if isinstance(target, Path) else Upload(target, world.broadcast(Upload.new_folder()))
+    # Before the block below, whose errors are raised together.
+    name = world.broadcast(identify_process() if isinstance(target, Path) else Upload.new_folder())
+    save = DiskSave(target, name) if isinstance(target, Path) else Upload(target, name)
     try:
         if others and (clashing := [name for name in files if os.path.lexists(save.staging / name)]):
             raise ValueError(
@@ -353,14 +366,25 @@ def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], o
                 save.commit(merged, info, others)
         except Exception as caught:
             error = error or caught
+    is_deleted = (
+        isinstance(error, FileNotFoundError | ValueError)
+        and isinstance(target, Path)
+        and bool(files)
+        and not os.path.lexists(save.staging)
+    )
     with suppress(OSError):  # a remainder is deleted at the next start
         save.discard(world.is_main)  # nothing of the commit remains
-    world.raise_together(error)
+    return error, is_deleted
 
 
 def _explain_error(error: Exception, target: AnyPath, files: Files) -> Exception:
-    """Return an error with the required bytes if the files do not fit on the disk; otherwise the error itself."""
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    """Return an error with the reason or the required bytes if the disk refuses the files, or the error itself."""
+    if not isinstance(error, OSError):
+        return error
+    if isinstance(target, Path) and (reason := filesystem.explain_refusal(target.parent, error)) != error.strerror:
+        text = f"can't save {target}: {reason}. Earlier checkpoints are kept. Delete or move files, or save elsewhere."
+        return OSError(error.errno, text)
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return error
     needed = f"This process needs {sum(estimate_size(content) for content in files.values()):,} bytes"
     folder = store.beside(target)
@@ -387,11 +411,12 @@ def _collect_weights(accelerator: Accelerator, target: AnyPath, attempts: Attemp
     with accelerator.world.together():
         if accelerator.is_main_process:
             store.begin(target)
+    staging = str(store.beside(target, accelerator.world.broadcast(identify_process())))
     whole = [accelerator.get_state_dict(model) for model in models]
     left = list(whole)
     for hook in accelerator.checkpointer.save_hooks.values():
         with attempts:
-            hook(list(models), left, str(store.beside(target)))
+            hook(list(models), left, staging)
     # Ranks other than zero may have no part of a sharded object, and then write nothing.
     return [
         {name: value for name, value in state.items() if value is not None} if any(state is s for s in left) else None

@@ -5,22 +5,22 @@ each process, and a ``manifest.json``. Tensors are stored as safetensors and oth
 Every process writes its own files, the caller waits for all of them, and one process calls `commit`. The state of the
 disk at each stage of a save to ``last``:
 
-1. Parts are written to ``.last.part``, each fsynced; then the manifest, fsynced; then that directory is fsynced. A
-   failure up to this point leaves at most ``.last.part``, which is not listed as a checkpoint.
-2. If ``last`` is a checkpoint, it is renamed, normally to ``.last.old``. If the process is killed here, two complete
+1. Parts are written to ``.last.<writer>.part``, each fsynced; then the manifest, fsynced; then that directory is
+   fsynced. A failure up to this point leaves at most this directory, which is not listed as a checkpoint.
+2. If ``last`` is a checkpoint, it is renamed to ``.last.<writer>.old``. If the process is killed here, two complete
    checkpoints exist under other names: `CheckpointStore.find` lists the old one, and `CheckpointStore.recover`
    puts the new one in place, or the old one if the digests of the new one do not match.
-3. ``.last.part`` is renamed to ``last`` and the parent directory is fsynced. This is the commit.
-4. Files in ``.last.old`` that its manifest does not list are moved into ``last``.
-5. ``.last.old`` is deleted. A failure here leaves files that do not count as a checkpoint.
+3. ``.last.<writer>.part`` is renamed to ``last`` and the parent directory is fsynced. This is the commit. If another
+   run has committed its own ``last`` since stage 2, that one is replaced too.
+4. Files in ``.last.<writer>.old`` that its manifest does not list are moved into ``last``.
+5. ``.last.<writer>.old`` is deleted. A failure here leaves files that do not count as a checkpoint.
 
-The deletion of a checkpoint also starts with one rename, to ``.last.gone``. `CheckpointStore.recover`
-completes or rolls back interrupted saves and deletions. See `atomic_swap`.
+The deletion of a checkpoint also starts with one rename, to ``.last.<writer>.gone``. `CheckpointStore.recover`
+completes or rolls back interrupted saves and deletions of processes that have ended. See `atomic_swap`.
 """
 
 import os
 import stat
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -56,20 +56,20 @@ __all__ = [
 ]
 
 
-def write_part(target: Path | str, name: str, state: Any) -> dict[str, filesystem.Entry]:
+def write_part(target: Path | str, name: str, state: Any, writer: str = "") -> dict[str, filesystem.Entry]:
     """Write one part of a checkpoint next to its target, fsync the files, and return their entries for `commit`.
 
-    Several processes may write parts concurrently if the names differ.
+    Several processes may write parts concurrently if the names differ. ``writer`` is the process that will call
+    `commit`; see `beside`.
     """
-    return write_files(beside(target), encode_part(name, state))
+    return write_files(beside(target, writer), encode_part(name, state))
 
 
 def check_target(target: AnyPath) -> None:
     """Check that a checkpoint may be written to a path, without changing any file.
 
     Raises:
-        ValueError: If something other than a checkpoint or an empty directory exists at the path, or if something
-            that Treadle did not create has the temporary name that the save needs next to the path.
+        ValueError: If something other than a checkpoint or an empty directory exists at the path.
         OSError: If the object store cannot be reached or rejects a request.
     """
     if isinstance(target, RemotePath):
@@ -78,12 +78,15 @@ def check_target(target: AnyPath) -> None:
         atomic_swap.check_target(target)
 
 
-def beside(target: AnyPath | str) -> Path:
-    """Return the directory that contains a checkpoint's parts until `commit`; for a URL, a folder of this process."""
+def beside(target: AnyPath | str, writer: str = "") -> Path:
+    """Return the directory that contains a checkpoint's parts until `commit`; for a URL, a folder of this process.
+
+    ``writer`` is the process that will call `commit` (`identify_process`); the default is this process.
+    """
     target = as_path(target)
     if isinstance(target, RemotePath):
         return remote.open_staging(target)
-    return atomic_swap.beside(target, "part")
+    return atomic_swap.beside(target, "part", writer)
 
 
 def commit(
@@ -121,6 +124,8 @@ def commit(
         if others:
             filesystem.delete(source / UNFINISHED)
         filesystem.fsync(source)
+        if problem := atomic_swap.explain_replaced(target, target):
+            warnings.warn(f"{problem} This save replaces it again.")
         forget_unfinished(source)  # the checkpoint is complete: after a failure below, `recover` decides
         atomic_swap.swap_in(source, target)
     except OSError:
@@ -186,18 +191,9 @@ def find_again(path: AnyPath | str) -> None:
     target = absolute(path)
     if isinstance(target, RemotePath):  # in a store nothing is renamed
         return
-    for _ in range(20):
-        interrupted = [
-            directory
-            for directory in (target, *target.parents)
-            if os.path.isfile(atomic_swap.beside(directory, "old") / MANIFEST)
-        ]
-        if os.path.lexists(target) or not interrupted:
-            return
-        time.sleep(0.1)
-    for directory in reversed(interrupted):
+    for directory, old in reversed(atomic_swap.await_swap(target, [target, *target.parents])):
         try:
-            warnings.warn(atomic_swap.finish(directory))
+            warnings.warn(atomic_swap.finish(directory, old))
         except OSError:
             if not os.path.lexists(directory):
                 raise
@@ -209,8 +205,8 @@ def remove(path: AnyPath | str) -> None:
 
     Raises:
         ValueError: If the path is not a checkpoint with a readable manifest, is a link, or contains files that
-            do not belong to it, or if something that Treadle did not create has the temporary name that the
-            deletion needs. In these cases, no file of the checkpoint is deleted.
+            do not belong to it, or if this process has saved it and another run has replaced it since. In these cases,
+            no file of the checkpoint is deleted.
         OSError: If a disk operation or a request to the object store fails.
     """
     path = absolute(path)
@@ -225,8 +221,8 @@ def remove(path: AnyPath | str) -> None:
 class DiskSave:
     """Save to a directory: every process writes its own files, and one commits them. `remote.Upload` saves to a URL."""
 
-    def __init__(self, target: Path) -> None:
-        self._target, self.staging = target, beside(target)
+    def __init__(self, target: Path, writer: str) -> None:
+        self._target, self.staging = target, beside(target, writer)
 
     def write(self, files: Files) -> dict[str, filesystem.Entry]:
         """Write this process's files, and return their entries for the manifest."""
@@ -338,6 +334,9 @@ class CheckpointStore:
     def recover(self) -> list[str]:
         """Complete or roll back interrupted saves and deletions of checkpoints, and delete leftover files.
 
+        Another run that is saving to the directory is not disturbed. Unfinished saves of other machines are deleted
+        only after an hour without a change.
+
         Call this method before the first save, and only in the process that commits checkpoints to this directory.
 
         Returns:
@@ -349,7 +348,7 @@ class CheckpointStore:
         if isinstance(self.directory, RemotePath):
             return remote.recover(self.directory)
         matches = [atomic_swap.BESIDE.fullmatch(name) for name in filesystem.list_names(self.directory)]
-        names = sorted({match[1] for match in matches if match})
+        names = sorted({match["name"] for match in matches if match})
         return [sentence for name in names for sentence in atomic_swap.recover(self.directory / name)]
 
 
@@ -369,11 +368,11 @@ def _iterate_checkpoints(directory: Path) -> Iterator[Path]:
     """Yield the paths of the checkpoints in a directory, including damaged ones."""
     for name in filesystem.list_names(directory):
         path, match = directory / name, atomic_swap.BESIDE.fullmatch(name)
-        if name.startswith(".") and not (match and match[2] == "old"):
+        if name.startswith(".") and not (match and match["kind"] == "old"):
             continue
         if os.path.islink(path) or not os.path.isdir(path):
             continue
-        if match and atomic_swap.is_whole(directory / match[1]):
+        if match and atomic_swap.is_whole(directory / match["name"]):
             continue  # it is replaced, and about to be deleted
         if _looks_like_checkpoint(path):  # otherwise the directory is not a checkpoint's
             yield path

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from ...common.messages import name_type, warn
+from ...common.messages import name_type, read_text, warn
 from ...strategies import Precision
 
 
@@ -46,8 +46,9 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
             moved = item.to(device)
         except TypeError as error:
             raise TypeError(
-                f"{name_type(item)} in the batch cannot be moved to {device}: {error}. Give {type(item).__name__} a "
-                "`to(device)` method that returns the moved object, or override `transfer_batch_to_device`."
+                f"{name_type(item)} in the batch cannot be moved to {device}: {read_text(error)}. Give "
+                f"{type(item).__name__} a `to(device)` method that returns the moved object, or "
+                "override `transfer_batch_to_device`."
             ) from error
         return item if moved is None else moved
 

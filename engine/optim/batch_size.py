@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...common.messages import announce
+from ...common.messages import announce, describe_error, read_text
 from ...common.validation import check_int
 from ...strategies.distributed import DONE, RETRY, Attempts
 
@@ -37,7 +37,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
         return True
-    if not any(words in str(error) for words in _WORDS):
+    text = read_text(error)
+    if not any(words in text for words in _WORDS):
         return False
     # A subclass may be the user's own. Torch's are AcceleratorError (since torch 2.8) and NCCL's DistBackendError.
     kind = type(error)
@@ -157,7 +158,7 @@ def attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any]:
     except BaseException as error:
         # An error on this process is a consequence if another process has run out of memory.
         if not is_out_of_memory(error) and not (attempts.size > 1 and attempts.someone_retries()):
-            attempts.report(f"{type(error).__name__}: {error}")
+            attempts.report(describe_error(error))
             raise
         _forget(error)
     else:

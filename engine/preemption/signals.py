@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # SIGHUP means that the terminal was closed. If processes get different signals, the last one in this list counts.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+_DEADLY = tuple(getattr(signal, name) for name in ("SIGUSR2",) if hasattr(signal, name))
 _FINALIZERS = {multiprocessing.util.Finalize.__call__.__code__, weakref.finalize.__call__.__code__}
 _REQUEUE_LIMIT = 30  # seconds; the scheduler's own limit for an answer is 10 by default
 # Seconds within which a rank may get the same Ctrl-C twice: from the user's `pkill` or its terminal, and from the
@@ -62,7 +63,8 @@ class Preemption:
 
     By default, Ctrl-C (SIGINT) immediately raises KeyboardInterrupt or calls the script's own handler. Inside
     `holding_interrupts`, KeyboardInterrupt is raised only after the save. Inside `catching_interrupts`, Ctrl-C is
-    handled like the other signals. A second Ctrl-C is not delayed.
+    handled like the other signals. So is the first Ctrl-C after another signal, such as a scheduler's SIGTERM, because
+    it must not cost the save. A second Ctrl-C is not delayed.
 
     Args:
         accelerator: The Accelerator of the run. Its ranks agree on when to leave.
@@ -92,6 +94,8 @@ class Preemption:
         self._replaced: dict[signal.Signals, Callable[..., Any] | int] = {}
         self._pid = os.getpid()
         self._interrupted_at: float | None = None  # time of the first Ctrl-C that did not raise immediately
+        self._raises_later = False  # whether that Ctrl-C raises KeyboardInterrupt later
+        self._ignored: list[int] = []
         self._held = self._at_once = self._failing = False
         self._steps = 0  # number of times that a user-defined loop has asked
         self._speaks = accelerator.is_main_process
@@ -105,7 +109,7 @@ class Preemption:
         script has set a handler for the signal.
         """
         self.caught, self._agreed, self._pid, self._interrupted_at = None, None, os.getpid(), None
-        self.interrupts = self.abandoned = self._held = self._at_once = self._failing = False
+        self.interrupts = self.abandoned = self._held = self._at_once = self._failing = self._raises_later = False
         self._agreement.signal_vote = self._agreement.signaled = False
         self.departure.begin_stage(self._accelerator.watchdog, self._start_deadline)
         if threading.current_thread() is not threading.main_thread():
@@ -128,6 +132,8 @@ class Preemption:
                 mark_stage(running=False)
                 self._set_interruptible(False)
             replaced, self._replaced = self._replaced, {}
+            while self._ignored:
+                signal.signal(self._ignored.pop(), signal.SIG_DFL)
             for number, handler in replaced.items():
                 if signal.getsignal(number) in (self._note, self._interrupt):
                     signal.signal(number, handler)
@@ -148,7 +154,7 @@ class Preemption:
             yield
         finally:
             self.interrupts = False
-        if self._interrupted_at is not None:
+        if self._raises_later:
             self._raise_delayed_interrupt()
 
     @contextmanager
@@ -178,7 +184,7 @@ class Preemption:
             self._held = held
         self._leave_if_caught()
         self._raise_interruption()
-        if self._interrupted_at is not None and not (self.interrupts or held):
+        if self._raises_later and not (self.interrupts or held):
             self._raise_delayed_interrupt()
 
     def note_failure(self) -> None:
@@ -216,6 +222,10 @@ class Preemption:
                 self.departure.ask()
                 self._set_interruptible(True)
             mark_leaving()
+            for number in _DEADLY:  # not a second request, although the system's default would end the process
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    signal.signal(number, signal.SIG_IGN)
+                    self._ignored.append(number)
 
     def _set_interruptible(self, interruptible: bool) -> None:
         watchdog = self._accelerator.watchdog
@@ -258,12 +268,15 @@ class Preemption:
             if not multiprocessing.current_process().daemon:  # data workers are daemonic: the rank ends them
                 self._raise_interrupt(frame)
             return
-        if not (self.interrupts or self._held):
+        if not (self.interrupts or self._held or self.caught is not None):
             self._raise_interrupt(frame)
         elif self._interrupted_at is None:
             self._interrupted_at = time.monotonic()
+            self._raises_later = self.caught is None
             if self._accelerator.is_main_process:
                 ending = "is saved and ends after this step" if self.interrupts else "ends after this save"
+                if self.caught is not None:
+                    ending = f"already ends because of {self.caught.name}"
                 write_stderr(f"Ctrl-C: the run {ending}; press Ctrl-C again to end it immediately")
             if self.interrupts:
                 self._set(signal.SIGINT)

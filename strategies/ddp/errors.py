@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from ...common.messages import read_text
+
 _UNFINISHED = "Expected to have finished reduction"
 _TWICE = "Expected to mark a variable ready only once"
 _INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
@@ -16,7 +18,7 @@ def explain_reducer_error(error: BaseException, names: list[str], finds_unused: 
 
     ``names`` lists the parameters' names in the reducer's order. ``finds_unused`` is DDP's ``find_unused_parameters``.
     """
-    text = str(error)
+    text = read_text(error)
     if text.startswith(_UNFINISHED):
         match = _INDICES.search(text)
         return _unused_parameter_error([names[int(i)] for i in match[1].split()] if match else [], finds_unused)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...common.messages import named_ranks, warn
+from ...common.messages import describe_error, named_ranks, warn
 from .launch_environment import DebugEnvironment
 from .waiting_call import DistributedOperationException, describe_calls
 from .world import World
@@ -150,7 +150,7 @@ class Meeting:
             if self._store.add(f"left {self._position}", 1) > 1:
                 return
             error = getattr(sys, "last_value", None)
-            ending = _ENDED if error is None else f"{_ENDED} with {type(error).__name__}: {error}"
+            ending = _ENDED if error is None else f"{_ENDED} with {describe_error(error)}"
             last_call = self._call(self._position)
             number, last = self._register(Call(f"{ending}; its last call was {last_call[1]}" if last_call else ending))
             if last:

@@ -30,6 +30,7 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
+from ...common.messages import read_text
 from ..processes import identify_host, is_alive, leave_on_sigterm, read_start_time, was_signaled
 
 VARIABLE = "TREADLE_FULL_TRACEBACK"
@@ -50,7 +51,7 @@ _LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote proces
 def is_consequence(error: BaseException) -> bool:
     """Return whether an error seems to be a consequence of another rank's failure."""
     return any(
-        isinstance(link, PeerFailed) or (isinstance(link, RuntimeError) and _LOST.search(str(link)) is not None)
+        isinstance(link, PeerFailed) or (isinstance(link, RuntimeError) and _LOST.search(read_text(link)) is not None)
         for link in _collect_links(error)
     )
 
@@ -148,7 +149,7 @@ class Uncaught:
         if _told.is_set():
             time.sleep(PATIENCE)
             return
-        words = f"{kind.__qualname__}: {error}"
+        words = f"{kind.__qualname__}: {read_text(error)}"
         earlier = self._find_earlier_report(error, words)
         if earlier is None:
             _write(self._gone + format_error(error, trace) + self._format_rank(error))

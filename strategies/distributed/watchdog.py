@@ -54,6 +54,8 @@ from ..processes import (
     identify_host,
     is_alive,
     is_stage_running,
+    limit_exit,
+    postpone_exit_limit,
     read_start_time,
     run_briefly,
     scratch,
@@ -574,6 +576,7 @@ class Watchdog:
         pulses = [Pulse(rank) for rank in range(self.size) if rank != self.rank]
         while not self._alarmed.is_set():
             self._since = time.monotonic()  # this wait does not count as lack of progress
+            postpone_exit_limit()
             pulses = [pulse for pulse in pulses if not self._has_ended(pulse.rank)]
             if not pulses:
                 return
@@ -620,6 +623,8 @@ def watch(world: World, limit: float | None) -> Watchdog | None:
     if limit is None:
         limit = world.timeout.total_seconds()
         limit -= min(30.0, limit / 10)  # before the collective fails
+    if world.size > 1 or strict:
+        limit_exit(limit, f"rank {world.rank} of {world.size}")
     if _current and _current[0].size == world.size and _current[0]._pid == os.getpid():
         _current[0].set_limit(limit, strict)
         _current[0].thread = threading.current_thread()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ...common.messages import format_count
+from ...common.messages import describe_error, format_count
 from ...common.rank_zero import rank_zero_only
 from ...common.validation import choose
 from . import process_group
@@ -466,7 +466,7 @@ class World:
             SystemExit: On the processes that did not fail, if the lowest failed rank exited with a numeric status.
         """
         if self.size > 1:
-            words = None if error is None else f"{type(error).__name__}: {error}"
+            words = None if error is None else describe_error(error)
             status = (error.code or 0) if isinstance(error, SystemExit) else None  # sys.exit() equals sys.exit(0)
             try:
                 errors = self.gather_objects(None if words is None else (words, status))

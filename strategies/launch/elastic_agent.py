@@ -30,6 +30,7 @@ from .rendezvous import SIGNALS, Job, Place
 
 # Signals that make ranks save and leave.
 _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
+_DEADLY = tuple(getattr(signal, name) for name in ("SIGUSR2",) if hasattr(signal, name))
 # Exit codes of ranks that were asked to leave; 1: SIGHUP. Python ends itself with SIGINT after a KeyboardInterrupt.
 _STOPPED = (128 + 1, 128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT)
 _POLL = 0.01  # seconds; the order of failures closer than this is unknown; a rank needs longer to end
@@ -169,9 +170,8 @@ class Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         if not self.restarting:
-            if death_sig in _PREEMPTING and not self.closing:
-                for number in _PREEMPTING:  # the ranks are saving, which a second signal must not interrupt
-                    signal.signal(number, signal.SIG_IGN)
+            if not self.closing:
+                _protect_save(death_sig)
             # torch calls this again if a second signal interrupted the first wait.
             if self.closing is signal.SIGINT:
                 self._close(signal.SIGINT, _AGAIN_GRACE)  # a rank cleans up what it interrupts
@@ -350,6 +350,24 @@ def run(job: Job, place: Place | None, board: RankBoard) -> int:
             agent.finish(sweep=stop is not None or elsewhere is not None)
             _take_leave(agent, rendezvous, stop)
     return _report_outcome(agent, stop, elsewhere)
+
+
+def _protect_save(first: signal.Signals) -> None:
+    """Ignore further signals while the ranks save. Only a second Ctrl-C ends them, and the first may have come before.
+
+    A signal other than the first one is not its repetition: a scheduler's SIGTERM may follow a user's Ctrl-C.
+    """
+    for number in (*_PREEMPTING, *_DEADLY):
+        signal.signal(number, signal.SIG_IGN)
+    before = signal.getsignal(signal.SIGINT)
+    if first is signal.SIGINT or before is signal.SIG_IGN:
+        return
+
+    def note(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGINT, before)
+        _print(f"the ranks already end because of {first.name}; press Ctrl-C again to end them immediately")
+
+    signal.signal(signal.SIGINT, note)
 
 
 def _take_leave(agent: Agent, rendezvous: Any, stop: signal.Signals | None) -> None:

@@ -9,6 +9,7 @@ from ...common.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from . import scratch
     from .ending import end_at_once, run_briefly
+    from .exit_limit import limit_exit, postpone_exit_limit
     from .idleness import Idleness
     from .network import (
         find_source_address,
@@ -17,9 +18,26 @@ if TYPE_CHECKING:
         name_gloo_interface,
         open_datagram_socket,
     )
-    from .os_process import die_with_parent, identify_host, is_alive, kill_session, read_start_time
+    from .os_process import (
+        IDENTITY,
+        die_with_parent,
+        has_ended,
+        identify_host,
+        identify_process,
+        is_alive,
+        kill_session,
+        read_start_time,
+    )
     from .rank_board import BOARD_RECORD, is_stage_running, mark_leaving, mark_stage, was_signaled, write_beat
-    from .scratch import end_by_signal, forget_unfinished, leave_on_sigterm, note_unfinished, open_scratch, sweep
+    from .scratch import (
+        end_by_signal,
+        forget_unfinished,
+        is_unfinished,
+        leave_on_sigterm,
+        note_unfinished,
+        open_scratch,
+        sweep,
+    )
     from .silent_rank import Dumps, explain_silence, fetch_stacks
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import re
 import signal
+import socket
 import sys
 from pathlib import Path
+
+IDENTITY = r"[0-9a-f]{8}-\d+-\d*"
+"""Pattern of the result of `identify_process`."""
 
 
 def is_alive(pid: int) -> bool:
@@ -27,6 +33,26 @@ def identify_host() -> str:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
+
+
+def identify_process() -> str:
+    """Return a short name of this process, which no other process has: its machine, its PID and its start time."""
+    pid = os.getpid()
+    return f"{_identify_machine()}-{pid}-{'' if sys.platform == 'win32' else read_start_time(pid) or ''}"
+
+
+def has_ended(identity: str) -> bool | None:
+    """Return whether the process with this name from `identify_process` has ended; None for one of another machine."""
+    if identity == identify_process():
+        return False
+    match = re.fullmatch(r"(\w+)-(\d+)-(\d*)", identity)
+    if match is None or match[1] != _identify_machine() or sys.platform == "win32":  # it has no harmless check
+        return None
+    return read_start_time(int(match[2])) not in ("", match[3])
+
+
+def _identify_machine() -> str:
+    return hashlib.sha256((identify_host() or socket.gethostname()).encode()).hexdigest()[:8]
 
 
 def read_start_time(pid: int) -> str | None:

@@ -105,6 +105,11 @@ def note_unfinished(directory: Path) -> None:
             link.symlink_to(directory)
 
 
+def is_unfinished(directory: Path) -> bool:
+    """Return whether this process has registered a directory with `note_unfinished` that exists and is incomplete."""
+    return directory in _unfinished and _identify(directory) == _unfinished[directory]
+
+
 def forget_unfinished(directory: Path) -> None:
     """Cancel the removal of a directory that is complete or has been removed."""
     identity = _unfinished.pop(directory, None)

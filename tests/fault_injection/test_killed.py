@@ -14,6 +14,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import tempfile
@@ -34,10 +35,12 @@ from treadle.callbacks import Callback, ModelCheckpoint
 from treadle.cli.commands.export import export
 from treadle.engine.big_models.offload_file import write_weights
 from treadle.engine.checkpoint import store as checkpoint
+from treadle.engine.checkpoint.atomic_swap import BESIDE
 from treadle.engine.checkpoint.store import CheckpointStore
 from treadle.engine.configuration import ProjectConfiguration
 from treadle.engine.weights.sources import open_weights
 from treadle.strategies import FSDP
+from treadle.strategies.processes import IDENTITY
 
 import treadle
 from treadle.testing.faults import Fault, FaultPlan, disk_points, forked
@@ -155,7 +158,8 @@ class Door:
         assert skipped == []
         for one in store.find():
             checkpoint.verify(one)
-            name = one.name.removeprefix(".").removesuffix(".old") if one.name.startswith(".") else one.name
+            match = BESIDE.fullmatch(one.name)
+            name = match["name"] if match else one.name
             assert content(one) in self.known[name], one
         return checkpoint.read_manifest(path).step
 
@@ -461,7 +465,8 @@ def named(point, points, rank):
     same = [(p.operation, p.moment, p.path) for p in points[: points.index(point) + 1]].count(
         (point.operation, point.moment, point.path)
     )
-    where = {"rank": rank, "occurrence": same, "match": f"*/{os.path.basename(point.path)}"}
+    name = re.sub(IDENTITY, "*", os.path.basename(point.path))  # each trial is another process
+    where = {"rank": rank, "occurrence": same, "match": f"*/{name}"}
     return Fault(f"disk:{point.operation}:{point.moment}", "kill", **where)
 
 
@@ -647,10 +652,11 @@ def keep_saving(target, begin):
         checkpoint.commit(target, files, {"step": step})
 
 
-def is_half_written(folder, sizes):
+def is_half_written(target, sizes):
     """Whether a file of a checkpoint is there that is not as long as it will be."""
     with suppress(OSError):
-        return any(os.path.getsize(folder / name) < size for name, size in sizes.items())
+        folders = target.parent.glob(f".{target.name}.*.part")
+        return any(os.path.getsize(folder / name) < size for folder in folders for name, size in sizes.items())
     return False
 
 
@@ -672,13 +678,13 @@ def test_killed_from_outside(tmp_path, kills):
         while not target.exists() and time.monotonic() < deadline:
             time.sleep(0.001)
         if number % 2:
-            while not is_half_written(checkpoint.beside(target), sizes) and time.monotonic() < deadline:
+            while not is_half_written(target, sizes) and time.monotonic() < deadline:
                 pass
         else:
             time.sleep(chance.uniform(0, 0.1))
         os.kill(child, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-        halves += is_half_written(checkpoint.beside(target), sizes)
+        halves += is_half_written(target, sizes)
         assert store.latest()[1] == []
         store.recover()
         assert os.listdir(target.parent) == ["last"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...callbacks import LatestValidation
-from ...common.messages import warn
+from ...common.messages import describe_error, warn
 from ...common.remote_path import as_path, is_url
 from ...engine import Metrics
 from ...loggers import EVALUATED_AT, Logger, NullExperiment, claim_version
@@ -239,7 +239,7 @@ class Logbook:
             if logger.strict:
                 raise
             self._failed.add(id(logger))
-            warn(f"{type(logger).__name__}.{action} failed, so the logger is disabled: {type(error).__name__}: {error}")
+            warn(f"{type(logger).__name__}.{action} failed, so the logger is disabled: {describe_error(error)}")
 
     def places(self) -> list[str]:
         """Return the places where rank zero's loggers wrote metrics: directories, or runs of a service."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ...callbacks import Callback
+from ...common.messages import read_text
 from ...engine import Loader
 from ...engine.optim import is_out_of_memory
 from ..core import DataModule, TaskModule
@@ -64,14 +65,15 @@ def annotate(error: BaseException, trainer: Trainer) -> None:
         error.add_note(f"on rank {world.rank} of {world.size}, {location}")
     elif not _RUN_CODES.isdisjoint(frame.f_code for frame in _iterate_frames(error)):
         error.add_note(location)
+    text = read_text(error)
     if is_out_of_memory(error):
         error.add_note(_MEMORY)
-    elif isinstance(error, RuntimeError) and _TWICE in str(error):
+    elif isinstance(error, RuntimeError) and _TWICE in text:
         error.add_note(_BACKWARD)
-    elif isinstance(error, TypeError) and (call := _CALL.match(str(error))) is not None:
+    elif isinstance(error, TypeError) and (call := _CALL.match(text)) is not None:
         for line in _describe_signature(call[1], trainer):
             error.add_note(line)
-    elif isinstance(error, RuntimeError) and trainer.task is not None and _MISMATCH.search(str(error)):
+    elif isinstance(error, RuntimeError) and trainer.task is not None and _MISMATCH.search(text):
         with contextlib.suppress(Exception):  # an error in inspecting the user's objects must not hide the original
             error.add_note(_describe_mismatch(error, trainer.task))
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...common.messages import describe_error
 from ...common.mirror import flush
 from ...engine import uneven_counts
+from ...engine.preemption import Preempted
 from ...strategies.distributed import hide_frames
 from ...strategies.processes import leave_on_sigterm, mark_stage
 from .. import arguments
@@ -110,6 +112,9 @@ class Stage:
             trainer.status = TrainerStatus.INTERRUPTED
             trainer.interrupted = isinstance(error, KeyboardInterrupt)
             leave_on_sigterm()
+            watchdog = trainer.accelerator.watchdog
+            if watchdog is not None and isinstance(error, SystemExit) and not isinstance(error, Preempted):
+                watchdog.awaits_others = False  # `sys.exit` on one rank: the others may wait for this one forever
             trainer.preemption.note_failure()
             self._call_on_exception(error)
             raise
@@ -161,10 +166,10 @@ class Stage:
         for hook in (*(trainer.hooks.on_exception if trainer.hooks is not None else ()), *owners):
             try:
                 hook(error)
-            except Exception as second:
-                error.add_note(
-                    f"while this error was handled, {name_of(hook)} raised {type(second).__name__}: {second}"
-                )
+            except BaseException as second:  # not even `sys.exit` may replace the first error, and with it the status
+                error.add_note(f"while this error was handled, {name_of(hook)} raised {describe_error(second)}")
+                if isinstance(second, KeyboardInterrupt):  # the user does not want to wait for the other hooks
+                    break
 
     def _tear_down(self) -> None:
         """Run all cleanups. An error that the stage raised takes precedence over errors in the cleanups."""
@@ -186,14 +191,16 @@ class Stage:
 
     def _clean_up(self) -> None:
         trainer, failure = self.trainer, self.failure
-        errors: list[Exception] = []
+        errors: list[BaseException] = []
         owners = () if self.datamodule is None else (self.datamodule.teardown,)
         for clean_up in (*owners, *(trainer.hooks.teardown if trainer.hooks is not None else ())):
             try:
                 clean_up(self.name)
-            except Exception as error:
+            except BaseException as error:
                 self._note_in_teardown(name_of(clean_up), error)
                 errors.append(error)
+                if isinstance(error, KeyboardInterrupt):
+                    break
         for resource in (trainer.steps, trainer.last_step):
             if resource is not None:
                 resource.close()
@@ -205,7 +212,7 @@ class Stage:
             trainer.accelerator.world.release_beside()
         try:
             trainer.logbook.call("finalize", "success" if failure is None else "failed")
-        except Exception as error:  # raised by a strict logger
+        except BaseException as error:  # raised by a strict logger
             self._note_in_teardown("the finalize method of a logger", error)
             errors.append(error)
         flush()
@@ -218,9 +225,9 @@ class Stage:
             trainer.accelerator.world.raise_together(first)
             trainer.preemption.agree()  # about a signal that arrived after the last step
 
-    def _note_in_teardown(self, what: str, error: Exception) -> None:
+    def _note_in_teardown(self, what: str, error: BaseException) -> None:
         if self.failure is not None:
-            self.failure.add_note(f"in the teardown after this error, {what} raised {type(error).__name__}: {error}")
+            self.failure.add_note(f"in the teardown after this error, {what} raised {describe_error(error)}")
 
 
 def _last_task(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule, Any]:

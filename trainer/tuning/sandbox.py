@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from ...common.messages import name_type
+from ...common.messages import describe_error, name_type
 from ...engine import CombinedLoader, isolated_random_state
 from ...engine.data import preserve_loader_state
 from ...engine.profilers import PassThroughProfiler
@@ -129,7 +129,7 @@ def _copy_task(trainer: Trainer, datamodule: DataModule | None) -> TaskModule:
         return copy.deepcopy(task, memo)
     except Exception as error:
         raise ValueError(
-            f"{name} cannot be copied, but a search works on a copy: {type(error).__name__}: {error}. Create what "
+            f"{name} cannot be copied, but a search works on a copy: {describe_error(error)}. Create what "
             "cannot be copied (an open file, a lock, the result of a computation with gradients) in on_fit_start, "
             "which runs after the search."
         ) from error

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import threading
 import time
 
@@ -16,6 +17,7 @@ from treadle.engine.checkpoint.store import CheckpointStore, verify
 from treadle.strategies import DDP, FSDP
 
 import treadle
+from treadle.testing.faults import Fault, FaultPlan
 
 
 def prepared(strategy="auto"):
@@ -284,6 +286,19 @@ def no_room_for_copies(root):
 def test_a_process_without_room_for_copies_fails_with_all_others(tmp_path):
     run(no_room_for_copies, 2, tmp_path)
     assert os.listdir(tmp_path) == ["good"]
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("point", ["disk:write_tensors:half", "disk:fsync:before", "disk:rename:before"])
+def test_a_directory_that_is_deleted_during_a_save_is_written_again(tmp_path, blocking, point):
+    accelerator, model, optimizer = prepared()
+    step(accelerator, model, optimizer)
+    with FaultPlan([Fault(point, lambda firing: shutil.rmtree(tmp_path / "run"))]):
+        accelerator.save_state(tmp_path / "run" / "last", blocking=blocking)
+        accelerator.finish_saving()
+    assert os.listdir(tmp_path / "run") == ["last"]
+    assert verify(tmp_path / "run" / "last").step == 1
 
 
 def two_processes(strategy, root):

@@ -1,9 +1,12 @@
 """What an Accelerator writes for others, and its checkpoints that name themselves."""
 
 import contextlib
+import errno
 import io
 import json
 import os
+import shutil
+import subprocess
 import uuid
 import warnings
 from collections import Counter, OrderedDict, defaultdict
@@ -875,3 +878,40 @@ def test_skipping_reads_no_data():
         Watched.seen.clear()
         assert [batch.tolist() for batch in treadle.skip_first_batches(loader, 2)] == [[4, 5]]
         assert Watched.seen == [4, 5]
+
+
+# -- disks that refuse -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.guarantee
+def test_a_disk_without_free_inodes_is_not_called_out_of_bytes(tmp_path):
+    (tmp_path / "disk").mkdir()
+    options = ["-t", "tmpfs", "-o", "nr_inodes=12", "tmpfs"]
+    mount = shutil.which("mount")
+    if mount is None or subprocess.run([mount, *options, tmp_path / "disk"], capture_output=True).returncode:
+        pytest.skip("this user cannot mount a file system")
+    try:
+        accelerator = treadle.Accelerator(cpu=True)
+        accelerator.prepare(torch.nn.Linear(2, 2))
+        with pytest.raises(OSError, match="no room for another file \\(inode\\), although") as raised:
+            for number in range(9):
+                accelerator.save_state(tmp_path / "disk" / str(number))
+        assert raised.value.errno == errno.ENOSPC
+        with pytest.raises(OSError, match="no room for another file \\(inode\\), although"):
+            for number in range(9):
+                (tmp_path / "disk" / f"file-{number}").touch()
+            CheckpointStore(tmp_path / "disk").probe()
+    finally:
+        subprocess.run(["umount", tmp_path / "disk"], check=True)
+
+
+def test_a_directory_of_checkpoints_that_became_a_file_is_named(tmp_path):
+    accelerator = treadle.Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    (tmp_path / "run").write_text("a file")
+    for blocking in (True, False):
+        with pytest.raises(OSError, match="run is not a directory. Earlier checkpoints are kept"):
+            accelerator.save_state(tmp_path / "run" / "last", blocking=blocking)
+            accelerator.finish_saving()
+    with pytest.raises(OSError, match="run is not a directory. Choose"):
+        CheckpointStore(tmp_path / "run").probe()

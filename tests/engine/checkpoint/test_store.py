@@ -5,14 +5,19 @@ stands on the disk. All operations are tried in turn: before, half-way and after
 whole runs.
 """
 
+import contextlib
 import gc
 import json
 import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+import time
+import traceback
+import warnings
 from pathlib import Path
 
 import pytest
@@ -21,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from treadle.engine.checkpoint import filesystem
 from treadle.engine.checkpoint import store as checkpoint
 from treadle.engine.checkpoint.store import CheckpointStore
+from treadle.strategies.processes import identify_process, read_start_time
 
 from treadle.testing.faults import Fault, disk_points, forked
 
@@ -140,13 +146,14 @@ def test_files_are_as_readable_as_their_directory(tmp_path):
 
 def test_processes_write_their_parts_at_once(tmp_path):
     target = tmp_path / "runs" / "deep" / "step-1"
-    children = []
+    children, writer = [], identify_process()
     for rank in range(4):
         children.append(os.fork())
         if children[-1] == 0:
             code = 1
             try:
-                files = checkpoint.write_part(target, f"rank-{rank:05d}", {"rank": rank, "t": torch.full((2,), rank)})
+                state = {"rank": rank, "t": torch.full((2,), rank)}
+                files = checkpoint.write_part(target, f"rank-{rank:05d}", state, writer)
                 (tmp_path / f"{rank}.json").write_text(json.dumps(files))
                 code = 0
             finally:
@@ -393,10 +400,11 @@ def test_everything_is_on_the_disk_before_the_rename_and_the_rename_before_the_e
     monkeypatch.setattr(os, "fsync", recording_fsync)
     monkeypatch.setattr(os, "rename", recording_rename)
     save(tmp_path / "last", 2)
+    part = f".last.{identify_process()}.part"
     assert events == [
-        *(f".last.part/{name}" for name in FILES),
-        *(".last.part/manifest.json", ".last.part"),
-        *("last -> .last.old", ".last.part -> last", "."),
+        *(f"{part}/{name}" for name in FILES),
+        *(f"{part}/manifest.json", part),
+        *(f"last -> {part.removesuffix('part')}old", f"{part} -> last", "."),
     ]
 
 
@@ -445,7 +453,7 @@ def test_a_failed_rename_puts_the_old_one_back(tmp_path, monkeypatch):
     rename = filesystem.rename
 
     def failing(source, target):
-        if source.name == ".last.part":
+        if source == checkpoint.beside(tmp_path / "last"):
             raise OSError(5, "Input/output error")
         rename(source, target)
 
@@ -474,9 +482,10 @@ def test_a_leftover_that_cannot_be_deleted_does_not_undo_the_save(tmp_path, monk
 
 def test_what_a_killed_attempt_staged_does_not_get_in(tmp_path):
     checkpoint.write_part(tmp_path / "x", "rank-00005", {"t": torch.ones(2)})
-    (tmp_path / ".x.part" / "manifest.json").write_text("{}")
-    (tmp_path / ".x.part" / "hook" / "deep").mkdir(parents=True)
-    (tmp_path / ".x.part" / "hook" / "deep" / "a.pt").write_bytes(b"half")
+    part = checkpoint.beside(tmp_path / "x")
+    (part / "manifest.json").write_text("{}")
+    (part / "hook" / "deep").mkdir(parents=True)
+    (part / "hook" / "deep" / "a.pt").write_bytes(b"half")
     assert sorted(os.listdir(save(tmp_path / "x", 1))) == sorted([*FILES, "manifest.json"])
 
 
@@ -515,9 +524,8 @@ def test_directories_of_others_are_left_alone(tmp_path):
     with pytest.raises(ValueError, match=r"exists and is not a checkpoint"):
         save(tmp_path / "mine", 1)
     for name in ("cache", "book", "thesis"):
-        with pytest.raises(ValueError, match=rf"\.{name}\.\w+, which exists but was not created"):
-            checkpoint.check_target(tmp_path / name)
-        checkpoint.discard(tmp_path / name)
+        save(tmp_path / name, 1)
+        checkpoint.remove(tmp_path / name)
     checkpoint.discard(tmp_path / "mine")
     for path in (tmp_path / "mine", tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ValueError, match=r"manifest\.json is missing|does not exist"):
@@ -660,8 +668,9 @@ def test_a_hostile_name_of_a_hooks_file_is_refused(tmp_path, name):
 @pytest.mark.guarantee
 def test_deleting_follows_no_link_out_of_a_hostile_checkpoint(tmp_path):
     (tmp_path / "home").mkdir()
+    (tmp_path / "runs").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("mine")
-    path = save(tmp_path / "runs" / "x", 1)
+    path = save(tmp_path / "x", 1).rename(tmp_path / "runs" / "x")
     (path / "deep").symlink_to(tmp_path / "home")
     document = json.loads((path / "manifest.json").read_text())
     others = {"deep/thesis.tex": filesystem.describe(tmp_path / "home" / "thesis.tex"), "deep": ENTRY}
@@ -672,11 +681,122 @@ def test_deleting_follows_no_link_out_of_a_hostile_checkpoint(tmp_path):
 
 
 def test_what_hooks_left_of_a_killed_save_goes(tmp_path):
-    source = checkpoint.begin(tmp_path / "c")
-    (source / "deep").mkdir()
-    (source / "deep" / "a.pt").write_bytes(b"half")
+    def work():
+        source = checkpoint.begin(tmp_path / "c")
+        (source / "deep").mkdir()
+        (source / "deep" / "a.pt").write_bytes(b"half")
+        assert CheckpointStore(tmp_path).recover() == []  # it is being written
+        assert source.is_dir()
+
+    assert forked(work, Fault("disk:*", "delay:0")) == 0
     assert "never completed" in CheckpointStore(tmp_path).recover()[0]
     assert os.listdir(tmp_path) == []
+
+
+# -- several runs in one directory -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other_run(tmp_path):
+    """A process that runs, and the name that it has here."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"], stdout=-1)
+    process.stdout.read(1)
+    pid = str(process.pid)
+    mine, began = identify_process().split("-")[0], read_start_time(process.pid)
+    yield process, f"{mine}-{pid}-{began}"
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_what_a_run_that_lives_is_writing_stays_until_it_is_killed(tmp_path, other_run):
+    process, writer = other_run
+    checkpoint.write_part(tmp_path / "last", "model", {"t": torch.ones(2)}, writer)
+    save(tmp_path / "last", 1).rename(old := tmp_path / f".last.{writer}.old")
+    part = checkpoint.beside(tmp_path / "last", writer)
+    store = CheckpointStore(tmp_path)
+    assert store.recover() == []  # it is between its two renames
+    assert [path.name for path in store.find()] == [old.name]
+    save(tmp_path / "last", 2)
+    save(tmp_path / "last", 3)
+    checkpoint.discard(tmp_path / "last")
+    assert part.is_dir()
+    assert old.is_dir()
+    process.kill()
+    process.wait()
+    assert len(store.recover()) == 2
+    assert os.listdir(tmp_path) == ["last"]
+    assert_holds(tmp_path / "last", 3)
+
+
+def test_what_another_machine_is_writing_stays_for_an_hour(tmp_path, monkeypatch):
+    writer = "0123abcd-17-99"
+    checkpoint.write_part(tmp_path / "last", "model", {"t": torch.ones(2)}, writer)
+    save(tmp_path / "last", 1).rename(tmp_path / f".last.{writer}.old")
+    (message,) = CheckpointStore(tmp_path).recover()  # two renames take no two seconds
+    assert "restored" in message
+    assert_holds(tmp_path / "last", 1)
+    assert checkpoint.beside(tmp_path / "last", writer).is_dir()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3500)
+    assert CheckpointStore(tmp_path).recover() == []
+    monkeypatch.setattr(time, "time", lambda: now + 3700)
+    assert "never completed" in CheckpointStore(tmp_path).recover()[0]
+    assert os.listdir(tmp_path) == ["last"]
+
+
+def test_what_another_run_has_saved_under_the_same_name_is_not_removed(tmp_path):
+    target = save(tmp_path / "best", 1)
+
+    def work():
+        save(target, 1)  # a twin: the same step, sequence and content
+
+    time.sleep(0.02)
+    assert forked(work, Fault("disk:*", "delay:0")) == 0
+    with pytest.raises(ValueError, match="another run has replaced it"):
+        checkpoint.remove(target)
+    assert_holds(target, 1)
+    with pytest.warns(UserWarning, match=r"another run has replaced it since.*This save replaces it again"):
+        save(target, 2)
+    checkpoint.remove(target)
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_runs_that_replace_one_checkpoint_all_the_time(tmp_path):
+    """Each commit succeeds, a reader finds a whole one at any time, and nothing is left."""
+    target, go = tmp_path / "last", tmp_path / "go"
+    children = []
+    for number in range(3):
+        children.append(os.fork())
+        if children[-1] == 0:
+            code = 1
+            try:
+                warnings.simplefilter("ignore")
+                while not go.exists():
+                    time.sleep(0.001)
+                for step in range(40):
+                    save(target, 100 * number + step)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+    go.touch()
+    ended = dict.fromkeys(children)
+    seen = 0
+    while None in ended.values():
+        for path in CheckpointStore(tmp_path).find():
+            with contextlib.suppress(ValueError):  # it may be replaced while it is read
+                checkpoint.verify(path)
+                seen += 1
+        for child in [child for child, status in ended.items() if status is None]:
+            pid, status = os.waitpid(child, os.WNOHANG)
+            ended[child] = status if pid else None
+    assert list(ended.values()) == [0, 0, 0]
+    assert seen
+    go.unlink()
+    assert os.listdir(tmp_path) == ["last"]
+    assert checkpoint.verify(target).step in (39, 139, 239)
 
 
 def test_a_sibling_that_nobody_may_look_into_is_somebody_elses():
@@ -885,6 +1005,6 @@ def test_a_full_disk_is_an_oserror_and_the_old_one_stays(tmp_path):
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    checkpoint.discard(tmp_path / "last")
+    CheckpointStore(tmp_path).recover()
     assert os.listdir(tmp_path) == ["last"]
     assert_holds(tmp_path / "last", 1)

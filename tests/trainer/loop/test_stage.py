@@ -1,10 +1,16 @@
 """A stage ends on all ranks together."""
 
+import sys
+import time
+
 import pytest
 import torch
-from processes import run
+from processes import RankError, run
 from quiet import QUIET
 from torch.utils.data import DataLoader
+from treadle.callbacks import Callback, ModelCheckpoint, ProgressBar
+from treadle.engine.checkpoint import CheckpointStore
+from treadle.loggers import Logger
 from treadle.strategies.distributed.tracebacks import PeerFailed
 
 import treadle
@@ -36,3 +42,149 @@ def fail_in_teardown():
 
 def test_a_teardown_that_fails_on_one_rank_fails_on_all():
     assert run(fail_in_teardown, 2) == ["rank 1 failed: OSError: no such disk", "no such disk"]
+
+
+# -- errors while a stage fails --------------------------------------------------------------------------------------
+
+
+class Unreadable(Exception):
+    """As some libraries' errors after pickling, or with missing arguments."""
+
+    def __str__(self):
+        raise RuntimeError("str fails")
+
+
+class Simple(treadle.TaskModule):
+    def __init__(self, error=None):
+        super().__init__()
+        self.net, self.error = torch.nn.Linear(1, 1), error
+
+    def training_step(self, batch, batch_idx):
+        if self.error is not None and batch_idx == 2:
+            raise self.error
+        self.log("loss", loss := self.net(batch).square().mean())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Raises(Callback):
+    def __init__(self, hook, error):
+        setattr(self, hook, self._raise)
+        self._error = error
+
+    def _raise(self, *args, **kwargs):
+        raise self._error
+
+
+class Told(Callback):
+    def __init__(self):
+        self.calls = []
+
+    def on_exception(self, trainer, pl_module, exception):
+        self.calls.append(type(exception).__name__)
+
+    def teardown(self, trainer, pl_module, stage):
+        self.calls.append("teardown")
+
+
+def fitted(task, *callbacks, **options):
+    bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+    options = {**QUIET, "devices": 1, "accelerator": "cpu", "enable_progress_bar": bar, **options}
+    trainer = treadle.Trainer(max_epochs=1, callbacks=list(callbacks), **options)
+    trainer.fit(task, DataLoader(torch.ones(4, 1)))
+    return trainer
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("hook", ["on_exception", "teardown"])
+@pytest.mark.parametrize("second", [SystemExit(0), GeneratorExit(), KeyboardInterrupt(), Unreadable()], ids=repr)
+def test_nothing_that_a_handler_raises_replaces_the_first_error(hook, second):
+    told = Told()
+    with pytest.raises(ValueError, match="first") as raised:
+        fitted(Simple(ValueError("first")), Raises(hook, second), told)
+    assert any(type(second).__name__ in note for note in raised.value.__notes__)
+    interrupts = isinstance(second, KeyboardInterrupt)  # the user does not want to wait for the others
+    assert told.calls == [
+        *([] if interrupts and hook == "on_exception" else ["ValueError"]),
+        *([] if interrupts and hook == "teardown" else ["teardown"]),
+    ]
+
+
+def test_an_exit_in_the_teardown_of_a_stage_that_succeeded_is_one():
+    told = Told()
+    with pytest.raises(SystemExit):
+        fitted(Simple(), Raises("teardown", SystemExit(3)), told)
+    assert told.calls == ["teardown"]
+
+
+@pytest.mark.guarantee
+def test_an_error_whose_text_cannot_be_read_is_raised_and_handled(tmp_path):
+    saving = ModelCheckpoint(tmp_path, save_on_exception=True, save_last=True)
+    told = Told()
+    with pytest.raises(Unreadable):
+        fitted(Simple(Unreadable()), saving, told, enable_checkpointing=True)
+    assert told.calls == ["Unreadable", "teardown"]
+    assert CheckpointStore(tmp_path).scan()[0][-1][0].step == 2
+
+
+@pytest.mark.guarantee
+def test_a_logger_or_bar_whose_error_cannot_be_read_is_only_disabled():
+    class Broken(Logger):
+        def log_metrics(self, metrics, step=None):
+            raise Unreadable
+
+        def log_hyperparams(self, params, metrics=None): ...
+
+    class Bar(ProgressBar):
+        calls = 0
+
+        def on_train_batch_end(self, *args):
+            self.calls += 1
+            raise Unreadable
+
+    bar = Bar()
+    with pytest.warns(UserWarning) as said:
+        trainer = fitted(Simple(), bar, logger=Broken(), log_every_n_steps=1)
+    assert trainer.global_step == 4
+    assert bar.calls == 1
+    texts = [str(one.message) for one in said]
+    assert (
+        sum("Bar failed and is disabled: Unreadable: <its __str__ raised RuntimeError>" in text for text in texts) == 1
+    )
+    assert sum("Broken.log_metrics failed, so the logger is disabled: Unreadable" in text for text in texts) == 1
+
+
+@pytest.mark.guarantee
+def test_a_bar_of_the_users_own_ends_the_run_only_if_it_is_strict():
+    class Bar(ProgressBar):
+        def setup(self, trainer, pl_module, stage):
+            super().setup(trainer, pl_module, stage)
+            raise RuntimeError("terminal lost")
+
+    with pytest.warns(UserWarning, match="Bar failed and is disabled: RuntimeError: terminal lost"):
+        assert fitted(Simple(), Bar()).global_step == 4
+    bar = Bar()
+    bar.strict = True
+    with pytest.raises(RuntimeError, match="terminal lost"):
+        fitted(Simple(), bar)
+
+
+def exits(folder, status):
+    class Exits(Simple):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 1 and self.trainer.global_rank == 1:
+                sys.exit(status)
+            return super().training_step(batch, batch_idx)
+
+    fitted(Exits(), devices=2, timeout={"seconds": 20}, default_root_dir=folder)
+
+
+@pytest.mark.guarantee
+def test_an_exit_on_one_rank_is_no_hang(tmp_path):
+    began = time.monotonic()
+    with pytest.raises((RankError, SystemExit)) as raised:
+        run(exits, 2, tmp_path, 3)
+    assert "no progress" not in str(raised.value)
+    assert time.monotonic() - began < 18

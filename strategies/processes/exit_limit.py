@@ -1,0 +1,110 @@
+"""Time limit of the end of a process, which thread joins and ``atexit`` handlers could otherwise block forever.
+
+An example is a logger's client that waits in an ``atexit`` handler for a server that is gone. The watchdog cannot help:
+it observes the training, and stops in an ``atexit`` handler of its own, before handlers that were registered earlier.
+
+The limit counts from the end of the script, not from the last change of a stack, because a client that retries forever
+does change its stack. Only a thread that runs Treadle's code, such as an asynchronous save, extends it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from types import FrameType
+from typing import Any
+
+from ...common.messages import write_stderr
+from .ending import end_at_once
+
+_PACKAGE = __name__.partition(".")[0]
+_STATUS = 124  # the exit status of timeout(1), as for a rank that hangs
+# Seconds after which the kernel ends a process whose interpreter can no longer run threads.
+_MARGIN = 2.0
+_POLL = 0.1  # seconds
+
+
+class _ExitLimit:
+    """Limit of this process. Its thread waits for the end of the script.
+
+    Attributes:
+        pid: The process whose end is limited.
+        seconds: The limit.
+        since: Time from which the limit counts after the end of the script.
+    """
+
+    def __init__(self, seconds: float, title: str) -> None:
+        self.pid = os.getpid()
+        self.seconds, self.title = seconds, title
+        self.since = 0.0
+        threading.Thread(target=self._run, name="treadle exit limit", daemon=True).start()
+
+    def _run(self) -> None:
+        threading.main_thread().join()  # it counts as ended before other threads are joined
+        self.since = time.monotonic()
+        seen: list[Any] = []
+        while (rest := self.since + self.seconds - time.monotonic()) > 0:
+            _set_alarm(rest + _MARGIN)
+            time.sleep(min(_POLL, rest))
+            position = [(id(frame.f_code), frame.f_lasti) for frame in _collect_own_frames()]
+            if position != seen:
+                seen, self.since = position, time.monotonic()
+        names = {thread.ident: thread.name for thread in threading.enumerate() if not thread.daemon}
+        names[threading.main_thread().ident] = "the main thread"
+        stacks = "".join(
+            f"{names[ident]}:\n{''.join(traceback.format_stack(frame))}"
+            for ident, frame in sys._current_frames().items()
+            if ident in names
+        )
+        write_stderr(
+            f"{self.title} has not ended within {self.seconds:g} s after its script, so it is ended.\n{stacks}"
+        )
+        end_at_once(1 if hasattr(sys, "last_value") else _STATUS)  # an uncaught error has been printed
+
+
+_limits: list[_ExitLimit] = []
+
+
+def limit_exit(seconds: float, title: str) -> None:
+    """Limit the time from the end of the script to the end of this process. A second call replaces the limit.
+
+    ``title`` names the process in the message, such as ``"rank 1 of 2"``.
+    """
+    if _limits and _limits[0].pid == os.getpid():
+        _limits[0].seconds, _limits[0].title = seconds, title
+    else:
+        _limits[:] = [_ExitLimit(seconds, title)]
+
+
+def postpone_exit_limit() -> None:
+    """Let the limit count from now, because this process waits for other ranks."""
+    for limit in _limits:
+        limit.since = time.monotonic()
+
+
+def _collect_own_frames() -> list[FrameType]:
+    """Return the frames of Treadle's threads that the interpreter waits for."""
+    waited = {thread.ident for thread in threading.enumerate() if not thread.daemon} - {threading.main_thread().ident}
+    frames: list[FrameType] = []
+    for ident, innermost in sys._current_frames().items():
+        frame: FrameType | None = innermost if ident in waited else None
+        stack: list[FrameType] = []
+        while frame is not None:
+            stack.append(frame)
+            frame = frame.f_back
+        if any(str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE for frame in stack):
+            frames += stack
+    return frames
+
+
+def _set_alarm(seconds: float) -> None:
+    """Let the kernel end this process after a time, which no state of the interpreter can prevent.
+
+    Does nothing if the script or a library uses this signal.
+    """
+    if hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
