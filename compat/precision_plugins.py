@@ -37,7 +37,7 @@ class _Named(Precision):
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Convert a module's floating-point tensors to ``storage`` in place, if it is set, and return the module."""
-        return module if self.storage is None else module.to(dtype=self.storage)
+        return self.cast_module(module)
 
     def convert_input(self, data: Any) -> Any:
         """Return a batch with its floating-point tensors in the dtype ``storage``, if it is set."""

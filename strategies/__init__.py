@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .fsdp.fsdp import FSDP as ModelParallelStrategy
     from .fsdp.recompute import Recompute
     from .model_init import built_in_place
+    from .nested_data import apply_nested
     from .precision import Precision
     from .registry import register_strategy, resolve_devices, resolve_strategy, strategy_names
     from .strategy import SingleDevice, Strategy

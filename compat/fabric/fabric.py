@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -24,7 +23,7 @@ from ...engine import Accelerator, collectives, move_data_to_device, seed_everyt
 from ...engine.optim import PreparedOptimizer
 from ...engine.weights import make_parent
 from ...loggers import Logger
-from ...strategies import Strategy
+from ...strategies import Strategy, apply_nested
 from ...strategies.distributed import Devices, LaunchEnvironment, cut_like, device_type, parse_devices
 from ...strategies.launch import notebook_launcher, supervisor
 from ...trainer.arguments import unpack_plugins
@@ -247,18 +246,18 @@ class Fabric:
         if world.size == 1:
             return tensors
         inputs: list[Tensor] = []
-        apply_to_collection(tensors, Tensor, inputs.append)
+        apply_nested(tensors, Tensor, inputs.append)
         remaining = iter(inputs)
 
         def put_back(result: Tensor) -> Tensor:
             original = next(remaining)
             return original.data.copy_(result) if original.dtype == result.dtype else result
 
-        return apply_to_collection(results, Tensor, put_back)
+        return apply_nested(results, Tensor, put_back)
 
     def _to_tensors(self, data: Any) -> Any:
-        tensors = apply_to_collection(data, (bool, int, float), lambda number: torch.tensor(number))
-        return apply_to_collection(tensors, Tensor, lambda tensor: tensor.to(self.device))
+        tensors = apply_nested(data, (bool, int, float), lambda number: torch.tensor(number))
+        return apply_nested(tensors, Tensor, lambda tensor: tensor.to(self.device))
 
     def _get_world(self, group: Any) -> Any:
         world = self._accelerator.world
@@ -604,7 +603,7 @@ class Fabric:
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log numbers to all loggers; see `log`."""
-        numbers = apply_to_collection(dict(metrics), Tensor, lambda tensor: tensor.item())
+        numbers = apply_nested(dict(metrics), Tensor, lambda tensor: tensor.item())
         for logger in self._loggers:
             logger.log_metrics(metrics=numbers, step=step)
 

@@ -11,7 +11,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
@@ -26,7 +25,7 @@ from ...common.messages import name_type, nearest
 from ...engine import Accelerator, move_data_to_device
 from ...engine.data import shards_itself
 from ...engine.optim import PreparedOptimizer
-from ...strategies import World
+from ...strategies import World, apply_nested
 from ..overrides.distributed import YieldedSamples
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -75,7 +74,7 @@ class FabricModule(nn.Module):
         with context:
             output = function(*args, **kwargs)
         default = torch.get_default_dtype()
-        return apply_to_collection(output, Tensor, lambda t: t.to(default) if t.is_floating_point() else t)
+        return apply_nested(output, Tensor, lambda t: t.to(default) if t.is_floating_point() else t)
 
     def mark_forward_method(self, method: MethodType | str) -> None:
         """Make calls of a method, or of the method with this name, run with the strategy and the precision."""

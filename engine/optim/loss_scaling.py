@@ -156,6 +156,6 @@ def divide_gradients(parameters: Iterable[Tensor], weight: float | Tensor, size:
     # Each gradient once, even if two models share a parameter.
     gradients = [local(p.grad) for p in dict.fromkeys(parameters) if p.grad is not None]
     if gradients:
-        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32).to_real()
         weight = torch.as_tensor(weight, device=gradients[0].device, dtype=dtype)
         torch._foreach_mul_(gradients, torch.where(weight > 0, size / weight, 0.0))

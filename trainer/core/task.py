@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
@@ -19,6 +18,7 @@ from ...common.messages import warn
 from ...common.validation import choose
 from ...engine import collectives
 from ...engine.metrics import Metrics
+from ...strategies import apply_nested
 from .datamodule import TransferHooks
 from .export import Exports
 from .hooks import TaskHooks
@@ -352,7 +352,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         world = self.trainer.accelerator.world
         if group is not None and world.size > 1:
             world = world.of_group(group)
-        data = apply_to_collection(data, (bool, int, float), torch.tensor, device=self.device)
+        data = apply_nested(data, (bool, int, float), lambda number: torch.tensor(number, device=self.device))
         return collectives.all_gather(data, world, sync_grads)
 
     def freeze(self) -> Self:
