@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .fsdp.recompute import Recompute
     from .model_init import built_in_place
     from .nested_data import apply_nested
-    from .precision import Precision
+    from .precision import Precision, cast_floating
     from .registry import register_strategy, resolve_devices, resolve_strategy, strategy_names
     from .strategy import SingleDevice, Strategy
     from .strategy import SingleDevice as SingleDeviceStrategy

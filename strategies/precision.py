@@ -116,9 +116,12 @@ class Precision:
         Args:
             batch: A tensor or a nested structure of tensors, such as a dict or a list.
         """
-        if self.storage is None:
-            return batch
-        return apply_nested(batch, torch.Tensor, lambda t: t.to(self.storage) if t.is_floating_point() else t)
+        return batch if self.storage is None else cast_floating(batch, self.storage)
+
+
+def cast_floating(data: Any, dtype: torch.dtype) -> Any:
+    """Return ``data`` with its floating-point tensors cast to a dtype; see `apply_nested`."""
+    return apply_nested(data, torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 class _Autocast:

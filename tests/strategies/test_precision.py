@@ -11,8 +11,8 @@ from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import WeightAveraging
-from treadle.compat.precision_plugins import HalfPrecision
 from treadle.compat.big_modeling import attach_layerwise_casting_hooks
+from treadle.compat.precision_plugins import HalfPrecision
 from treadle.compat.utils import set_module_tensor_to_device
 from treadle.engine.big_models import load_checkpoint_and_dispatch
 from treadle.engine.quantization import WeightQuantizer
