@@ -23,7 +23,7 @@ from ...engine import Accelerator, collectives, move_data_to_device, seed_everyt
 from ...engine.optim import PreparedOptimizer
 from ...engine.weights import make_parent
 from ...loggers import Logger
-from ...strategies import Strategy, apply_nested
+from ...strategies import Strategy, apply_nested, plan_function_launch
 from ...strategies.distributed import Devices, LaunchEnvironment, cut_like, device_type, parse_devices
 from ...strategies.launch import notebook_launcher, supervisor
 from ...trainer import TaskModule
@@ -33,8 +33,6 @@ from .task_trainer import TaskTrainer
 from .wrappers import FabricDataLoader, FabricModule, is_wrapped, unwrap
 
 __all__ = ["Fabric", "is_wrapped", "seed_everything"]
-
-_SPAWNING = ("ddp_spawn", "ddp_fork", "ddp_notebook")
 
 
 class Fabric:
@@ -86,10 +84,9 @@ class Fabric:
                 "plugins=TorchSyncBatchNorm() is not supported, because the strategy converts the BatchNorm layers. "
                 "Pass strategy=DDP(sync_batchnorm=True) instead."
             )
-        spawns = isinstance(strategy, str) and strategy in _SPAWNING
         self._options: dict[str, Any] = {
             "accelerator": accelerator,
-            "strategy": "ddp" if spawns else strategy,
+            "strategy": strategy,
             "devices": devices,
             "num_nodes": num_nodes,
             "mixed_precision": precision,
@@ -98,10 +95,11 @@ class Fabric:
         self._loggers: list[Logger] = _as_list(loggers)
         # If no script can be run again, processes start with a function.
         indices = parse_devices(device_type(accelerator), devices)
+        launch = plan_function_launch(strategy, accelerator, devices, num_nodes)
         forks = indices is not None and len(indices) > 1 and LaunchEnvironment.read() is None
-        self._process_count = (
-            len(indices) if indices is not None and forks and (spawns or not supervisor.has_script()) else 0
-        )
+        self._process_count = 0 if launch is None else launch.count
+        if launch is None and indices is not None and forks and not supervisor.has_script():
+            self._process_count = len(indices)
         self._opened: Accelerator | None = None if self._process_count else self._open()
 
     def _open(self) -> Accelerator:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Number
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from ...common.messages import name_type
 from ...engine import Accelerator
 from ...engine.optim import PreparedOptimizer
-
-if TYPE_CHECKING:
-    from .fabric import Fabric
 
 
 class TaskTrainer:
@@ -27,7 +24,7 @@ class TaskTrainer:
     current_epoch = global_step = 0
     lr_scheduler_configs: Sequence[Any] = ()
 
-    def __init__(self, fabric: Fabric, optimizers: Sequence[PreparedOptimizer]) -> None:
+    def __init__(self, fabric: Any, optimizers: Sequence[PreparedOptimizer]) -> None:
         self.fabric = fabric
         self.optimizers = list(optimizers)
 

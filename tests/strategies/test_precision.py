@@ -156,6 +156,19 @@ def test_weighted_complex_gradients(weight):
     assert torch.equal(model.amplitude, COMPLEX + 0.5j)
 
 
+def test_float16_on_the_cpu_is_that_of_a_gpu():
+    class Seen(Net):
+        def training_step(self, batch, batch_idx):
+            self.computed = self.linear(batch[0]).dtype
+            return self.linear(batch[0]).mean()
+
+    task = Seen()
+    del task.waves  # a loss scaler supports no complex gradients
+    by_trainer("16-mixed", task)
+    assert task.computed == torch.float16
+    assert task.trainer.scaler is not None
+
+
 def train(name):
     options = {
         "ddp": lambda: DDP(),
