@@ -17,6 +17,7 @@ class _Named(Precision):
     """Precision that is built from its name."""
 
     names: tuple[str, ...] = ()
+    scaler: Any = None  # that of a run is `trainer.precision_plugin.scaler`
 
     def __init__(self, precision: str, scaler: Any = None) -> None:
         if precision not in self.names:
@@ -68,6 +69,8 @@ class MixedPrecision(_Named):
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the autocast context for ``device``."""
         return self.context(torch.device(self.device)) or nullcontext()  # type: ignore[attr-defined]
+
+    autocast_context_manager = forward_context
 
 
 class HalfPrecision(_Named):

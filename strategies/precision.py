@@ -36,6 +36,7 @@ class Precision:
 
     Args:
         name: One of ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true``, ``64-true``, ``float8``.
+            Default: ``32-true``.
         storage: Dtype of floating-point parameters and inputs, or None to keep the user's dtypes.
         compute: Dtype in which autocast computes, or None for no autocast.
         scaled: Whether the loss is scaled to prevent underflow of float16 gradients.
@@ -48,7 +49,7 @@ class Precision:
         torch.bfloat16
     """
 
-    name: str
+    name: str = "32-true"
     storage: torch.dtype | None = None
     compute: torch.dtype | None = None
     scaled: bool = False
