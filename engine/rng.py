@@ -200,7 +200,7 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
     Args:
         seed: An integer from 0 to 2**32 - 1. Default: the value of Lightning's environment variable ``PL_GLOBAL_SEED``,
             or 0 if it is not set.
-        workers: Accepted for compatibility with Lightning; unused.
+        workers: Written to ``PL_SEED_WORKERS``, as in Lightning; otherwise unused.
         verbose: Accepted for compatibility with Lightning; unused.
 
     Returns:
@@ -217,7 +217,7 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed!r} must be an integer from 0 to 2**32 - 1.")
     seed_generators(seed)
-    os.environ["PL_GLOBAL_SEED"] = str(seed)
+    os.environ |= {"PL_GLOBAL_SEED": str(seed), "PL_SEED_WORKERS": str(int(workers))}
     return seed
 
 

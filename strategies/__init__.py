@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from .fsdp.fsdp import FSDP as FSDPStrategy
     from .fsdp.fsdp import FSDP as ModelParallelStrategy
     from .fsdp.recompute import Recompute
-    from .launch.function_launch import FunctionLaunch
     from .model_init import built_in_place
     from .nested_data import apply_nested
     from .precision import Precision, cast_floating

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..callbacks import Callback
 from ..engine import move_data_to_device, random_state, set_random_state
-from ..strategies import FunctionLaunch, plan_function_launch
+from ..strategies import plan_function_launch
+from ..strategies.launch import FunctionLaunch
 from .core import DataModule, TaskModule
 from .loop import Progress
 from .states import TrainerStatus
