@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 
+from ..strategies import apply_nested
 from ..trainer import load_checkpoint
 
 __all__ = ["AsyncCheckpointIO", "CheckpointIO", "TorchCheckpointIO"]
@@ -109,7 +109,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._raise_failures(Future.done)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1)
-        copied = apply_to_collection(checkpoint, torch.Tensor, lambda t: t.detach().clone())
+        copied = apply_nested(checkpoint, torch.Tensor, lambda t: t.detach().clone())
         self._writes.append(
             self._executor.submit(self.checkpoint_io.save_checkpoint, copied, path, storage_options=storage_options)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from ..callbacks import Summary, summarize
+from ..callbacks import Summary
+from ..callbacks import summarize as summarize_model
 
 UNKNOWN_SIZE = "?"
 _UNITS = (" ", "K", "M", "B", "T")
@@ -24,7 +26,29 @@ class ModelSummary(Summary):
     """
 
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
-        self.__dict__.update(vars(summarize(model, max_depth)))
+        self.__dict__.update(vars(summarize_model(model, max_depth)))
+        self._rows = self.layers
+        modules = dict(model.named_modules())
+        self.layers = [row for row in self.layers if row.name in modules]  # without the model's own parameters
+
+    @property
+    def total_layer_params(self) -> int:
+        """Sum of `param_nums`."""
+        return sum(self.param_nums)
+
+    def columns(self) -> list[tuple[str, list[str]]]:
+        """See `Summary.columns`. The table also has a row for the model's own parameters."""
+        shown = copy.copy(self)
+        shown.layers = self._rows
+        return Summary.columns(shown)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:
+    """Return the table of a model's modules; see `ModelSummary`."""
+    return ModelSummary(lightning_module, max_depth)
 
 
 class LayerSummary:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from ..engine.optim.batch_size import is_out_of_memory as is_oom_error
+from ..strategies import apply_nested
 
 __all__ = [
     "is_cuda_out_of_memory",
@@ -41,4 +41,4 @@ def is_out_of_cpu_memory(exception: BaseException) -> bool:
 
 def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
     """Return nested dicts, lists and tuples with their tensors detached and, with ``to_cpu``, moved to the CPU."""
-    return apply_to_collection(in_dict, Tensor, lambda t: t.detach().cpu() if to_cpu else t.detach())
+    return apply_nested(in_dict, Tensor, lambda t: t.detach().cpu() if to_cpu else t.detach())

@@ -17,6 +17,7 @@ class _Named(Precision):
     """Precision that is built from its name."""
 
     names: tuple[str, ...] = ()
+    scaler: Any = None  # that of a run is `trainer.precision_plugin.scaler`
 
     def __init__(self, precision: str, scaler: Any = None) -> None:
         if precision not in self.names:
@@ -37,7 +38,7 @@ class _Named(Precision):
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Convert a module's floating-point tensors to ``storage`` in place, if it is set, and return the module."""
-        return module if self.storage is None else module.to(dtype=self.storage)
+        return self.cast_module(module)
 
     def convert_input(self, data: Any) -> Any:
         """Return a batch with its floating-point tensors in the dtype ``storage``, if it is set."""
@@ -68,6 +69,8 @@ class MixedPrecision(_Named):
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the autocast context for ``device``."""
         return self.context(torch.device(self.device)) or nullcontext()  # type: ignore[attr-defined]
+
+    autocast_context_manager = forward_context
 
 
 class HalfPrecision(_Named):

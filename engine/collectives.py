@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from ..common.messages import format_count, name_type
 from ..common.validation import choose
-from ..strategies import DistributedOperationException, World
+from ..strategies import DistributedOperationException, World, apply_nested
 from .data import share
 
 REDUCTIONS = ("sum", "mean", "max", "min", "none")
@@ -138,7 +137,7 @@ def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
     if world.size == 1:
         return value
     local_forms: list[str] = []
-    apply_to_collection(value, Tensor, lambda t: local_forms.append(_describe_form(t, sync_grads)))
+    apply_nested(value, Tensor, lambda t: local_forms.append(_describe_form(t, sync_grads)))
     forms = world.gather_objects(local_forms)
     if any(form != local_forms for form in forms):
         by_rank = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))
@@ -153,7 +152,7 @@ def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
             return _AllGather.apply(tensor, world)
         return torch.stack(world.all_gather(tensor.detach()))
 
-    return apply_to_collection(value, Tensor, gather_tensor)
+    return apply_nested(value, Tensor, gather_tensor)
 
 
 def describe_no_tensor(value: Any) -> str:
@@ -189,7 +188,7 @@ def _map_leaves(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[An
     if isinstance(value, list | tuple):
         parts = [_map_leaves(item, tensor, other) for item in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return apply_to_collection(value, Tensor, tensor)  # for example a dataclass
+    return apply_nested(value, Tensor, tensor)  # for example a dataclass
 
 
 def with_items(value: Any, items: dict[Any, Any]) -> Any:
@@ -208,7 +207,7 @@ def _rebuild(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
 def holds_tensor(value: Any) -> bool:
     """Return whether a nested value contains a tensor."""
     tensors: list[Tensor] = []
-    apply_to_collection(value, Tensor, tensors.append)
+    apply_nested(value, Tensor, tensors.append)
     return bool(tensors)
 
 
@@ -304,12 +303,12 @@ def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
             result = result.double()
         return world.all_reduce(result, reduction) * scale if scale != 1.0 else world.all_reduce(result, reduction)
 
-    return apply_to_collection(value, Tensor, reduce_tensor)
+    return apply_nested(value, Tensor, reduce_tensor)
 
 
 def _check_forms(name: str, value: Any, world: World) -> None:
     local_forms: list[str] = []
-    apply_to_collection(value, Tensor, lambda t: local_forms.append(_describe_form(t, False)))
+    apply_nested(value, Tensor, lambda t: local_forms.append(_describe_form(t, False)))
     forms = world.gather_objects(local_forms)
     if any(form != local_forms for form in forms):
         by_rank = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))
@@ -324,7 +323,7 @@ def pad_across_processes(value: Any, world: World, dim: int, pad_index: float, p
     if world.size == 1:
         return value
     tensors: list[Tensor] = []
-    apply_to_collection(value, Tensor, tensors.append)
+    apply_nested(value, Tensor, tensors.append)
     shapes = world.gather_objects([tuple(t.shape) for t in tensors])
     if any([len(shape) for shape in rank_shapes] != [t.ndim for t in tensors] for rank_shapes in shapes):
         by_rank = "; ".join(
@@ -350,7 +349,7 @@ def pad_across_processes(value: Any, world: World, dim: int, pad_index: float, p
         filler = tensor.new_full(shape, pad_index)
         return torch.cat((filler, tensor) if pad_first else (tensor, filler), dim=dim)
 
-    return apply_to_collection(value, Tensor, pad_tensor)
+    return apply_nested(value, Tensor, pad_tensor)
 
 
 def _has_dimension(tensor: Tensor, dim: int) -> bool:
@@ -362,7 +361,7 @@ def broadcast(value: Any, world: World, source: int) -> Any:
     check_process(source, world.size, "from_process")
     if world.size > 1 and world.debug is None:
         _check_forms("broadcast", value, world)
-    return apply_to_collection(value, Tensor, lambda t: world.broadcast_tensor(t.detach().clone(), source))
+    return apply_nested(value, Tensor, lambda t: world.broadcast_tensor(t.detach().clone(), source))
 
 
 def check_process(index: int, size: int, name: str) -> None:

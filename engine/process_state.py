@@ -10,11 +10,10 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 
 from ..common.durations import parse_duration
 from ..common.messages import nearest
-from ..strategies import World, open_world
+from ..strategies import World, apply_nested, open_world
 from ..strategies.distributed import (
     DistributedType,
     backend_of,
@@ -389,7 +388,7 @@ def _drop_repeated(gathered: Any, items: bool) -> Any:
         return gathered
     if items:
         return collectives.take_first(gathered, loader.remainder)
-    return apply_to_collection(gathered, torch.Tensor, lambda tensor: tensor[: loader.remainder])
+    return apply_nested(gathered, torch.Tensor, lambda tensor: tensor[: loader.remainder])
 
 
 def _run_if(function: Callable[..., Any], chosen: bool) -> Callable[..., Any]:

@@ -63,7 +63,7 @@ class WeightQuantizer:
         return {name: part for name, part in model.named_modules() if self._applies(name, part, uses)}  # type: ignore[misc]
 
     def _applies(self, name: str, part: nn.Module, uses: dict[torch.Tensor, int]) -> bool:
-        if type(part) is not nn.Linear or uses[part.weight] > 1:
+        if type(part) is not nn.Linear or uses[part.weight] > 1 or part.weight.is_complex():
             return False
         if any(name == skipped or name.startswith(f"{skipped}.") for skipped in self.skip):
             return False
@@ -107,7 +107,8 @@ def convert_to_float8(model: nn.Module, device: torch.device) -> None:
         )
     if any(_is_float8(part) for part in model.modules()):
         return
-    layers = [part for part in model.modules() if type(part) is nn.Linear and part is not model]
+    linear = (part for part in model.modules() if type(part) is nn.Linear and part is not model)
+    layers = [part for part in linear if not part.weight.is_complex()]
     chosen = {layer for layer in layers if layer.in_features % _MULTIPLE == layer.out_features % _MULTIPLE == 0}
     if not chosen:
         warn(

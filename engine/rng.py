@@ -194,10 +194,13 @@ def seed_from(state: State, purpose: int | str) -> int:
 def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool = True) -> int:
     """Seed the random number generators of Python, NumPy and torch, including those of all devices.
 
+    As in Lightning, the seed is also written to the environment variable ``PL_GLOBAL_SEED``, which child processes
+    inherit.
+
     Args:
         seed: An integer from 0 to 2**32 - 1. Default: the value of Lightning's environment variable ``PL_GLOBAL_SEED``,
             or 0 if it is not set.
-        workers: Accepted for compatibility with Lightning; unused.
+        workers: Written to ``PL_SEED_WORKERS``, as in Lightning; otherwise unused.
         verbose: Accepted for compatibility with Lightning; unused.
 
     Returns:
@@ -213,7 +216,13 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
         seed = int(text)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed!r} must be an integer from 0 to 2**32 - 1.")
+    seed_generators(seed)
+    os.environ |= {"PL_GLOBAL_SEED": str(seed), "PL_SEED_WORKERS": str(int(workers))}
+    return seed
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch with an integer from 0 to 2**32 - 1."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    return seed

@@ -12,8 +12,8 @@ from .rng import (
     State,
     isolated_random_state,
     random_state,
-    seed_everything,
     seed_from,
+    seed_generators,
     set_random_state,
 )
 
@@ -40,7 +40,7 @@ class RunRng:
         """Start the stream, and give all ranks rank zero's RNG state on the CPU; see `Accelerator.start_order`."""
         with isolated_random_state():
             if data_seed is not None:
-                seed_everything(data_seed)
+                seed_generators(data_seed)
             order = random_state()
         # The state of a CUDA generator is of no use to other ranks, and its size differs between ranks that see
         # different devices.
@@ -59,7 +59,7 @@ class RunRng:
         self._ranks_differ = True
         rank = self._strategy.data_world.rank
         if rank:
-            seed_everything(seed_from(self.first_state, f"process {rank}") % 2**32)
+            seed_generators(seed_from(self.first_state, f"process {rank}") % 2**32)
 
     @contextmanager
     def drawing_alike(self, purpose: str) -> Iterator[None]:
@@ -68,7 +68,7 @@ class RunRng:
             yield
             return
         with isolated_random_state():
-            seed_everything(seed_from(self.first_state, purpose) % 2**32)
+            seed_generators(seed_from(self.first_state, purpose) % 2**32)
             yield
 
 

@@ -30,8 +30,15 @@ if TYPE_CHECKING:
     from .fsdp.fsdp import FSDP as ModelParallelStrategy
     from .fsdp.recompute import Recompute
     from .model_init import built_in_place
-    from .precision import Precision
-    from .registry import register_strategy, resolve_devices, resolve_strategy, strategy_names
+    from .nested_data import apply_nested
+    from .precision import Precision, cast_floating
+    from .registry import (
+        plan_function_launch,
+        register_strategy,
+        resolve_devices,
+        resolve_strategy,
+        strategy_names,
+    )
     from .strategy import SingleDevice, Strategy, is_wrapped_by_user
     from .strategy import SingleDevice as SingleDeviceStrategy
     from .wrap_policy import describe_kind, repeated_blocks

@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+
+from .nested_data import apply_nested
 
 BALLOT_SIZE = 7
 
@@ -129,7 +130,7 @@ class Router(nn.Module):
                 output = call(*args, **kwargs)
         if self._route:
             return output if self._carrier is None else self._carry(output)
-        return apply_to_collection(output, Tensor, _cast_to_float32) if self._upcast else output
+        return apply_nested(output, Tensor, _cast_to_float32) if self._upcast else output
 
     def _carry(self, output: Any) -> Any:
         loss = output.get("loss") if isinstance(output, dict) else output

@@ -24,7 +24,8 @@ class StrategyAliases:
     world: World
     unwrap: Callable[[nn.Module], nn.Module]  # the strategy's method
     no_sync: Callable[[nn.Module], AbstractContextManager[None]]  # the strategy's method
-    prepared: tuple[Sequence[nn.Module], Sequence[Any]] = ((), ())
+    place: Callable[[nn.Module], nn.Module]  # the strategy's method
+    prepared: tuple[list[nn.Module], Sequence[Any]] = ([], ())
 
     @property
     def root_device(self) -> torch.device:
@@ -56,6 +57,15 @@ class StrategyAliases:
         """The first prepared model, as training calls it; None before a model is prepared."""
         models, _ = self.prepared
         return models[0] if models else None
+
+    def connect(self, model: nn.Module) -> None:
+        """Make ``model`` the model of the run without training it, for example to save a checkpoint of its weights.
+
+        Args:
+            model: The user's model. It is moved to the device and cast to the storage dtype.
+        """
+        models = self.prepared[0]
+        models[:] = [self.place(model)]
 
     @property
     def optimizers(self) -> list[Optimizer]:

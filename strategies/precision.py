@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
+from torch import nn
 
 from ..common.messages import nearest, warn
+from .nested_data import apply_nested
 
 # Lightning's names, then the short forms that Fabric and Accelerate accept.
 _ALIASES: dict[Any, str] = {
@@ -33,6 +36,7 @@ class Precision:
 
     Args:
         name: One of ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true``, ``64-true``, ``float8``.
+            Default: ``32-true``.
         storage: Dtype of floating-point parameters and inputs, or None to keep the user's dtypes.
         compute: Dtype in which autocast computes, or None for no autocast.
         scaled: Whether the loss is scaled to prevent underflow of float16 gradients.
@@ -45,7 +49,7 @@ class Precision:
         torch.bfloat16
     """
 
-    name: str
+    name: str = "32-true"
     storage: torch.dtype | None = None
     compute: torch.dtype | None = None
     scaled: bool = False
@@ -96,15 +100,29 @@ class Precision:
                 "hardware, so torch emulates bfloat16, which is many times slower. Use '16-mixed' or '32-true'."
             )
 
+    def cast_module(self, module: nn.Module) -> nn.Module:
+        """Cast a module's floating-point tensors to ``storage``, if it is set, in place, and return the module.
+
+        As in ``Module.double``, complex tensors keep their dtype, and a torchmetrics metric keeps that of its state.
+
+        Args:
+            module: The user's module.
+        """
+        # Not with `Module.to(dtype=...)`, which also casts complex tensors and so drops their imaginary part.
+        return module if self.storage is None else _CASTS[self.storage](module)
+
     def cast(self, batch: Any) -> Any:
         """Return ``batch`` with floating-point tensors cast to ``storage``, or unchanged if ``storage`` is None.
 
         Args:
             batch: A tensor or a nested structure of tensors, such as a dict or a list.
         """
-        if self.storage is None:
-            return batch
-        return apply_to_collection(batch, torch.Tensor, lambda t: t.to(self.storage) if t.is_floating_point() else t)
+        return batch if self.storage is None else cast_floating(batch, self.storage)
+
+
+def cast_floating(data: Any, dtype: torch.dtype) -> Any:
+    """Return ``data`` with its floating-point tensors cast to a dtype; see `apply_nested`."""
+    return apply_nested(data, torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 class _Autocast:
@@ -139,6 +157,13 @@ class _DefaultDtype:
     def __exit__(self, *_: object) -> None:
         torch.set_default_dtype(self.before.pop())
 
+
+_CASTS: dict[torch.dtype, Callable[[nn.Module], nn.Module]] = {
+    torch.float16: methodcaller("half"),
+    torch.bfloat16: methodcaller("bfloat16"),
+    torch.float32: methodcaller("float"),
+    torch.float64: methodcaller("double"),
+}
 
 _PRECISIONS = {
     precision.name: precision

@@ -7,11 +7,14 @@ from functools import partial
 from importlib.metadata import entry_points
 from typing import Any
 
+import torch
+
 from ..common.messages import name_type
 from ..common.validation import choose
 from .ddp import DDP, make_ddp_factory
-from .distributed import Devices, World
+from .distributed import Devices, LaunchEnvironment, World, device_type, parse_devices, variables_set
 from .fsdp import FSDP
+from .launch import FunctionLaunch
 from .strategy import SingleDevice, Strategy
 
 _FACTORIES: dict[str, Callable[[], Strategy]] = {
@@ -23,6 +26,14 @@ _FACTORIES: dict[str, Callable[[], Strategy]] = {
     "fsdp": FSDP,
     "fsdp_cpu_offload": partial(FSDP, cpu_offload=True),
 }
+# Names of strategies whose processes run a function, and how multiprocessing starts them.
+_START_METHODS = {"ddp_spawn": "spawn", "ddp_fork": "fork", "ddp_notebook": "fork"}
+for _name in _START_METHODS:
+    _FACTORIES |= {
+        _name: DDP,
+        f"{_name}_find_unused_parameters_true": make_ddp_factory(True),
+        f"{_name}_find_unused_parameters_false": make_ddp_factory(False),
+    }
 _ENTRY_POINTS = "treadle.strategies"
 
 
@@ -75,6 +86,32 @@ def resolve_devices(strategy: Any, accelerator: str, devices: Devices) -> tuple[
             f"strategy uses only the device {str(device)!r}. Remove devices."
         )
     return device.type, chosen
+
+
+def plan_function_launch(
+    strategy: Any, accelerator: str = "auto", devices: Devices = "auto", num_nodes: int = 1
+) -> FunctionLaunch | None:
+    """Return how processes that run a function are started; None if the run needs none.
+
+    It needs none if the strategy's name does not ask for them, if there is only one device, or in a process that a
+    launcher has started.
+
+    Args:
+        strategy: Name of a registered strategy, or a `Strategy`.
+        accelerator: One of `ACCELERATORS`, such as ``"auto"`` or ``"cuda"``.
+        devices: The devices in any form that the Trainer accepts.
+        num_nodes: Number of machines.
+    """
+    name = str(strategy).partition("_find_unused_parameters_")[0] if isinstance(strategy, str) else ""
+    if name not in _START_METHODS or strategy not in _FACTORIES or num_nodes != 1:
+        return None
+    if LaunchEnvironment.read() is not None:
+        return None
+    with variables_set({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):  # without opening the driver, for a fork
+        kind = device_type(accelerator)
+        indices = parse_devices(kind, devices)
+        count = len(indices) if indices is not None else torch.cuda.device_count() if kind == "cuda" else 1
+    return FunctionLaunch(strategy, count, _START_METHODS[name]) if count > 1 else None
 
 
 def resolve_strategy(strategy: str | Strategy, world: World) -> Strategy:

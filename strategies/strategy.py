@@ -188,7 +188,7 @@ class Strategy(StrategyAliases):
                 f"this {type(module).__name__} was sharded by an earlier run, but strategy={self.name!r} needs the "
                 "full model. Build a new model and load the weights."
             )
-        return module.to(device=self.world.device, dtype=self.precision.storage)
+        return self.precision.cast_module(module).to(self.world.device)
 
     def compiled_parts(self, module: nn.Module, blocks: bool | None = None) -> tuple[list[nn.Module], bool]:
         """Return the submodules to compile separately. Must be called before `wrap`.

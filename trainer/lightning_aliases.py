@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -65,8 +66,12 @@ class LightningAliases:
 
     @property
     def precision_plugin(self) -> Precision:
-        """Precision of the run."""
-        return self._trainer.accelerator.precision
+        """Precision of the run, with the ``device`` and the ``scaler`` that Lightning's plugins have."""
+        accelerator = self._trainer.accelerator
+        precision = copy.copy(accelerator.precision)
+        for name, value in (("device", accelerator.device.type), ("scaler", accelerator.scaler)):
+            object.__setattr__(precision, name, value)  # the class is frozen
+        return precision
 
     @property
     def _accelerator_connector(self) -> SimpleNamespace:

@@ -36,6 +36,7 @@ from . import arguments
 from .checkpointing import LastStep, TrainerCheckpointer
 from .core import DataModule, SchedulerConfig, TaskModule, log_to, overrides, warn_of_code
 from .default_callbacks import choose_callbacks, choose_loggers, set_aside
+from .function_ranks import plan_ranks
 from .lightning_aliases import LightningAliases
 from .logging import History, Logbook, tensors_by_name
 from .loop import (
@@ -69,7 +70,8 @@ class Trainer(LightningAliases):
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (``"gpu"``) or ``"mps"``. Default: ``"auto"``, which is CUDA if
             available, else MPS, else the CPU.
         strategy: ``"single"``, ``"ddp"``, ``"fsdp"``, another registered name, a `Strategy`, or ``"auto"``, which is
-            DDP for several processes and a single device otherwise. Default: ``"auto"``.
+            DDP for several processes and a single device otherwise. ``"ddp_spawn"``, ``"ddp_fork"`` and
+            ``"ddp_notebook"`` run each stage in processes of its own. Default: ``"auto"``.
         devices: Devices on this machine, one per process: a number, ``-1`` for all GPUs, the indices of GPUs (a list or
             ``"0,2"``), or ``"auto"``. ``"auto"`` uses the processes that a launcher started. Without a launcher, it
             uses all GPUs if the accelerator is CUDA and Treadle can run the script again. Otherwise, it uses one
@@ -286,11 +288,10 @@ class Trainer(LightningAliases):
         self.on_nonfinite = choose("on_nonfinite", on_nonfinite, ("raise", "skip", "ignore"))
         arguments.set_determinism(deterministic, benchmark)
         arguments.set_matmul_precision(float32_matmul_precision)
+        place = {"strategy": strategy, "accelerator": accelerator, "devices": devices, "num_nodes": num_nodes}
+        self.function_ranks, place = plan_ranks(place, self.changed_flags)
         self.accelerator = Accelerator(
-            strategy=strategy,
-            accelerator=accelerator,
-            devices=devices,
-            num_nodes=num_nodes,
+            **place,
             mixed_precision=Precision.parse(precision),
             gradient_accumulation_steps=arguments.check_int("accumulate_grad_batches", accumulate_grad_batches, 1),
             spread=True,
@@ -387,6 +388,8 @@ class Trainer(LightningAliases):
                 f"schedule={schedule!r} applies only to a resumed run. Set ckpt_path too, or remove schedule."
             )
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
+        if self.function_ranks is not None:
+            return self.function_ranks.fit(self, model, loaders, datamodule, ckpt_path=ckpt_path, schedule=schedule)
         began = time.time()
         stage = Stage(self, "fit", model, loaders, datamodule, ckpt_path)
         with self.preemption.watching():
@@ -480,6 +483,9 @@ class Trainer(LightningAliases):
             TypeError, ValueError, Preempted, KeyboardInterrupt: See `validate`.
         """
         warn_of_code(weights_only)
+        if self.function_ranks is not None:
+            more = {"return_predictions": return_predictions, "ckpt_path": ckpt_path}
+            return self.function_ranks.evaluate(self, "predict", model, dataloaders, datamodule, **more)
         keep = return_predictions is not False
         stage = Stage(self, "predict", model, {"predict": dataloaders}, datamodule, ckpt_path)
         with self.preemption.watching():
@@ -489,6 +495,9 @@ class Trainer(LightningAliases):
     def _measure(
         self, stage: str, model: TaskModule | None, loaders: Any, datamodule: Any, ckpt_path: Any, verbose: bool
     ) -> list[dict[str, float]]:
+        if self.function_ranks is not None:
+            more = {"ckpt_path": ckpt_path, "verbose": verbose}
+            return self.function_ranks.evaluate(self, stage, model, loaders, datamodule, **more)
         by_kind = {KIND_OF_STAGE[stage]: loaders}
         evaluation = Stage(self, stage, model, by_kind, datamodule, ckpt_path)
         with self.preemption.watching():
@@ -539,7 +548,12 @@ class Trainer(LightningAliases):
             TypeError, OSError: See `Accelerator.save_state`.
         """
         if self.task is None:
-            raise ValueError("save_checkpoint needs a task. Call fit or another stage first.")
+            connected = (model for model in self.accelerator.unwrapped_models if isinstance(model, TaskModule))
+            self.task = next(connected, None)
+        if self.task is None:
+            raise ValueError(
+                "save_checkpoint needs a task. Call fit or another stage first, or trainer.strategy.connect(task)."
+            )
         check_places("save_checkpoint", {"filepath": filepath}, also)
         with self.preemption.holding_interrupts():
             self.checkpointer.save(self.task, [filepath, *also], weights_only, trainable_only, blocking)

@@ -110,8 +110,8 @@ class Averages:
             self._hold(tied_names, buffer, device)
 
     def _hold(self, names: list[str], tensor: Tensor, device: torch.device | None) -> None:
-        half = tensor.dtype in (torch.float16, torch.bfloat16)
-        value = tensor.detach().clone().to(device=device, dtype=torch.float32 if half else None)
+        narrow = tensor.is_floating_point() and tensor.element_size() < 4
+        value = tensor.detach().clone().to(device=device, dtype=torch.float32 if narrow else None)
         self.values |= dict.fromkeys(names, value)
         self._names.append(names)
         self._local_averages.append(local(value))

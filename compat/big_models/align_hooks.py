@@ -369,17 +369,21 @@ class LayerwiseCastingHook(ModelHook):
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Cast the weights to the storage dtype."""
-        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        return self._cast(module, self.storage_dtype)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Cast the weights to the compute dtype."""
-        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        self._cast(module, self.compute_dtype)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Cast the weights to the storage dtype."""
-        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        self._cast(module, self.storage_dtype)
         return output
+
+    def _cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
+        # Not with `Module.to(dtype=...)`, which drops the imaginary part of complex tensors.
+        return module._apply(lambda t: t.to(dtype, non_blocking=self.non_blocking) if t.is_floating_point() else t)
 
 
 def attach_layerwise_casting_hooks(

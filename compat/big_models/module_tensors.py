@@ -293,7 +293,7 @@ def _convert(
                 f"{name!r} is on the meta device, so it has no values to move to {target}. Load its values first, or "
                 "pass value=... to set_module_tensor_to_device."
             )
-        new_dtype = dtype if target.type == "meta" and _follows_dtype(old) else None
+        new_dtype = dtype if target.type == "meta" and old.is_floating_point() else None
         return old.detach().to(device=target, dtype=new_dtype or old.dtype, non_blocking=non_blocking)
     value = torch.as_tensor(value)
     if value.shape != old.shape:
@@ -301,12 +301,8 @@ def _convert(
             f"the value has shape {list(value.shape)}, but {name!r} has shape {list(old.shape)}. Pass a value of the "
             "same shape."
         )
-    new_dtype = old.dtype if dtype is None else dtype if _follows_dtype(value) else value.dtype
+    new_dtype = old.dtype if dtype is None else dtype if value.is_floating_point() else value.dtype
     return value.to(device=target, dtype=new_dtype, non_blocking=non_blocking)
-
-
-def _follows_dtype(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def has_offloaded_params(module: nn.Module) -> bool:

@@ -7,13 +7,12 @@ import io
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -24,16 +23,16 @@ from ...engine import Accelerator, collectives, move_data_to_device, seed_everyt
 from ...engine.optim import PreparedOptimizer
 from ...engine.weights import make_parent
 from ...loggers import Logger
-from ...strategies import Strategy
+from ...strategies import Strategy, apply_nested, plan_function_launch
 from ...strategies.distributed import Devices, LaunchEnvironment, cut_like, device_type, parse_devices
 from ...strategies.launch import notebook_launcher, supervisor
+from ...trainer import TaskModule
 from ...trainer.arguments import unpack_plugins
 from ...trainer.core import warn_of_code
+from .task_trainer import TaskTrainer
 from .wrappers import FabricDataLoader, FabricModule, is_wrapped, unwrap
 
 __all__ = ["Fabric", "is_wrapped", "seed_everything"]
-
-_SPAWNING = ("ddp_spawn", "ddp_fork", "ddp_notebook")
 
 
 class Fabric:
@@ -57,7 +56,8 @@ class Fabric:
         precision: A name that `Precision` accepts, such as ``"bf16-mixed"``, or a `Precision`. Default: None, which
             means ``"32-true"``.
         plugins: A precision plugin instead of ``precision``. A `LaunchEnvironment` is accepted and ignored.
-        callbacks: One or several objects whose methods `call` invokes.
+        callbacks: One or several objects whose methods `call` invokes. ``on_after_setup(fabric, module)`` and
+            ``on_after_optimizer_step(strategy, optimizer)`` are called by this class.
         loggers: One or several loggers.
 
     Raises:
@@ -84,10 +84,9 @@ class Fabric:
                 "plugins=TorchSyncBatchNorm() is not supported, because the strategy converts the BatchNorm layers. "
                 "Pass strategy=DDP(sync_batchnorm=True) instead."
             )
-        spawns = isinstance(strategy, str) and strategy in _SPAWNING
         self._options: dict[str, Any] = {
             "accelerator": accelerator,
-            "strategy": "ddp" if spawns else strategy,
+            "strategy": strategy,
             "devices": devices,
             "num_nodes": num_nodes,
             "mixed_precision": precision,
@@ -96,10 +95,11 @@ class Fabric:
         self._loggers: list[Logger] = _as_list(loggers)
         # If no script can be run again, processes start with a function.
         indices = parse_devices(device_type(accelerator), devices)
+        launch = plan_function_launch(strategy, accelerator, devices, num_nodes)
         forks = indices is not None and len(indices) > 1 and LaunchEnvironment.read() is None
-        self._process_count = (
-            len(indices) if indices is not None and forks and (spawns or not supervisor.has_script()) else 0
-        )
+        self._process_count = 0 if launch is None else launch.count
+        if launch is None and indices is not None and forks and not supervisor.has_script():
+            self._process_count = len(indices)
         self._opened: Accelerator | None = None if self._process_count else self._open()
 
     def _open(self) -> Accelerator:
@@ -247,18 +247,18 @@ class Fabric:
         if world.size == 1:
             return tensors
         inputs: list[Tensor] = []
-        apply_to_collection(tensors, Tensor, inputs.append)
+        apply_nested(tensors, Tensor, inputs.append)
         remaining = iter(inputs)
 
         def put_back(result: Tensor) -> Tensor:
             original = next(remaining)
             return original.data.copy_(result) if original.dtype == result.dtype else result
 
-        return apply_to_collection(results, Tensor, put_back)
+        return apply_nested(results, Tensor, put_back)
 
     def _to_tensors(self, data: Any) -> Any:
-        tensors = apply_to_collection(data, (bool, int, float), lambda number: torch.tensor(number))
-        return apply_to_collection(tensors, Tensor, lambda tensor: tensor.to(self.device))
+        tensors = apply_nested(data, (bool, int, float), lambda number: torch.tensor(number))
+        return apply_nested(tensors, Tensor, lambda tensor: tensor.to(self.device))
 
     def _get_world(self, group: Any) -> Any:
         world = self._accelerator.world
@@ -295,20 +295,38 @@ class Fabric:
         Raises:
             ValueError: If the model or an optimizer is not supported or already set up.
         """
-        prepared = self.setup_module(module, move_to_device)
+        prepared = self._setup_module(module, move_to_device)
+        rest = [self._setup_optimizer(optimizer) for optimizer in optimizers]
+        self._connect(prepared, rest)
+        self.call("on_after_setup", fabric=self, module=prepared)
         if not optimizers:
             return prepared
-        rest = (self._setup_optimizer(optimizer) for optimizer in optimizers)
         return (prepared, *rest) if scheduler is None else (prepared, *rest, scheduler)
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True) -> Any:
         """Return a prepared model. Create its optimizers afterwards, and pass them to `setup_optimizers`."""
+        prepared = self._setup_module(module, move_to_device)
+        self._connect(prepared)
+        return prepared
+
+    def _setup_module(self, module: nn.Module, move_to_device: bool) -> FabricModule:
         if is_wrapped(module):
             raise ValueError(f"this {type(unwrap(module)).__name__} is already set up. Set up each model only once.")
         accelerator = self._accelerator
         prepared = accelerator.prepare_model(module, move_to_device)
         accelerator.models.clear()  # a script may set up and release any number of models, for example one per fold
         return FabricModule(prepared, accelerator.strategy.unwrap(prepared), accelerator)
+
+    def _connect(self, prepared: FabricModule, optimizers: Sequence[PreparedOptimizer] = ()) -> None:
+        task = prepared.module
+        if isinstance(task, TaskModule):
+            task.trainer = self.make_task_trainer(optimizers)  # type: ignore[assignment]
+            if not any(callback is task for callback in self._callbacks):
+                self._callbacks.append(task)  # its hooks are called by `call`
+
+    def make_task_trainer(self, optimizers: Sequence[PreparedOptimizer] = ()) -> TaskTrainer:
+        """Return the ``trainer`` of a `TaskModule` in this Fabric's loop, for the task's prepared optimizers."""
+        return TaskTrainer(self, optimizers)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """Prepare optimizers whose model has been set up, and return them; a single one without a tuple."""
@@ -324,7 +342,14 @@ class Fabric:
             )
         prepared = self._accelerator.prepare_optimizer(optimizer)
         self._accelerator.optimizers.clear()
+        prepared.optimizer.register_step_post_hook(self._call_after_step)
         return prepared
+
+    def _call_after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        for callback in self._callbacks:
+            hook = getattr(callback, "on_after_optimizer_step", None)
+            if callable(hook):
+                hook(strategy=self.strategy, optimizer=optimizer)
 
     def setup_dataloaders(
         self, *dataloaders: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
@@ -604,7 +629,7 @@ class Fabric:
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log numbers to all loggers; see `log`."""
-        numbers = apply_to_collection(dict(metrics), Tensor, lambda tensor: tensor.item())
+        numbers = apply_nested(dict(metrics), Tensor, _to_number)
         for logger in self._loggers:
             logger.log_metrics(metrics=numbers, step=step)
 
@@ -612,6 +637,15 @@ class Fabric:
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
         """See `treadle.seed_everything`. ``workers`` and ``verbose`` are ignored."""
         return seed_everything(seed, bool(workers), verbose)
+
+
+def _to_number(tensor: Tensor) -> Any:
+    if tensor.numel() != 1:
+        raise ValueError(
+            f"a logged tensor has shape {tuple(tensor.shape)}, but only tensors with one element can be logged. Log "
+            "its mean, or each element under its own name."
+        )
+    return tensor.item()
 
 
 def _as_list(value: Any) -> list[Any]:

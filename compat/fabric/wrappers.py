@@ -11,8 +11,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -26,7 +25,7 @@ from ...common.messages import name_type, nearest
 from ...engine import Accelerator, move_data_to_device
 from ...engine.data import shards_itself
 from ...engine.optim import PreparedOptimizer
-from ...strategies import World
+from ...strategies import World, cast_floating
 from ..overrides.distributed import YieldedSamples
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -53,6 +52,16 @@ class FabricModule(nn.Module):
         self._is_complete = True
 
     @property
+    def device(self) -> torch.device:
+        """Device of the first parameter; the Fabric's device if the model has no parameters."""
+        return next((parameter.device for parameter in self.parameters()), self._accelerator.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the first floating-point parameter; torch's default dtype if there is none."""
+        return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    @property
     def module(self) -> nn.Module:
         """The user's model."""
         return self._original_module
@@ -60,22 +69,20 @@ class FabricModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's ``forward`` with the precision and the strategy of the `Fabric`.
 
-        With ``"16-true"``, ``"bf16-true"`` and ``"64-true"``, inputs are cast to the dtype of the weights, and outputs
-        to torch's default dtype.
+        Unless the precision is ``"32-true"``, floating-point inputs are cast to the dtype in which the model computes,
+        and outputs to torch's default dtype.
         """
         return self._run(self._forward_module, args, kwargs)
 
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         precision = self._accelerator.precision
-        if precision.storage is None:
+        context, computed = precision.context(self._accelerator.device), precision.compute or precision.storage
+        if context is None or computed is None:
             return function(*args, **kwargs)
-        args, kwargs = precision.cast((args, kwargs))
-        context = precision.context(self._accelerator.device)
-        assert context is not None
+        args, kwargs = cast_floating((args, kwargs), computed)
         with context:
             output = function(*args, **kwargs)
-        default = torch.get_default_dtype()
-        return apply_to_collection(output, Tensor, lambda t: t.to(default) if t.is_floating_point() else t)
+        return cast_floating(output, torch.get_default_dtype())
 
     def mark_forward_method(self, method: MethodType | str) -> None:
         """Make calls of a method, or of the method with this name, run with the strategy and the precision."""

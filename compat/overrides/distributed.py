@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler
+
+from ...strategies import apply_nested
 
 __all__ = ["UnrepeatedDistributedSampler", "UnrepeatedDistributedSamplerWrapper", "prepare_for_backward"]
 
@@ -26,7 +27,7 @@ def prepare_for_backward(model: DistributedDataParallel, output: Any) -> None:
     if model.require_forward_param_sync:
         tensors: list[Tensor] = []
         if model.find_unused_parameters and not model.static_graph:
-            apply_to_collection(output, Tensor, tensors.append)
+            apply_nested(output, Tensor, tensors.append)
         model.reducer._rebuild_buckets()
         model.reducer.prepare_for_backward(tensors)
 

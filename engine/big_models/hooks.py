@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from ...strategies import apply_nested
 from ..checkpoint import MemoryPiece, Piece
 from .module_tensors import copy_attributes, is_buffer, set_tensor
 
@@ -247,10 +248,12 @@ def move(data: Any, device: torch.device, skip: Collection[str]) -> Any:
     if all(tensor.device == device for tensor in _iter_tensors(data)):
         return data  # the usual case; the object itself is returned
     if skip and isinstance(data, Mapping):
-        moved = apply_to_collection({k: v for k, v in data.items() if k not in skip}, Tensor, _move_tensor, device)
+        moved = apply_nested(
+            {k: v for k, v in data.items() if k not in skip}, Tensor, partial(_move_tensor, device=device)
+        )
         entries = {name: moved.get(name, value) for name, value in data.items()}
         return entries if type(data) is dict else type(data)(entries)  # type: ignore[call-arg]
-    return apply_to_collection(data, Tensor, _move_tensor, device)
+    return apply_nested(data, Tensor, partial(_move_tensor, device=device))
 
 
 def _move_tensor(tensor: Tensor, device: torch.device) -> Tensor:

@@ -8,10 +8,9 @@ from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 
 from ...common.messages import name_type, read_text, warn
-from ...strategies import Precision
+from ...strategies import Precision, apply_nested
 
 
 def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
@@ -27,7 +26,6 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
 
     Raises:
         TypeError: If the ``.to`` method of an object in the batch raises a ``TypeError``.
-        ValueError: If the batch contains a frozen dataclass without a ``.to`` method.
     """
     # A non-blocking copy to the host returns before its values are there, and one to MPS may read a host tensor that
     # was freed in the meantime (https://github.com/pytorch/pytorch/issues/83015).
@@ -52,7 +50,7 @@ def move_data_to_device(batch: Any, device: torch.device | str) -> Any:
             ) from error
         return item if moved is None else moved
 
-    return apply_to_collection(batch, _Movable, to)
+    return apply_nested(batch, _Movable, to)
 
 
 class _HostCopier:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...common.messages import format_count
 from ...strategies import World
-from ..rng import Draw, RandomStream, isolated_random_state, random_state, seed_everything, seed_from
+from ..rng import Draw, RandomStream, isolated_random_state, random_state, seed_from, seed_generators
 from .combined_loader import CombinedLoader, compute_joint_length, find_least, read_rows
 from .loader import Cursor, Loader
 from .micro_batches import GroupPlanner, Micro
@@ -307,5 +307,5 @@ class JointLoader(Loader):
 
 def _derive_stream(stream: RandomStream, number: int) -> RandomStream:
     with isolated_random_state():
-        seed_everything(seed_from(stream.get_state(), f"loader {number}") % 2**32)
+        seed_generators(seed_from(stream.get_state(), f"loader {number}") % 2**32)
         return RandomStream(random_state())

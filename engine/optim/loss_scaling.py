@@ -176,7 +176,7 @@ def scale_gradients(parameters: Iterable[Tensor], numerator: float | Tensor, den
     # Each gradient once, even if two models share a parameter.
     gradients = [local(p.grad) for p in dict.fromkeys(parameters) if p.grad is not None]
     if gradients:
-        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32).to_real()
         numerator, denominator = (
             torch.as_tensor(value, device=gradients[0].device, dtype=dtype) for value in (numerator, denominator)
         )

@@ -52,15 +52,18 @@ class CommHook:
 
     def register(self, module: torch.nn.parallel.DistributedDataParallel, world: World) -> None:
         """Register the hook with a replica."""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
         hook, state = self._resolve_hook(world)
+        compresses = isinstance(self.hook, str) or isinstance(self.wrapper, str)
         if callable(self.wrapper):
             hook = self.wrapper(hook)
         elif self.wrapper is not None:
-            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
             hook = getattr(default_hooks, f"{self.wrapper}_compress_wrapper")(hook)
 
         def send(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
+            if compresses and bucket.buffer().is_complex():
+                return default_hooks.allreduce_hook(world.group, bucket)  # the others drop the imaginary part
             return hook(state, bucket)
 
         module.register_comm_hook(state, send)

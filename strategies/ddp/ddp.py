@@ -193,6 +193,7 @@ class DDP(Strategy):
     def attach(self, world: World, precision: Precision) -> None:
         """See `Strategy.attach`."""
         super().attach(world, precision)
+        world.form_group()  # also for a single process, whose script may use torch.distributed
         self.delays_sync = world.size > 1
         self._ballot: Ballot | None = None
         self._ballot_replica: _Replica | None = None

@@ -73,11 +73,11 @@ def _list_trained_parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _list_slots(optimizer: Optimizer) -> list[tuple[tuple[int, str], Tensor]]:
-    """Return the optimizer's floating-point state tensors by parameter index and name. 0-d tensors are omitted."""
+    """Return the optimizer's inexact state tensors by parameter index and name. 0-d tensors are omitted."""
     slots = []
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         for name, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and value.ndim and value.is_floating_point():
+            if isinstance(value, Tensor) and value.ndim and (value.is_floating_point() or value.is_complex()):
                 slots.append(((number, name), value))
     return slots
 

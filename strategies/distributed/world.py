@@ -133,6 +133,10 @@ class World:
         """Return the tensor, or a copy on this process's device if the group does not support the tensor's device."""
         return tensor if tensor.device.type in self._carried_devices else tensor.to(self.device, copy=True)
 
+    def form_group(self) -> None:
+        """Create torch's process group, which a world of one has only after this call."""
+        process_group.connect(self.device, self.rank, self.size, self.timeout)
+
     def mesh(self, **dimensions: int) -> DeviceMesh:
         """Return a mesh of the processes, with the ranks in row-major order.
 
@@ -153,7 +157,7 @@ class World:
             )
         key = tuple(dimensions.items())
         if key not in self._meshes:
-            process_group.connect(self.device, self.rank, self.size, self.timeout)  # also with a single process
+            self.form_group()
             shape, names = tuple(dimensions.values()), tuple(dimensions)
             self._meshes[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         return self._meshes[key]

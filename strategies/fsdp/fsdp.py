@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...common.messages import announce, name_type
-from ..distributed import TENSOR, Layout, World, clip_to_norm, cut_like, keep_random_state, local
+from ..distributed import TENSOR, Layout, World, clip_to_norm, cut_like, is_sharded, keep_random_state, local
 from ..forward_router import Router
 from ..model_init import built_in_place
 from ..precision import Precision
@@ -346,6 +346,8 @@ class FSDP(Strategy):
             policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False)
         elif isinstance(module, Router):  # its input is the batch, in which a target or a mask must not be rounded
             policy = replace(policy, cast_forward_inputs=False)
+        if any(p.is_complex() for p in module.parameters() if p.requires_grad and not is_sharded(p)):
+            policy = replace(policy, reduce_dtype=None)  # a dtype for real gradients
         on_cpu = self.world.device.type == "cpu"  # everything is in host memory already
         offload = CPUOffloadPolicy() if self.cpu_offload and not on_cpu else OffloadPolicy()
         mesh = self.layout.data_mesh(self._mesh)

@@ -9,6 +9,7 @@ from ...common.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from ..processes import is_alive
     from . import supervisor
+    from .function_launch import FunctionLaunch
     from .notebook import debug_launcher, notebook_launcher
     from .supervisor import cpus
 

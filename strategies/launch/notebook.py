@@ -31,7 +31,7 @@ from ..distributed import (
     process_group,
 )
 from ..processes import die_with_parent, kill_session, sweep
-from .supervisor import FAILURE_GRACE
+from .supervisor import FAILURE_GRACE, cpus
 
 _ANY_PORT = "29500"  # Accelerate's default, on which two notebooks would conflict
 
@@ -153,6 +153,18 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
     _Launch(function=function, args=tuple(args), count=num_processes, variables={"CUDA_VISIBLE_DEVICES": ""}).run()
 
 
+def run_in_processes(function: Callable[..., Any], args: tuple[Any, ...], count: int, start_method: str) -> None:
+    """Call `function(*args)` in several processes and wait for all of them; see `notebook_launcher`.
+
+    Args:
+        function: Function to run in each process.
+        args: Positional arguments of `function`.
+        count: Number of processes.
+        start_method: ``"fork"``, or ``"spawn"``, for which the function and its arguments must be picklable.
+    """
+    _Launch(function=function, args=args, count=count, start_method=start_method).run()
+
+
 @dataclass(kw_only=True)
 class _Launch:
     """Launch of a function in several processes, with its settings."""
@@ -169,6 +181,7 @@ class _Launch:
     interval: float = 0.1
     max_restarts: int = 0
     variables: Mapping[str, str] = field(default_factory=dict)
+    start_method: str = "fork"
 
     def run(self) -> None:
         self._check()
@@ -204,15 +217,17 @@ class _Launch:
                 f"this process is already rank {launched.rank} of {launched.world_size}, so this launcher would start "
                 "more processes in each rank. Call the function directly."
             )
+        if self.start_method == "fork":
+            self._check_fork()
+
+    def _check_fork(self) -> None:
         if dist.is_initialized():
             raise ValueError(
                 "this session already has a process group, created by an Accelerator, a Trainer or "
                 "init_process_group(). Restart the session, and create the Accelerator inside the function."
             )
-        if self.count * self.nodes > 1 or self.variables:
-            self._check_fork()
-
-    def _check_fork(self) -> None:
+        if self.count * self.nodes == 1 and not self.variables:
+            return
         if "fork" not in multiprocessing.get_all_start_methods():
             raise ValueError(
                 f"the notebook launcher starts processes by forking, which {sys.platform} does not support. Put the "
@@ -242,7 +257,7 @@ class _Launch:
             )
 
     def _run_attempt(self, attempt: int) -> None:
-        context = multiprocessing.get_context("fork")
+        context: Any = multiprocessing.get_context(self.start_method)
         sys.stdout.flush()
         sys.stderr.flush()
         ranks: list[Any] = []
@@ -328,10 +343,11 @@ class _Launch:
                 **self.variables,
             }
         )
-        # The threads of the session's OpenMP are not in the fork, and the first parallel loop would wait for them.
-        torch.set_num_threads(1)
+        # The threads of the session's OpenMP are not in a fork, and the first parallel loop would wait for them.
+        torch.set_num_threads(1 if self.start_method == "fork" else max(1, cpus() // self.count))
         try:
-            _check_autograd()
+            if self.start_method == "fork":
+                _check_autograd()
             self.function(*self.args)
         except BaseException as error:
             if isinstance(error, SystemExit) and not error.code:

@@ -128,7 +128,7 @@ def test_a_method_must_be_marked_where_precision_or_processes_need_it() -> None:
     with pytest.raises(RuntimeError, match=r"mark_forward_method\('score'\)"):
         model.score(torch.ones(1, 2))
     model.mark_forward_method(model.score if hasattr(model.score, "__self__") else "score")
-    assert model.score(torch.ones(1, 2)).dtype == torch.bfloat16
+    assert model.score(torch.ones(1, 2)).dtype == torch.float32
     assert model(torch.ones(1, 2)).dtype == torch.float32
     with pytest.raises(AttributeError, match="no method 'scores'"):
         model.mark_forward_method("scores")

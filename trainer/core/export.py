@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ...common.messages import warn
@@ -20,6 +19,7 @@ from ...common.remote_path import absolute, is_url
 from ...common.validation import choose
 from ...engine import move_data_to_device, plain_calls, strip_compile_prefix
 from ...engine.weights import make_parent, save_object, write_atomically
+from ...strategies import apply_nested
 from ...strategies.distributed import is_sharded
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _prepare_arguments(task: Any, method: str, sample: Any) -> tuple[tuple[Any, 
 
 def _collect_tensors(output: Any) -> list[Tensor]:
     tensors: list[Tensor] = []
-    apply_to_collection(output, Tensor, tensors.append)
+    apply_nested(output, Tensor, tensors.append)
     return tensors
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
@@ -19,6 +18,7 @@ from ...common.messages import warn
 from ...common.validation import choose
 from ...engine import collectives
 from ...engine.metrics import Metrics
+from ...strategies import apply_nested
 from .datamodule import TransferHooks
 from .export import Exports
 from .hooks import TaskHooks
@@ -207,7 +207,10 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             args: Positional arguments of ``Tensor.backward``.
             kwargs: Keyword arguments of ``Tensor.backward``.
         """
-        loss.backward(*args, **kwargs)
+        if self.fabric is None:
+            loss.backward(*args, **kwargs)
+        else:
+            self.fabric.backward(loss, *args, **kwargs)
 
     def optimizer_step(
         self,
@@ -300,6 +303,9 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             _log_outside(self, *log_arguments, batch_size=batch_size, add_dataloader_idx=add_dataloader_idx)
             return
         metrics = self._metrics
+        if metrics is None and self.fabric is not None:
+            self._trainer.log_dict({name: value}, logger)  # type: ignore[union-attr]
+            return
         if metrics is None:
             warn(
                 f"self.log({name!r}) has no effect here. Call it in a step, or in a hook between the start of a stage "
@@ -315,6 +321,9 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             dictionary: Values by name.
             kwargs: Keyword arguments of `log`.
         """
+        if self._metrics is None and self.fabric is not None:
+            self._trainer.log_dict(dictionary, kwargs.get("logger"))  # type: ignore[union-attr]
+            return
         # By default, items() of a MetricCollection copies shared states, such as all predictions of an epoch.
         shared = {"copy_state": False} if isinstance(getattr(dictionary, "compute_groups", None), dict) else {}
         for name, value in dictionary.items(**shared):
@@ -352,7 +361,7 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         world = self.trainer.accelerator.world
         if group is not None and world.size > 1:
             world = world.of_group(group)
-        data = apply_to_collection(data, (bool, int, float), torch.tensor, device=self.device)
+        data = apply_nested(data, (bool, int, float), lambda number: torch.tensor(number, device=self.device))
         return collectives.all_gather(data, world, sync_grads)
 
     def freeze(self) -> Self:
@@ -499,6 +508,15 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
     def trainer(self, value: Trainer | None) -> None:
         for task in task_modules(self):
             task.__dict__["_trainer"] = value
+
+    @property
+    def fabric(self) -> Any:
+        """The `Fabric` in whose loop the task runs, or None. Setting it connects the task and its nested tasks."""
+        return getattr(self._trainer, "fabric", None)
+
+    @fabric.setter
+    def fabric(self, value: Any) -> None:
+        self.trainer = None if value is None else value.make_task_trainer()
 
     @property
     def device(self) -> torch.device:

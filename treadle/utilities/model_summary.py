@@ -1,6 +1,5 @@
 """Names that scripts import from ``lightning.pytorch.utilities.model_summary``."""
 
-from ..callbacks import summarize
 from ..common.peer_names import find_peer_names
 from ..compat.layer_summary import (
     LayerSummary,
@@ -8,6 +7,7 @@ from ..compat.layer_summary import (
     get_formatted_model_size,
     get_human_readable_count,
     parse_batch_shape,
+    summarize,
 )
 
 __all__ = [

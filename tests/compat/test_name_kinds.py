@@ -1,0 +1,94 @@
+"""Names that the peers use for two things lead to the right one, and kinds of names are those of the peers."""
+
+import importlib
+import typing
+
+import pytest
+import torch
+from quiet import QUIET
+from torch import nn
+from treadle.callbacks import Callback
+from treadle.compat.fabric.utilities.spike import SpikeDetection, TrainingSpikeException
+from treadle.compat.plugins import MixedPrecision, Precision
+from treadle.compat.utilities.seed import isolate_rng
+from treadle.compat.utilities.types import OptimizerConfig, OptimizerLRSchedulerConfig
+
+import treadle
+from treadle import Fabric
+
+# Classes of one name in Lightning 2.6.6: where it is a callback of the Trainer, and where it is something else.
+CALLBACKS = {
+    "ModelSummary": (
+        ["callbacks", "callbacks.model_summary"],
+        ["utilities.model_summary", "utilities.model_summary.model_summary"],
+    ),
+    "ThroughputMonitor": (
+        ["callbacks", "callbacks.throughput_monitor"],
+        ["fabric.utilities", "fabric.utilities.throughput"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_a_name_of_two_things(name) -> None:
+    callbacks, others = CALLBACKS[name]
+    for paths, is_callback in ((callbacks, True), (others, False)):
+        for path in paths:
+            kind = getattr(importlib.import_module(f"treadle.compat.{path}"), name)
+            assert isinstance(kind, type)
+            assert issubclass(kind, Callback) is is_callback, path
+
+
+def test_spikes_in_a_fabrics_loop(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    spikes = SpikeDetection(warmup=1)
+    fabric = Fabric(accelerator="cpu", devices=1, callbacks=spikes)
+    for index, loss in enumerate((1.0, 0.9, 0.8)):
+        fabric.call("on_train_batch_end", fabric=fabric, loss=torch.tensor(loss), batch=None, batch_idx=index)
+    with pytest.raises(TrainingSpikeException):
+        fabric.call("on_train_batch_end", fabric=fabric, loss=torch.tensor(9.0), batch=None, batch_idx=3)
+    assert spikes.bad_batches == [2, 3]
+    assert (tmp_path / "skip_batches.json").exists()
+
+
+def test_types_of_configure_optimizers_can_be_called() -> None:
+    class Task(treadle.TaskModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(1, 1)
+
+        def training_step(self, batch, batch_idx):
+            return self.net(batch).sum()
+
+        def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+            optimizer = torch.optim.SGD(self.parameters(), 1.0)
+            assert OptimizerConfig(optimizer=optimizer) == {"optimizer": optimizer}
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            return OptimizerLRSchedulerConfig(optimizer=optimizer, lr_scheduler={"scheduler": schedule})
+
+    assert typing.is_typeddict(OptimizerLRSchedulerConfig)
+    task = Task()
+    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **QUIET)
+    trainer.fit(task, torch.utils.data.DataLoader(torch.ones(1, 1)))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+def test_precisions_have_the_attributes_of_plugins() -> None:
+    assert Precision() == Precision(name="32-true")
+    plugin = MixedPrecision("bf16-mixed", "cpu")
+    assert plugin.scaler is None
+    with plugin.autocast_context_manager():
+        assert nn.Linear(1, 1)(torch.ones(1, 1)).dtype == torch.bfloat16
+    trainer = treadle.Trainer(precision="16-mixed", accelerator="cpu", **QUIET)
+    assert trainer.precision_plugin.device == "cpu"
+    assert trainer.precision_plugin.scaler is trainer.scaler is not None
+    assert trainer.precision_plugin == Precision.parse("16-mixed")
+    with_plugin = treadle.Trainer(plugins=plugin, accelerator="cpu", **QUIET)
+    assert isinstance(with_plugin.precision_plugin, MixedPrecision)
+
+
+def test_isolated_random_numbers() -> None:
+    torch.manual_seed(0)
+    with isolate_rng(include_cuda=False):
+        inside = torch.rand(1)
+    assert torch.equal(torch.rand(1), inside)

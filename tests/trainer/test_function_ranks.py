@@ -1,0 +1,195 @@
+"""`strategy="ddp_spawn"` and its relatives run each stage in processes, and what a caller reads comes back."""
+
+import os
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run, script
+from quiet import QUIET
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from treadle.strategies import DDP, SingleDevice, plan_function_launch
+
+import treadle
+
+ROWS = torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(8, 2)
+
+
+class Line(treadle.TaskModule):
+    def __init__(self, rate=0.1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(2, 1).double()
+        self.save_hyperparameters()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.net(batch[0]).square().mean())
+
+    def test_step(self, batch, batch_idx):
+        self.log("test", self.net(batch[0]).square().mean())
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])[:, 0].tolist()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), self.hparams.rate)
+
+
+class Fails(Line):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1:
+            raise KeyError("no such thing")
+        return super().training_step(batch, batch_idx)
+
+
+class Ranks(Callback):
+    """Notes the ranks in a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.seen = 0
+
+    def on_fit_start(self, trainer, task):
+        (self.folder / f"{trainer.global_rank} of {trainer.world_size} with {os.getppid()}").touch()
+        assert isinstance(trainer.strategy, DDP)
+        assert trainer.limit_train_batches == 2
+
+    def state_dict(self):
+        return {"seen": self.seen + 1}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+def loader(batch_size=2):
+    return DataLoader(TensorDataset(ROWS), batch_size)
+
+
+def plain(steps=4):
+    """One process on the joint batches: two steps per epoch."""
+    task = Line()
+    optimizer = task.configure_optimizers()
+    for step in range(steps):
+        loss = task.net(ROWS[4 * (step % 2) : 4 * (step % 2) + 4]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return task, loss.item()
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork_find_unused_parameters_true"])
+def test_the_state_comes_back(strategy, tmp_path) -> None:
+    expected, last_loss = plain()  # also a backward pass in this process
+    checkpoints, ranks = ModelCheckpoint(monitor="val"), Ranks(tmp_path)
+    stop = EarlyStopping("val", patience=3)
+    flags = QUIET | {"enable_checkpointing": True}
+    trainer = treadle.Trainer(
+        strategy=strategy,
+        devices=2,
+        accelerator="cpu",
+        max_epochs=2,
+        callbacks=[checkpoints, ranks, stop],
+        default_root_dir=tmp_path / "run",
+        **flags,
+    )
+    trainer.limit_train_batches = 2
+    task = Line()
+    assert trainer.fit(task, loader(), loader()) is None
+    assert torch.allclose(task.net.weight, expected.net.weight, rtol=1e-12, atol=0)
+    assert sorted(path.name for path in tmp_path.glob("*of*")) == [f"{r} of 2 with {os.getpid()}" for r in range(2)]
+    val = expected.net(ROWS).square().mean().item()
+    assert (trainer.global_step, trainer.current_epoch, trainer.state.finished) == (4, 2, True)
+    assert trainer.callback_metrics["val"].item() == pytest.approx(val)
+    assert trainer.callback_metrics["loss"].item() == pytest.approx(last_loss)
+    assert checkpoints.best_model_score.item() == pytest.approx(val)
+    best = Line.load_from_checkpoint(checkpoints.best_model_path)
+    assert torch.equal(best.net.weight, task.net.weight)
+    assert Path(checkpoints.best_model_path).parent == Path(checkpoints.dirpath)
+    assert ranks.seen == 1
+    assert stop.best_score.item() == pytest.approx(val)
+    assert trainer.predict(task, loader()) == [part.tolist() for part in task.net(ROWS)[:, 0].split(2)]
+    nn.init.zeros_(task.net.weight)
+    (metrics,) = trainer.test(ckpt_path="best", dataloaders=loader(), verbose=False)
+    assert metrics["test"] == pytest.approx(val)
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    saved = Line.load_from_checkpoint(tmp_path / "weights.ckpt")
+    assert torch.equal(saved.net.weight, task.net.weight)
+    assert not dist.is_initialized()
+
+
+def make(strategy, **flags):
+    return treadle.Trainer(strategy=strategy, devices=2, accelerator="cpu", max_epochs=1, **QUIET | flags)
+
+
+def test_a_rank_fails() -> None:
+    trainer = make("ddp_notebook")
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 failed:(.|\n)*KeyError: 'no such thing'"):
+        trainer.fit(Fails(), loader())
+
+
+def test_what_can_not_be_pickled() -> None:
+    class Local(Line):
+        pass
+
+    with pytest.raises(ValueError, match=r"can't be pickled: .*Local.*strategy='ddp_fork'"):
+        make("ddp_spawn").fit(Local(), loader())
+
+
+def test_a_script_without_a_main_guard() -> None:
+    source = """
+    import torch, treadle
+    from treadle.compat.demos.boring_classes import BoringModel
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    treadle.Trainer(strategy="ddp_spawn", devices=2, accelerator="cpu", max_steps=1, **off).fit(BoringModel())
+    """
+    done = script(textwrap.dedent(source))
+    assert done.returncode == 1
+    assert "Put the run under `if __name__ == '__main__':`" in done.stderr
+    assert re.search(r"RuntimeError: rank \d of 2", done.stderr)
+
+
+def test_which_names_start_processes(monkeypatch) -> None:
+    launch = plan_function_launch("ddp_spawn_find_unused_parameters_false", "cpu", 3)
+    assert (launch.count, launch.start_method) == (3, "spawn")
+    assert plan_function_launch("ddp_notebook", "cpu", 2).start_method == "fork"
+    for strategy, devices in (("ddp", 2), ("auto", 2), (DDP(), 2), ("ddp_spawn", 1), ("ddp_spawn", "auto")):
+        assert plan_function_launch(strategy, "cpu", devices) is None
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    assert plan_function_launch("ddp_spawn", "cpu", 2) is None
+
+
+def one_process(strategy):
+    trainer = treadle.Trainer(strategy=strategy, devices=1, accelerator="cpu", max_epochs=1, **QUIET)
+    if isinstance(trainer.strategy, SingleDevice):
+        return dist.is_initialized()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    sampler = DistributedSampler(TensorDataset(ROWS))
+    task = Line()
+    trainer.fit(task, DataLoader(TensorDataset(ROWS), 4, sampler=sampler))
+    return dist.get_world_size(), total.item(), len(list(sampler)), type(trainer.accelerator.models[0]).__name__
+
+
+def all_strategies():
+    names = ("auto", "single", "ddp", "ddp_spawn", "ddp_find_unused_parameters_true")
+    return {name: one_process(name) for name in names}
+
+
+def test_one_process_has_a_group_only_if_its_strategy_is_distributed() -> None:
+    found = run(all_strategies, 1)[0]
+    assert found["auto"] is found["single"] is False
+    for name in ("ddp", "ddp_spawn", "ddp_find_unused_parameters_true"):
+        assert found[name] == (1, 1.0, 8, "Line")
