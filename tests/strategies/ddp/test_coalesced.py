@@ -42,16 +42,17 @@ def exchange():
     averaged = [tensor.tolist() for tensor in tensors]
     broadcast(tensors := [torch.full((2,), float(rank)), torch.full((1,), rank)], world, source=1)
     sent = [tensor.tolist() for tensor in tensors]
-    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     parameters[0].grad = torch.full((2,), float(rank))
     if rank == 1:
         parameters[1].grad = torch.ones(2)
-    average_gradients([*parameters, parameters[0]], world)
-    return averaged, sent, [p.grad if p.grad is None else p.grad.tolist() for p in parameters]
+    note = average_gradients(parameters, world, torch.tensor(4.0 * rank))
+    return averaged, sent, [p.grad.tolist() for p in parameters], note.item()
 
 
 def test_tensors_are_averaged_and_copied_in_place():
-    for averaged, sent, gradients in run(exchange, 2):
+    for averaged, sent, gradients, note in run(exchange, 2):
         assert averaged == [[[0.5] * 2] * 3, 2.0, [0.5, 1.5, 2.5]]
         assert sent == [[1.0, 1.0], [1]]
-        assert gradients == [[0.5, 0.5], [0.5, 0.5], None]
+        assert gradients == [[0.5, 0.5], [0.5, 0.5]]
+        assert note == 2.0
