@@ -55,7 +55,7 @@ class BestEffortCallback(Callback):
                 warn(f"{name} failed and is disabled: {describe_error(error)}")
             return None
 
-    def guard(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def _guard(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a hook of this callback, called in `_safely` if the user's subclass defines it.
 
         Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -127,6 +127,10 @@ class Callback:
             trainer: The Trainer.
             pl_module: The task.
         """
+
+    def _guard(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hook of this callback in the form in which the Trainer calls it; see `BestEffortCallback`."""
+        return hook
 
     # -- the run -------------------------------------------------------------------------------------------------
 

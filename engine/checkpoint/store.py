@@ -128,9 +128,14 @@ def commit(
             warnings.warn(f"{problem} This save replaces it again.")
         forget_unfinished(source)  # the checkpoint is complete: after a failure below, `recover` decides
         atomic_swap.swap_in(source, target)
-    except OSError:
+    except OSError as error:
+        reason = filesystem.explain_refusal(
+            target.parent, error
+        )  # before the deletion, which may free what was missing
         with suppress(OSError):
             _delete(source)
+        if reason != error.strerror and not isinstance(error, FileNotFoundError):
+            raise OSError(error.errno, f"can't save {target}: {reason}. Earlier checkpoints are kept.") from error
         raise
     return target
 

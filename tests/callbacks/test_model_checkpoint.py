@@ -20,6 +20,8 @@ from treadle.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from treadle.callbacks._checkpointing.removal import finish_removing
 from treadle.engine.checkpoint import filesystem, store
 
+from treadle import Trainer
+
 NAN = float("nan")
 
 
@@ -856,3 +858,26 @@ class InVain(ModelCheckpoint):
 def test_what_is_overridden_in_vain_is_said(tmp_path):
     with pytest.warns(UserWarning, match="InVain overrides _remove_checkpoint, which Treadle never calls"):
         fit(tmp_path, InVain(dirpath=tmp_path), values=[1.0], max_epochs=1)
+
+
+@pytest.mark.guarantee
+def test_a_last_checkpoint_without_manifest_does_not_end_each_resumed_run(tmp_path):
+    def fitted(epochs, **options):
+        saving = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, save_last=True, **options)
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = Trainer(max_epochs=epochs, accelerator="cpu", devices=1, callbacks=[saving], **quiet)
+        trainer.fit(Tiny(), loader(), ckpt_path="auto")
+        return trainer, saving
+
+    _, saving = fitted(1)
+    os.remove(tmp_path / "last.ckpt" / "manifest.json")
+    with pytest.warns(UserWarning, match=r"last\.ckpt"):
+        trainer, saving = fitted(2)
+    assert trainer.current_epoch == 2
+    assert saving.last_model_path == str(tmp_path / "last-v1.ckpt")
+    assert fitted(3)[0].current_epoch == 3
+    with pytest.raises(ValueError, match=r"last\.ckpt exists and is not a checkpoint"):  # before the first step
+        fitted(4, enable_version_counter=False)
+    shutil.rmtree(tmp_path / "last.ckpt")
+    (tmp_path / "last.ckpt").symlink_to(tmp_path / "nowhere")
+    assert fitted(4)[0].current_epoch == 4

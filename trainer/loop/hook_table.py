@@ -8,7 +8,6 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks import HOOKS, Callback
-from ...callbacks.best_effort import BestEffortCallback
 from ...common.messages import closest_name, warn
 from ..core import TaskHooks, has_own
 
@@ -56,9 +55,7 @@ class Hooks:
             setattr(self, name, (*before, *task_hooks, *after))
 
     def _bind(self, callback: Callback, name: str, trainer: Trainer, task: TaskModule) -> Hook:
-        hook = self._fit_arguments(getattr(callback, name), name, 2)
-        if isinstance(callback, BestEffortCallback):
-            hook = callback.guard(name, hook)
+        hook = callback._guard(name, self._fit_arguments(getattr(callback, name), name, 2))
         return partial(hook, trainer, task)
 
     def _fit_arguments(self, hook: Hook, name: str, bound: int = 0) -> Hook:
