@@ -339,6 +339,7 @@ class Accumulation:
         votes = self.sync_gradients and (self.always_agree or group.weight is not None)
         if votes and (not self.watches_gradients or self.strategy.votes_in_backward):
             self.agreement.vote(group.weight)
+        before = self.strategy.before_backward() if self.sync_gradients else None
         try:
             if by is None:
                 loss.backward(*args, **kwargs)
@@ -349,6 +350,8 @@ class Accumulation:
             if explained is error:
                 raise
             raise explained from error
+        if before:
+            self.strategy.after_backward(before)
         if self.manual_ids:
             self.unreduced.update(filter(self._has_manual_parameters, self.optimizers))
         if self.loss_scale is not None:
