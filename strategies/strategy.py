@@ -287,6 +287,16 @@ class Strategy(StrategyAliases):
             on: True to reduce gradients, False to accumulate them on each process.
         """
 
+    def before_backward(self) -> Any:
+        """Return a value for `after_backward`. Called before a backward pass that reduces gradients."""
+
+    def after_backward(self, before: Any) -> None:
+        """Reduce gradients that the backward pass itself did not reduce.
+
+        Args:
+            before: Result of `before_backward`.
+        """
+
     def no_sync(self, module: nn.Module) -> Any:
         """Return a context in which gradients are not reduced.
 

@@ -337,6 +337,7 @@ class Accumulation:
         votes = self.sync_gradients and (self.always_agree or group.weight is not None)
         if votes and (not self.watches_gradients or self.strategy.votes_in_backward):
             self.agreement.vote(group.weight)
+        before = self.strategy.before_backward() if self.sync_gradients else None
         try:
             if by is None:
                 loss.backward(*args, **kwargs)
@@ -347,6 +348,8 @@ class Accumulation:
             if explained is error:
                 raise
             raise explained from error
+        if before:
+            self.strategy.after_backward(before)
         if self.loss_scale is not None:
             self.loss_scale.check_backward()
         if self.sync_gradients:

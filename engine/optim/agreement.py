@@ -196,8 +196,10 @@ class Agreement:
         self._summed = None if self.alone else self._strategy.agreement()
         return None if self._summed is None else self._summed[_WEIGHT]
 
-    def count(self) -> None:
-        """Read the votes that `collect` summed, or those of the previous step if not ``immediate``."""
+    def count(self) -> Tensor | None:
+        """Read the votes of `collect`, or those of the previous step if not ``immediate``, and return its result."""
+        if not self.collected:
+            self.collect()
         summed, self._summed = self._summed, None
         self.has_voted = self.collected = False
         if self._on_host:
@@ -218,6 +220,7 @@ class Agreement:
                 self._pending = ballots.copy_to_host()
         if self.alone:
             self.stop = self.stop_vote
+        return None if summed is None else summed[_WEIGHT]
 
     def _read_votes(self, votes: list[float], outlook: Outlook | None) -> None:
         self.stop = votes[_STOP] > 0

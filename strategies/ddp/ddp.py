@@ -46,6 +46,11 @@ class _Replica(DistributedDataParallel):
         self._advance = advance
         names = [name for name, p in router.named_parameters() if p.requires_grad]  # the reducer's order
         self._names = [name.replace("_orig_mod.", "") for name in names]
+        trained = [p for p in router.module.parameters() if p.requires_grad]
+        self.ends = trained[0], trained[-1]
+        # Whether torch's reducer reduces the next backward pass. A list, because setting an attribute of a module takes
+        # a microsecond.
+        self.is_armed = [False]
         self.apart = 0
         self.ready: ReadyOrder | None = None
 
@@ -64,6 +69,7 @@ class _Replica(DistributedDataParallel):
         local: AbstractContextManager[Any] = nullcontext()
         if torch.is_grad_enabled():  # a rank may evaluate on its own
             self._advance()
+            self.is_armed[0] = bool(self.require_backward_grad_sync)
         elif self._join_config.enable:  # otherwise ranks that have left the loop wait for this forward's backward pass
             local = self.no_sync()
         try:
@@ -354,6 +360,31 @@ class DDP(Strategy):
             on = True
         replica.require_backward_grad_sync = on  # type: ignore[assignment]
 
+    def before_backward(self) -> Any:
+        """See `Strategy.before_backward`."""
+        return [
+            (replica, [(p.grad, p.grad is not None and p.grad._version) for p in replica.ends])
+            for replica in self._replicas
+        ]
+
+    def after_backward(self, before: Any) -> None:
+        """See `Strategy.after_backward`.
+
+        torch reduces only the first backward pass after a forward pass of the wrapped module. A second one through the
+        same graph, or through the user's own module, adds gradients of this process alone. The mean over the processes
+        is still exact, because what was reduced earlier is equal on all of them.
+        """
+        for replica, marks in before:
+            if all(
+                p.grad is grad and (grad is None or grad._version == version)
+                for p, (grad, version) in zip(replica.ends, marks, strict=True)
+            ):
+                continue  # this pass did not reach the model
+            if replica.is_armed[0]:
+                replica.is_armed[0] = False
+            elif replica.require_backward_grad_sync and not replica.apart and not replica._join_config.enable:
+                average_gradients((p for p in replica.module.parameters() if p.requires_grad), self.world)
+
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
         """See `Strategy.no_sync`. Inside the context, `set_gradient_sync` has no effect.
@@ -401,6 +432,7 @@ class DDP(Strategy):
         before = replica.require_backward_grad_sync
         replica.require_backward_grad_sync = True  # type: ignore[assignment]
         replica.reducer.prepare_for_backward([])  # as a forward pass outside no_sync ends
+        replica.is_armed[0] = True
         try:
             yield
         finally:

@@ -116,7 +116,11 @@ def test_texts(tmp_path, own, recwarn):
     accelerator.end_training()
     events = event_accumulator.EventAccumulator(str(tmp_path / "run")).Reload()
     texts = events.Tensors("prompt/text_summary")
-    assert [(e.step, e.tensor_proto.string_val[0]) for e in texts] == [(1, b"a text"), (2, b"a text"), (3, b"only a text")]
+    assert [(e.step, e.tensor_proto.string_val[0]) for e in texts] == [
+        (1, b"a text"),
+        (2, b"a text"),
+        (3, b"only a text"),
+    ]
     assert [e.value for e in events.Scalars("loss")] == [0.5, 0.5]
     warned = [str(w.message) for w in recwarn if "Texts are left out" in str(w.message)]
     assert len(warned) == 1

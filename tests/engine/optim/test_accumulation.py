@@ -195,8 +195,107 @@ def skipped_steps():
     return seen
 
 
+# -- what a loop may do between backward and step --------------------------------------------------------------------
+
+
+def scale(backward, model, inner, x):
+    backward(loss_of(model, x))
+    for parameter in model.parameters():
+        parameter.grad *= 0.5
+
+
+def clip_by_value(backward, model, inner, x):
+    backward(loss_of(model, x))
+    nn.utils.clip_grad_value_(model.parameters(), 0.05)
+
+
+def remove_one(backward, model, inner, x):
+    backward(loss_of(model, x))
+    inner.bias.grad = None
+
+
+def backward_twice_through_one_graph(backward, model, inner, x):
+    output = model(x)
+    backward((output**2).mean(), retain_graph=True)
+    backward(output.abs().mean())
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def backward_after_two_forwards(backward, model, inner, x):
+    first, second = loss_of(model, x), model(x).abs().mean()
+    backward(first)
+    backward(second)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def forward_of_the_users_module(backward, model, inner, x):
+    backward(loss_of(inner, x))
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def forward_of_both(backward, model, inner, x):
+    backward(loss_of(model, x))
+    backward(loss_of(inner, x))
+
+
+def penalty(backward, model, inner, x):
+    x = x.clone().requires_grad_()
+    output = model(x)
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    backward((output**2).mean() + gradient.pow(2).sum(1).mean())
+
+
+def sharpness_aware(backward, model, inner, x):
+    backward(loss_of(model, x))
+    before = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * parameter.grad / norm_of(model)
+    model.zero_grad()
+    backward(loss_of(model, x))
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), before, strict=True):
+            parameter.copy_(value)
+
+
+BODIES = (
+    *(scale, clip_by_value, remove_one, backward_twice_through_one_graph, backward_after_two_forwards),
+    *(forward_of_the_users_module, forward_of_both, penalty, sharpness_aware),
+)
+
+
+def own_body(body, k):
+    model = inner = build()
+    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=k)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    loader = DataLoader(rows(9), 4 // accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        with accelerator.accumulate(model):
+            body(accelerator.backward, model, inner, x)
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(inner)
+
+
+def plain_body(body):
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    for x in rows(9).split(4):
+        body(lambda loss, **options: loss.backward(**options), model, model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def own_forward_with_accumulation():
+    return own_body(forward_of_both, 2), own_body(penalty, 2)
+
+
 def loops():
     return {
+        **{body.__name__: own_body(body, 1) for body in BODIES},
+        "accumulated": own_forward_with_accumulation(),
         **{("weights", how): weighted_gradients(how) for how in ("number", "tensor", "halves")},
         ("weights", "fp16"): weighted_gradients("number", "fp16"),
         "skipped": skipped_steps(),
@@ -276,3 +375,18 @@ def test_a_resumed_loop_counts_calls_from_its_first_batch(tmp_path):
     after = own_loop("passes", 3, True, folder=tmp_path / "c")
     assert before[0] + after[0] == whole[0]
     assert after[1] == whole[1]
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_what_a_loop_does_between_backward_and_step(found, world, body):
+    """torch reduces only the first backward pass after a forward pass of DDP; each one counts here."""
+    for ranks in found[world]:
+        assert ranks[body.__name__] == pytest.approx(plain_body(body), rel=1e-10)
+
+
+def test_backward_passes_that_torch_does_not_reduce_with_accumulation(found):
+    for ranks in found[2]:
+        for values, wanted in zip(ranks["accumulated"], found[1][0]["accumulated"], strict=True):
+            assert values == pytest.approx(wanted, rel=1e-10)

@@ -81,6 +81,12 @@ def shards(state, folder, ending, write):
     (folder / f"{stem}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
+def keep_map_alone(folder):
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps(json.loads(index.read_text())["weight_map"]))
+    return index
+
+
 def treadle_checkpoint(model, folder):
     accelerator = treadle.Accelerator(cpu=True)
     accelerator.prepare(model)
@@ -109,6 +115,7 @@ SOURCES = {
     "folder of links": lambda m, s, d: linked(s, d),
     "shards": lambda m, s, d: shards(s, d, "safetensors", save_file) or d,
     "index": lambda m, s, d: shards(s, d, "safetensors", save_file) or d / "model.safetensors.index.json",
+    "index without metadata": lambda m, s, d: shards(s, d, "bin", torch.save) or keep_map_alone(d),
     "bin": lambda m, s, d: pt(s, d, "pytorch_model.bin").parent,
     "bin shards": lambda m, s, d: shards(s, d, "bin", torch.save) or d,
     "torch": lambda m, s, d: pt(s, d),
