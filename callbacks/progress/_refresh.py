@@ -25,8 +25,8 @@ _MOST_VALUES = 8  # in the line of an epoch
 class DrawnBar(ProgressBar):
     """Base class of progress bars that show the epoch and any evaluation, or print lines if no bar can be drawn.
 
-    Only rank zero draws or prints. Epochs are counted from 1, as in ``epoch 1/40``. An error while drawing or printing disables the bar with a warning, unless the
-    attribute ``strict`` is True.
+    Only rank zero draws or prints. Epochs are counted from 1, as in ``epoch 1/40``. An error while drawing or printing
+    disables the bar with a warning, unless the attribute ``strict`` is True.
 
     Args:
         refresh_rate: Rate of redraws, in a unit that subclasses define; 0 draws and prints nothing.

@@ -245,8 +245,7 @@ def test_without_a_terminal_there_are_plain_lines(tmp_path, capsys):
     lines = [line for line in error.splitlines() if re.match("epoch|validation", line)]
     epochs = [line for line in lines if re.match(r"epoch \d/2  ", line)]
     assert [re.sub(r"\d+ ms$", "ms", line) for line in epochs] == [
-        f"epoch {epoch}/2  train_loss {losses[5 * epoch - 1]:.4g}  val_loss 0.5  ms"
-        for epoch in (1, 2)
+        f"epoch {epoch}/2  train_loss {losses[5 * epoch - 1]:.4g}  val_loss 0.5  ms" for epoch in (1, 2)
     ]
     lines = [line for line in lines if line not in epochs]
     assert 3 <= len(lines) <= 7
@@ -322,7 +321,14 @@ def test_a_limit_within_an_epoch_and_an_error_leave_a_line(tmp_path, capsys):
             raise KeyError("a mistake")
 
     with pytest.raises(KeyError, match="a mistake"):
-        fit(tmp_path, TQDMProgressBar(), LambdaCallback(on_train_epoch_start=fail), samples=2, validate=False, max_epochs=999)
+        fit(
+            tmp_path,
+            TQDMProgressBar(),
+            LambdaCallback(on_train_epoch_start=fail),
+            samples=2,
+            validate=False,
+            max_epochs=999,
+        )
     assert re.findall(r"^epoch (\d+)/999  ", capsys.readouterr().err, re.M)[-1] == "200"
 
 
