@@ -229,7 +229,7 @@ class Chart:
                 left, _, top = points[0].partition(",")
                 drawn.append(f'<circle cx="{left}" cy="{top}" r="3" {style}/>')
             elif points:
-                drawn.append(f'<polyline data-line="{line}" points="{" ".join(points)}" {style}/>')
+                drawn.append(f'<polyline points="{" ".join(points)}" {style} data-line="{line}"/>')
             newest = format_number(values[-1]) if values else "none"
             mark = f'<svg class="key" viewBox="0 0 18 4"><line x2="18" y1="2" y2="2" {style}/></svg>'
             keys.append(f"<span>{mark}{escape(name)} <b>{newest}</b></span>")
