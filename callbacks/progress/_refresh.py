@@ -176,6 +176,8 @@ class DrawnBar(ProgressBar):
         self._pace.restart(done)
         if self._terminal:
             self._safely(self._begin_epoch, trainer, done)
+        elif self._prints_epochs:
+            self._due = self._began + self.line_every
 
     def _begin_epoch(self, trainer: Trainer, done: int) -> None:
         self._open_epoch(self._describe_epoch(trainer), done, _drop_infinite(self.total_train_batches))
@@ -245,8 +247,6 @@ class DrawnBar(ProgressBar):
             self._printed, self._lines = time.monotonic(), self._lines + 1
             announce(self._unprinted)
             self._unprinted = ""
-            if not self._terminal:
-                self._due = self._printed + self.line_every
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Leave the last bar on the screen, and print the line of the last epoch."""

@@ -120,7 +120,7 @@ class TQDMProgressBar(DrawnBar):
             desc=text,
             position=self.process_position + (self.train_progress_bar is not None),
             leave=leave,
-            dynamic_ncols=True,
+            **_choose_size(),
             file=sys.stderr,
             mininterval=0.0,
             miniters=1,
@@ -136,6 +136,7 @@ class TQDMProgressBar(DrawnBar):
             bar.initial = bar.n = bar.last_print_n = done
         else:
             bar.initial = 0
+            bar.set_description_str(text, refresh=False)  # before the reset, which draws the bar
             bar.reset()
         bar.total = total
         bar.set_description_str(text, refresh=False)
@@ -185,6 +186,14 @@ class TQDMProgressBar(DrawnBar):
         for bar in bars:
             with contextlib.suppress(Exception):  # so that the other bar is closed too
                 bar.close()
+
+
+def _choose_size() -> dict[str, Any]:
+    """Return tqdm's arguments for the bar's size. On a terminal without a size, as of `script`, tqdm draws nothing."""
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # standard error has no file descriptor
+        if 0 in os.get_terminal_size(sys.stderr.fileno()):
+            return {"ncols": 80, "nrows": 24}
+    return {"dynamic_ncols": True}
 
 
 def _fit_postfix(bar: Any) -> None:

@@ -28,10 +28,10 @@ from treadle.common.messages import announce
 """
 
 
-def on_a_terminal(source, after=lambda process, master: None, columns=100):
+def on_a_terminal(source, after=lambda process, master: None, columns=100, rows=24):
     """Run a script whose streams are a terminal; returns its exit status and all that was written there."""
     master, slave = os.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     env = clean_environment({"TERM": "xterm", "CUDA_VISIBLE_DEVICES": ""})
     process = subprocess.Popen(
         [python(), "-c", HEAD + source], stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True
@@ -299,6 +299,13 @@ fit({str(tmp_path)!r}, TQDMProgressBar(epoch_lines=True), task=Unlogged([0.5], p
     assert re.search(r"^epoch 2/3: .* 5/5 .*, loss=\d\S+, val_loss=0.5\]$", "\n".join(states), re.M)
     found = [line for line in lines if re.fullmatch(r"epoch \d/3  loss \S+  val_loss 0.5  \d+ ms", line)]
     assert [line[:9] for line in found] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
+
+
+def test_a_terminal_without_a_size_shows_the_bar(tmp_path):
+    source = f"fit({str(tmp_path)!r}, TQDMProgressBar(), task=Tiny([0.5], pause=0.05))"
+    code, text = on_a_terminal(source, columns=0, rows=0)
+    assert code == 0, text
+    assert re.search(r"^epoch 2/2: 100%.* 5/5 .*, val_loss=0.5", "\n".join(screen(text)[1]), re.M)
 
 
 @pytest.mark.parametrize("limit", [{"max_epochs": 300}, {"max_epochs": -1, "max_steps": 900}])
