@@ -141,6 +141,12 @@ class Logger(ABC):
         return None
 
     @property
+    def location(self) -> str:
+        """Place of the logged values, printed at the end of ``fit``: by default `log_dir`, or the run of a service."""
+        run = "/".join(str(part) for part in (self.name, self.version) if part not in (None, ""))
+        return self.log_dir or ", ".join(filter(None, (type(self).__name__, run)))
+
+    @property
     def experiment(self) -> Any:
         """Backend object, such as a ``SummaryWriter``; None unless overridden.
 

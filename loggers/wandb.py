@@ -150,6 +150,14 @@ class WandbLogger(Logger):
         return None if version is None else os.path.join(self.root_dir, str(version))
 
     @property
+    def location(self) -> str:
+        """Address of the run or, if it is offline, the directory that ``wandb sync`` sends."""
+        run = self._experiment
+        if run is None or run.disabled:
+            return f"{type(self).__name__}, {self.name}/{self.version}"
+        return str(run.sync_dir if run.offline else run.url)
+
+    @property
     @rank_zero_experiment
     def experiment(self) -> Any:
         """The ``wandb.Run``; a `NullExperiment` on nonzero ranks. The first access begins or continues the run."""

@@ -17,6 +17,7 @@ from ...engine import evaluation_mode, isolated_random_state, move_data_to_devic
 from ...strategies.distributed import get_original_class, is_sharded, local
 
 _UNKNOWN = "?"
+_WIDTH = 80  # of a terminal
 
 
 @dataclass
@@ -137,15 +138,22 @@ class Summary:
         return columns
 
     def totals(self) -> str:
-        """Return the line of totals below the table."""
+        """Return the totals below the table, in lines of at most 80 characters unless the numbers are huge."""
         modes = self.total_training_modes
-        text = (
+        parts = [
             f"{_format_count(*self._total_count)} parameters: {_format_count(*self._trainable_count)} trainable, "
-            f"{_format_count(*self._frozen_count)} frozen; "
-            f"{self.model_size * 1e6 / 2**20:,.1f} MiB; "
-            f"{format_count(modes['train'], 'module')} in train mode, {modes['eval']} in eval mode"
-        )
-        return f"{text}; {self.total_flops:,} FLOPs for the example input" if self.measured else text
+            f"{_format_count(*self._frozen_count)} frozen",
+            f"{self.model_size * 1e6 / 2**20:,.1f} MiB",
+            f"{format_count(modes['train'], 'module')} in train mode, {modes['eval']} in eval mode",
+            *([f"{self.total_flops:,} FLOPs for the example input"] if self.measured else []),
+        ]
+        lines = [parts[0]]
+        for part in parts[1:]:
+            if len(lines[-1]) + len(part) + 2 <= _WIDTH:
+                lines[-1] += f"; {part}"
+            else:
+                lines.append(part)
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         columns = self.columns()

@@ -18,27 +18,31 @@ if TYPE_CHECKING:
     from ...trainer import TaskModule, Trainer
 
 _REDRAW_EVERY = 0.1  # seconds; faster updates are unreadable
+_FIRST_EPOCHS = 10  # each has a line; then there is at most one line per second, because epochs may take milliseconds
+_MOST_VALUES = 8  # in the line of an epoch
 
 
 class DrawnBar(ProgressBar):
     """Base class of progress bars that show the epoch and any evaluation, or print lines if no bar can be drawn.
 
-    Only rank zero draws or prints. An error while drawing or printing disables the bar with a warning, unless the
-    attribute ``strict`` is True.
+    Only rank zero draws or prints. Epochs are counted from 1, as in ``epoch 1/40``. An error while drawing or printing
+    disables the bar with a warning, unless the attribute ``strict`` is True.
 
     Args:
         refresh_rate: Rate of redraws, in a unit that subclasses define; 0 draws and prints nothing.
         leave: Leave the bar of each epoch on the screen.
-        line_every: Minimum number of seconds between printed lines.
+        line_every: Minimum number of seconds between the lines that are printed within an epoch or an evaluation.
+        epoch_lines: Print a line after each epoch. None prints it if no bar can be drawn.
     """
 
     _calls_itself = "the progress bar"
 
-    def __init__(self, refresh_rate: int, leave: bool, line_every: float) -> None:
+    def __init__(self, refresh_rate: int, leave: bool, line_every: float, epoch_lines: bool | None) -> None:
         super().__init__()
         self._refresh_rate = check_int("refresh_rate", refresh_rate, 0, "draws nothing")
         self._leave = check_bool("leave", leave)
         self.line_every = check_number("line_every", line_every, 0.0)
+        self.epoch_lines = None if epoch_lines is None else check_bool("epoch_lines", epoch_lines)
         self._enabled = True
         self._terminal = False
         self._due = math.inf  # time of the next redraw; infinite if nothing is drawn
@@ -47,6 +51,10 @@ class DrawnBar(ProgressBar):
         self._shown = 0  # batches shown by the bar of the epoch or of the evaluation
         self._text = ""
         self._pace = _Pace()
+        self._prints_epochs = False
+        self._began, self._first_step = 0.0, 0  # time and optimizer step at which the epoch began
+        self._printed, self._lines = -math.inf, 0  # time of the latest line of an epoch, and their number
+        self._unprinted = ""  # line of the latest epoch, if it was too early to print it
 
     @property
     def refresh_rate(self) -> int:
@@ -139,15 +147,18 @@ class DrawnBar(ProgressBar):
         active = self.is_enabled and trainer.is_global_zero
         self._terminal = active and bool(self._safely(self._can_draw))
         self._due = math.inf if not active else time.monotonic() + (0.0 if self._terminal else self.line_every)
+        self._prints_epochs = active and (not self._terminal if self.epoch_lines is None else self.epoch_lines)
+        self._printed, self._lines, self._unprinted = -math.inf, 0, ""
         if self._terminal:
             logger.addFilter(self._make_room)
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Close open bars."""
+        """Close open bars, and print the line of the last epoch before an error."""
+        self._print_epoch()
         self._switch_off()
 
     def _switch_off(self) -> None:
-        self._due, self._terminal = math.inf, False
+        self._due, self._terminal, self._prints_epochs, self._unprinted = math.inf, False, False, ""
         logger.removeFilter(self._make_room)
         with contextlib.suppress(Exception):
             self._close()
@@ -161,14 +172,21 @@ class DrawnBar(ProgressBar):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Start the epoch's bar."""
         done = self._shown = trainer.progress.batch
+        self._began, self._first_step = time.monotonic(), trainer.progress.step
         self._pace.restart(done)
         if self._terminal:
             self._safely(self._begin_epoch, trainer, done)
+        elif self._prints_epochs:
+            self._due = self._began + self.line_every
 
     def _begin_epoch(self, trainer: Trainer, done: int) -> None:
-        text = f"{self.train_description} {trainer.progress.epoch}"
-        self._open_epoch(text, done, _drop_infinite(self.total_train_batches))
+        self._open_epoch(self._describe_epoch(trainer), done, _drop_infinite(self.total_train_batches))
         self._due = 0.0
+
+    def _describe_epoch(self, trainer: Trainer) -> str:
+        epochs = trainer.max_epochs
+        total = f"/{epochs}" if epochs is not None and epochs > 0 else ""
+        return f"{self.train_description} {trainer.progress.epoch + 1}{total}"
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Redraw, if this is due."""
@@ -195,20 +213,44 @@ class DrawnBar(ProgressBar):
     def _describe_position(self, trainer: Trainer, done: int) -> str:
         progress, steps = trainer.progress, trainer.estimated_stepping_batches
         batch, step = _format_share(done, self.total_train_batches), _format_share(progress.step, steps)
-        return f"{self.train_description} {progress.epoch}, batch {batch}, step {step}"
+        return f"{self._describe_epoch(trainer)}, batch {batch}, step {step}"
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Draw the bar's final state."""
+        """Draw the bar's final state, and print the epoch's line."""
         if self._terminal:
             self._safely(self._end_epoch, trainer, pl_module)
+        if self._prints_epochs:
+            self._safely(self._write_epoch, trainer, pl_module)
 
     def _end_epoch(self, trainer: Trainer, task: TaskModule) -> None:
         self._draw_training(trainer, task, always=True)
         if self._leave:
             self._close_epoch()
 
+    def _write_epoch(self, trainer: Trainer, task: TaskModule) -> None:
+        """Print a line with the epoch's values and duration, or keep it for later if many lines were printed."""
+        from ..reporting import format_duration
+
+        progress, current_time = trainer.progress, time.monotonic()
+        words = [self._describe_epoch(trainer)]
+        if not progress.epoch_is_over:  # a limit ended the run
+            words[0] += f", batch {_format_share(progress.batch, self.total_train_batches)}"
+        values = self.get_epoch_metrics(trainer, task, self._first_step)
+        words += [f"{name} {self._format(value)}" for name, value in list(values.items())[:_MOST_VALUES]]
+        words += [f"and {len(values) - _MOST_VALUES} more"] * (len(values) > _MOST_VALUES)
+        self._unprinted = "  ".join([*words, format_duration(current_time - self._began)])
+        if self._lines < _FIRST_EPOCHS or current_time >= self._printed + 1.0:
+            self._print_epoch()
+
+    def _print_epoch(self) -> None:
+        if self._unprinted:
+            self._printed, self._lines = time.monotonic(), self._lines + 1
+            announce(self._unprinted)
+            self._unprinted = ""
+
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Leave the last bar on the screen."""
+        """Leave the last bar on the screen, and print the line of the last epoch."""
+        self._print_epoch()
         if self._terminal:
             self._safely(self._close)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ...engine.metrics import LateNumbers
@@ -84,16 +85,39 @@ class ProgressBar(BestEffortCallback):
     def get_metrics(self, trainer: Trainer, pl_module: TaskModule) -> dict[str, Any]:
         """Return the values to show next to the bar.
 
-        These are the values logged with ``prog_bar=True``. The first logger's version, if any, is added as ``v_num``.
-        During an epoch on a CUDA device, the logged values may be slightly out of date.
+        These are the values logged with ``prog_bar=True``. If none of them is a training loss, this process's loss of
+        the latest batch is added as ``loss``, except in manual optimization. The first logger's version, if any, is
+        added as ``v_num``. During an epoch on a CUDA device, the values may be slightly out of date.
 
         Args:
             trainer: The Trainer.
             pl_module: The task.
         """
+        values = trainer.collect_bar_values()
+        values = {**_find_loss(trainer, pl_module, values), **values}
         if trainer.training and not trainer.progress.epoch_is_trained:
-            return {**self._late_numbers.read(trainer.collect_bar_values()), **get_standard_metrics(trainer)}
-        return {**trainer.progress_bar_metrics, **get_standard_metrics(trainer)}
+            return {**self._late_numbers.read(values), **get_standard_metrics(trainer)}
+        return {**{name: float(value) for name, value in values.items()}, **get_standard_metrics(trainer)}
+
+    def get_epoch_metrics(self, trainer: Trainer, pl_module: TaskModule, first_step: int) -> dict[str, float]:
+        """Return the values to print in the line of an epoch: those logged in it and in its latest validation.
+
+        The loss is added as in `get_metrics`.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: The task.
+            first_step: Number of optimizer steps before the epoch.
+        """
+        logbook = trainer.logbook
+        names = [entry.name for entry in trainer.metrics.entries]
+        if logbook.watch.step is not None and logbook.watch.step > first_step:
+            measured = logbook.watch.names
+            twins = {name for name in measured if name.endswith("_epoch") and name.removesuffix("_epoch") in measured}
+            names += sorted(measured - twins)
+        values = {name: logbook.callback_values[name] for name in names if name in logbook.callback_values}
+        loss = _find_loss(trainer, pl_module, values)
+        return {**{name: float(value) for name, value in loss.items()}, **values}
 
     @property
     def sanity_check_description(self) -> str:
@@ -185,6 +209,13 @@ class ProgressBar(BestEffortCallback):
         self._trainer = trainer
         if not trainer.is_global_zero:
             self.disable()
+
+
+def _find_loss(trainer: Trainer, task: TaskModule, values: Iterable[str]) -> dict[str, Any]:
+    """Return the latest batch's loss, still on the device, by the name ``loss``; nothing if ``values`` name a loss."""
+    losses = trainer.accelerator.agreement.recent_losses
+    is_shown = any("loss" in name and not name.startswith(("val", "test")) for name in values)
+    return {} if is_shown or not losses or not task.automatic_optimization else {"loss": losses[-1]}
 
 
 def get_standard_metrics(trainer: Trainer) -> dict[str, int | str]:

@@ -68,7 +68,11 @@ class RichProgressBar(DrawnBar):
         theme: Styles of the columns. Default: a `RichProgressBarTheme` with its default values.
         console_kwargs: Arguments of ``rich.console.Console``. Unless they contain ``file`` or ``stderr``, the console
             writes to standard error. Default: None.
-        line_every: Minimum number of seconds between the lines that are printed if no bar can be drawn. Default: 10.0.
+        line_every: Minimum number of seconds between the lines that are printed within an epoch or an evaluation if no
+            bar can be drawn. Default: 10.0.
+        epoch_lines: Print a line after each epoch, with the values logged in it and its duration. After ten lines, at
+            most one is printed per second, and one after the last epoch. Default: None, which prints them if no bar
+            can be drawn.
 
     Attributes:
         progress: The ``rich.progress.Progress`` that is drawn, or None.
@@ -91,9 +95,10 @@ class RichProgressBar(DrawnBar):
         theme: RichProgressBarTheme | None = None,
         console_kwargs: dict[str, Any] | None = None,
         line_every: float = 10.0,
+        epoch_lines: bool | None = None,
     ) -> None:
         require("RichProgressBar", "rich", extra="rich")
-        super().__init__(refresh_rate, leave, line_every)
+        super().__init__(refresh_rate, leave, line_every, epoch_lines)
         if theme is not None and not isinstance(theme, RichProgressBarTheme):
             raise TypeError(f"theme={theme!r} must be a RichProgressBarTheme, not {name_type(theme)}.")
         self.theme = theme or RichProgressBarTheme()

@@ -26,7 +26,8 @@ class TQDMProgressBar(DrawnBar):
     """Progress bar drawn by tqdm, with one bar for the epoch and another for a validation, test or prediction.
 
     Only rank zero draws the bars. During an epoch or an evaluation, they are redrawn at most ten times a second.
-    Without a terminal or a notebook, lines are printed instead. An error while drawing or printing disables the bar
+    Without a terminal or a notebook, lines are printed instead, such as
+    ``epoch 3/40  loss 0.123  val_loss 0.2  4.1 s`` after an epoch. An error while drawing or printing disables the bar
     with a warning, unless the attribute ``strict`` is True.
 
     Override `get_metrics` to choose the values next to the epoch's bar. Override `init_train_tqdm` and the similar
@@ -37,7 +38,11 @@ class TQDMProgressBar(DrawnBar):
             larger value of the environment variable ``TQDM_MINITERS`` takes precedence, except over 0. Default: 1.
         process_position: Number of rows to leave free above the bar. Default: 0.
         leave: Leave the bar of each epoch on the screen. Default: False.
-        line_every: Minimum number of seconds between the lines that are printed if no bar can be drawn. Default: 10.0.
+        line_every: Minimum number of seconds between the lines that are printed within an epoch or an evaluation if no
+            bar can be drawn. Default: 10.0.
+        epoch_lines: Print a line after each epoch, with the values logged in it and its duration. After ten lines, at
+            most one is printed per second, and one after the last epoch. Default: None, which prints them if no bar
+            can be drawn.
 
     Attributes:
         train_progress_bar: The epoch's bar, or None.
@@ -56,9 +61,14 @@ class TQDMProgressBar(DrawnBar):
     """
 
     def __init__(
-        self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False, line_every: float = 10.0
+        self,
+        refresh_rate: int = 1,
+        process_position: int = 0,
+        leave: bool = False,
+        line_every: float = 10.0,
+        epoch_lines: bool | None = None,
     ) -> None:
-        super().__init__(refresh_rate, leave, line_every)
+        super().__init__(refresh_rate, leave, line_every, epoch_lines)
         self._process_position = check_int("process_position", process_position, 0)
         if self._refresh_rate and (least := os.environ.get("TQDM_MINITERS", "")).isdecimal():
             self._refresh_rate = max(self._refresh_rate, int(least))
@@ -110,7 +120,7 @@ class TQDMProgressBar(DrawnBar):
             desc=text,
             position=self.process_position + (self.train_progress_bar is not None),
             leave=leave,
-            dynamic_ncols=True,
+            **_choose_size(),
             file=sys.stderr,
             mininterval=0.0,
             miniters=1,
@@ -126,6 +136,7 @@ class TQDMProgressBar(DrawnBar):
             bar.initial = bar.n = bar.last_print_n = done
         else:
             bar.initial = 0
+            bar.set_description_str(text, refresh=False)  # before the reset, which draws the bar
             bar.reset()
         bar.total = total
         bar.set_description_str(text, refresh=False)
@@ -175,6 +186,14 @@ class TQDMProgressBar(DrawnBar):
         for bar in bars:
             with contextlib.suppress(Exception):  # so that the other bar is closed too
                 bar.close()
+
+
+def _choose_size() -> dict[str, Any]:
+    """Return tqdm's arguments for the bar's size. On a terminal without a size, as of `script`, tqdm draws nothing."""
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # standard error has no file descriptor
+        if 0 in os.get_terminal_size(sys.stderr.fileno()):
+            return {"ncols": 80, "nrows": 24}
+    return {"dynamic_ncols": True}
 
 
 def _fit_postfix(bar: Any) -> None:

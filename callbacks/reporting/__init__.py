@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from .html import (
         COLORS,
         LARGEST,
+        LEARNING_RATE,
+        THROUGHPUT,
         Chart,
         Points,
         choose_styles,

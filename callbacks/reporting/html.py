@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import itertools
 import json
 import math
 from collections import Counter
@@ -17,13 +16,23 @@ LARGEST = 1e300
 _SMALLEST = 1e-300  # smaller ranges cannot be divided into ticks
 
 _WIDTH, _HEIGHT = 560, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 26
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 10, 26
+_DIGIT = 7  # width of a digit of the labels, in the widest of the common fonts
+_SMOOTHED = 30  # points from which on a line is smoothed
 _STAGES = ("train", "training", "val", "valid", "validation", "test", "eval")
 # Okabe and Ito's colors, which people with any form of color vision can distinguish; from the seventh on lines are
 # dashed.
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
 _STAGE_OF = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 _OF_STAGE = dict(zip(("train", "val", "test"), COLORS, strict=False))
+# Fixed, so that an activity has the same color on the pages of all runs.
+_OF_ACTIVITY = {
+    **{name: _OF_STAGE[stage] for name, stage in _STAGE_OF.items()},
+    **dict(zip(("checkpoints", "setup", "predict"), COLORS[3:], strict=True)),
+}
+_OTHER_COLOR = "#8a8f98"
+LEARNING_RATE, THROUGHPUT = "learning rate", "samples per second"
+"""Titles of the charts of every run. The throughput is folded; it varies little, and a chart takes much room."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,7 @@ class Page:
         tiles: Key figures as text, by name.
         charts: Steps and values of each line, by the chart's title and the line's name.
         times: Duration of each activity, and the part of it that was spent waiting for batches, in seconds.
+        verdict: Sentences about ``times``; "" if there is nothing to say.
         tables: Rows of each table, by heading.
         folded: By heading, the label that unfolds a table's hidden rows, and these rows.
     """
@@ -63,6 +73,7 @@ class Page:
     tiles: Mapping[str, str] = field(default_factory=dict)
     charts: Mapping[str, Mapping[str, Points]] = field(default_factory=dict)
     times: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    verdict: str = ""
     tables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     folded: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -104,9 +115,8 @@ class Page:
             return
         bars, rows = [], []
         parts = sorted(self.times.items(), key=lambda item: -item[1][0])
-        others = itertools.cycle(color for color in COLORS if color not in _OF_STAGE.values())
         for name, (seconds, waited) in parts:
-            color = _OF_STAGE.get(_STAGE_OF.get(name, "")) or next(others)
+            color = _OF_ACTIVITY.get(name, _OTHER_COLOR)
             bars.append(f'<i style="width:{100 * seconds / total_seconds:.2f}%;background:{color}"></i>')
             cells = (
                 f"{format_duration(seconds)}",
@@ -117,7 +127,8 @@ class Page:
             rows.append(f"<tr><td>{dot}{escape(name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
         head = "<tr><th></th><th>time</th><th>share</th><th>of it, waiting for batches</th></tr>"
         table = f'<table class="numbers">{head}{"".join(rows)}</table>'
-        yield render_section("Where the time went", f'<div class="bar">{"".join(bars)}</div>{table}')
+        verdict = f'<p class="verdict">{escape(self.verdict)}</p>' if self.verdict else ""
+        yield render_section("Where the time went", f'<div class="bar">{"".join(bars)}</div>{verdict}{table}')
 
     def _render_tables(self) -> Iterator[str]:
         for name, rows in self.tables.items():
@@ -142,6 +153,7 @@ class Chart:
         self.title = title
         drawn: list[tuple[list[str], tuple[list[int], list[float]]]] = []  # names, and the line they have in common
         self.missing = 0
+        means: list[tuple[list[int], list[float]]] = []  # of the sections of each drawn line
         for name, (steps, values) in lines.items():
             finite_points = [(step, value) for step, value in zip(steps, values, strict=True) if abs(value) <= LARGEST]
             self.missing += len(steps) - len(finite_points)
@@ -150,8 +162,10 @@ class Chart:
             names: list[str] = next((names for names, other in drawn if other == line and line[0]), [])
             if not names:
                 drawn.append((names, line))
+                means.append(average_points(finite_points, _WIDTH - _LEFT - _RIGHT))
             names.append(name)
         self.lines = {_join_names(names): line for names, line in drawn}
+        self._means = means
         self._styles = choose_styles(self.lines) if styles is None else [styles[names[0]] for names, _ in drawn]
         all_values = [value for _, values in self.lines.values() for value in values]
         steps = [step for steps, _ in self.lines.values() for step in steps]
@@ -183,8 +197,15 @@ class Chart:
 
     def data(self) -> dict[str, object]:
         """Return the chart's data for the page's script."""
-        lines = [{"name": name, "steps": steps, "values": values} for name, (steps, values) in self.lines.items()]
-        return {"first": self.first, "last": self.last, "lines": lines}
+        lines = []
+        for (name, (steps, values)), means in zip(self.lines.items(), self._means, strict=True):
+            line: dict[str, object] = {"name": name, "steps": steps, "values": values}
+            if means[0] != steps:
+                line["means"] = means
+            lines.append(line)
+        smooth = self.title != LEARNING_RATE  # a schedule has no noise
+        scale = {"bottom": self.bottom, "top": self.top, "logarithmic": self.logarithmic, "smooth": smooth}
+        return {"first": self.first, "last": self.last, **scale, "lines": lines}
 
     def draw(self, number: int) -> str:
         """Return the chart as an HTML figure."""
@@ -192,19 +213,23 @@ class Chart:
         for value in choose_ticks(self.bottom, self.top, self.logarithmic):
             y = self.y(value)
             marks.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            marks.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{format_number(value)}</text>')
+            text = format_number(value)
+            if len(text) * _DIGIT > _LEFT:
+                text = f"{value:.2g}"
+            marks.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
         for step in choose_ticks(self.first, self.last, False):
             if step >= 0 and step == int(step):
                 text = f"{int(step):,}"
-                marks.append(f'<text x="{self.x(step):.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{text}</text>')
+                x = min(self.x(step), _WIDTH - len(text) * _DIGIT / 2)  # so that the last one is not clipped
+                marks.append(f'<text x="{x:.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{text}</text>')
         drawn, keys = [], []
-        for (name, (steps, values)), style in zip(self.lines.items(), self._styles, strict=True):
+        for line, ((name, (steps, values)), style) in enumerate(zip(self.lines.items(), self._styles, strict=True)):
             points = [f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in zip(steps, values, strict=True)]
             if len(points) == 1:
                 left, _, top = points[0].partition(",")
                 drawn.append(f'<circle cx="{left}" cy="{top}" r="3" {style}/>')
             elif points:
-                drawn.append(f'<polyline points="{" ".join(points)}" {style}/>')
+                drawn.append(f'<polyline points="{" ".join(points)}" {style} data-line="{line}"/>')
             newest = format_number(values[-1]) if values else "none"
             mark = f'<svg class="key" viewBox="0 0 18 4"><line x2="18" y1="2" y2="2" {style}/></svg>'
             keys.append(f"<span>{mark}{escape(name)} <b>{newest}</b></span>")
@@ -222,10 +247,13 @@ class Chart:
 
 
 def render_charts(charts: Sequence[Chart]) -> Iterator[str]:
-    """Yield the section with the charts, if any."""
-    if charts:
-        drawn = "".join(chart.draw(number) for number, chart in enumerate(charts))
-        yield render_section("Curves", f'<div class="charts">{drawn}</div>')
+    """Yield the section with the charts, if any. The script of `make_chart_script` shows the control for smoothing."""
+    shown = [chart.draw(number) for number, chart in enumerate(charts) if chart.title != THROUGHPUT]
+    folded = [chart.draw(number) for number, chart in enumerate(charts) if chart.title == THROUGHPUT]
+    parts = [_SMOOTHING, f'<div class="charts">{"".join(shown)}</div>'] if shown else []
+    parts += [render_fold(THROUGHPUT, f'<div class="charts">{"".join(folded)}</div>')] if folded else []
+    if parts:
+        yield render_section("Curves", "".join(parts))
 
 
 def make_chart_script(charts: Sequence[Chart]) -> str:
@@ -267,6 +295,15 @@ def thin_points(points: Sequence[tuple[int, float]], most: int) -> tuple[list[in
             stretch = range(begin, min(begin + width, len(points)))
             extremes += sorted({min(stretch, key=lambda i: points[i][1]), max(stretch, key=lambda i: points[i][1])})
         points = [points[i] for i in sorted({0, *extremes, len(points) - 1})]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def average_points(points: Sequence[tuple[int, float]], most: int) -> tuple[list[int], list[float]]:
+    """Return the steps and values of a curve; if it is thinned by `thin_points`, the mean of each section instead."""
+    if len(points) > 2 * most:
+        width = -(-len(points) // most)
+        sections = [points[begin : begin + width] for begin in range(0, len(points), width)]
+        points = [(section[-1][0], sum(value for _, value in section) / len(section)) for section in sections]
     return [step for step, _ in points], [value for _, value in points]
 
 
@@ -370,7 +407,12 @@ body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 sy
 main { max-width: 1180px; margin: 0 auto; padding: 24px 20px 60px; }
 h1 { font-size: 24px; margin: 0 0 8px; } h2 { font-size: 17px; margin: 32px 0 10px; }
 p { margin: 4px 0; color: var(--soft); }
-.state { font-size: 13px; font-weight: 600; padding: 3px 9px; border-radius: 10px; vertical-align: 4px; color: #fff; }
+.state { display: inline-block; overflow-wrap: anywhere; font-size: 13px; font-weight: 600; padding: 3px 9px;
+  border-radius: 10px; vertical-align: 4px; color: #fff; }
+.verdict { margin-bottom: 8px; color: var(--ink); }
+.smoothing { display: flex; align-items: center; gap: 8px; margin-bottom: 10px; font-size: 13px; color: var(--soft); }
+.smoothing[hidden] { display: none; } .smoothing output { font-variant-numeric: tabular-nums; }
+polyline.faint { opacity: 0.3; stroke-width: 1; }
 .good { background: #1a7f4b; } .bad { background: #b3261e; } .open { background: #5b6570; }
 .tiles { display: flex; flex-wrap: wrap; gap: 10px; margin-top: 14px; }
 .tiles div { background: var(--card); border-radius: 8px; padding: 10px 16px; color: var(--soft); font-size: 13px; }
@@ -396,10 +438,50 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 .error { color: var(--bad); font-weight: 600; white-space: pre-wrap; overflow-wrap: anywhere; }
 details { margin-top: 8px; } summary { cursor: pointer; color: var(--soft); font-size: 14px; }
 """
+_SMOOTHING = (
+    '<label class="smoothing" hidden>smoothing <input type="range" min="0" max="0.99" step="0.01" value="0.6">'
+    "<output></output></label>"
+)
 _SCRIPT = (
     """
 const charts = JSON.parse(document.getElementById("data").textContent);
 const left = LEFT, width = WIDTH, right = RIGHT;
+const control = document.querySelector(".smoothing"), smoothed = [];
+// An exponential moving average without its bias towards 0, as in TensorBoard.
+const average = (values, weight) => {
+  let sum = 0, total = 0;
+  return values.map(value => {
+    sum = sum * weight + value * (1 - weight);
+    total = total * weight + 1 - weight;
+    return sum / total;
+  });
+};
+const draw = weight => smoothed.forEach(({raw, over, chart, steps, values}) => {
+  const scale = value => chart.logarithmic ? Math.log10(value) : value;
+  const bottom = scale(chart.bottom), height = scale(chart.top) - bottom;
+  raw.classList.toggle("faint", weight > 0);
+  over.style.display = weight > 0 ? "" : "none";
+  over.setAttribute("points", average(values, weight).map((value, i) => {
+    const x = left + (steps[i] - chart.first) / (chart.last - chart.first) * (width - left - right);
+    return `${x.toFixed(1)},${(LOW - (scale(value) - bottom) / height * (LOW - TOP)).toFixed(1)}`;
+  }).join(" "));
+});
+for (const raw of document.querySelectorAll("polyline[data-line]")) {
+  const chart = charts[raw.closest("figure").dataset.chart], line = chart.lines[raw.dataset.line];
+  const [steps, values] = line.means || [line.steps, line.values];
+  if (!chart.smooth || values.length < SMOOTHED) continue;
+  const over = raw.cloneNode();
+  over.removeAttribute("data-line");
+  raw.after(over);
+  smoothed.push({raw, over, chart, steps, values});
+}
+if (smoothed.length) {
+  const input = control.querySelector("input"), output = control.querySelector("output");
+  const update = () => { output.textContent = Number(input.value).toFixed(2); draw(Number(input.value)); };
+  input.addEventListener("input", update);
+  control.hidden = false;
+  update();
+}
 const show = v => Math.abs(v) >= 1e4 && Math.abs(v) < 1e15
   ? Math.round(v).toLocaleString("en") : String(Number(v.toPrecision(4)));
 for (const figure of document.querySelectorAll("figure")) {
@@ -437,7 +519,8 @@ for (const figure of document.querySelectorAll("figure")) {
     keys.forEach((key, i) => { key.textContent = newest[i]; });
   });
 }
-""".replace("LEFT", str(_LEFT))
+""".replace("SMOOTHED", str(_SMOOTHED))
+    .replace("LEFT", str(_LEFT))
     .replace("WIDTH", str(_WIDTH))
     .replace("RIGHT", str(_RIGHT))
     .replace("TOP", str(_TOP))

@@ -78,6 +78,9 @@ class RunReport(BestEffortCallback):
         self._failures: list[Failure] = []
         # Those of fit, because later stages may have another task.
         self._hyperparameters: dict[str, dict[str, str]] = {}
+        self._title = ""
+        self._resumed_from: str | None = None
+        self._last_losses: dict[str, Any] = {}  # lines of a chart
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """Reset the page for a new ``fit``."""
@@ -85,7 +88,7 @@ class RunReport(BestEffortCallback):
         if stage == "fit":
             self._begun = False
             self._seconds = trainer.history.spent.get("training", 0.0)
-            self._endings, self._failures = {}, []
+            self._endings, self._failures, self._last_losses = {}, [], {}
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Record the hyperparameters, and allow the page to be written."""
@@ -94,6 +97,8 @@ class RunReport(BestEffortCallback):
             "Hyperparameters": collect_hyperparameters(pl_module),
             "Data module's hyperparameters": collect_hyperparameters(trainer.datamodule),
         }
+        self._title = type(pl_module).__name__
+        self._resumed_from = None if trainer.ckpt_path is None else str(trainer.ckpt_path)
         self._samples = trainer.progress.samples  # includes those of the checkpoint that fit resumes from
         self._written = time.monotonic()
 
@@ -112,6 +117,8 @@ class RunReport(BestEffortCallback):
         interrupted = trainer.interrupted or isinstance(exception, Preempted)
         name = "interrupted" if interrupted else f"failed: {type(exception).__name__}"
         self._endings[str(trainer.stage)] = name, False
+        if trainer.stage == "fit" and self._begun and trainer.is_global_zero:
+            self._last_losses = self._safely(collect_last_losses, trainer) or {}
         if not interrupted:
             from .html import Failure
 
@@ -157,24 +164,32 @@ class RunReport(BestEffortCallback):
         # Imported when a page is written, so that importing this file stays fast.
         from ...engine import environment
         from ...engine.profilers import SimpleProfiler
-        from .html import Page
+        from .html import LEARNING_RATE, Page, format_number
 
-        history, task = trainer.history, trainer.task
+        history = trainer.history
         history.tick()
+        tiles, charts = _make_tiles(trainer, self._samples, self._seconds), build_charts(trainer)
+        rates = [values for _, values in charts.get(LEARNING_RATE, {}).values()]
+        if len(rates) == 1 and len(set(rates[0])) == 1:  # a number says more than a flat line
+            del charts[LEARNING_RATE]
+            tiles[LEARNING_RATE] = format_number(rates[0][0])
+        if self._last_losses:
+            charts = {"loss of the last steps": self._last_losses, **charts}
         changed, defaults = split_settings(trainer)
         texts = {}
         if ended_well is not None and isinstance(trainer.profiler, SimpleProfiler):
             texts["Profile"] = trainer.profiler.summary()
         return Page(
-            title=type(task).__name__,
+            title=self._title,
             state=state,
             ended_well=ended_well,
             notes=[f"written {time.strftime('%Y-%m-%d %H:%M:%S')}", *trainer.decided.splitlines()],
-            tiles=_make_tiles(trainer, self._samples, self._seconds),
-            charts=build_charts(trainer),
+            tiles=tiles,
+            charts=charts,
             times={part: (seconds, history.waits[part]) for part, seconds in history.spent.items()},
+            verdict=judge_times(history.spent, history.waits.get("training", 0.0)),
             tables={
-                "Checkpoints": _list_checkpoints(trainer),
+                "Checkpoints": _list_checkpoints(trainer, self._resumed_from),
                 **self._hyperparameters,
                 "Settings": changed,
                 "Environment": environment(),
@@ -218,20 +233,67 @@ def _make_tiles(trainer: Trainer, samples: int, seconds: float) -> dict[str, str
 
 def build_charts(trainer: Trainer) -> dict[str, dict[str, Any]]:
     """Return the steps and values of each curve, by title of the chart and name of the curve."""
-    from .html import group_names
+    from .html import LEARNING_RATE, THROUGHPUT, group_names
 
     history = trainer.history
-    logged = [name for name in history if name not in history.rates]  # a monitor may log the rates too
+    logged = [name for name in history if name not in history.rates]
+    # A monitor's rates are those that the steps were taken with, and the values that tables show.
+    rates = {name: history.get(name, curve) for name, curve in history.rates.items()}
     charts = {title: {name: history[name].points() for name in names} for title, names in group_names(logged).items()}
     extra_charts = {
-        "learning rate": history.rates,
-        "samples per second": {"training, all processes": history.throughput},
+        LEARNING_RATE: rates,
+        THROUGHPUT: {"training, all processes": history.throughput},
     }
     for title, curves in extra_charts.items():
         points = {name: curve.points() for name, curve in curves.items() if len(curve)}
         if points:
             charts[title] = {**charts.get(title, {}), **points}
     return charts
+
+
+def collect_last_losses(trainer: Trainer) -> dict[str, Any]:
+    """Return the curve of this process's losses of the last steps, also of steps that were not logged, by its name."""
+    accelerator, progress = trainer.accelerator, trainer.progress
+    agreement, size = accelerator.agreement, accelerator.gradient_accumulation_steps
+    losses = [float(loss) for loss in agreement.recent_losses]
+    if not losses or trainer.task is None or not trainer.task.automatic_optimization:
+        return {}
+    last_step = agreement.next_place[0] if agreement.next_place else 0  # taken, or refused
+    unfinished = progress.batch % size  # micro-batches of a step that was not taken
+    by_step: dict[int, list[float]] = {}
+    for age, loss in enumerate(reversed(losses)):
+        step = last_step + 1 if age < unfinished else last_step - (age - unfinished) // size
+        by_step.setdefault(step, []).append(loss)
+    steps = sorted(by_step)
+    name = "loss" if trainer.world_size == 1 else "loss of rank 0"
+    return {name: (steps, [sum(by_step[step]) / len(by_step[step]) for step in steps])}
+
+
+_ADVICE = {
+    "checkpoints": "ModelCheckpoint(every_n_epochs=...), or train_time_interval=..., saves less often.",
+    "validation": "Trainer(check_val_every_n_epoch=...), or limit_val_batches=..., validates less.",
+    "waiting for training batches": "DataLoader(num_workers=...) prepares them in other processes.",
+    "setup": "",
+}
+_MUCH = 0.4  # share of the time that is worth a sentence
+
+
+def judge_times(spent: Mapping[str, float], waited: float) -> str:
+    """Return a sentence about the activity other than training that took most of the time, or ``""``.
+
+    Args:
+        spent: Seconds by activity.
+        waited: Seconds of training that were spent waiting for batches.
+    """
+    total = sum(spent.values())
+    shares = {name: seconds for name, seconds in spent.items() if name in _ADVICE}
+    shares["waiting for training batches"] = waited
+    if shares.get("setup", 0.0) < 60:  # a run of a few seconds
+        shares.pop("setup", None)
+    name = max(shares, key=lambda name: shares[name])
+    if not total or shares[name] < _MUCH * total:
+        return ""
+    return f"{100 * shares[name] / total:.0f} % of the time went to {name}. {_ADVICE[name]}".rstrip()
 
 
 def find_best(trainer: Trainer) -> dict[str, Any] | None:
@@ -262,8 +324,8 @@ def format_user_frames(error: BaseException) -> str:
     return "".join(traceback.format_list(frames)).rstrip()
 
 
-def _list_checkpoints(trainer: Trainer) -> dict[str, str]:
-    rows = {} if trainer.ckpt_path is None else {"resumed from": str(trainer.ckpt_path)}
+def _list_checkpoints(trainer: Trainer, resumed_from: str | None) -> dict[str, str]:
+    rows = {} if resumed_from is None else {"resumed from": resumed_from}
     for saved in trainer.checkpoint_callbacks:
         best = f"best {saved.monitor}" if saved.monitor else "latest"
         for name, path in ((best, saved.best_model_path), ("last", saved.last_model_path)):

@@ -80,11 +80,15 @@ class Comparison:
 
     def _collect_charts(self) -> dict[str, dict[str, Points]]:
         charts: dict[str, dict[str, Points]] = {}
-        for label, saved in zip(self.labels, self._read_each(index.charts), strict=True):
+        columns = self._read_each(index.charts)
+        # Rates are named after the optimizers, which may differ between the runs.
+        single = {title for saved in columns for title in saved if all(len(s.get(title, ())) <= 1 for s in columns)}
+        for label, saved in zip(self.labels, columns, strict=True):
             for title, lines in saved.items():
                 for metric, (points, _) in lines.items():
                     is_named = group_names([metric]).keys() == {title}
-                    charts.setdefault(metric if is_named else f"{title}: {metric}", {})[label] = points
+                    name = title if title in single else f"{title}: {metric}"
+                    charts.setdefault(metric if is_named else name, {})[label] = points
         return charts
 
 

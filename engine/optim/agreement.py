@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,8 @@ class Agreement:
         collected: Whether `collect` has summed the votes of the current step, which `count` has not read yet.
         leave_vote: Whether this process votes to leave the epoch without taking this step.
         signaled: Whether some process received a signal to end the run and all processes have agreed on it.
+        recent_losses: This process's losses of the latest micro-batches, for displays. Reading one that is on an
+            accelerator waits for the device.
         not_finite: Flag on the device: 1.0 if the device must skip the step, else 0.0. None if the host decides.
     """
 
@@ -69,6 +72,7 @@ class Agreement:
         self._read_place: Any = None
         self.bad_losses: list[int] = []
         self.micro_batches = 0
+        self.recent_losses: deque[float | Tensor] = deque(maxlen=1)
         self._device = world.device
         self._on_host = world.device.type == "cpu"
         self._strategy = strategy
@@ -81,6 +85,10 @@ class Agreement:
         self._watched: list[Tensor] = []  # the parameters whose gradients were checked last, on a device
         self._bad_parameters: list[Tensor] | None = None
         self._pending: Ballots | None = None
+
+    def keep_losses(self, number: int) -> None:
+        """Discard ``recent_losses``, and keep this number of losses from now on."""
+        self.recent_losses = deque(maxlen=number)
 
     def signal(self) -> None:
         """Record a signal that requests the end of the run. A signal handler may call this at any time."""
@@ -104,11 +112,16 @@ class Agreement:
         On accelerators, the result is True, because the check runs on the device without waiting for it.
         """
         if not self.watch_finite:
+            self.recent_losses.append(loss.detach())
             return True
         if not self._on_host:
-            self._taints.append(loss.detach().float() * 0.0)  # without a read on the host
+            detached = loss.detach().float()
+            self.recent_losses.append(detached)
+            self._taints.append(detached * 0.0)  # without a read on the host
             return True
-        finite = math.isfinite(loss.item())
+        value = loss.item()
+        self.recent_losses.append(value)
+        finite = math.isfinite(value)
         if not finite:
             self.bad_losses.append(self.micro_batches)
             self.local_finite = False

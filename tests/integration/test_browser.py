@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks.reporting.html import Chart, Page
 from treadle.cli.commands.runs import main as runs
 from treadle.loggers import TensorBoardLogger
 from treadle.trainer.runs import RunFolder
@@ -103,8 +104,57 @@ def test_the_report(ran, tmp_path, size):
     assert [float(seen[1]), seen[2], float(seen[3])] == [float(last), f"{title}, step 1", float(first)]
     assert [seen[4], float(seen[5])] == [f"{title}, step 50", float(last)]
     assert [seen[6], float(seen[7])] == [title, float(last)]
-    assert int(seen[8]) == 4  # two losses, the rate, the throughput
+    assert int(seen[8]) == 5  # two losses, the throughput, and what is smoothed of both
     assert seen[9] == "true"  # nothing sticks out of the window
+
+
+SMOOTHED = """
+<script>
+window.addEventListener("load", () => {
+  const figure = document.querySelector("figure"), raw = figure.querySelector("polyline"), over = raw.nextSibling;
+  const input = document.querySelector(".smoothing input"), note = document.createElement("div");
+  note.id = "seen";
+  const look = () => [input.value, getComputedStyle(raw).opacity, getComputedStyle(over).display,
+    over.getAttribute("points")].join(";");
+  const seen = [document.querySelector(".smoothing").hidden, figure.querySelectorAll("polyline").length, look()];
+  for (const value of ["0.9", "0"]) {
+    input.value = value;
+    input.dispatchEvent(new Event("input"));
+    seen.push(look());
+  }
+  note.textContent = seen.join("|");
+  document.body.append(note);
+});
+</script>
+"""
+
+
+@pytest.mark.parametrize("points", [50, 4000])
+def test_smoothing(tmp_path, points):
+    generator = torch.Generator().manual_seed(0)
+    values = (5 + torch.randn(points, generator=generator, dtype=torch.float64)).tolist()
+    few = list(range(1, 30))
+    page = tmp_path / "page.html"
+    lines = {"train_loss": (range(1, points + 1), values), "val_loss": (few, few)}
+    text = Page("x", "finished", charts={"loss": lines}).render()
+    page.write_text(text.replace("</body>", SMOOTHED + "</body>"), encoding="utf-8")
+    dom, console = opened(f"file://{page}", tmp_path / "profile")
+    assert console == []
+    hidden, count, *looks = re.search(r'<div id="seen">(.*?)</div>', dom)[1].split("|")
+    assert (hidden, count) == ("false", "3")  # few points are shown as they are
+    chart = Chart("loss", lines)
+    size = 1 if points == 50 else 9  # means of sections, as many as the chart has pixels
+    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, points, size)]
+    for look, weight in zip(looks, (0.6, 0.9), strict=False):
+        value, opacity, display, drawn = look.split(";")
+        assert (float(value), float(opacity), display) == (weight, 0.3, "inline")
+        heights = [float(point.partition(",")[2]) for point in drawn.split(" ")]
+        wanted = []
+        for i in range(len(means)):
+            weights = [weight ** (i - j) for j in range(i + 1)]
+            wanted.append(chart.y(sum(w * m for w, m in zip(weights, means, strict=False)) / sum(weights)))
+        assert heights == pytest.approx(wanted, abs=0.06)
+    assert looks[2].split(";")[:3] == ["0", "1", "none"]
 
 
 @pytest.mark.parametrize("size", ["1250,900", "500,900"])

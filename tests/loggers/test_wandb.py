@@ -120,6 +120,22 @@ def test_numbers_are_in_the_file(tmp_path):
     assert logger.log_dir == str(tmp_path / "new" / "digits" / logger.version)
 
 
+def test_the_printed_place_of_an_offline_run_holds_it(tmp_path, capsys):
+    loggers = [CSVLogger("rows"), WandbLogger(project="digits")]
+    trainer(tmp_path, loggers).fit(Task(), loader())
+    loggers[1].finish()
+    error = capsys.readouterr().err
+    places = dict.fromkeys(line.partition(": ")[2] for line in error.splitlines() if line.startswith("logs: "))
+    rows, run = map(Path, places)
+    assert (rows / "metrics.csv").exists()
+    assert Run(tmp_path, loggers[1].version).history  # the service writes its file in another process
+    assert (run / f"run-{loggers[1].version}.wandb").exists()
+    assert run.parent == tmp_path / "wandb"
+    paths = [line.partition(": ")[2] for line in error.splitlines() if line.startswith(("report", "last checkpoint"))]
+    assert len(paths) == 2
+    assert all(Path(path).is_absolute() and Path(path).exists() for path in paths)
+
+
 def test_hyperparameters(tmp_path):
     class Color(enum.Enum):
         RED = 1

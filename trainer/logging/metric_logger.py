@@ -250,8 +250,7 @@ class Logbook:
             for logger in self.loggers
             if id(logger) in self._written - self._failed and not isinstance(logger, SilentLogger)
         ]
-        places = (logger.log_dir or f"{type(logger).__name__}, {logger.name}/{logger.version}" for logger in written)
-        return list(dict.fromkeys(map(str, places)))
+        return list(dict.fromkeys(str(logger.location) for logger in written))
 
     def clear(self) -> None:
         """Clear the latest values."""

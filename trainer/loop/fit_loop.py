@@ -80,6 +80,8 @@ class FitLoop:
         self.progress = trainer.progress
         self.metrics = trainer.metrics
         self.agreement = trainer.accelerator.agreement
+        # With CUDA graphs, a replay overwrites the losses of earlier steps, and reading those is an error.
+        self.agreement.keep_losses(1 if trainer.metrics.copies else 64)
         self.alone = trainer.accelerator.num_processes == 1
         self.schedules = Schedules(trainer, task, schedulers if task.automatic_optimization else [])
         kind = choose_steps(trainer, task)

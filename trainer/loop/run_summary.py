@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -161,10 +162,10 @@ class RunSummary:
         if not trainer.is_global_zero:
             return
         lines = [describe_compilations(since)] if trainer.accelerator.cursor.around is not None else []
-        lines = [*filter(None, lines), *(f"logs: {place}" for place in trainer.logbook.places())]
+        lines = [*filter(None, lines), *(f"logs: {_make_absolute(place)}" for place in trainer.logbook.places())]
         for callback in trainer.callbacks:
             if isinstance(callback, RunReport) and callback.path is not None:
-                lines.append(f"report: {callback.path}")
+                lines.append(f"report: {_make_absolute(str(callback.path))}")
         lines += [_describe_best(callback) for callback in trainer.checkpoint_callbacks if callback.best_model_path]
         values = list(trainer.logbook.callback_values.items())
         if values:
@@ -172,6 +173,11 @@ class RunSummary:
             lines.append("last metrics: " + ", ".join(f"{name} {value:.4g}" for name, value in values[:_SHOWN]) + more)
         if lines:
             announce("\n".join(lines))
+
+
+def _make_absolute(place: str) -> str:
+    """Return a local path as an absolute one, which can be used from any directory; return other places unchanged."""
+    return os.path.abspath(place) if os.path.exists(place) else place
 
 
 def _can_use_tf32(device: torch.device, precision: Precision) -> bool:
@@ -195,10 +201,11 @@ def _describe_parameters(module: nn.Module) -> str:
 
 
 def _describe_best(callback: ModelCheckpoint) -> str:
+    path = _make_absolute(callback.best_model_path)
     if callback.monitor is None:
-        return f"last checkpoint: {callback.best_model_path}"
+        return f"last checkpoint: {path}"
     score = "" if callback.best_model_score is None else f" ({callback.monitor} {float(callback.best_model_score):.4g})"
-    return f"best checkpoint: {callback.best_model_path}{score}"
+    return f"best checkpoint: {path}{score}"
 
 
 def describe_results(stage: str, metrics: Iterable[dict[str, float]]) -> str:

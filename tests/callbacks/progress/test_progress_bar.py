@@ -28,10 +28,10 @@ from treadle.common.messages import announce
 """
 
 
-def on_a_terminal(source, after=lambda process, master: None, columns=100):
+def on_a_terminal(source, after=lambda process, master: None, columns=100, rows=24):
     """Run a script whose streams are a terminal; returns its exit status and all that was written there."""
     master, slave = os.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     env = clean_environment({"TERM": "xterm", "CUDA_VISIBLE_DEVICES": ""})
     process = subprocess.Popen(
         [python(), "-c", HEAD + source], stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True
@@ -85,16 +85,16 @@ made.test(made.task, loader(6))
     lines, states = screen(text)
     seen = "\n".join(states)
     assert re.search(r"^sanity check: 100%.* 1/1 ", seen, re.M)
-    assert re.search(r"^epoch 0:  20%.* 1/5 .*train_loss=\S+\]$", seen, re.M)
+    assert re.search(r"^epoch 1/2:  20%.* 1/5 .*train_loss=\S+\]$", seen, re.M)
     assert re.search(r"^validation:  50%.* 1/2 ", seen, re.M)
-    assert re.search(r"^epoch 1: 100%.* 5/5 .*val_loss=0.1235", seen, re.M)
+    assert re.search(r"^epoch 2/2: 100%.* 5/5 .*val_loss=0.1235", seen, re.M)
     bars = [line for line in lines if "%" in line or "it/s" in line or "s/it" in line]
-    assert [bar.split(":")[0] for bar in bars] == ["epoch 1", "test"], lines
+    assert [bar.split(":")[0] for bar in bars] == ["epoch 2/2", "test"], lines
     assert "3/3" in bars[1]
     assert lines.count("hello from print") == lines.count("hello from the logger") == 1
     clean = (
         "hello",
-        "epoch 1: 100%",
+        "epoch 2/2: 100%",
         "test: 100%",
         "training on",
         "effective",
@@ -143,8 +143,8 @@ trainer(root, TQDMProgressBar(), max_epochs=1).fit(Tiny(pause=0.12), stream)
     assert code == 0, text
     lines, states = screen(text)
     bars = [line for line in lines if re.search("it/s|s/it", line)]
-    assert [re.match(r"epoch \d: (100%.* 5/5|3it )", bar) is not None for bar in bars] == [True] * 3, bars
-    first = next(state for state in states if state.startswith("epoch 0"))
+    assert [re.match(r"epoch \d/\d: (100%.* 5/5|3it )", bar) is not None for bar in bars] == [True] * 3, bars
+    first = next(state for state in states if state.startswith("epoch 1/2"))
     assert "3/5" in first or "4/5" in first
 
 
@@ -231,25 +231,112 @@ made = fit({str(tmp_path)!r}, TQDMProgressBar(), task=Tiny([1.0], pause=0.1), ma
 open({str(tmp_path / "steps")!r}, "w").write(str(made.global_step))
 os._exit(0)
 """,
-        after=lambda process, written: b"epoch 0:  40%" in written,
+        after=lambda process, written: b"epoch 1/2:  40%" in written,
     )
     assert code == 0
     assert (tmp_path / "steps").read_text() == "10"
 
 
 def test_without_a_terminal_there_are_plain_lines(tmp_path, capsys):
-    fit(tmp_path, TQDMProgressBar(line_every=0.1), task=Tiny([0.5], pause=0.04), max_epochs=2)
+    losses = []
+    note = LambdaCallback(on_train_batch_end=lambda t, m, outputs, *_: losses.append(float(outputs["loss"])))
+    fit(tmp_path, note, TQDMProgressBar(line_every=0.1), task=Tiny([0.5], pause=0.04), max_epochs=2)
     error = capsys.readouterr().err
     lines = [line for line in error.splitlines() if re.match("epoch|validation", line)]
+    epochs = [line for line in lines if re.match(r"epoch \d/2  ", line)]
+    assert [re.sub(r"\d+ ms$", "ms", line) for line in epochs] == [
+        f"epoch {epoch}/2  train_loss {losses[5 * epoch - 1]:.4g}  val_loss 0.5  ms" for epoch in (1, 2)
+    ]
+    lines = [line for line in lines if line not in epochs]
     assert 3 <= len(lines) <= 7
     pace = r"\d+\.\d (batches/s|s/batch), \d:\d\d:\d\d left"
-    training = rf"epoch \d, batch \d/5, step \d+/10, {pace} in the epoch(, \w+_loss = \S+){{1,2}}"
+    training = rf"epoch \d/2, batch \d/5, step \d+/10, {pace} in the epoch(, \w+_loss = \S+){{1,2}}"
     assert all(re.fullmatch(rf"{training}|validation, batch \d/2, {pace}", line) for line in lines), lines
     assert "\r" not in error
-    fit(tmp_path, TQDMProgressBar(), max_epochs=2)
+    fit(tmp_path, TQDMProgressBar(epoch_lines=False), max_epochs=2)
     assert not re.search("^epoch", capsys.readouterr().err, re.M)
-    fit(tmp_path, TQDMProgressBar(refresh_rate=0, line_every=0.0), max_epochs=1)
+    fit(tmp_path, TQDMProgressBar(refresh_rate=0, line_every=0.0, epoch_lines=True), max_epochs=1)
     assert not re.search("^epoch", capsys.readouterr().err, re.M)
+
+
+class Unlogged(Tiny):
+    """Logs nothing in training, so that a person would not see the loss."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.losses = []
+
+    def log(self, name, *args, **kwargs):
+        if name.startswith("val"):
+            super().log(name, *args, **kwargs)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.item())
+        return loss
+
+
+def test_the_loss_is_shown_if_no_other_one_is(tmp_path, capsys):
+    task = Unlogged([0.5])
+    fit(tmp_path, TQDMProgressBar(line_every=0.0), task=task, max_epochs=2)
+    error = capsys.readouterr().err
+    steps = dict(re.findall(r"^epoch ./2, batch ./5, step (\d+)/10, .*?\bloss = ([\d.e-]+)", error, re.M))
+    assert steps == {str(step): f"{loss:.4g}" for step, loss in enumerate(task.losses, 1)}
+    ends = re.findall(r"^epoch ./2  loss (\S+)  val_loss 0.5  \d+ ms$", error, re.M)
+    assert ends == [f"{task.losses[4]:.4g}", f"{task.losses[9]:.4g}"]
+
+
+def test_a_terminal_shows_the_loss_and_lines_on_request(tmp_path):
+    code, text = on_a_terminal(f"""
+class Unlogged(Tiny):
+    def log(self, name, *args, **kwargs):
+        if name.startswith("val"):
+            super().log(name, *args, **kwargs)
+fit({str(tmp_path)!r}, TQDMProgressBar(epoch_lines=True), task=Unlogged([0.5], pause=0.05), max_epochs=3)
+""")
+    assert code == 0, text
+    lines, states = screen(text)
+    assert re.search(r"^epoch 2/3: .* 5/5 .*, loss=\d\S+, val_loss=0.5\]$", "\n".join(states), re.M)
+    found = [line for line in lines if re.fullmatch(r"epoch \d/3  loss \S+  val_loss 0.5  \d+ ms", line)]
+    assert [line[:9] for line in found] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
+
+
+def test_a_terminal_without_a_size_shows_the_bar(tmp_path):
+    source = f"fit({str(tmp_path)!r}, TQDMProgressBar(), task=Tiny([0.5], pause=0.05))"
+    code, text = on_a_terminal(source, columns=0, rows=0)
+    assert code == 0, text
+    assert re.search(r"^epoch 2/2: 100%.* 5/5 .*, val_loss=0.5", "\n".join(screen(text)[1]), re.M)
+
+
+@pytest.mark.parametrize("limit", [{"max_epochs": 300}, {"max_epochs": -1, "max_steps": 900}])
+def test_short_epochs_do_not_flood_a_log(tmp_path, capsys, limit):
+    began = time.monotonic()
+    fit(tmp_path, TQDMProgressBar(), samples=2, validate=False, **limit)
+    seconds = time.monotonic() - began
+    found = re.findall(r"^epoch (\d+)(?:/300)?  ", capsys.readouterr().err, re.M)
+    assert found[:10] == [str(epoch) for epoch in range(1, 11)]
+    assert found[-1] == str(limit.get("max_steps", 300))
+    assert 11 <= len(found) <= 12 + seconds
+
+
+def test_a_limit_within_an_epoch_and_an_error_leave_a_line(tmp_path, capsys):
+    fit(tmp_path, TQDMProgressBar(), max_steps=8, max_epochs=5, validate=False)
+    assert re.search(r"^epoch 2/5, batch 3/5  train_loss \S+  \d+ ms$", capsys.readouterr().err, re.M)
+
+    def fail(trainer, *_):
+        if trainer.current_epoch == 200:
+            raise KeyError("a mistake")
+
+    with pytest.raises(KeyError, match="a mistake"):
+        fit(
+            tmp_path,
+            TQDMProgressBar(),
+            LambdaCallback(on_train_epoch_start=fail),
+            samples=2,
+            validate=False,
+            max_epochs=999,
+        )
+    assert re.findall(r"^epoch (\d+)/999  ", capsys.readouterr().err, re.M)[-1] == "200"
 
 
 def test_rich(tmp_path, monkeypatch, capsys):
@@ -272,10 +359,10 @@ def test_rich(tmp_path, monkeypatch, capsys):
     seen = "\n".join(states)
     assert re.search(r"^sanity check .*\b0/1", seen, re.M)
     numbers = r"2/5 0:00:0\d • 0:00:0\d \d+\.\d\dit/s train_loss: \d\.\de[+-]\d\d \| \[word\]: w$"
-    assert re.search(rf"^epoch 0 .*\b{numbers}", seen, re.M)
+    assert re.search(rf"^epoch 1/2 .*\b{numbers}", seen, re.M)
     assert re.search(r"^validation .*\b1/2", seen, re.M)
     bars = [line for line in lines if "━" in line]
-    assert re.search(r"^epoch 1 .*\b5/5 .*val_loss: 5.0e-01", bars[0]), lines
+    assert re.search(r"^epoch 2/2 .*\b5/5 .*val_loss: 5.0e-01", bars[0]), lines
     assert re.search(r"^test .*\b3/3", bars[1])
     assert len(bars) == 2
     assert not any("hello" in state for state in states)
@@ -295,13 +382,13 @@ def test_rich_leaves_and_does_without_a_length(tmp_path, monkeypatch):
     bar = RichProgressBar(leave=True, console_kwargs={"force_terminal": True, "width": 120})
     trainer(tmp_path, bar).fit(Tiny(), stream)
     bars = [line for line in screen(error.getvalue().replace("\n", "\r\n"))[0] if "━" in line]
-    assert [re.match(r"epoch \d .*\b2/-- ", line).group()[:7] for line in bars] == ["epoch 0", "epoch 1"]
+    assert [re.match(r"epoch \d/2 .*\b2/-- ", line).group()[:7] for line in bars] == ["epoch 1", "epoch 2"]
     assert bar.progress is None
 
 
 def test_rich_without_a_terminal(tmp_path, capsys):
     fit(tmp_path, RichProgressBar(line_every=0.0), max_epochs=1)
-    assert "epoch 0, batch 3/5, step 3/5" in capsys.readouterr().err
+    assert "epoch 1/1, batch 3/5, step 3/5" in capsys.readouterr().err
     fit(tmp_path, RichProgressBar(refresh_rate=0, line_every=0.0), max_epochs=1)
     assert "epoch" not in capsys.readouterr().err.replace("per epoch", "")
     with pytest.raises(TypeError, match="RichProgressBarTheme"):

@@ -2,6 +2,8 @@
 apart."""
 
 import html
+import json
+import math
 import re
 
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint
 from treadle.callbacks.reporting.html import Chart, Page, choose_styles
-from treadle.callbacks.reporting.report import format_user_frames
+from treadle.callbacks.reporting.report import format_user_frames, judge_times
 from treadle.loggers import CSVLogger
 
 import treadle
@@ -118,10 +120,14 @@ def test_hyperparameters_of_what_was_trained_and_where_the_checkpoints_are(tmp_p
         assert rows(section(page, "Checkpoints")[0]) == expected
     again = trainer(tmp_path, max_epochs=3)
     again.fit(Task(), datamodule=Data(4), ckpt_path=saves.last_model_path)
-    assert rows(section(page_of(again), "Checkpoints")[0]) == {
-        "resumed from": saves.last_model_path,
-        "latest": again.checkpoint_callback.best_model_path,
-    }
+    resumed = {"resumed from": saves.last_model_path, "latest": again.checkpoint_callback.best_model_path}
+    assert rows(section(page_of(again), "Checkpoints")[0]) == resumed
+    # A later stage's checkpoint and task are not those of fit.
+    for fitted, listed in ((one, expected), (again, resumed)):
+        other = type("Other", (Task,), {})()
+        fitted.validate(other, DataLoader(TensorDataset(torch.ones(8, 2))), saves.best_model_path, verbose=False)
+        assert rows(section(page_of(fitted), "Checkpoints")[0]) == listed
+        assert "<title>Task</title>" in page_of(fitted)
 
 
 def test_settings_that_were_given_stand_before_the_defaults(tmp_path):
@@ -134,6 +140,107 @@ def test_settings_that_were_given_stand_before_the_defaults(tmp_path):
     assert rows(folded).keys() > {"min_epochs", "precision", "on_nonfinite"}
     assert not rows(folded).keys() & found.keys()
     assert f"{len(rows(folded))} defaults" in folded
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("kind", ["nan", "error", "interrupt", "bad gradient"])
+def test_the_losses_before_a_failure_are_drawn(tmp_path, kind, size):
+    """Logged values alone show nothing before step 50."""
+    losses = []
+
+    class Fails(Task):
+        def training_step(self, batch, batch_idx):
+            step = batch_idx // size + 1
+            loss = self.loss(batch)
+            if step == 5 and kind == "nan":
+                loss = loss * torch.nan
+            if step == 5 and batch_idx % size == size - 1 and kind in ("error", "interrupt"):
+                raise {"error": KeyError, "interrupt": KeyboardInterrupt}[kind]("a mistake")
+            losses.append((step, loss.item()))
+            self.log("train_loss", loss)
+            return loss
+
+        def on_after_backward(self):
+            if losses[-1][0] == 5 and kind == "bad gradient":
+                self.net.weight.grad.fill_(torch.inf)
+
+    one = trainer(tmp_path, accumulate_grad_batches=size)
+    data = DataLoader(TensorDataset(torch.linspace(-1, 1, 80).reshape(40, 2)), batch_size=1)
+    with pytest.raises((ValueError, KeyError, KeyboardInterrupt)):
+        one.fit(Fails(), data)
+    assert list(one.history) == []
+    chart = json.loads(re.search(r'id="data">(.*?)</script>', page_of(one), re.DOTALL)[1])[0]
+    (line,) = chart["lines"]
+    wanted = {step: [loss for at, loss in losses if at == step] for step, _ in losses}
+    wanted = {step: sum(values) / len(values) for step, values in wanted.items() if math.isfinite(sum(values))}
+    assert line["steps"] == list(wanted)
+    assert line["values"] == pytest.approx(list(wanted.values()))
+    assert ("not finite or above 1e+300: 1<" in page_of(one)) == (kind == "nan")
+
+
+def test_the_losses_before_a_failure_are_the_last_ones_of_this_fit(tmp_path):
+    class Counts(Task):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 150 and self.hparams.fails:
+                raise KeyError("a mistake")
+            return self.loss(batch) * 0 + batch_idx + 1
+
+    one = trainer(tmp_path, max_epochs=1)
+    data = DataLoader(TensorDataset(torch.ones(200, 2)), batch_size=1)
+    one.fit(Counts(fails=False), data)
+    assert "loss of the last steps" not in page_of(one)
+    again = trainer(tmp_path, max_epochs=1)
+    with pytest.raises(KeyError):
+        again.fit(Counts(fails=True), data)
+    chart = json.loads(re.search(r'id="data">(.*?)</script>', page_of(again), re.DOTALL)[1])[0]
+    assert chart["lines"][0]["steps"] == chart["lines"][0]["values"] == list(range(87, 151))
+
+
+def test_the_last_label_of_a_chart_is_inside_of_it():
+    for last in (2_000, 50_000, 1_000_000, 20_000_000):
+        drawn = Chart("loss", {"loss": ([0, last], [1.0, 2.0])}).draw(0)
+        x, text = re.findall(r'<text x="([\d.]+)" y="\d+" text-anchor="middle">([\d,]+)</text>', drawn)[-1]
+        assert text == f"{last:,}"
+        assert float(x) + 3.5 * len(text) <= 560
+    for low, high in ((1e-5, 9e-5), (-0.004, 0.001), (1e6, 9e6), (1e9, 9e9), (-1e-9, 1e-9)):
+        drawn = Chart("loss", {"loss": ([0, 1], [low, high])}).draw(0)
+        for x, text in re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="end">(.*?)</text>', drawn):
+            assert float(x) - 7 * len(text) >= -7, text
+
+
+def test_an_activity_has_one_colour_on_all_pages():
+    def colors(times):
+        text = Page("x", "finished", times={name: (seconds, 0.0) for name, seconds in times.items()}).render()
+        return dict(re.findall(r'background:(#\w+)"></span>(\w+)', section(text, "Where the time went")[0])[::-1])
+
+    names = ("training", "validation", "checkpoints", "setup", "test", "predict")
+    first = colors(dict.fromkeys(names, 1.0))
+    assert len(first) == len(names)
+    assert colors({"checkpoints": 9.0, "setup": 3.0, "training": 1.0}).items() <= first.items()
+    assert colors({"setup": 9.0, "checkpoints": 3.0, "training": 1.0}).items() <= first.items()
+
+
+def test_a_sentence_about_what_took_most_of_the_time():
+    assert judge_times({"training": 9.0, "checkpoints": 3.0, "validation": 3.0, "setup": 5.0}, 1.0) == ""
+    assert judge_times({}, 0.0) == ""
+    assert judge_times({"training": 9.0, "checkpoints": 9.5, "validation": 0.5}, 0.0).startswith(
+        "50 % of the time went to checkpoints. ModelCheckpoint(every_n_epochs=...)"
+    )
+    assert "validation. Trainer(check_val_every_n_epoch" in judge_times({"training": 1.0, "validation": 9.0}, 0.0)
+    assert judge_times({"training": 10.0}, 8.0).startswith("80 % of the time went to waiting for training batches.")
+    assert judge_times({"training": 1.0, "setup": 30.0}, 0.0) == ""  # imports and first touches of a short run
+    assert judge_times({"training": 1.0, "setup": 90.0}, 0.0) == "99 % of the time went to setup."
+    text = Page("x", "finished", times={"training": (1.0, 0.0)}, verdict="50 % < it.").render()
+    assert "50 % &lt; it." in section(text, "Where the time went")[0]
+
+
+def test_a_constant_rate_is_a_number_and_the_throughput_is_folded(tmp_path):
+    one = trainer(tmp_path, log_every_n_steps=2)
+    one.fit(Task(0.25), datamodule=Data())
+    assert "<b>0.25</b>learning rate" in page_of(one)
+    shown, folded = section(page_of(one), "Curves")
+    assert re.findall(r"<figcaption>(\w+)", shown) == ["loss"]
+    assert re.findall("<figcaption>(.*?)</figcaption>", folded) == ["samples per second"]
 
 
 def test_curves_that_are_the_same_are_one_with_all_names():

@@ -1,11 +1,13 @@
 """`treadle runs compare`: what differs between runs, and a page with the curves of all of them."""
 
 import json
+import math
 import re
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import LearningRateMonitor
 from treadle.cli.commands.runs import main
 
 import treadle
@@ -164,3 +166,31 @@ def test_hyperparameters_and_flags_of_a_scripts_runs_differ(tmp_path, monkeypatc
     assert rows["trainer.max_steps"] == ["2", "4"]
     assert rows["steps"] == ["2", "4"]
     assert "trainer.accelerator" not in rows
+
+
+class Cosine(Task):
+    def configure_optimizers(self):
+        optimizer = getattr(torch.optim, self.hparams.lr)(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def test_rates_of_different_optimizers_are_one_chart_with_the_values_of_the_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for kind in ("SGD", "AdamW"):
+        flags = {"max_epochs": 2, "log_every_n_steps": 1, "accelerator": "cpu", "enable_progress_bar": False}
+        flags |= {"callbacks": [LearningRateMonitor()]}
+        with RunFolder.create("runs", "base", flags) as folder:
+            data = DataLoader(TensorDataset(torch.ones(10, 2)), batch_size=1)
+            treadle.Trainer(**folder.flags(flags)).fit(Cosine(kind), data)
+    found = json.loads(compare(capsys, 1, 2, "--json"))
+    assert [name for name in found["charts"] if "r" in name] == ["train_loss", "learning rate", "samples per second"]
+    rates = found["charts"]["learning rate"]
+    for label, kind, column in (("base/1", "SGD", 0), ("base/2", "AdamW", 1)):
+        assert rates[label]["steps"] == list(range(1, 21))
+        assert float(found["metrics"][f"lr-{kind}"][column]) == pytest.approx(rates[label]["values"][-1], rel=1e-3)
+        assert rates[label]["values"][-1] == pytest.approx(0.1 * (1 + math.cos(math.pi * 19 / 20)) / 2)
+    compare(capsys, 1, 2, "--output", "page.html")
+    page = (tmp_path / "page.html").read_text()
+    titles = re.findall(r"<figcaption>([\w ]+?)(?: \(log.*?)?</figcaption>", page)
+    assert [title for title in titles if title != "train_loss"] == ["learning rate", "samples per second"]

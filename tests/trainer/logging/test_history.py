@@ -344,7 +344,7 @@ def test_odd_names_and_long_values(tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
     charts = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
     lines = [[line["name"] for line in chart["lines"]] for chart in charts]
-    assert ["learning rate", "lr-SGD"] in lines
+    assert ["learning rate = lr-SGD"] in lines  # the same values
     assert ["samples per second", "training, all processes"] in lines
     assert ["<!-- <script>"] in lines
     assert "<!--" not in page
