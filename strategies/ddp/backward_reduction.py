@@ -130,7 +130,7 @@ class BackwardReduction:
         if any(is_moved):
             self._compare([p for p, count in zip(self._names, is_moved, strict=True) if count])
         used = [p for p, count in zip(self._names, is_chosen, strict=True) if count]
-        note = torch.zeros((), device=world.device) if strategy.backward_note is None else strategy.backward_note()
+        note = None if strategy.backward_note is None else strategy.backward_note()
         strategy.agreed_note = average_gradients(used, world, note)
         for parameter in used:
             self.unreduced.pop(parameter, None)

@@ -44,14 +44,14 @@ def broadcast(tensors: Iterable[Tensor], world: World, source: int) -> None:
         _scatter(world.broadcast_tensor(_flatten(bucket), source), bucket)
 
 
-def average_gradients(parameters: list[Tensor], world: World, note: Tensor) -> Tensor:
+def average_gradients(parameters: list[Tensor], world: World, note: Tensor | None = None) -> Tensor:
     """Replace each gradient with its mean over the ranks. A missing gradient counts as zero.
 
     Apart from rounding, averaging does not change gradients that are already equal on all ranks. Must be called on all
     ranks with the same parameters.
 
     Returns:
-        The mean of ``note``, a 0-d tensor, over the ranks.
+        The mean of ``note``, a 0-d tensor, over the ranks. None counts as zero.
 
     Raises:
         ValueError: If a gradient is sparse.
@@ -64,7 +64,7 @@ def average_gradients(parameters: list[Tensor], world: World, note: Tensor) -> T
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    note = note.clone()
+    note = torch.zeros((), device=world.device) if note is None else note.clone()
     packed = [(bucket, _flatten(bucket)) for bucket in buckets([*(p.grad for p in parameters), note])]
     works = [world.start_all_reduce(flat) for _, flat in packed]
     for work, (bucket, flat) in zip(works, packed, strict=True):

@@ -23,6 +23,7 @@ from ..strategy import Strategy, make_group_options
 from .backward_reduction import BackwardReduction
 from .batch_norm import synchronize
 from .bucket_order import ReadyOrder
+from .coalesced import average_gradients
 from .comm_hooks import CommHook
 from .errors import explain_reducer_error
 from .join import joined
@@ -383,7 +384,11 @@ class DDP(Strategy):
             if replica.is_armed[0]:
                 replica.is_armed[0] = False
             elif replica.require_backward_grad_sync and not replica.apart and not replica._join_config.enable:
-                average_gradients((p for p in replica.module.parameters() if p.requires_grad), self.world)
+                trained = [p for p in replica.module.parameters() if p.requires_grad]
+                # A rank may have used other parameters than the rest.
+                held = torch.tensor([p.grad is not None for p in trained], device="cpu").int()
+                counts = self.world.all_reduce(held).tolist()
+                average_gradients([p for p, count in zip(trained, counts, strict=True) if count], self.world)
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
