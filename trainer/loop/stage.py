@@ -22,7 +22,7 @@ from ..profiling import stage_profiler
 from ..states import TrainerStatus
 from . import error_notes
 from .dataloaders import KINDS, Sources, check_kinds
-from .hook_table import Hooks, name_of
+from .hook_table import Hooks, name_of, pass_by_keyword
 from .run_summary import RunSummary
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class Stage:
                 if accelerator.is_local_main_process if per_node else accelerator.is_main_process:
                     owner.prepare_data()
         if datamodule is not None:
-            datamodule.setup(self.name)
+            pass_by_keyword(datamodule.setup, "stage")(self.name)
         for hook in hooks.setup:
             hook(self.name)
         return hooks, sources
@@ -187,7 +187,7 @@ class Stage:
     def _clean_up(self) -> None:
         trainer, failure = self.trainer, self.failure
         errors: list[Exception] = []
-        owners = () if self.datamodule is None else (self.datamodule.teardown,)
+        owners = () if self.datamodule is None else (pass_by_keyword(self.datamodule.teardown, "stage"),)
         for clean_up in (*owners, *(trainer.hooks.teardown if trainer.hooks is not None else ())):
             try:
                 clean_up(self.name)
