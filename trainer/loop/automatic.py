@@ -114,6 +114,8 @@ class Steps:
                 self.bad_batches.clear()
                 progress.phase = Phase.BETWEEN_STEPS
                 return
+            if not torch.is_grad_enabled():  # the dataset or a hook left a generator suspended within no_grad
+                torch.set_grad_enabled(True)
             with accumulation.accumulate(self.model):
                 output = self.step(batch, index) if self.takes_index else self.step(batch)
                 weight = None

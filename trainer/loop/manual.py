@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...common.messages import warn
@@ -78,6 +79,8 @@ class ManualSteps(Steps):
             self.agreement.next_place = progress.step + 1, progress.epoch, index
             steps_before, skipped_before = self._count_steps()
             self.batch = batch
+            if not torch.is_grad_enabled():  # see `Steps.take`
+                torch.set_grad_enabled(True)
             output = self.step(batch, index) if self.takes_index else self.step(batch)
             progress.batch, progress.batches = index + 1, progress.batches + 1
             self._agree()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,35 +89,36 @@ class Stage:
         trainer.should_stop = trainer.interrupted = False
         trainer.logbook.clear()  # values read after a stage belong to that stage
         mark_stage(running=True)
-        try:
-            with trainer.history.spending(_SPENT_ON[self.name]):
-                with trainer.preemption.leaving_at_once():
-                    hooks, sources = self._set_up()
-                if any(callback.searches for callback in trainer.callbacks):
-                    from ..tuning import run_searches  # imported here, because it takes 10 ms
-
-                    run_searches(trainer)
-                if work is None:
-                    return None
-                with trainer.preemption.leaving_at_once(), trainer.init_module():
-                    task.configure_model()
-                task.trainer = trainer  # also of the nested tasks that setup or configure_model created
-                anomalies = torch.autograd.set_detect_anomaly(True) if trainer.detect_anomaly else nullcontext()
-                with anomalies, uneven_counts(task, trainer.accelerator.world):
-                    return work(task, hooks, sources)
-        except BaseException as error:
-            self.failure = error
-            trainer.status = TrainerStatus.INTERRUPTED
-            trainer.interrupted = isinstance(error, KeyboardInterrupt)
-            leave_on_sigterm()
-            trainer.preemption.note_failure()
-            self._call_on_exception(error)
-            raise
-        finally:
+        with _enable_gradients() if self.name == "fit" else nullcontext():
             try:
-                self._tear_down()
+                with trainer.history.spending(_SPENT_ON[self.name]):
+                    with trainer.preemption.leaving_at_once():
+                        hooks, sources = self._set_up()
+                    if any(callback.searches for callback in trainer.callbacks):
+                        from ..tuning import run_searches  # imported here, because it takes 10 ms
+
+                        run_searches(trainer)
+                    if work is None:
+                        return None
+                    with trainer.preemption.leaving_at_once(), trainer.init_module():
+                        task.configure_model()
+                    task.trainer = trainer  # also of the nested tasks that setup or configure_model created
+                    anomalies = torch.autograd.set_detect_anomaly(True) if trainer.detect_anomaly else nullcontext()
+                    with anomalies, uneven_counts(task, trainer.accelerator.world):
+                        return work(task, hooks, sources)
+            except BaseException as error:
+                self.failure = error
+                trainer.status = TrainerStatus.INTERRUPTED
+                trainer.interrupted = isinstance(error, KeyboardInterrupt)
+                leave_on_sigterm()
+                trainer.preemption.note_failure()
+                self._call_on_exception(error)
+                raise
             finally:
-                mark_stage(running=False)
+                try:
+                    self._tear_down()
+                finally:
+                    mark_stage(running=False)
 
     def _set_up(self) -> tuple[Hooks, Sources]:
         trainer, task, datamodule = self.trainer, self.task, self.datamodule
@@ -220,6 +221,14 @@ class Stage:
     def _note_in_teardown(self, what: str, error: Exception) -> None:
         if self.failure is not None:
             self.failure.add_note(f"in the teardown after this error, {what} raised {type(error).__name__}: {error}")
+
+
+def _enable_gradients() -> AbstractContextManager[Any]:
+    """Return a context in which gradients are computed, for a caller that disabled them.
+
+    The caller may not know: a generator that is suspended within ``torch.no_grad`` disables them for everyone.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else torch.enable_grad()
 
 
 def _last_task(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule, Any]:
