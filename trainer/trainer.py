@@ -51,6 +51,7 @@ from .loop import (
     Steps,
     check_step,
     describe_results,
+    place_and_load,
     predictions_in_order,
     wrap,
 )
@@ -509,9 +510,8 @@ class Trainer(LightningAliases):
                 f"{stage} has no dataloader. Pass dataloaders or a datamodule, or define {kind}_dataloader in the task."
             )
         check_step(task, stage)
-        self.accelerator.prepare_model(task, evaluation_mode=True, by_parts=True)
-        if self.opened_checkpoint is not None:
-            self.checkpointer.load_weights(task, self.opened_checkpoint)
+        place = partial(self.accelerator.prepare_model, task, evaluation_mode=True, by_parts=True)
+        place_and_load(self, task, place)
         return EvaluationLoop(self, task, hooks, loaders, stage, within_fit=False, keep_predictions=keep).run()
 
     def save_checkpoint(
