@@ -119,6 +119,9 @@ class DataModule(HyperparametersMixin, TransferHooks):
         """Return the prediction dataloader, or several in a dict, list or tuple."""
         raise NotImplementedError
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "trainer": None}  # dataloader workers and copies need none, as with a task
+
     def __str__(self) -> str:
         names = ("Train", "Validation", "Test", "Predict")
         pairs = zip(names, LOADERS, strict=True)

@@ -13,7 +13,7 @@ import torch
 from ...callbacks import LatestValidation
 from ...common.messages import warn
 from ...common.remote_path import as_path, is_url
-from ...engine import Metrics
+from ...engine import Accelerator, Metrics
 from ...loggers import EVALUATED_AT, Logger, NullExperiment, claim_version
 from ...strategies import World
 from ..core import DataModule, TaskModule
@@ -82,6 +82,18 @@ class Logbook:
         self._written: set[int] = set()
         self._epoch_row: dict[str, float] = {}
         self.watch = LatestValidation()
+
+    def __getstate__(self) -> dict[str, Any]:  # for copies of the Trainer, in any process
+        return {**vars(self), "world": None, "data_world": None, "_failed": set(), "_written": set()}
+
+    def move_to(self, accelerator: Accelerator) -> None:
+        """Reduce values over the processes of an Accelerator from now on.
+
+        Args:
+            accelerator: The Accelerator.
+        """
+        self.world, self.data_world = accelerator.world, accelerator.data_world
+        self.history.use(accelerator.cursor)
 
     def write_step(self, metrics: Metrics, step: int, epoch: int) -> None:
         """Reduce the latest step's values and send them to the loggers. Call it on all processes.
