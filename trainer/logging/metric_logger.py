@@ -64,6 +64,7 @@ class Logbook:
         newest: Names of the epoch values in the latest `update_epoch`, with and without the suffix ``_epoch``.
         watch: `LatestValidation` with the names that the latest validation within ``fit`` logged, and its optimizer
             step.
+        returned: Names in the dicts that evaluation steps returned, for messages, because these values are not logged.
         folder: The run's folder if one was created because no logger has one; otherwise None.
     """
 
@@ -77,6 +78,7 @@ class Logbook:
         self.logged_values: dict[str, float] = {}
         self.newest: frozenset[str] = frozenset()
         self.evaluated: list[int] = []
+        self.returned: set[Any] = set()
         self.folder: str | None = None
         self._failed: set[int] = set()
         self._written: set[int] = set()

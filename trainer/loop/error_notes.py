@@ -80,6 +80,8 @@ def annotate(error: BaseException, trainer: Trainer) -> None:
     elif isinstance(error, TypeError) and (call := _CALL.match(str(error))) is not None:
         for line in _describe_signature(call[1], trainer):
             error.add_note(line)
+    elif isinstance(error, AttributeError) and (advice := _describe_skipped_init(error.obj)):
+        error.add_note(advice)
     elif isinstance(error, RuntimeError) and trainer.task is not None and _MISMATCH.search(str(error)):
         with contextlib.suppress(Exception):  # an error in inspecting the user's objects must not hide the original
             error.add_note(_describe_mismatch(error, trainer.task))
@@ -129,6 +131,20 @@ def _describe_signature(method: str, trainer: Trainer) -> Iterator[str]:
                 names += ["batch", "batch_idx"]
             yield f"the signature of this hook is {base.__name__}.{name}({', '.join(names)})"
             return
+
+
+def _describe_skipped_init(owner: Any) -> str:
+    """Return a sentence if the ``__init__`` of a user's callback does not call that of a callback of Treadle."""
+    if not isinstance(owner, Callback):
+        return ""
+    own, *inherited = [kind for kind in type(owner).__mro__ if "__init__" in vars(kind) and kind is not object] or [
+        None
+    ]
+    names = getattr(getattr(own, "__init__", None), "__code__", _describe_skipped_init.__code__).co_names
+    base = next((kind.__name__ for kind in inherited if kind.__module__.startswith("treadle.")), None)
+    if own is None or own.__module__.startswith("treadle.") or base is None or "__init__" in names:
+        return ""
+    return f"{own.__name__}.__init__ must call super().__init__() first, with the arguments of {base}."
 
 
 def _describe_last_batch(error: BaseException) -> str:

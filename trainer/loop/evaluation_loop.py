@@ -167,6 +167,8 @@ class EvaluationLoop:
             for hook in on_start:
                 hook(batch, index, number)
             output = step(batch, *(index, number)[: takes - 1])
+            if index == 0 and isinstance(output, dict):
+                trainer.logbook.returned.update(output)
             for hook in on_end:
                 hook(output, batch, index, number)
             if self.keep_predictions and metrics.weight:

@@ -135,6 +135,12 @@ _FORMER = {
     "on_pretrain_routine_end": "use on_fit_start",
     "on_keyboard_interrupt": "use on_exception",
 }
+# Words of other libraries for the words in the names of hooks.
+_SYNONYMS = {
+    **{"begin": "start", "begins": "start", "started": "start", "finish": "end", "finished": "end", "stop": "end"},
+    **{"done": "end", "training": "train", "val": "validation", "valid": "validation", "validate": "validation"},
+    **{"eval": "validation", "evaluation": "validation", "testing": "test", "prediction": "predict"},
+}
 _OF_TASK = {name for name in vars(TaskHooks) if name.startswith("on_")} | set(_TRANSFER)
 _OF_CALLBACK = set(HOOKS)
 
@@ -147,8 +153,17 @@ def _check_uncalled_hooks(owner: object, valid_names: set[str]) -> None:
             raise ValueError(f"{kind.__name__}.{name} is a hook that Treadle never calls. Instead, {_LOST[name]}.")
         if name in _FORMER and callable(getattr(kind, name)):
             warn(f"{kind.__name__}.{name} is a hook from Lightning 1 and is never called. Instead, {_FORMER[name]}.")
-        elif name.startswith("on_") and name not in valid_names and (close := closest_name(name, valid_names, 0.9)):
+        elif name.startswith("on_") and name not in valid_names and (close := _find_hook(name, valid_names)):
             warn(f"{kind.__name__}.{name} is not a hook and is never called. Did you mean {close!r}?")
+
+
+def _find_hook(name: str, valid_names: set[str]) -> str | None:
+    """Return the hook that a method was probably meant to be, such as on_train_epoch_end for ``on_epoch_finish``."""
+    candidate = "_".join(_SYNONYMS.get(word, word) for word in name.split("_"))
+    for close in (candidate, candidate.replace("on_", "on_train_", 1)):
+        if close in valid_names:
+            return close
+    return closest_name(name, valid_names, 0.9)
 
 
 def callback_overrides(callback: Callback, name: str) -> bool:

@@ -136,3 +136,62 @@ def test_the_signature_of_a_step():
     assert caught.value.__notes__[-1] == (
         "the signature of this hook is TaskModule.training_step(self, batch, batch_idx)"
     )
+
+
+def test_a_callback_whose_init_does_not_call_that_of_its_base():
+    class Mine(treadle.callbacks.EarlyStopping):
+        def __init__(self):
+            self.patience = 3
+
+    run = treadle.Trainer(accelerator="cpu", max_epochs=1, callbacks=Mine(), **QUIET)
+    with pytest.raises(AttributeError) as caught:
+        run.fit(Task(), [PAIR])
+    assert caught.value.__notes__[-1] == (
+        "Mine.__init__ must call super().__init__() first, with the arguments of EarlyStopping."
+    )
+
+    class Plain(treadle.Callback):  # needs none
+        def __init__(self):
+            self.seen = []
+
+        def on_train_start(self, trainer, pl_module):
+            self.seen.append(self.missing)
+
+    run = treadle.Trainer(accelerator="cpu", max_epochs=1, callbacks=Plain(), **QUIET)
+    with pytest.raises(AttributeError, match="'missing'") as caught:
+        run.fit(Task(), [PAIR])
+    assert not any("super()" in note for note in caught.value.__notes__)
+
+
+def test_a_monitor_that_a_step_returned_instead_of_logging_it():
+    class Returns(Task):
+        def training_step(self, batch, batch_idx):
+            self.log("train_loss", 1.0)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            return {"val_loss": 1}
+
+    run = treadle.Trainer(
+        accelerator="cpu", max_epochs=1, callbacks=treadle.callbacks.EarlyStopping("val_loss"), **QUIET
+    )
+    words = "A step returned a dict with 'val_loss', but returned values are not logged"
+    with (
+        pytest.warns(UserWarning, match=words),
+        pytest.raises(ValueError, match=rf"{words}\. Call self\.log\('val_loss'"),
+    ):
+        run.fit(Returns(), [PAIR], [PAIR])
+
+
+def test_a_module_that_is_only_a_hyperparameter(recwarn):
+    class Holds(Task):
+        def __init__(self, extra, kept):
+            super().__init__()
+            self.save_hyperparameters()
+            self.kept = kept
+
+    run = treadle.Trainer(accelerator="cpu", max_epochs=1, **QUIET)
+    run.fit(Holds(nn.Linear(1, 1), nn.Linear(1, 1)), [PAIR])
+    texts = [str(warning.message) for warning in recwarn]
+    assert sum("Holds.hparams['extra'] is a module that Holds holds only as a hyperparameter" in t for t in texts) == 1
+    assert not any("_hparams" in text or "nn.ModuleList" in text or "hparams['kept']" in text for text in texts)

@@ -125,6 +125,8 @@ def never(self, *arguments):
         ("on_train_batch_ends", "Did you mean 'on_train_batch_end'"),
         ("on_epoch_end", "use on_train_epoch_end"),
         ("training_step_end", "move its code to the end of training_step"),
+        ("on_epoch_finish", "Did you mean 'on_train_epoch_end'"),
+        ("on_val_begin", "Did you mean 'on_validation_start'"),
     ],
 )
 @pytest.mark.parametrize("of_task", [True, False], ids=["task", "callback"])
