@@ -67,8 +67,8 @@ def check_bounds(unit: str, low: int, high: int) -> None:
 
 
 def check_directory(name: str, value: Any) -> str:
-    """Return a directory as a string; None stands for the current working directory."""
-    return os.getcwd() if value is None else check_path(name, value)
+    """Return a directory as a string, with ``~`` expanded; None stands for the current working directory."""
+    return os.getcwd() if value is None else os.path.expanduser(check_path(name, value))
 
 
 def check_clipping(name: str, value: float | None) -> float | None:

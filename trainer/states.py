@@ -29,6 +29,11 @@ class TrainerFn(StrEnum):
     TESTING = "test"
     PREDICTING = "predict"
 
+    def __str__(self) -> str:  # hooks get it as ``stage``, which scripts put into file names
+        return str(self.value)
+
+    __format__ = str.__format__
+
 
 class RunningStage(StrEnum):
     """Current activity of a stage, such as the validation within ``fit``."""

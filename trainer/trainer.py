@@ -21,7 +21,6 @@ from ..callbacks import (
     OnExceptionCheckpoint,
     ProgressBar,
 )
-from ..common.remote_path import AnyPath
 from ..common.validation import choose
 from ..engine import Accelerator, Metrics, Preemption
 from ..engine.checkpoint import OpenCheckpoint, check_places
@@ -337,7 +336,7 @@ class Trainer(LightningAliases):
         self.datamodule: DataModule | None = None
         self.hooks: Hooks | None = None
         self.sources: Sources | None = None
-        self.ckpt_path: AnyPath | None = None
+        self.ckpt_path: str | None = None
         self.opened_checkpoint: OpenCheckpoint | None = None  # the checkpoint of ckpt_path, until it is restored
         self.last_step: LastStep | None = None
         self.steps: Steps | None = None
@@ -653,17 +652,18 @@ class Trainer(LightningAliases):
         return self.progress.step
 
     @property
-    def num_training_batches(self) -> int | None:
-        """Number of micro-batches per epoch on this process; None if it is unknown or nothing is trained."""
+    def num_training_batches(self) -> int | float:
+        """Number of micro-batches per epoch on this process; infinite if it is unknown or nothing is trained."""
         if self.sources is None or (self.stage != "fit" and not self.sources.has_train):
-            return None
-        return self.sources.train.length
+            return float("inf")
+        length = self.sources.train.length
+        return float("inf") if length is None else length
 
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Total optimizer steps until ``max_epochs`` or ``max_steps`` is reached; infinite if unlimited or unknown."""
         batches = self.num_training_batches
-        if self.max_epochs == -1 or batches is None:
+        if self.max_epochs == -1 or not isinstance(batches, int):
             return self.max_steps if self.max_steps != -1 else float("inf")
         schedule = next((c for c in self.callbacks if isinstance(c, GradientAccumulationScheduler)), None)
         if schedule is not None:

@@ -78,6 +78,10 @@ class DataModule(HyperparametersMixin, TransferHooks):
         2
     """
 
+    CHECKPOINT_HYPER_PARAMS_KEY = "datamodule_hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME = "datamodule_hparams_name"
+    CHECKPOINT_HYPER_PARAMS_TYPE = "datamodule_hparams_type"
+
     trainer: Trainer | None = None
     name: str | None = None
     prepare_data_per_node: bool = True

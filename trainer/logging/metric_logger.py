@@ -14,7 +14,7 @@ from ...callbacks import LatestValidation
 from ...common.messages import warn
 from ...common.remote_path import as_path, is_url
 from ...engine import Accelerator, Metrics
-from ...loggers import EVALUATED_AT, Logger, NullExperiment, claim_version
+from ...loggers import EVALUATED_AT, DirectoryLogger, Logger, NullExperiment, claim_version
 from ...strategies import World
 from ..core import DataModule, TaskModule
 from .history import History
@@ -302,6 +302,10 @@ class Logbook:
                 merged |= hparams
         if merged:
             self.call("log_hyperparams", merged)
+        elif hyperparameters and self.world.is_main:
+            for logger in self.loggers:
+                if isinstance(logger, DirectoryLogger):  # scripts read the file, which then is empty
+                    self._use(logger, "save_hyperparams", partial(logger.save_hyperparams, {}))
         self.call("log_graph", task)
 
     def agree_on_versions(self) -> None:

@@ -19,7 +19,7 @@ from ..core import DataModule, TaskModule, log_to, task_modules
 from ..default_callbacks import as_callbacks
 from ..preflight import collect_settings
 from ..profiling import stage_profiler
-from ..states import TrainerStatus
+from ..states import TrainerFn, TrainerStatus
 from . import error_notes
 from .dataloaders import KINDS, Sources, check_kinds
 from .hook_table import Hooks, name_of, pass_by_keyword
@@ -134,7 +134,7 @@ class Stage:
         trainer.hooks = hooks = Hooks(trainer, task, trainer.callbacks)
         accelerator.compare_settings(collect_settings(trainer, self.name, task, self.ckpt_path))
         trainer.opened_checkpoint = opened = CheckpointResolver(trainer, self.name, self.ckpt_path).resolve()
-        trainer.ckpt_path = None if opened is None else opened.path
+        trainer.ckpt_path = None if opened is None else str(opened.path)
         limits = {kind: getattr(trainer, f"limit_{kind}_batches") for kind in KINDS}
         shard = trainer.use_distributed_sampler
         one_order = self.name == "fit" and trainer.overfit_batches > 0
@@ -149,9 +149,9 @@ class Stage:
                 if accelerator.is_local_main_process if per_node else accelerator.is_main_process:
                     owner.prepare_data()
         if datamodule is not None:
-            pass_by_keyword(datamodule.setup, "stage")(self.name)
+            pass_by_keyword(datamodule.setup, "stage")(TrainerFn(self.name))
         for hook in hooks.setup:
-            hook(self.name)
+            hook(TrainerFn(self.name))
         return hooks, sources
 
     def _call_on_exception(self, error: BaseException) -> None:
@@ -191,7 +191,7 @@ class Stage:
         owners = () if self.datamodule is None else (pass_by_keyword(self.datamodule.teardown, "stage"),)
         for clean_up in (*owners, *(trainer.hooks.teardown if trainer.hooks is not None else ())):
             try:
-                clean_up(self.name)
+                clean_up(TrainerFn(self.name))
             except Exception as error:
                 self._note_in_teardown(name_of(clean_up), error)
                 errors.append(error)
