@@ -267,6 +267,9 @@ def test_limits_before_fit():
         trainer = treadle.Trainer(accelerator="cpu", **QUIET, **flags)
         return trainer.max_epochs, trainer.min_epochs, trainer.max_steps
 
+    assert (
+        treadle.Trainer(accelerator="cpu", gradient_clip_algorithm="VALUE", **QUIET).gradient_clip_algorithm == "value"
+    )
     assert limits() == (1000, 0, -1)
     assert limits(max_steps=5) == (-1, 0, 5)
     assert limits(max_time="00:00:01:00") == (-1, 0, -1)
