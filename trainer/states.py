@@ -32,7 +32,8 @@ class TrainerFn(StrEnum):
     def __str__(self) -> str:  # hooks get it as ``stage``, which scripts put into file names
         return str(self.value)
 
-    __format__ = str.__format__
+    def __format__(self, format_spec: str) -> str:
+        return format(str(self.value), format_spec)
 
 
 class RunningStage(StrEnum):
