@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .monitored_metric import (
         LatestValidation,
         checks_at_epoch_end,
+        explain_returned,
         is_better,
         make_never_logged_error,
         read_logged_metrics,

@@ -174,10 +174,24 @@ def make_never_logged_error(trainer: Trainer, name: str, consumer: str, logged: 
             fix = "Define validation_step"
         other = f", or monitor a logged value: {', '.join(names)}." if names else "."
         return ValueError(f"{consumer} {name!r} was never logged, because this run has no validation. {fix}{other}")
+    of_validation = [n for n in names if not (name.startswith("val") and n.startswith("train"))]
+    hint = explain_returned(trainer, name) or nearest(name, of_validation)
     return ValueError(
-        f"{consumer} {name!r} was never logged. Logged so far: {', '.join(names) or 'nothing'}.{nearest(name, names)}"
+        f"{consumer} {name!r} was never logged. Logged so far: {', '.join(names) or 'nothing'}.{hint}"
         f"{validation} Call self.log({name!r}, ...) in the step or hook that measures the value."
     )
+
+
+def explain_returned(trainer: Trainer, name: str) -> str:
+    """Return a sentence if an evaluation step returned a value under a name instead of logging it; otherwise ``""``.
+
+    Args:
+        trainer: The Trainer.
+        name: Name of the value.
+    """
+    if name not in trainer.logbook.returned:
+        return ""
+    return f" A step returned a dict with {name!r}, but returned values are not logged."
 
 
 def is_better(value: float, than: float, mode: str, margin: float = 0.0) -> bool:

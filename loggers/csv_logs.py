@@ -166,13 +166,14 @@ class MetricsFile:
                     rows.append({name: _parse_cell(cell) for name, cell in row.items() if cell})
         return [*rows, *(dict(row) for row in self.waiting)]
 
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Add one row. Write the buffered rows once there are ``flush_every``, or once they span this number of steps.
 
         Args:
             metrics: Numbers by name.
-            step: Optimizer step of the values.
+            step: Optimizer step of the values. Default: the number of rows so far.
         """
+        step = len(self.metrics) if step is None else step
         self.waiting.append({STEP: step, **metrics})
         steps = step - self.waiting[0][STEP] + 1
         if steps >= self._flush_every or len(self.waiting) >= self._flush_every:

@@ -51,6 +51,9 @@ class DirectoryLogger(Logger):
         digits/version_0 ['log.txt']
     """
 
+    NAME_HPARAMS_FILE = "hparams.yaml"
+    LOGGER_JOIN_CHAR = "-"
+
     def __init__(
         self,
         save_dir: str | os.PathLike[str],
@@ -65,7 +68,7 @@ class DirectoryLogger(Logger):
         self._save_dir = os.path.expandvars(os.path.expanduser(path))
         self._name = name or ""
         self._version = check_version(version)
-        self._prefix = f"{prefix}-" if prefix else ""
+        self._prefix = f"{prefix}{self.LOGGER_JOIN_CHAR}" if prefix else ""
         self._experiment: Any = None
         self._last_step = -1
         self._hparams: dict[str, Any] = {}
@@ -91,7 +94,8 @@ class DirectoryLogger(Logger):
 
     @property
     def _versions_dir(self) -> str:
-        return os.path.join(self._save_dir, self._name) if self._name else self._save_dir
+        name = self.name  # a subclass may override it
+        return os.path.join(self._save_dir, name) if name else self._save_dir
 
     @property
     def version(self) -> int | str | None:
@@ -144,8 +148,8 @@ class DirectoryLogger(Logger):
 
         folder = self.files_dir
         folder.mkdir(parents=True, exist_ok=True)
-        target = folder / "hparams.yaml"
-        part = folder / "hparams.yaml.tmp"
+        target = folder / self.NAME_HPARAMS_FILE
+        part = folder / f"{self.NAME_HPARAMS_FILE}.tmp"
         with part.open("w", encoding="utf-8") as file:
             yaml.safe_dump(self._hparams, file, sort_keys=False, allow_unicode=True)
         os.replace(part, target)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,10 @@ from ..common.messages import format_count, nearest
 from ..common.validation import check_bool, check_int, check_path, check_positive, choose
 from ..engine import TorchDynamoPlugin
 from ..strategies import LaunchEnvironment, Precision, Strategy, TorchSyncBatchNorm
-from .settings import Limit
+from .settings import Limit, TrainerSettings
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
 
 
 def check_limit(name: str, value: Limit) -> int | float:
@@ -64,8 +67,8 @@ def check_bounds(unit: str, low: int, high: int) -> None:
 
 
 def check_directory(name: str, value: Any) -> str:
-    """Return a directory as a string; None stands for the current working directory."""
-    return os.getcwd() if value is None else check_path(name, value)
+    """Return a directory as a string, with ``~`` expanded; None stands for the current working directory."""
+    return os.getcwd() if value is None else os.path.expanduser(check_path(name, value))
 
 
 def check_clipping(name: str, value: float | None) -> float | None:
@@ -73,6 +76,13 @@ def check_clipping(name: str, value: float | None) -> float | None:
     if value is None or (value == 0 and not isinstance(value, bool)):
         return None
     return check_positive(name, value, "or None to disable clipping")
+
+
+def check_clip_algorithm(value: str | None) -> str | None:
+    """Return ``gradient_clip_algorithm`` in lower case; None, which means ``"norm"``, is returned as it is."""
+    if value is None:
+        return None
+    return choose("gradient_clip_algorithm", value.lower() if isinstance(value, str) else value, ("norm", "value"))
 
 
 def check_batches(name: str, value: int | bool) -> int:
@@ -247,3 +257,26 @@ def parse_compilation(setting: Any) -> TorchDynamoPlugin | None:
     if not isinstance(setting, bool):
         raise TypeError(f"compile={setting!r} must be True, False or a dict of arguments of torch.compile.")
     return TorchDynamoPlugin(backend="inductor") if setting else None
+
+
+def describe_settings(trainer: Trainer) -> dict[str, Any]:
+    """Return the current settings as plain data, by name; see `Trainer.settings`.
+
+    Args:
+        trainer: Trainer to describe.
+    """
+    settings: dict[str, Any] = {"strategy": trainer.strategy.name, "device": str(trainer.accelerator.device)}
+    settings |= {"num_nodes": trainer.num_nodes, "devices": trainer.num_devices, "precision": trainer.precision}
+    settings["loggers"] = ", ".join(type(logger).__name__ for logger in trainer.loggers) or None
+    settings["callbacks"] = ", ".join(type(callback).__name__ for callback in trainer.callbacks) or None
+    for field in fields(TrainerSettings):
+        value = getattr(trainer, field.name, trainer.changed_flags.get(field.name, settings))
+        if isinstance(value, int | float | str | None):
+            settings[field.name] = value
+    if trainer.val_check_seconds is not None:
+        settings["val_check_interval"] = f"{trainer.val_check_seconds:g} s"
+    settings["max_time"] = None if trainer.max_seconds is None else f"{trainer.max_seconds:g} s"
+    settings["grace"] = None if trainer.grace_seconds is None else f"{trainer.grace_seconds:g} s"
+    settings["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    settings["benchmark"] = torch.backends.cudnn.benchmark
+    return settings

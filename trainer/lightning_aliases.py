@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..callbacks import EarlyStopping
+from ..engine.data import CombinedLoader
 from ..strategies import Precision
 from ..strategies.distributed import parse_devices
 from .core import TaskModule
@@ -173,58 +174,62 @@ class LightningAliases:
     # -- loaders -------------------------------------------------------------------------------------------------
 
     @property
-    def num_val_batches(self) -> list[int | None]:
-        """Number of batches of each validation dataloader on this process; None if unknown."""
+    def num_val_batches(self) -> list[int | float]:
+        """Number of batches of each validation dataloader on this process; infinite if unknown."""
         return self._get_lengths("val")
 
     @property
-    def num_test_batches(self) -> list[int | None]:
-        """Number of batches of each test dataloader on this process; None if unknown."""
+    def num_test_batches(self) -> list[int | float]:
+        """Number of batches of each test dataloader on this process; infinite if unknown."""
         return self._get_lengths("test")
 
     @property
-    def num_predict_batches(self) -> list[int | None]:
-        """Number of batches of each predict dataloader on this process; None if unknown."""
+    def num_predict_batches(self) -> list[int | float]:
+        """Number of batches of each predict dataloader on this process; infinite if unknown."""
         return self._get_lengths("predict")
 
     @property
-    def num_sanity_val_batches(self) -> list[int | None]:
-        """Number of batches of each validation dataloader in the sanity check; None if unknown."""
+    def num_sanity_val_batches(self) -> list[int | float]:
+        """Number of batches of each validation dataloader in the sanity check; infinite if unknown."""
         most = self._trainer.num_sanity_val_steps
         lengths = self._get_lengths("val")
-        return lengths if most == -1 else [most if length is None else min(most, length) for length in lengths]
+        return lengths if most == -1 else [min(most, length) for length in lengths]
 
-    def _get_lengths(self, kind: str) -> list[int | None]:
+    def _get_lengths(self, kind: str) -> list[int | float]:
         sources = self._trainer.sources
-        return [] if sources is None else [loader.length for loader in sources.evaluation(kind)]
+        if sources is None:
+            return []
+        lengths = (loader.length for loader in sources.evaluation(kind))
+        return [float("inf") if length is None else length for length in lengths]
 
     @property
     def train_dataloader(self) -> Any:
-        """The user's training dataloader, or a `CombinedLoader` of several; None if there is none."""
+        """The user's training dataloader, or the dict or list of several; None if there is none."""
         sources = self._trainer.sources
         if sources is None or (self._trainer.stage != "fit" and not sources.has_train):
             return None
-        return sources.train.source
+        source = sources.train.source
+        return source.iterables if isinstance(source, CombinedLoader) else source
 
     @property
     def val_dataloaders(self) -> Any:
-        """The user's validation dataloader, or a list of several; None if there are none."""
+        """The user's validation dataloader, or the dict or list of several; None if there are none."""
         return self._get_loaders("val")
 
     @property
     def test_dataloaders(self) -> Any:
-        """The user's test dataloader, or a list of several; None if there are none."""
+        """The user's test dataloader, or the dict or list of several; None if there are none."""
         return self._get_loaders("test")
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The user's predict dataloader, or a list of several; None if there are none."""
+        """The user's predict dataloader, or the dict or list of several; None if there are none."""
         return self._get_loaders("predict")
 
     def _get_loaders(self, kind: str) -> Any:
         sources = self._trainer.sources
-        loaders = [] if sources is None else [loader.source for loader in sources.evaluation(kind)]
-        return loaders[0] if len(loaders) == 1 else loaders or None
+        source = None if sources is None else sources.get_evaluation_source(kind)
+        return source.iterables if isinstance(source, CombinedLoader) else source
 
     # -- parts ---------------------------------------------------------------------------------------------------
 

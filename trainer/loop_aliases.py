@@ -76,10 +76,11 @@ class FitLoopView(LoopView):
 
     @property
     def _combined_loader(self) -> SimpleNamespace | None:
-        source = self._trainer.train_dataloader
-        if source is None:
+        trainer = self._trainer
+        if trainer.train_dataloader is None or trainer.sources is None:
             return None
-        return SimpleNamespace(iterables=source, flattened=getattr(source, "flattened", [source]))
+        source = trainer.sources.train.source
+        return SimpleNamespace(iterables=trainer.train_dataloader, flattened=getattr(source, "flattened", [source]))
 
     def _should_accumulate(self) -> bool:
         return self.epoch_loop._should_accumulate()
@@ -108,6 +109,9 @@ class EpochLoopView(LoopView):
     @property
     def batch_idx(self) -> int:
         """Index of the current or latest micro-batch in the epoch; 0 before the first."""
+        progress, length = self._trainer.progress, self._trainer.num_training_batches
+        if not progress.in_step and not progress.batch and isinstance(length, int):  # between two epochs or after fit
+            return max(0, min(length, progress.batches) - 1)
         return int(max(0, self.batch_progress.current.ready - 1))
 
     @property
@@ -156,9 +160,9 @@ class EvaluationLoopView(LoopView):
             sources.evaluation(self._kind)
 
     @property
-    def max_batches(self) -> list[int | None]:
-        """Number of batches of each dataloader on this process; None if unknown."""
-        lengths: list[int | None] = getattr(self._trainer, f"num_{self._kind}_batches")
+    def max_batches(self) -> list[int | float]:
+        """Number of batches of each dataloader on this process; infinite if unknown."""
+        lengths: list[int | float] = getattr(self._trainer, f"num_{self._kind}_batches")
         return lengths
 
     @property

@@ -29,6 +29,12 @@ class TrainerFn(StrEnum):
     TESTING = "test"
     PREDICTING = "predict"
 
+    def __str__(self) -> str:  # hooks get it as ``stage``, which scripts put into file names
+        return str(self.value)
+
+    def __format__(self, format_spec: str) -> str:
+        return format(str(self.value), format_spec)
+
 
 class RunningStage(StrEnum):
     """Current activity of a stage, such as the validation within ``fit``."""

@@ -6,11 +6,10 @@ import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -22,7 +21,6 @@ from ..callbacks import (
     OnExceptionCheckpoint,
     ProgressBar,
 )
-from ..common.remote_path import AnyPath
 from ..common.validation import choose
 from ..engine import Accelerator, Metrics, Preemption
 from ..engine.checkpoint import OpenCheckpoint, check_places
@@ -32,7 +30,7 @@ from ..engine.profilers import Profiler, choose_profiler
 from ..loggers import Logger
 from ..strategies import Precision, Strategy, report_uncaught
 from ..strategies.distributed import Devices
-from . import arguments
+from . import arguments, copies
 from .checkpointing import LastStep, TrainerCheckpointer
 from .core import DataModule, SchedulerConfig, TaskModule, log_to, overrides, warn_of_code
 from .default_callbacks import choose_callbacks, choose_loggers, set_aside
@@ -52,11 +50,12 @@ from .loop import (
     Steps,
     check_step,
     describe_results,
+    place_and_load,
     predictions_in_order,
     wrap,
 )
 from .profiling import Profiled
-from .settings import Limit, TrainerSettings
+from .settings import Limit
 from .states import TrainerStatus
 from .watched import find_directory, locate
 
@@ -275,8 +274,7 @@ class Trainer(LightningAliases):
         every = 50 if log_every_n_steps is None else log_every_n_steps
         self.log_every_n_steps = arguments.check_int("log_every_n_steps", every, 0)
         self.gradient_clip_val = arguments.check_clipping("gradient_clip_val", gradient_clip_val)
-        self.gradient_clip_algorithm = gradient_clip_algorithm  # None is "norm"
-        choose("gradient_clip_algorithm", gradient_clip_algorithm or "norm", ("norm", "value"))
+        self.gradient_clip_algorithm = arguments.check_clip_algorithm(gradient_clip_algorithm)
         self.inference_mode = arguments.check_bool("inference_mode", inference_mode)
         self.use_distributed_sampler = arguments.check_bool("use_distributed_sampler", use_distributed_sampler)
         every = reload_dataloaders_every_n_epochs
@@ -290,7 +288,8 @@ class Trainer(LightningAliases):
         arguments.set_matmul_precision(float32_matmul_precision)
         place = {"strategy": strategy, "accelerator": accelerator, "devices": devices, "num_nodes": num_nodes}
         self.function_ranks, place = plan_ranks(place, self.changed_flags)
-        self.accelerator = Accelerator(
+        self.build_accelerator = partial(
+            Accelerator,
             **place,
             mixed_precision=Precision.parse(precision),
             gradient_accumulation_steps=arguments.check_int("accumulate_grad_batches", accumulate_grad_batches, 1),
@@ -298,19 +297,18 @@ class Trainer(LightningAliases):
             dynamo_plugin=arguments.parse_compilation(compile),
             timeout=timeout,
         )
-        if self.accelerator.watchdog is not None:
-            self.accelerator.watchdog.follow(self, locate, find_directory)
-        arguments.set_sync_batchnorm(self.accelerator.strategy, sync_batchnorm)
+        self.sync_batchnorm = sync_batchnorm
+        self._connect()
         self.profiler = choose_profiler(profiler)
         self.profiled: Profiled | None = None
-        self.loggers = choose_loggers(logger, self.default_root_dir, silent=bool(fast))
+        loggers = choose_loggers(logger, self.default_root_dir, silent=bool(fast))
         self.callbacks = choose_callbacks(
             callbacks,
             checkpointing=enable_checkpointing,
             progress_bar=enable_progress_bar,
             model_summary=enable_model_summary,
             report=enable_report,
-            in_folder=any(configured_logger.save_dir for configured_logger in self.loggers),
+            in_folder=any(configured_logger.save_dir for configured_logger in loggers),
             collects_garbage=self.accelerator.num_processes > 1
             and self.accelerator.device.type == "cuda"
             and not barebones,
@@ -318,16 +316,14 @@ class Trainer(LightningAliases):
         # Scripts read their paths; they are never called.
         self.idle_callbacks = set_aside(self.callbacks) if fast else []
         self.history = History(self.accelerator.cursor)
-        self.logbook = Logbook(self.accelerator.world, self.accelerator.data_world, self.loggers, self.history)
+        self.logbook = Logbook(self.accelerator.world, self.accelerator.data_world, loggers, self.history)
         self.progress = Progress()
-        self.checkpointer = TrainerCheckpointer(self)
         graphs = self.accelerator.dynamo_plugin.uses_cuda_graphs(self.accelerator.device)
         self.new_metrics = MutedMetrics if barebones else partial(Metrics, copies=graphs)
         self.metrics = self.new_metrics(training=True)
         self.config: str | None = None  # the run's configuration as YAML, if any; saved in checkpoints
         self.resume_command: str | None = None  # the shell command that resumes the run, if one started it
         self.should_stop = self.interrupted = self.sanity_checking = False
-        self.preemption = Preemption(self.accelerator, self.grace_seconds)
         self.decided = ""
         self.evaluation_batch = 0
         self.evaluation_total: int | None = None
@@ -340,10 +336,35 @@ class Trainer(LightningAliases):
         self.datamodule: DataModule | None = None
         self.hooks: Hooks | None = None
         self.sources: Sources | None = None
-        self.ckpt_path: AnyPath | None = None
+        self.ckpt_path: str | None = None
         self.opened_checkpoint: OpenCheckpoint | None = None  # the checkpoint of ckpt_path, until it is restored
         self.last_step: LastStep | None = None
         self.steps: Steps | None = None
+
+    def _connect(self) -> None:
+        """Create the objects that belong to this process, such as the `Accelerator`."""
+        self.accelerator = self.build_accelerator()
+        if self.accelerator.watchdog is not None:
+            self.accelerator.watchdog.follow(self, locate, find_directory)
+        arguments.set_sync_batchnorm(self.accelerator.strategy, self.sync_batchnorm)
+        self.preemption = Preemption(self.accelerator, self.grace_seconds)
+        self.checkpointer = TrainerCheckpointer(self)
+
+    def __copy__(self) -> Self:  # a shallow copy shares everything
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(vars(self))
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return copies.collect_state(self)
+
+    if not TYPE_CHECKING:  # so that type checkers still report unknown attributes
+
+        def __getattr__(self, name: str) -> Any:
+            if copies.lacks(self, name):
+                self._connect()
+                self.logbook.move_to(self.accelerator)
+            return object.__getattribute__(self, name)  # raises the AttributeError of a name or property
 
     # -- entry points --------------------------------------------------------------------------------------------
 
@@ -518,9 +539,8 @@ class Trainer(LightningAliases):
                 f"{stage} has no dataloader. Pass dataloaders or a datamodule, or define {kind}_dataloader in the task."
             )
         check_step(task, stage)
-        self.accelerator.prepare_model(task, evaluation_mode=True, by_parts=True)
-        if self.opened_checkpoint is not None:
-            self.checkpointer.load_weights(task, self.opened_checkpoint)
+        place = partial(self.accelerator.prepare_model, task, evaluation_mode=True, by_parts=True)
+        place_and_load(self, task, place)
         return EvaluationLoop(self, task, hooks, loaders, stage, within_fit=False, keep_predictions=keep).run()
 
     def save_checkpoint(
@@ -649,17 +669,18 @@ class Trainer(LightningAliases):
         return self.progress.step
 
     @property
-    def num_training_batches(self) -> int | None:
-        """Number of micro-batches per epoch on this process; None if it is unknown or nothing is trained."""
+    def num_training_batches(self) -> int | float:
+        """Number of micro-batches per epoch on this process; infinite if it is unknown or nothing is trained."""
         if self.sources is None or (self.stage != "fit" and not self.sources.has_train):
-            return None
-        return self.sources.train.length
+            return float("inf")
+        length = self.sources.train.length
+        return float("inf") if length is None else length
 
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Total optimizer steps until ``max_epochs`` or ``max_steps`` is reached; infinite if unlimited or unknown."""
         batches = self.num_training_batches
-        if self.max_epochs == -1 or batches is None:
+        if self.max_epochs == -1 or not isinstance(batches, int):
             return self.max_steps if self.max_steps != -1 else float("inf")
         schedule = next((c for c in self.callbacks if isinstance(c, GradientAccumulationScheduler)), None)
         if schedule is not None:
@@ -701,33 +722,33 @@ class Trainer(LightningAliases):
         return {**self.logbook.bar_values, **self.metrics.bar_values(), **evaluation}
 
     @property
-    def logger(self) -> Logger | None:
-        """First logger, or None."""
-        return self.loggers[0] if self.loggers else None
+    def loggers(self) -> list[Logger]:
+        """Loggers of the run. Set them between two stages."""
+        return self.logbook.loggers
+
+    @loggers.setter
+    def loggers(self, loggers: Iterable[Logger] | None) -> None:
+        self.logbook.loggers = choose_loggers(list(loggers or ()), self.default_root_dir, silent=False)
 
     @property
-    def log_dir(self) -> str | None:
-        """Folder of the first logger that has one; otherwise, the folder created for the run, or None."""
-        return next((logger.log_dir for logger in self.loggers if logger.log_dir), self.logbook.folder)
+    def logger(self) -> Logger | None:
+        """First logger, or None. Setting it replaces all loggers."""
+        return self.loggers[0] if self.loggers else None
+
+    @logger.setter
+    def logger(self, logger: Logger | None) -> None:
+        self.loggers = [] if logger is None else [logger]
+
+    @property
+    def log_dir(self) -> str:
+        """Folder of the first logger that has one; otherwise, the folder created for the run, or the default folder."""
+        folders = (logger.log_dir for logger in self.loggers if logger.log_dir)
+        return next(folders, self.logbook.folder or self.default_root_dir)
 
     @property
     def settings(self) -> dict[str, Any]:
         """Current settings as plain data, by name."""
-        settings: dict[str, Any] = {"strategy": self.strategy.name, "device": str(self.accelerator.device)}
-        settings |= {"num_nodes": self.num_nodes, "devices": self.num_devices, "precision": self.precision}
-        settings["loggers"] = ", ".join(type(logger).__name__ for logger in self.loggers) or None
-        settings["callbacks"] = ", ".join(type(callback).__name__ for callback in self.callbacks) or None
-        for field in fields(TrainerSettings):
-            value = getattr(self, field.name, self.changed_flags.get(field.name, settings))
-            if isinstance(value, int | float | str | None):
-                settings[field.name] = value
-        if self.val_check_seconds is not None:
-            settings["val_check_interval"] = f"{self.val_check_seconds:g} s"
-        settings["max_time"] = None if self.max_seconds is None else f"{self.max_seconds:g} s"
-        settings["grace"] = None if self.grace_seconds is None else f"{self.grace_seconds:g} s"
-        settings["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        settings["benchmark"] = torch.backends.cudnn.benchmark
-        return settings
+        return arguments.describe_settings(self)
 
     @property
     def changed_settings(self) -> set[str]:

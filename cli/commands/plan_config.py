@@ -23,7 +23,7 @@ from ...engine.data import Cursor, get_length
 from ...engine.planning import Plan, Schedule
 from ...trainer import Trainer
 from ...trainer.core import SchedulerConfig, TaskModule
-from ...trainer.loop import Sources, configure, count_positional
+from ...trainer.loop import Sources, configure, count_positional, pass_by_keyword
 from ..config import load
 from ..config.instantiate import CheckedConfig, check
 from .plan_subject import Subject, vary_strategy
@@ -147,7 +147,7 @@ class _PlannedRun:
             data.prepare_data()
         task.prepare_data()
         if data is not None:
-            data.setup("fit")
+            pass_by_keyword(data.setup, "stage")("fit")
         self._configure_task(task)
         loader = Sources(task, data, {}, trainer.accelerator, {"train": 1.0}, True).train
         self.source: Any = loader.source
@@ -236,7 +236,7 @@ class _PlannedRun:
     def _configure_task(self, task: TaskModule) -> TaskModule:
         """Run the task's ``setup`` and ``configure_model``, and move the task to the meta device."""
         with torch.device("cpu"):
-            task.setup("fit")  # it may read data, so values are needed
+            pass_by_keyword(task.setup, "stage")("fit")  # it may read data, so values are needed
         with torch.device("meta"):
             task.configure_model()
         if any(not tensor.is_meta for tensor in (*task.parameters(), *task.buffers())):

@@ -343,7 +343,7 @@ def _select_fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint,
             more = f"\n  and {len(lines) - 30} more" if len(lines) > 30 else ""
             text = f"{path} was saved with a different optimizer:\n  " + "\n  ".join(lines[:30]) + more
             if strict:
-                raise ValueError(f"{text}\nTo load what fits, pass strict=False (in a task: strict_loading = False).")
+                raise ValueError(f"{text}\n{model_check.TO_LOAD_WHAT_FITS}")
             warn(f"{text}\nState that does not fit is not restored.")
             if saved["class"] != optimizer_state.name_class(optimizer):
                 continue
@@ -442,7 +442,7 @@ def _check_kinds(accelerator: Accelerator, state: TrainState, path: AnyPath, str
     if lines:
         text = (f"{path} was saved by a run with different objects:\n  ") + "\n  ".join(lines)
         if strict:
-            raise ValueError(f"{text}\nTo load what fits, pass strict=False (in a task: strict_loading = False).")
+            raise ValueError(f"{text}\n{model_check.TO_LOAD_WHAT_FITS}")
         warn(f"{text}\nState that does not fit is not restored.")
     if left := sorted(set(registered) - set(accelerator.checkpointer.registered)):
         warn(f"{path} contains state for {', '.join(left)}, which this run has not registered. This state is ignored.")

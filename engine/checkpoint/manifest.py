@@ -99,6 +99,14 @@ class Manifest:
         return json.dumps(document, indent=1, allow_nan=False).encode()
 
 
+class CheckpointNotFoundError(FileNotFoundError, ValueError):
+    """Error for a path at which there is nothing.
+
+    It is a FileNotFoundError, which scripts catch to train from scratch, and a ValueError like all other errors about
+    checkpoints.
+    """
+
+
 def read_manifest(path: AnyPath | str, name: str = MANIFEST) -> Manifest:
     """Read the manifest of a committed checkpoint.
 
@@ -125,6 +133,7 @@ def read_source(path: AnyPath | str, name: str = MANIFEST) -> bytes:
     """Return the unparsed content of a checkpoint's manifest.
 
     Raises:
+        CheckpointNotFoundError: If the path does not exist.
         ValueError: If the path is not a checkpoint, or its manifest cannot be read from the disk.
         OSError: If the store of a URL cannot be reached or rejects the request.
     """
@@ -133,13 +142,14 @@ def read_source(path: AnyPath | str, name: str = MANIFEST) -> bytes:
         try:
             return (path / name).read_bytes(_MAX_BYTES)
         except FileNotFoundError as error:
-            raise ValueError(
+            kind = ValueError if path.files() else CheckpointNotFoundError
+            raise kind(
                 f"{path}: {name} is missing, so this is not a complete checkpoint. Pass the path of a complete "
                 "checkpoint."
             ) from error
     if not path.is_dir():
-        problem = "is a file" if path.exists() else "does not exist"
-        raise ValueError(f"{path} {problem}. A checkpoint is a directory with a {MANIFEST}. Pass such a directory.")
+        kind, problem = (ValueError, "is a file") if path.exists() else (CheckpointNotFoundError, "does not exist")
+        raise kind(f"{path} {problem}. A checkpoint is a directory with a {MANIFEST}. Pass such a directory.")
     return filesystem.read_bytes(path / name, _MAX_BYTES)
 
 

@@ -24,6 +24,9 @@ _NOTE = "modules"
 _FROZEN_NOTE = "frozen"
 _SHOWN = 10
 
+# A resumed ``fit`` has no argument ``strict``.
+TO_LOAD_WHAT_FITS = "To load what fits, set strict_loading = False in the task (own loop: load_state(strict=False))."
+
 
 def _list_part_kinds(model: nn.Module) -> dict[str, str]:
     """Return each submodule's class name, by submodule name.
@@ -152,7 +155,8 @@ def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: Any
     )
     if strict:
         raise ValueError(
-            f"{text}. To load the checkpoint anyway, pass strict=False (in a task: strict_loading = False)."
+            f"{text}. To load the checkpoint anyway, set strict_loading = False in the task (own loop: "
+            "load_state(strict=False))."
         )
     warn(f"{text}.")
 
@@ -216,7 +220,7 @@ def check_weights(
     more = f"\n  and {len(lines) - 30} more" if len(lines) > 30 else ""
     text = f"{path} was saved by a different model:\n  " + "\n  ".join(lines[:30]) + more
     if strict:
-        raise ValueError(f"{text}\nTo load what fits, pass strict=False (in a task: strict_loading = False).")
+        raise ValueError(f"{text}\n{TO_LOAD_WHAT_FITS}")
     warn(f"{text}\nWeights that do not fit are skipped.")
     return {name: value for name, value in weights.items() if name in state and name not in {**reshaped, **untied}}
 

@@ -12,7 +12,7 @@ from ...common.remote_path import AnyPath, RemotePath, StoreError, as_path
 from ...strategies import World
 from ...strategies.processes import identify_host
 from . import filesystem, remote, store
-from .manifest import MANIFEST, Manifest, read_manifest, read_source
+from .manifest import MANIFEST, CheckpointNotFoundError, Manifest, read_manifest, read_source
 from .parts import Part, has_part, list_part_files, open_files
 
 T = TypeVar("T")
@@ -205,12 +205,20 @@ class OpenCheckpoint:
 
 
 def open_together(world: World, path: AnyPath | str | os.PathLike[str]) -> OpenCheckpoint:
-    """Open the checkpoint at a path on all processes. Rank zero parses the manifest; nothing is verified yet."""
-    opened: OpenCheckpoint | None = None
+    """Open the checkpoint at a path on all processes. Rank zero parses the manifest; nothing is verified yet.
+
+    If there is nothing at the path, all ranks raise the same error, so that each can start from scratch.
+    """
+    opened: OpenCheckpoint | CheckpointNotFoundError | None = None
     with world.together():
         if world.is_main:
-            opened = OpenCheckpoint(as_path(path))
-    shared: OpenCheckpoint = world.broadcast(opened)
+            try:
+                opened = OpenCheckpoint(as_path(path))
+            except CheckpointNotFoundError as error:
+                opened = error.with_traceback(None)
+    shared: OpenCheckpoint | CheckpointNotFoundError = world.broadcast(opened)
+    if isinstance(shared, CheckpointNotFoundError):
+        raise shared
     shared.path = as_path(path)
     return shared
 

@@ -25,6 +25,7 @@ def choose_profiler(profiler: Any) -> Profiler:
     if not isinstance(profiler, str):
         hint = f" Pass {profiler.__name__}()." if isinstance(profiler, type) and issubclass(profiler, Profiler) else ""
         raise TypeError(f"profiler={profiler!r} must be a profiler's name, a treadle.profilers.Profiler or None.{hint}")
+    given, profiler = profiler, profiler.lower()
     # Each is imported only when it is requested, because torch.profiler and cProfile take time to import.
     if profiler == "simple":
         from .simple import SimpleProfiler
@@ -40,4 +41,4 @@ def choose_profiler(profiler: Any) -> Profiler:
         return PyTorchProfiler()
     names = ("simple", "advanced", "pytorch")
     hint = " TPUs are not supported." if profiler == "xla" else nearest(profiler, names)
-    raise ValueError(f"profiler={profiler!r} is not one of {', '.join(names)}.{hint}")
+    raise ValueError(f"profiler={given!r} is not one of {', '.join(names)}.{hint}")

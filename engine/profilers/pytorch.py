@@ -94,6 +94,7 @@ class PyTorchProfiler(Profiler):
         self.profiler_kwargs = profiler_kwargs
         self.profiler: Any = None
         self.traces: list[Path] = []
+        self.function_events: EventList | None = None
         self._table = ""
         self._steps = 0
         self._running: list[tuple[str, Any]] = []
@@ -120,6 +121,7 @@ class PyTorchProfiler(Profiler):
         """
         super().setup(stage, local_rank, log_dir)
         self.traces, self._table, self._steps, self._running = [], "", 0, []
+        self.function_events = None
         if self.emit_nvtx:
             if not torch.cuda.is_available():
                 raise ValueError(
@@ -204,6 +206,7 @@ class PyTorchProfiler(Profiler):
             )
 
     def _export_cycle(self, profiler: Any) -> None:
+        self.function_events = profiler.events()
         rows = profiler.key_averages(group_by_input_shape=self.group_by_input_shapes)
         on_device = any(activity.name != "CPU" for activity in profiler.activities)
         key = self.sort_by_key or ("device_time_total" if on_device else "cpu_time_total")

@@ -51,6 +51,21 @@ class SimpleProfiler(Profiler):
         self._started = time.perf_counter()
 
     @property
+    def current_actions(self) -> dict[str, float]:
+        """Start of each running action, on the clock of ``time.perf_counter``, under Lightning's name."""
+        return {name: begun for name, begun, _ in self._running}
+
+    @property
+    def recorded_durations(self) -> dict[str, list[float]]:
+        """Durations of the calls of each action in seconds, under Lightning's name."""
+        return {name: list(action.durations) for name, action in self.actions.items()}
+
+    @property
+    def start_time(self) -> float:
+        """Start of the measurement, on the clock of ``time.perf_counter``."""
+        return self._started
+
+    @property
     def needs_directory(self) -> bool:
         """True if the profiler writes its report to a file; see `Profiler.needs_directory`."""
         return self.filename is not None
@@ -107,6 +122,7 @@ class SimpleProfiler(Profiler):
             action = self.actions[action_name] = Action()
             action.first = exclusive
         action.calls += 1
+        action.durations.append(took)
         if all(name != action_name for name, _, _ in running):
             action.total += took
         action.exclusive += exclusive

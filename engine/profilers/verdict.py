@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 
 ENOUGH = 0.2
@@ -22,6 +23,7 @@ class Action:
 
     Attributes:
         calls: Number of completed calls.
+        durations: Duration of each call, 8 bytes per call.
         total: Time spent in the action; in a recursion, only the outermost call counts.
         exclusive: Time spent in the action outside of nested actions.
         longest: Duration of the longest call.
@@ -29,10 +31,14 @@ class Action:
         device_total, device_exclusive, device_first: The same in device time, if it is measured.
     """
 
-    __slots__ = ("calls", "device_exclusive", "device_first", "device_total", "exclusive", "first", "longest", "total")
+    __slots__ = (
+        *("calls", "device_exclusive", "device_first", "device_total", "durations", "exclusive", "first", "longest"),
+        "total",
+    )
 
     def __init__(self) -> None:
         self.calls = 0
+        self.durations = array("d")
         self.total = self.exclusive = self.longest = self.first = 0.0
         self.device_total = self.device_exclusive = 0.0
         self.device_first: float | None = None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.remote_path import RemotePath
+from ..checkpoint import CheckpointNotFoundError
 
 MAX_BYTES = 256 * 2**30
 _PIECE = 2**20
@@ -40,7 +41,8 @@ def fetch_from_store(source: RemotePath, folder: Path) -> Path:
     If the source is a folder, the objects in its subfolders are not downloaded.
 
     Raises:
-        ValueError: If the source does not exist or is not supported.
+        CheckpointNotFoundError: If the source does not exist.
+        ValueError: If the source is not supported.
         OSError: If the object store reports an error.
     """
     if source.is_file():
@@ -48,7 +50,7 @@ def fetch_from_store(source: RemotePath, folder: Path) -> Path:
         return folder / source.name
     names = source.files()
     if not names:
-        raise ValueError(f"{source} does not exist or is empty. Check the URL.")
+        raise CheckpointNotFoundError(f"{source} does not exist or is empty. Check the URL.")
     for name in names:
         (source / name).download(folder / name)
     return folder

@@ -15,6 +15,7 @@ from ...common.remote_path import AnyPath
 from ...common.temporary import temporary_folder
 from ..checkpoint import (
     MANIFEST,
+    CheckpointNotFoundError,
     OpenCheckpoint,
     Weights,
     abbreviate,
@@ -137,14 +138,16 @@ def _open(path: AnyPath, sha256: str | None, *, digests: bool = True) -> Opened:
             return _open_folder(path, digests)
         assert isinstance(path, Path)
         if not path.is_file():
-            raise ValueError(
-                f"it {'is not a plain file' if os.path.lexists(path) else 'does not exist'}. {_ACCEPTED_SOURCES}"
-            )
+            if not path.exists():
+                raise CheckpointNotFoundError(f"{place}: it does not exist. {_ACCEPTED_SOURCES}.")
+            raise ValueError(f"it is not a plain file. {_ACCEPTED_SOURCES}")
         if sha256 is not None:
             check_digest(path, sha256)
         with path.open("rb") as file:
             start = file.read(1)
         return Opened(place, *_open_index(path)) if start == b"{" else Opened(place, *_open_file(path))
+    except CheckpointNotFoundError:
+        raise
     except (ValueError, OSError, MemoryError, RecursionError) as error:
         text = str(error) or type(error).__name__
         is_complete = text.startswith((place, f"{path.parent}: {path.name} "))

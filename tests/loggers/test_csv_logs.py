@@ -301,3 +301,24 @@ def test_the_default_name(tmp_path):
     logger.save()
     experiment = logger.experiment
     assert (experiment.log_dir, experiment.metrics_file_path) == (logger.log_dir, f"{logger.log_dir}/metrics.csv")
+
+
+def test_rows_without_a_step_are_numbered(tmp_path):
+    logger = CSVLogger(tmp_path)
+    for loss in (3.0, 2.0):
+        logger.experiment.log_metrics({"loss": loss})
+    assert [(row["step"], row["loss"]) for row in logger.experiment.metrics] == [(0, 3.0), (1, 2.0)]
+
+
+def test_a_subclass_with_a_name_of_its_own(tmp_path):
+    class Named(CSVLogger):
+        @property
+        def name(self):
+            return "mine"
+
+        @property
+        def version(self):
+            return "v"
+
+    assert Named(tmp_path).log_dir == str(tmp_path / "mine" / "v")
+    assert Named(tmp_path).root_dir == str(tmp_path / "mine")

@@ -4,8 +4,10 @@ import pytest
 import torch
 from quiet import QUIET
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from treadle.callbacks import EarlyStopping, LambdaCallback
+from treadle.loggers import CSVLogger
+from treadle.trainer.states import TrainerFn
 
 import treadle
 
@@ -63,7 +65,7 @@ def test_stages_and_lengths():
     test, predict = loader(2), loader(5)
     trainer.test(task, test)
     assert (trainer.num_test_batches, trainer.test_dataloaders) == ([2], test)
-    assert trainer.num_training_batches is None
+    assert trainer.num_training_batches == float("inf")
     assert task.states[-1] == ("test", "test")
     assert (trainer.state.fn, trainer.state.stage, trainer.state.finished) == ("test", None, True)
     trainer.predict(task, predict)
@@ -136,3 +138,142 @@ def test_flags_that_were_not_given_are_none():
     trainer = made()
     assert (trainer.min_steps, trainer.gradient_clip_algorithm) == (None, None)
     assert made(min_steps=2, gradient_clip_algorithm="value").min_steps == 2
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(torch.ones(6, 1))
+
+
+class Line(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+        self.seen, self.stages = [], []
+
+    def setup(self, stage):
+        self.stages.append(stage)
+
+    def teardown(self, stage):
+        self.stages.append(stage)
+
+    def training_step(self, batch, batch_idx):
+        trainer = self.trainer
+        self.seen.append((trainer.num_training_batches, trainer.num_val_batches, trainer.num_sanity_val_batches))
+        first = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+        return self.net(first.view(-1, 1)).mean()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        pass
+
+    test_step = predict_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_numbers_of_batches_without_a_length():
+    task, loader = Line(), DataLoader(Numbers(), batch_size=2)
+    trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, **{**QUIET, "num_sanity_val_steps": 1})
+    assert trainer.num_training_batches == float("inf")
+    trainer.fit(task, loader, loader)
+    assert task.seen == [(float("inf"), [float("inf")], [1])] * 3
+    assert trainer.estimated_stepping_batches == float("inf")
+    assert trainer.fit_loop.epoch_loop.val_loop.max_batches == [float("inf")]
+
+
+def test_dataloaders_are_what_the_user_passed():
+    def loader():
+        return DataLoader(torch.ones(4, 1), batch_size=2)
+
+    for train, validation in (
+        ({"a": loader(), "b": loader()}, {"x": loader(), "y": loader()}),
+        ([loader(), loader()], [loader(), loader()]),
+        (loader(), loader()),
+    ):
+        trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, **QUIET)
+        trainer.fit(Line(), train, validation)
+        assert trainer.train_dataloader is train
+        assert trainer.val_dataloaders is validation
+        trainer.test(Line(), validation, verbose=False)
+        assert trainer.test_dataloaders is validation
+        trainer.predict(Line(), validation)
+        assert trainer.predict_dataloaders is validation
+        assert trainer.val_dataloaders is None
+
+
+def test_the_stage_is_a_trainer_fn_and_its_text():
+    task, loader = Line(), DataLoader(torch.ones(4, 1), batch_size=2)
+    trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, **QUIET)
+    trainer.fit(task, loader)
+    trainer.validate(task, loader, verbose=False)
+    trainer.test(task, loader, verbose=False)
+    trainer.predict(task, loader)
+    names = [name for name in ("fit", "validate", "test", "predict") for _ in range(2)]
+    assert task.stages == names
+    assert [stage.value for stage in task.stages] == names
+    assert task.stages[0] is TrainerFn.FITTING
+    assert f"{task.stages[0]}-{task.stages[-1]!s}" == "fit-predict"
+    assert {"fit": 1}[task.stages[0]] == 1
+
+
+def test_paths_and_the_last_batch(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    task, loader = Line(), DataLoader(torch.ones(8, 1), batch_size=2)
+    trainer = treadle.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        default_root_dir="~/x",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    assert trainer.default_root_dir == trainer.log_dir == str(tmp_path / "x")
+    trainer.fit(task, loader)
+    assert (trainer.fit_loop.batch_idx, trainer.fit_loop.epoch_loop.batch_idx) == (3, 3)
+    trainer.validate(task, loader, ckpt_path="best", verbose=False)
+    assert trainer.ckpt_path == trainer.checkpoint_callback.best_model_path
+    assert type(trainer.ckpt_path) is str
+
+
+def test_loggers_may_be_replaced(tmp_path):
+    trainer = treadle.Trainer(accelerator="cpu", max_steps=2, log_every_n_steps=1, **QUIET)
+    trainer.logger = logger = CSVLogger(tmp_path)
+    assert trainer.logger is logger
+    assert trainer.log_dir == logger.log_dir
+
+    class Logs(Line):
+        def training_step(self, batch, batch_idx):
+            self.log("loss", 2.0)
+            return super().training_step(batch, batch_idx)
+
+    trainer.fit(Logs(), DataLoader(torch.ones(4, 1), batch_size=2))
+    assert [row["loss"] for row in logger.experiment.metrics] == [2.0, 2.0]
+    assert (tmp_path / "treadle_logs" / "version_0" / CSVLogger.NAME_HPARAMS_FILE).read_text() == "{}\n"
+    trainer.loggers = []
+    assert trainer.logger is None
+    with pytest.raises(TypeError, match="logger must be"):
+        trainer.logger = 3
+
+
+def test_keys_of_hyperparameters():
+    assert treadle.TaskModule.CHECKPOINT_HYPER_PARAMS_KEY == "hyper_parameters"
+    assert treadle.TaskModule.CHECKPOINT_HYPER_PARAMS_NAME == "hparams_name"
+    assert treadle.DataModule.CHECKPOINT_HYPER_PARAMS_KEY == "datamodule_hyper_parameters"
+
+
+def test_limits_before_fit():
+    def limits(**flags):
+        trainer = treadle.Trainer(accelerator="cpu", **QUIET, **flags)
+        return trainer.max_epochs, trainer.min_epochs, trainer.max_steps
+
+    assert (
+        treadle.Trainer(accelerator="cpu", gradient_clip_algorithm="VALUE", **QUIET).gradient_clip_algorithm == "value"
+    )
+    assert limits() == (1000, 0, -1)
+    assert limits(max_steps=5) == (-1, 0, 5)
+    assert limits(max_time="00:00:01:00") == (-1, 0, -1)
+    trainer = treadle.Trainer(accelerator="cpu", max_time="00:00:01:00")
+    assert [type(callback).__name__ for callback in trainer.callbacks] == [
+        *("ModelSummary", "TQDMProgressBar", "ModelCheckpoint", "RunReport")
+    ]

@@ -125,7 +125,7 @@ def test_several_fits_of_a_trainer_are_one_run(tmp_path):
 
 def test_without_loggers_and_with_one_that_has_a_folder_all_is_as_it_was(tmp_path):
     trainer = fit(tmp_path / "a", False, callbacks=[RunReport()])
-    assert trainer.log_dir is None
+    assert trainer.log_dir == str(tmp_path / "a")
     assert sorted(os.listdir(tmp_path / "a")) == ["checkpoints", "report.html"]
     trainer = fit(tmp_path / "b", [Elsewhere(), CSVLogger(tmp_path / "b")])
     assert folder_of(trainer) == tmp_path / "b" / "treadle_logs" / "version_0"

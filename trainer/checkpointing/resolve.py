@@ -15,6 +15,7 @@ from ...common.remote_path import AnyPath, absolute, as_path
 from ...engine import CheckpointStore
 from ...engine.checkpoint import (
     STATE,
+    CheckpointNotFoundError,
     Manifest,
     OpenCheckpoint,
     filesystem,
@@ -88,6 +89,7 @@ class CheckpointResolver:
         checkpoints.
 
         Raises:
+            CheckpointNotFoundError: If ``ckpt_path`` is a path that does not exist.
             ValueError: If ``ckpt_path`` is invalid for the stage or selects no intact checkpoint.
             TypeError: If ``ckpt_path`` is neither a string nor a path.
         """
@@ -98,6 +100,7 @@ class CheckpointResolver:
             return None
         self._check_arguments()
         if not (isinstance(ckpt_path, str) and ckpt_path in WORDS_FOR_CHECKPOINTS):
+            self._check_exists(as_path(ckpt_path))
             with self.world.together():
                 if self.world.is_main:
                     self._check_is_checkpoint(as_path(ckpt_path))
@@ -146,17 +149,24 @@ class CheckpointResolver:
         words = "'last', 'best' or 'auto'" if self.stage == "fit" else "'last' or 'best'"
         return f"a checkpoint's directory, {words}"
 
+    def _check_exists(self, path: AnyPath) -> None:
+        """Raise a CheckpointNotFoundError on every rank if there is nothing at a path."""
+        exists = True
+        with self.world.together():
+            if self.world.is_main:
+                checkpoint.find_again(path)
+                exists = path.is_dir() or path.is_file()
+        if not self.world.broadcast(exists):
+            raise CheckpointNotFoundError(f"ckpt_path={str(path)!r} does not exist. Pass {self._describe_choices()}.")
+
     def _check_is_checkpoint(self, path: AnyPath) -> None:
-        """Raise a ValueError if a path is a file, does not exist, or is a folder of checkpoints."""
-        checkpoint.find_again(path)
+        """Raise a ValueError if a path is a file or a folder of checkpoints."""
         if path.is_file():
             raise ValueError(
                 f"ckpt_path={str(path)!r} is a file, but Treadle's checkpoints are directories. To load weights from a "
                 "checkpoint file of Lightning or another library, use TaskModule.load_from_checkpoint or "
                 "treadle.load_weights."
             )
-        if not path.is_dir():
-            raise ValueError(f"ckpt_path={str(path)!r} does not exist. Pass {self._describe_choices()}.")
         if not (path / checkpoint.MANIFEST).is_file():
             inside = CheckpointStore(path).find() or CheckpointStore(path / CHECKPOINTS).find()
             if inside:

@@ -327,39 +327,55 @@ class TrainerCheckpointer:
                 progress.load_state_dict(counters_before)
             raise
 
-    def load_weights(self, task: TaskModule, opened: OpenCheckpoint) -> None:
-        """Load the weights, with the changes that the task's ``on_load_checkpoint`` makes. Call it on all processes.
+    def call_load_hook(self, task: TaskModule, opened: OpenCheckpoint) -> dict[str, Any] | None:
+        """Call the task's ``on_load_checkpoint``. Call it on all processes, before the model is placed.
+
+        The hook may replace layers, which must then be placed and trained like the others.
+
+        Args:
+            task: Task whose hook is called.
+            opened: Opened checkpoint.
+
+        Returns:
+            The weights as the hook left them; None if there is no hook, or it did not change them.
+        """
+        if not overrides(task, "on_load_checkpoint"):
+            return None
+        world = self._trainer.accelerator.world
+        opened.verify(world)
+        with world.together():
+            checkpoint = Added(read_hook_entries(opened))
+            if hparams := self._get_hparams():
+                checkpoint["hyper_parameters"] = hparams | checkpoint.get("hyper_parameters", {})
+            weights = HookedWeights(read_weights(opened))
+            checkpoint["state_dict"] = weights.offered
+            task.on_load_checkpoint(checkpoint)
+            return weights.get_edited(checkpoint)
+
+    def load_weights(self, task: TaskModule, opened: OpenCheckpoint, weights: dict[str, Any] | None) -> None:
+        """Load the weights. Call it on all processes.
 
         Args:
             task: Task that gets the weights.
             opened: Opened checkpoint.
+            weights: Weights to load instead of the saved ones; None for the saved ones. See `call_load_hook`.
 
         Raises:
             ValueError: If the checkpoint is damaged, or the weights do not fit the task.
         """
         accelerator = self._trainer.accelerator
         by_task = overrides(task, "load_state_dict")  # a custom load_state_dict may accept more
-        weights = None
-        if by_task or overrides(task, "on_load_checkpoint"):
-            opened.verify(accelerator.world)
-            with accelerator.world.together():
-                weights = self._edit_weights(task, opened) or (read_weights(opened) if by_task else None)
-        if weights is None:
+        if weights is None and not by_task:
             accelerator.load_state(opened, state=False)
             return
+        opened.verify(accelerator.world)
         with accelerator.world.together():
+            weights = weights or read_weights(opened)
+            if any(getattr(value, "is_meta", False) for value in weights.values()):
+                own = task.state_dict()  # a hook inserted the task's own values before the strategy created them
+                weights = {name: own[name] if getattr(v, "is_meta", False) else v for name, v in weights.items()}
             frozen = read_frozen_note(opened.part(model_part(0)).notes, opened.path)
             load_opened(task, Opened(str(opened.path), weights, frozen=frozen), task.strict_loading)
-
-    def _edit_weights(self, task: TaskModule, opened: OpenCheckpoint) -> dict[str, Any] | None:
-        """Call the task's ``on_load_checkpoint``, and return the weights if the hook changed them, else None."""
-        checkpoint = Added(read_hook_entries(opened))
-        if hparams := self._get_hparams():
-            checkpoint["hyper_parameters"] = hparams | checkpoint.get("hyper_parameters", {})
-        weights = HookedWeights(read_weights(opened))
-        checkpoint["state_dict"] = weights.offered
-        task.on_load_checkpoint(checkpoint)
-        return weights.get_edited(checkpoint)
 
     def restore_datamodule(self, opened: OpenCheckpoint) -> dict[str, Any]:
         """Restore the data module's state, if the checkpoint has one, and return all registered states.
@@ -405,7 +421,7 @@ class TrainerCheckpointer:
             return random_state()
 
     def _load_callback_states(self, state: CallbackStates) -> None:
-        """Load the callbacks' states and call their ``on_load_checkpoint``; `load_weights` has called the task's."""
+        """Load the callbacks' states and call their ``on_load_checkpoint``; `call_load_hook` has called the task's."""
         callbacks = {callback.state_key: callback for callback in self._trainer.callbacks}
         for name, saved in state["callbacks"].items():
             if name in callbacks:

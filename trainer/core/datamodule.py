@@ -78,6 +78,10 @@ class DataModule(HyperparametersMixin, TransferHooks):
         2
     """
 
+    CHECKPOINT_HYPER_PARAMS_KEY = "datamodule_hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME = "datamodule_hparams_name"
+    CHECKPOINT_HYPER_PARAMS_TYPE = "datamodule_hparams_type"
+
     trainer: Trainer | None = None
     name: str | None = None
     prepare_data_per_node: bool = True
@@ -118,6 +122,9 @@ class DataModule(HyperparametersMixin, TransferHooks):
     def predict_dataloader(self) -> Any:
         """Return the prediction dataloader, or several in a dict, list or tuple."""
         raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "trainer": None}  # dataloader workers and copies need none, as with a task
 
     def __str__(self) -> str:
         names = ("Train", "Validation", "Test", "Predict")

@@ -264,6 +264,9 @@ class TaskHooks:
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the entries that `on_save_checkpoint` added to a checkpoint.
 
+        The hook runs before the model is placed on its device, the weights are loaded and the optimizers are built, so
+        it may edit ``checkpoint["state_dict"]`` and replace layers.
+
         Args:
             checkpoint: Entries of the checkpoint.
         """

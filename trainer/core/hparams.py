@@ -33,6 +33,11 @@ from .stored_hparams import (
 class HyperparametersMixin:
     """Mixin that adds ``save_hyperparameters`` and ``hparams``."""
 
+    # Keys of `load_checkpoint`, under Lightning's names; `DataModule` has its own.
+    CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
+    CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
+
     log_hyperparameters = True
     hparams_name: str | None = None  # name of the one argument that holds all of them, if any
     hparams_kind: tuple[str, str] | None = None  # kind of that argument, and the name of its class

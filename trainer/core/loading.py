@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...common.messages import name_type, warn
+from ...common.messages import name_type, nearest, warn
 from ...engine.checkpoint import (
     DATAMODULE_HPARAMS,
     HPARAMS,
@@ -360,6 +360,10 @@ def _merge_arguments(
                 f"{place}: the saved hyperparameter{several} {', '.join(unknown[:8])}{more} "
                 f"{'are' if several else 'is'} ignored, because {cls.__name__} has no such argument{several}."
             )
+        if ignored := [name for name in overrides if name not in names]:
+            hints = "".join(nearest(name, names) for name in ignored)
+            warn(f"{', '.join(ignored)}: ignored, because {cls.__name__} has no such argument.{hints}")
+            overrides = {name: value for name, value in overrides.items() if name in names}
         saved = {name: value for name, value in saved.items() if name in names}
         lost = {name: words for name, words in lost.items() if name in names}
     saved, not_rebuilt = _rebuild_arguments(

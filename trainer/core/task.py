@@ -190,11 +190,11 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
         """
         if not gradient_clip_val:
             return
-        choose("gradient_clip_algorithm", gradient_clip_algorithm or "norm", ("norm", "value"))
+        algorithm = choose("gradient_clip_algorithm", str(gradient_clip_algorithm or "norm").lower(), ("norm", "value"))
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         accelerator = self.trainer.accelerator
         accelerator.unscale_gradients(optimizer)
-        if gradient_clip_algorithm == "value":
+        if algorithm == "value":
             accelerator.strategy.clip_grad_value_(parameters, gradient_clip_val)
         else:
             accelerator.strategy.clip_grad_norm_(parameters, gradient_clip_val)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...common.messages import nearest
+from ...engine.data import Cursor
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ...engine.data import Cursor
     from ..loop import Progress
 
 MOST_POINTS = 4096
@@ -107,6 +107,17 @@ class History(Mapping[str, Curve]):
         self._part: str | None = None
         self._since = self._waited_since = 0.0
         self._measured: tuple[int, float] | None = None  # samples and seconds of training at the last measurement
+
+    def __getstate__(self) -> dict[str, Any]:  # for copies of the Trainer, in any process
+        return {**vars(self), "_cursor": Cursor(), "_part": None}
+
+    def use(self, cursor: Cursor) -> None:
+        """Read the seconds of waiting for batches from another cursor.
+
+        Args:
+            cursor: Cursor of the Accelerator.
+        """
+        self._cursor = cursor
 
     # -- curves --------------------------------------------------------------------------------------------------
 

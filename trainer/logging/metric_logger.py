@@ -13,8 +13,8 @@ import torch
 from ...callbacks import LatestValidation
 from ...common.messages import describe_error, warn
 from ...common.remote_path import as_path, is_url
-from ...engine import Metrics
-from ...loggers import EVALUATED_AT, Logger, NullExperiment, claim_version
+from ...engine import Accelerator, Metrics
+from ...loggers import EVALUATED_AT, DirectoryLogger, Logger, NullExperiment, claim_version
 from ...strategies import World
 from ..core import DataModule, TaskModule
 from .history import History
@@ -64,6 +64,7 @@ class Logbook:
         newest: Names of the epoch values in the latest `update_epoch`, with and without the suffix ``_epoch``.
         watch: `LatestValidation` with the names that the latest validation within ``fit`` logged, and its optimizer
             step.
+        returned: Names in the dicts that evaluation steps returned, for messages, because these values are not logged.
         folder: The run's folder if one was created because no logger has one; otherwise None.
     """
 
@@ -77,11 +78,24 @@ class Logbook:
         self.logged_values: dict[str, float] = {}
         self.newest: frozenset[str] = frozenset()
         self.evaluated: list[int] = []
+        self.returned: set[Any] = set()
         self.folder: str | None = None
         self._failed: set[int] = set()
         self._written: set[int] = set()
         self._epoch_row: dict[str, float] = {}
         self.watch = LatestValidation()
+
+    def __getstate__(self) -> dict[str, Any]:  # for copies of the Trainer, in any process
+        return {**vars(self), "world": None, "data_world": None, "_failed": set(), "_written": set()}
+
+    def move_to(self, accelerator: Accelerator) -> None:
+        """Reduce values over the processes of an Accelerator from now on.
+
+        Args:
+            accelerator: The Accelerator.
+        """
+        self.world, self.data_world = accelerator.world, accelerator.data_world
+        self.history.use(accelerator.cursor)
 
     def write_step(self, metrics: Metrics, step: int, epoch: int) -> None:
         """Reduce the latest step's values and send them to the loggers. Call it on all processes.
@@ -287,6 +301,10 @@ class Logbook:
                 merged |= hparams
         if merged:
             self.call("log_hyperparams", merged)
+        elif hyperparameters and self.world.is_main:
+            for logger in self.loggers:
+                if isinstance(logger, DirectoryLogger):  # scripts read the file, which then is empty
+                    self._use(logger, "save_hyperparams", partial(logger.save_hyperparams, {}))
         self.call("log_graph", task)
 
     def agree_on_versions(self) -> None:

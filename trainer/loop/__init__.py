@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from .dataloaders import KIND_OF_STAGE, LOADER_NAMES, Sources
     from .evaluation_loop import Evaluation, EvaluationLoop, check_step, predictions_in_order
     from .fit_loop import FitLoop, choose_steps
-    from .fit_setup import Fit, configure, prepare_training, validate, wrap
-    from .hook_table import Hooks, callback_overrides, count_positional, name_of, task_overrides
+    from .fit_setup import Fit, configure, place_and_load, prepare_training, validate, wrap
+    from .hook_table import Hooks, callback_overrides, count_positional, name_of, pass_by_keyword, task_overrides
     from .lr_schedulers import Schedules
     from .manual import ManualSteps
     from .preemption import save_and_leave

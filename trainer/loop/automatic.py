@@ -18,7 +18,7 @@ from ...engine.data import batch_indices
 from ...engine.metrics import MutedMetrics
 from ...engine.optim import nonfinite
 from ..core import TaskModule, overrides
-from .hook_table import Hook, Hooks, count_positional
+from .hook_table import Hook, Hooks, count_positional, pass_by_keyword
 from .lr_schedulers import Schedules
 from .progress import Phase
 from .step_output import check_loss, for_hooks, loss_in
@@ -67,6 +67,9 @@ class Steps:
         self.step = trainer.accelerator.method(model, "training_step")
         self.takes_index = count_positional(task.training_step) > 1
         self.clips = trainer.gradient_clip_val is not None or overrides(task, "configure_gradient_clipping")
+        self.clip_hook = pass_by_keyword(
+            task.configure_gradient_clipping, "gradient_clip_val", "gradient_clip_algorithm"
+        )
         self.custom_backward = task.backward if overrides(task, "backward") else None
         self.custom_step = task.optimizer_step if overrides(task, "optimizer_step") else None
         self.custom_zero_grad = task.optimizer_zero_grad if overrides(task, "optimizer_zero_grad") else None
@@ -112,6 +115,8 @@ class Steps:
                 self.bad_batches.clear()
                 progress.phase = Phase.BETWEEN_STEPS
                 return
+            if not torch.is_grad_enabled():  # the dataset or a hook left a generator suspended within no_grad
+                torch.set_grad_enabled(True)
             with accumulation.accumulate(self.model):
                 output = self.step(batch, index) if self.takes_index else self.step(batch)
                 weight = None
@@ -267,9 +272,7 @@ class Steps:
         trainer, optimizer = self.trainer, self.optimizer
         assert optimizer is not None
         self.accumulation.unscale_gradients()
-        self.task.configure_gradient_clipping(
-            optimizer.optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-        )
+        self.clip_hook(optimizer.optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
 
     def zero_grad(self, index: int) -> None:
         """Reset the gradients, with the task's hook if it is overridden.

@@ -58,6 +58,7 @@ class Sources:
         self._train: Loader | None = None
         self._evaluation: dict[str, list[Loader]] = {}
         self._empty: dict[str, list[Loader]] = {}
+        self._evaluation_source: dict[str, Any] = {}
 
     @property
     def has_train(self) -> bool:
@@ -93,13 +94,22 @@ class Sources:
             TypeError, ValueError: If a dataloader is invalid, or the processes have different numbers of them.
         """
         if kind not in self._evaluation:
-            sources = list(_split_sources(self._find(kind)))
+            self._evaluation_source[kind] = self._find(kind)
+            sources = list(_split_sources(self._evaluation_source[kind]))
             world, count = self._accelerator.world, {f"{kind} dataloaders": len(sources)}
             check_values_match("the ranks have different numbers of dataloaders", count, world)
             loaders = [self._prepare(kind, source, number) for number, source in enumerate(sources)]
             self._empty[kind] = [loader for loader in loaders if world.all(loader.length == 0)]
             self._evaluation[kind] = loaders
         return self._evaluation[kind]
+
+    def get_evaluation_source(self, kind: str) -> Any:
+        """Return the dataloaders of a kind as the user passed or returned them; None if there are none.
+
+        Args:
+            kind: ``"val"``, ``"test"`` or ``"predict"``.
+        """
+        return self._evaluation_source[kind] if self.evaluation(kind) else None
 
     def empty(self, kind: str) -> list[Loader]:
         """Return the dataloaders whose length is known to be 0 on all processes.
@@ -156,6 +166,7 @@ class Sources:
         other = copy.copy(self)
         other.task, other.datamodule, other._watch = task, datamodule, watch
         other._warned, other._train, other._evaluation, other._empty = set(self._warned), None, {}, {}
+        other._evaluation_source = {}
         return other
 
     def _find(self, kind: str) -> Any:
@@ -190,6 +201,11 @@ class Sources:
 
     def _choose_transfer(self, number: int) -> Callable[[Any], Any] | None:
         owners = [owner for owner in (self.datamodule, self.task) if owner is not None]
+        if len(owners) == 2 and (both := [name for name in _TRANSFER if all(_overrides(o, name) for o in owners)]):
+            names = [f"{type(owner).__name__}.{both[0]}" for owner in owners]
+            if both[0] not in self._warned:
+                self._warned.add(both[0])
+                warn(f"{names[0]} is used, and {names[1]} is never called. Remove one of the two.")
         # Each hook separately: a data module may augment while the task moves.
         chosen = [next((o for o in owners if _overrides(o, name)), None) for name in _TRANSFER]
         if all(owner is None for owner in chosen):

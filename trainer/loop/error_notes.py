@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,11 @@ from ...callbacks import Callback
 from ...common.messages import read_text
 from ...engine import Loader
 from ...engine.optim import is_out_of_memory
+from ...strategies.distributed import PeerFailed
 from ..core import DataModule, TaskModule
 from .automatic import Steps
 from .closure import ClosureSteps
+from .dataloaders import Sources
 from .evaluation_loop import EvaluationLoop
 from .fit_loop import FitLoop
 from .fit_setup import Fit
@@ -51,6 +54,9 @@ _BATCH_CODES = {
         EvaluationLoop._run_loader,
     )
 }
+# Functions whose variable ``batch`` is the one in which the error occurred, unless a dataloader was reading the next.
+_WITH_BATCH = {*_BATCH_CODES, Sources._transfer.__code__} - {FitLoop._epoch.__code__}
+_LONGEST_BATCH = 300
 # An error before these comes from the call, or from a hook that the traceback shows.
 _RUN_CODES = {FitLoop.run.__code__, EvaluationLoop.run.__code__}
 
@@ -66,6 +72,9 @@ def annotate(error: BaseException, trainer: Trainer) -> None:
     elif not _RUN_CODES.isdisjoint(frame.f_code for frame in _iterate_frames(error)):
         error.add_note(location)
     text = read_text(error)
+    with contextlib.suppress(Exception):  # an error in inspecting the user's objects must not hide the original
+        if not isinstance(error, PeerFailed) and (batch := _describe_last_batch(error)):
+            error.add_note(f"the batch: {batch}")
     if is_out_of_memory(error):
         error.add_note(_MEMORY)
     elif isinstance(error, RuntimeError) and _TWICE in text:
@@ -73,6 +82,8 @@ def annotate(error: BaseException, trainer: Trainer) -> None:
     elif isinstance(error, TypeError) and (call := _CALL.match(text)) is not None:
         for line in _describe_signature(call[1], trainer):
             error.add_note(line)
+    elif isinstance(error, AttributeError) and (advice := _describe_skipped_init(error.obj)):
+        error.add_note(advice)
     elif isinstance(error, RuntimeError) and trainer.task is not None and _MISMATCH.search(text):
         with contextlib.suppress(Exception):  # an error in inspecting the user's objects must not hide the original
             error.add_note(_describe_mismatch(error, trainer.task))
@@ -116,9 +127,65 @@ def _describe_signature(method: str, trainer: Trainer) -> Iterator[str]:
     for owner, base in owners:
         hook = getattr(base, name, None)
         if hook is not None and getattr(getattr(owner, name, None), "__qualname__", "") == method:
-            parameters = ", ".join(inspect.signature(hook).parameters)
-            yield f"the signature of this hook is {base.__name__}.{name}({parameters})"
+            parameters = inspect.signature(hook).parameters.values()
+            names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+            if name.endswith("_step") and len(names) == 1:  # the base class takes (self, *args, **kwargs)
+                names += ["batch", "batch_idx"]
+            yield f"the signature of this hook is {base.__name__}.{name}({', '.join(names)})"
             return
+
+
+def _describe_skipped_init(owner: Any) -> str:
+    """Return a sentence if the ``__init__`` of a user's callback does not call that of a callback of Treadle."""
+    if not isinstance(owner, Callback):
+        return ""
+    own, *inherited = [kind for kind in type(owner).__mro__ if "__init__" in vars(kind) and kind is not object] or [
+        None
+    ]
+    names = getattr(getattr(own, "__init__", None), "__code__", _describe_skipped_init.__code__).co_names
+    base = next((kind.__name__ for kind in inherited if kind.__module__.startswith("treadle.")), None)
+    if own is None or own.__module__.startswith("treadle.") or base is None or "__init__" in names:
+        return ""
+    return f"{own.__name__}.__init__ must call super().__init__() first, with the arguments of {base}."
+
+
+def _describe_last_batch(error: BaseException) -> str:
+    """Describe the batch of the step or hook in which an error occurred; "" if there is none."""
+    frames = list(_iterate_frames(error))
+    position = max((n for n, frame in enumerate(frames) if frame.f_code in _WITH_BATCH), default=None)
+    if position is None or any(isinstance(frame.f_locals.get("self"), Loader) for frame in frames[position + 1 :]):
+        return ""
+    variables = frames[position].f_locals
+    text = " ".join(_describe_value(variables["batch"]).split()) if "batch" in variables else ""
+    return text if len(text) <= _LONGEST_BATCH else f"{text[:_LONGEST_BATCH]} ..."
+
+
+def _describe_value(value: Any, depth: int = 0) -> str:
+    """Describe the structure of a batch, such as ``[Tensor (16, 4) float32, Tensor (16,) int64]``."""
+    kind = type(value).__name__
+    if isinstance(value, Tensor):
+        on_device = "" if value.device.type == "cpu" else f" on {value.device}"
+        return f"{kind} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{on_device}"
+    if isinstance(value, Mapping) and depth < _DEPTH:
+        text = f"{kind} with {_join_items(value.items(), len(value), depth)}"
+        return f"({text})" if depth else text
+    if isinstance(value, list | tuple) and depth < _DEPTH:
+        fields = getattr(value, "_fields", None)
+        items = ((f"{field}=", item) for field, item in zip(fields, value, strict=True)) if fields else enumerate(value)
+        inner = _join_items(items, len(value), depth)
+        return f"{kind}({inner})" if fields else f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    if isinstance(getattr(value, "shape", None), tuple):  # such as a NumPy array
+        return f"{kind} {tuple(value.shape)} {getattr(value, 'dtype', '')}".rstrip()
+    return kind
+
+
+def _join_items(items: Iterable[tuple[Any, Any]], count: int, depth: int) -> str:
+    shown = itertools.islice(items, _SHOWN)
+    texts = []
+    for key, item in shown:
+        label = "" if isinstance(key, int) else str(key) if str(key).endswith("=") else f"{key} "
+        texts.append(label + _describe_value(item, depth + 1))
+    return ", ".join([*texts, f"and {count - _SHOWN} more"] if count > _SHOWN else texts)
 
 
 def _describe_mismatch(error: BaseException, task: nn.Module) -> str:

@@ -16,7 +16,7 @@ from ...strategies import World
 from ..checkpointing import BeforeValidation
 from ..core import TaskModule, overrides
 from .dataloaders import explain_empty
-from .hook_table import Hooks, count_positional
+from .hook_table import Hooks, count_arguments
 from .preemption import leave_now, save_and_leave
 
 if TYPE_CHECKING:
@@ -167,6 +167,8 @@ class EvaluationLoop:
             for hook in on_start:
                 hook(batch, index, number)
             output = step(batch, *(index, number)[: takes - 1])
+            if index == 0 and isinstance(output, dict):
+                trainer.logbook.returned.update(output)
             for hook in on_end:
                 hook(output, batch, index, number)
             if self.keep_predictions and metrics.weight:
@@ -259,13 +261,13 @@ def check_step(task: TaskModule, stage: str) -> None:
 
 def step_arguments(step: Callable[..., Any], loaders: int) -> int:
     """Return how many of the arguments (batch, batch_idx, dataloader_idx) a step accepts."""
-    count = count_positional(step)
+    count = count_arguments(step, 3, several=loaders > 1)
     if loaders > 1 and count < 3:
         raise ValueError(
             f"{step.__name__} accepts {format_count(count, 'argument')}, but with {loaders} dataloaders it must "
             "accept (batch, batch_idx, dataloader_idx). Add the missing arguments."
         )
-    return min(count, 3)
+    return count
 
 
 def _split_by_loader(values: dict[str, float], loaders: int) -> list[dict[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from math import inf
@@ -90,8 +91,6 @@ class Fit:
         """
         trainer, task, sources = self.trainer, self.task, self.sources
         prepare_training(trainer, task)
-        if trainer.opened_checkpoint is not None:
-            trainer.checkpointer.load_weights(task, trainer.opened_checkpoint)
         for hook in self.hooks.on_fit_start:
             hook()
         trainer.logbook.describe(task, trainer.datamodule, trainer.enable_autolog_hparams)
@@ -190,14 +189,14 @@ class Fit:
 
 
 def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
-    """Place the model, build its optimizers and schedulers, and return the wrapped model.
+    """Place the model, load its weights, build its optimizers and schedulers, and return the wrapped model.
 
     Raises:
         TypeError, ValueError: If the task or the result of ``configure_optimizers`` is invalid.
     """
     accelerator = trainer.accelerator
     _check_steps(task)
-    model = wrap(trainer, task)
+    model = place_and_load(trainer, task, partial(wrap, trainer, task))
     try:
         optimizers, schedulers = configure(task)  # now that the parameters have their final device and form
     except (ValueError, TypeError, OverflowError) as error:
@@ -218,6 +217,26 @@ def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
         accelerator.add_scheduler(config.scheduler)
     accelerator.agree_on_steps(finite=trainer.on_nonfinite != "ignore", at_once=trainer.on_nonfinite == "skip")
     return model
+
+
+def place_and_load(trainer: Trainer, task: TaskModule, place: Callable[[], Any]) -> Any:
+    """Place the model, load the weights of the stage's checkpoint, if any, and return the result of ``place``.
+
+    ``on_load_checkpoint`` and ``load_state_dict`` may replace layers whose size only the checkpoint tells. The new ones
+    are placed too, and optimizers are built afterwards.
+
+    Args:
+        trainer: Trainer of the stage.
+        task: The user's task.
+        place: Function that moves and wraps the task.
+    """
+    opened = trainer.opened_checkpoint
+    if opened is None:
+        return place()
+    weights = trainer.checkpointer.call_load_hook(task, opened)
+    place()
+    trainer.checkpointer.load_weights(task, opened, weights)
+    return place()
 
 
 def _why_endless(trainer: Trainer) -> str:

@@ -39,6 +39,7 @@ class Hooks:
 
     def __init__(self, trainer: Trainer, task: TaskModule, callbacks: Iterable[Callback]) -> None:
         self.without_loader_index: dict[str, Hook] = {}
+        self._loader_counts: dict[str, int] = {}  # number of dataloaders of each kind in the latest evaluation
         for owner, valid_names in ((task, _OF_TASK), *((callback, _OF_CALLBACK) for callback in callbacks)):
             _check_uncalled_hooks(owner, valid_names)
         chosen = sorted(callbacks, key=lambda callback: callback.after_task)  # stable: equal numbers stay as given
@@ -59,15 +60,31 @@ class Hooks:
         return partial(hook, trainer, task)
 
     def _fit_arguments(self, hook: Hook, name: str, bound: int = 0) -> Hook:
-        """Return ``hook`` in a form that accepts ``dataloader_idx``, which users may omit with a single dataloader.
+        """Return ``hook`` in a form that accepts the arguments with which the loop calls it.
 
+        Users may omit ``dataloader_idx`` with a single dataloader, and ``*args`` then gets no index, as in Lightning.
         ``bound`` is the number of arguments before ``batch`` or ``outputs``: 2 for a callback, which also gets the
         Trainer and the task, and 0 for the task.
         """
-        if name not in _EVALUATION_BATCH or count_positional(hook) != bound + _EVALUATION_BATCH[name] - 1:
+        if name in _BY_KEYWORD:
+            return pass_by_keyword(hook, *_BY_KEYWORD[name])
+        if name not in _EVALUATION_BATCH:
             return hook
-        self.without_loader_index.setdefault(name, hook)
-        return _drop_last_argument(hook)
+        kind, full = name.split("_")[1], bound + _EVALUATION_BATCH[name]
+        if count_arguments(hook, full, several=True) == full - 1:
+            self.without_loader_index.setdefault(name, hook)
+        if count_arguments(hook, full, several=False) == full - 1:
+            return self._drop_single_index(hook, kind)
+        return hook
+
+    def _drop_single_index(self, hook: Hook, kind: str) -> Hook:
+        """Return ``hook`` in a form that omits ``dataloader_idx``, its last argument, with a single dataloader."""
+
+        @wraps(hook)
+        def call(*arguments: Any) -> Any:
+            return hook(*(arguments if self._loader_counts.get(kind, 1) > 1 else arguments[:-1]))
+
+        return call
 
     def check_loader_index(self, stage: str, loaders: int) -> None:
         """Check that the batch hooks of a stage can distinguish several dataloaders.
@@ -79,6 +96,7 @@ class Hooks:
         Raises:
             ValueError: If there are several dataloaders and a hook does not accept ``dataloader_idx``.
         """
+        self._loader_counts[stage] = loaders
         for name in (f"on_{stage}_batch_start", f"on_{stage}_batch_end"):
             if loaders > 1 and (hook := self.without_loader_index.get(name)) is not None:
                 raise ValueError(
@@ -96,6 +114,8 @@ _EVALUATION_BATCH = {
     **{f"on_{kind}_batch_start": 3 for kind in _KINDS},
     **{f"on_{kind}_batch_end": 4 for kind in _KINDS},
 }
+# Hooks whose arguments Lightning passes by keyword, with the names of these arguments.
+_BY_KEYWORD = {"setup": ("stage",), "teardown": ("stage",)}
 
 # Hooks that Lightning calls or rejects, and that have no counterpart here: a run without them would differ.
 # With their replacements.
@@ -116,6 +136,12 @@ _FORMER = {
     "on_pretrain_routine_end": "use on_fit_start",
     "on_keyboard_interrupt": "use on_exception",
 }
+# Words of other libraries for the words in the names of hooks.
+_SYNONYMS = {
+    **{"begin": "start", "begins": "start", "started": "start", "finish": "end", "finished": "end", "stop": "end"},
+    **{"done": "end", "training": "train", "val": "validation", "valid": "validation", "validate": "validation"},
+    **{"eval": "validation", "evaluation": "validation", "testing": "test", "prediction": "predict"},
+}
 _OF_TASK = {name for name in vars(TaskHooks) if name.startswith("on_")} | set(_TRANSFER)
 _OF_CALLBACK = set(HOOKS)
 
@@ -128,8 +154,17 @@ def _check_uncalled_hooks(owner: object, valid_names: set[str]) -> None:
             raise ValueError(f"{kind.__name__}.{name} is a hook that Treadle never calls. Instead, {_LOST[name]}.")
         if name in _FORMER and callable(getattr(kind, name)):
             warn(f"{kind.__name__}.{name} is a hook from Lightning 1 and is never called. Instead, {_FORMER[name]}.")
-        elif name.startswith("on_") and name not in valid_names and (close := closest_name(name, valid_names, 0.9)):
+        elif name.startswith("on_") and name not in valid_names and (close := _find_hook(name, valid_names)):
             warn(f"{kind.__name__}.{name} is not a hook and is never called. Did you mean {close!r}?")
+
+
+def _find_hook(name: str, valid_names: set[str]) -> str | None:
+    """Return the hook that a method was probably meant to be, such as on_train_epoch_end for ``on_epoch_finish``."""
+    candidate = "_".join(_SYNONYMS.get(word, word) for word in name.split("_"))
+    for close in (candidate, candidate.replace("on_", "on_train_", 1)):
+        if close in valid_names:
+            return close
+    return closest_name(name, valid_names, 0.9)
 
 
 def callback_overrides(callback: Callback, name: str) -> bool:
@@ -144,19 +179,49 @@ def task_overrides(task: TaskModule, name: str) -> bool:
 
 def count_positional(function: Callable[..., Any]) -> int:
     """Return the number of positional arguments that a bound method accepts; 99 for any number, or if unknown."""
+    return count_arguments(function, 99, several=True)
+
+
+def count_arguments(function: Callable[..., Any], full: int, *, several: bool) -> int:
+    """Return how many of ``full`` positional arguments to pass to a bound method; the last is ``dataloader_idx``.
+
+    Args:
+        function: Step or hook.
+        full: Number of arguments with several dataloaders.
+        several: Whether there are several dataloaders. With a single one, ``*args`` gets no ``dataloader_idx``.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # for example a builtin
-        return 99
+        parameters = [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
+    named = min(full, sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters))
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return 99
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+        return full if several else max(named, full - 1)
+    return named
 
 
-def _drop_last_argument(hook: Hook) -> Hook:
+def pass_by_keyword(hook: Hook, *names: str) -> Hook:
+    """Return ``hook`` in a form that passes its last arguments by keyword, if its signature accepts these names.
+
+    Lightning passes them by keyword, so a hook may take them in ``**kwargs``. A hook that uses other names gets them
+    by position.
+    """
+    try:
+        parameters = inspect.signature(hook).parameters
+    except (TypeError, ValueError):
+        return hook
+    kinds = {name: parameter.kind for name, parameter in parameters.items()}
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    catches_all = inspect.Parameter.VAR_KEYWORD in kinds.values()
+    if inspect.Parameter.POSITIONAL_ONLY in kinds.values() or not all(
+        kinds.get(name) in by_name or (catches_all and name not in kinds) for name in names
+    ):
+        return hook
+
     @wraps(hook)
     def call(*arguments: Any) -> Any:
-        return hook(*arguments[:-1])
+        first = len(arguments) - len(names)
+        return hook(*arguments[:first], **dict(zip(names, arguments[first:], strict=True)))
 
     return call
 

@@ -97,6 +97,8 @@ class ManualSteps(Steps):
                 progress.phase = Phase.BETWEEN_STEPS
                 return
             self.agreement.next_place = progress.step + 1, progress.epoch, index
+            if not torch.is_grad_enabled():  # see `Steps.take`
+                torch.set_grad_enabled(True)
             with self._counting(batch):
                 output = self.step(batch, index) if self.takes_index else self.step(batch)
                 progress.batch, progress.batches = index + 1, progress.batches + 1

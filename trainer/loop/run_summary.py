@@ -96,7 +96,7 @@ class RunSummary:
         done = "" if not progress.step else f"; {progress.step:,} {'is' if progress.step == 1 else 'are'} done"
         if steps == float("inf"):
             return "optimizer steps: until the dataloader ends or the run is stopped" + done
-        if batches is None:
+        if not isinstance(batches, int):
             return f"{format_count(int(steps), 'optimizer step')}; the dataloader has no length{done}"
         accumulated = trainer.accelerator.gradient_accumulation_steps
         per_epoch = -(-batches // accumulated)
@@ -110,7 +110,8 @@ class RunSummary:
     def _describe_manual_steps(self) -> str:
         trainer = self.trainer
         batches, epochs = trainer.num_training_batches, trainer.max_epochs
-        per_epoch = "the dataloader has no length" if batches is None else f"{format_count(batches, 'batch')} per epoch"
+        unknown = not isinstance(batches, int)
+        per_epoch = "the dataloader has no length" if unknown else f"{format_count(int(batches), 'batch')} per epoch"
         limits = [] if epochs == -1 else [format_count(epochs, "epoch")]
         limits += [] if trainer.max_steps == -1 else [format_count(trainer.max_steps, "optimizer step")]
         until = f", until {' or '.join(limits)}" if limits else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +21,10 @@ from ..core import DataModule, TaskModule, log_to, task_modules
 from ..default_callbacks import as_callbacks
 from ..preflight import collect_settings
 from ..profiling import stage_profiler
-from ..states import TrainerStatus
+from ..states import TrainerFn, TrainerStatus
 from . import error_notes
 from .dataloaders import KINDS, Sources, check_kinds
-from .hook_table import Hooks, name_of
+from .hook_table import Hooks, name_of, pass_by_keyword
 from .run_summary import RunSummary
 
 if TYPE_CHECKING:
@@ -91,38 +91,39 @@ class Stage:
         trainer.should_stop = trainer.interrupted = False
         trainer.logbook.clear()  # values read after a stage belong to that stage
         mark_stage(running=True)
-        try:
-            with trainer.history.spending(_SPENT_ON[self.name]):
-                with trainer.preemption.leaving_at_once():
-                    hooks, sources = self._set_up()
-                if any(callback.searches for callback in trainer.callbacks):
-                    from ..tuning import run_searches  # imported here, because it takes 10 ms
-
-                    run_searches(trainer)
-                if work is None:
-                    return None
-                with trainer.preemption.leaving_at_once(), trainer.init_module():
-                    task.configure_model()
-                task.trainer = trainer  # also of the nested tasks that setup or configure_model created
-                anomalies = torch.autograd.set_detect_anomaly(True) if trainer.detect_anomaly else nullcontext()
-                with anomalies, uneven_counts(task, trainer.accelerator.world):
-                    return work(task, hooks, sources)
-        except BaseException as error:
-            self.failure = error
-            trainer.status = TrainerStatus.INTERRUPTED
-            trainer.interrupted = isinstance(error, KeyboardInterrupt)
-            leave_on_sigterm()
-            watchdog = trainer.accelerator.watchdog
-            if watchdog is not None and isinstance(error, SystemExit) and not isinstance(error, Preempted):
-                watchdog.awaits_others = False  # `sys.exit` on one rank: the others may wait for this one forever
-            trainer.preemption.note_failure()
-            self._call_on_exception(error)
-            raise
-        finally:
+        with _enable_gradients() if self.name == "fit" else nullcontext():
             try:
-                self._tear_down()
+                with trainer.history.spending(_SPENT_ON[self.name]):
+                    with trainer.preemption.leaving_at_once():
+                        hooks, sources = self._set_up()
+                    if any(callback.searches for callback in trainer.callbacks):
+                        from ..tuning import run_searches  # imported here, because it takes 10 ms
+
+                        run_searches(trainer)
+                    if work is None:
+                        return None
+                    with trainer.preemption.leaving_at_once(), trainer.init_module():
+                        task.configure_model()
+                    task.trainer = trainer  # also of the nested tasks that setup or configure_model created
+                    anomalies = torch.autograd.set_detect_anomaly(True) if trainer.detect_anomaly else nullcontext()
+                    with anomalies, uneven_counts(task, trainer.accelerator.world):
+                        return work(task, hooks, sources)
+            except BaseException as error:
+                self.failure = error
+                trainer.status = TrainerStatus.INTERRUPTED
+                trainer.interrupted = isinstance(error, KeyboardInterrupt)
+                leave_on_sigterm()
+                watchdog = trainer.accelerator.watchdog
+                if watchdog is not None and isinstance(error, SystemExit) and not isinstance(error, Preempted):
+                    watchdog.awaits_others = False  # `sys.exit` on one rank: the others may wait for this one forever
+                trainer.preemption.note_failure()
+                self._call_on_exception(error)
+                raise
             finally:
-                mark_stage(running=False)
+                try:
+                    self._tear_down()
+                finally:
+                    mark_stage(running=False)
 
     def _set_up(self) -> tuple[Hooks, Sources]:
         trainer, task, datamodule = self.trainer, self.task, self.datamodule
@@ -138,7 +139,7 @@ class Stage:
         trainer.hooks = hooks = Hooks(trainer, task, trainer.callbacks)
         accelerator.compare_settings(collect_settings(trainer, self.name, task, self.ckpt_path))
         trainer.opened_checkpoint = opened = CheckpointResolver(trainer, self.name, self.ckpt_path).resolve()
-        trainer.ckpt_path = None if opened is None else opened.path
+        trainer.ckpt_path = None if opened is None else str(opened.path)
         limits = {kind: getattr(trainer, f"limit_{kind}_batches") for kind in KINDS}
         shard = trainer.use_distributed_sampler
         one_order = self.name == "fit" and trainer.overfit_batches > 0
@@ -153,9 +154,9 @@ class Stage:
                 if accelerator.is_local_main_process if per_node else accelerator.is_main_process:
                     owner.prepare_data()
         if datamodule is not None:
-            datamodule.setup(self.name)
+            pass_by_keyword(datamodule.setup, "stage")(TrainerFn(self.name))
         for hook in hooks.setup:
-            hook(self.name)
+            hook(TrainerFn(self.name))
         return hooks, sources
 
     def _call_on_exception(self, error: BaseException) -> None:
@@ -192,10 +193,10 @@ class Stage:
     def _clean_up(self) -> None:
         trainer, failure = self.trainer, self.failure
         errors: list[BaseException] = []
-        owners = () if self.datamodule is None else (self.datamodule.teardown,)
+        owners = () if self.datamodule is None else (pass_by_keyword(self.datamodule.teardown, "stage"),)
         for clean_up in (*owners, *(trainer.hooks.teardown if trainer.hooks is not None else ())):
             try:
-                clean_up(self.name)
+                clean_up(TrainerFn(self.name))
             except BaseException as error:
                 self._note_in_teardown(name_of(clean_up), error)
                 errors.append(error)
@@ -228,6 +229,14 @@ class Stage:
     def _note_in_teardown(self, what: str, error: BaseException) -> None:
         if self.failure is not None:
             self.failure.add_note(f"in the teardown after this error, {what} raised {describe_error(error)}")
+
+
+def _enable_gradients() -> AbstractContextManager[Any]:
+    """Return a context in which gradients are computed, for a caller that disabled them.
+
+    The caller may not know: a generator that is suspended within ``torch.no_grad`` disables them for everyone.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else torch.enable_grad()
 
 
 def _last_task(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule, Any]:

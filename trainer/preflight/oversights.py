@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ...callbacks import explain_returned
 from ...common.messages import nearest, warn
 from ...engine import strip_compile_prefix
 from ..core import TaskModule
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 _SHOWN = 3
 _DEEPEST = 3  # depth of nested lists
 _LONGEST = 1024  # a longer list among a module's attributes holds data
-_REGISTERED = ("_parameters", "_buffers", "_modules")
+# Attributes of modules that this check skips: those of torch, and hyperparameters, see `list_unregistered_hparams`.
+_SKIPPED = ("_parameters", "_buffers", "_modules", "_hparams", "_hparams_initial")
 _OF_VALIDATION = {"val", "valid", "validation", "eval"}
 
 
@@ -38,6 +40,12 @@ def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
             "parameters that require gradients are not in any optimizer, so they are not trained: "
             f"{_join_first(names)}. Add them in configure_optimizers, or freeze them with requires_grad_(False)."
         )
+    for name in list_unregistered_hparams(task):
+        warn(
+            f"{type(task).__name__}.hparams[{name!r}] is a module that {type(task).__name__} holds only as a "
+            "hyperparameter. It is not saved in checkpoints, not moved to the device, and missing from "
+            f"self.parameters(). Set self.{name} = {name} in __init__, or freeze it to silence this warning."
+        )
     if hidden := list(hidden_modules(task)):
         warn(
             f"modules or parameters in plain lists or dicts are not registered in {type(task).__name__}: "
@@ -45,6 +53,13 @@ def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
             "self.parameters(). Use nn.ModuleList, nn.ModuleDict or nn.ParameterList. If this is intended, freeze them "
             "to silence this warning."
         )
+
+
+def list_unregistered_hparams(task: TaskModule) -> list[str]:
+    """Return the names of hyperparameters that are trainable modules, but no submodules of the task."""
+    registered = {id(parameter) for parameter in task.parameters()}
+    values = task.hparams.items()
+    return [str(name) for name, value in values if list(_iterate_hidden("", value, registered, depth=0))]
 
 
 def hidden_modules(task: nn.Module) -> Iterator[str]:
@@ -55,7 +70,7 @@ def hidden_modules(task: nn.Module) -> Iterator[str]:
     registered = {id(parameter) for parameter in task.parameters()}
     for path, module in task.named_modules():
         for name, value in vars(module).items():
-            if name not in _REGISTERED and isinstance(value, list | tuple | dict):
+            if name not in _SKIPPED and isinstance(value, list | tuple | dict):
                 yield from _iterate_hidden(f"{path}.{name}" if path else name, value, registered, _DEEPEST)
 
 
@@ -91,10 +106,11 @@ def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
     names = sorted(logged)
     for owner, name, _ in monitors:
         if name not in names and _OF_VALIDATION & set(re.split(r"[^a-z]+", name.lower())):
+            hint = explain_returned(trainer, name) or nearest(name, names)
             warn(
                 f"{owner} {name!r} was not logged in the sanity check, which logged "
-                f"{', '.join(names) or 'nothing'}.{nearest(name, names)} If it is not logged elsewhere, the run will "
-                "fail when the monitor is first read, unless strict=False."
+                f"{', '.join(names) or 'nothing'}.{hint} If it is not logged elsewhere, the run will fail when the "
+                "monitor is first read, unless strict=False."
             )
 
 

@@ -75,9 +75,9 @@ def _make_understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
     inner, accelerator, sources = copy.copy(trainer), trainer.accelerator, trainer.sources
     assert trainer.task is not None
     assert sources is not None
-    inner.callbacks, inner.loggers = [], [SilentLogger()] if trainer.loggers else []
+    inner.callbacks, silent = [], [SilentLogger()] if trainer.loggers else []
     inner.history = History(accelerator.cursor)
-    inner.logbook = Logbook(accelerator.world, accelerator.data_world, [], inner.history)
+    inner.logbook = Logbook(accelerator.world, accelerator.data_world, silent, inner.history)
     inner.profiler = PassThroughProfiler()
     inner.progress = replace(trainer.progress)
     inner.progress.restart_epoch()

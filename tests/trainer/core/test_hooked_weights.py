@@ -216,3 +216,112 @@ def test_hooks_edit_the_weights_on_two_processes(tmp_path, strategy):
         assert torch.equal(loaded["head.weight"], weights["head.weight"])
         for name, value in straight.items():
             assert torch.equal(resumed[name], value), name
+
+
+class Grown(treadle.TaskModule):
+    """A task whose head gets its size from the checkpoint."""
+
+    def __init__(self, classes=2, late=False):
+        super().__init__()
+        self.base, self.late = nn.Linear(2, 2), late
+        if not late:
+            self.head = nn.Linear(2, classes)
+        self.classes = classes
+
+    def configure_model(self):
+        if self.late and not hasattr(self, "head"):
+            self.head, self.tail = nn.Linear(2, self.classes), nn.Linear(2, 2)
+
+    def forward(self, batch):
+        return self.head(torch.tanh(self.base(batch[0])))
+
+    def training_step(self, batch, batch_idx):
+        return (self(batch) - 1).square().mean()
+
+    def test_step(self, batch, batch_idx):
+        self.log("classes", float(self(batch).shape[1]))
+        self.log("loss", (self(batch) - 1).square().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+    def grow(self, classes):
+        self.head = nn.Linear(2, classes)
+
+
+class GrownByHook(Grown):
+    def on_load_checkpoint(self, checkpoint):
+        self.grow(len(checkpoint["state_dict"]["head.bias"]))
+
+
+class GrownByLoad(Grown):
+    def load_state_dict(self, state_dict, strict=True):
+        self.grow(len(state_dict["head.bias"]))
+        return super().load_state_dict(state_dict, strict=strict)
+
+
+def full_values(task):
+    state = task.state_dict().items()
+    return {name: getattr(v, "full_tensor", lambda v=v: v)().detach().clone() for name, v in state}
+
+
+def grow_and_resume(folder, kinds, lates, **flags):
+    """Train with five classes, resume and test in a task that begins with two; return what the ranks have, by kind."""
+    flags = {"accelerator": "cpu", **QUIET, **flags}
+    results = {}
+    for kind in kinds:
+        for late in lates:
+            torch.manual_seed(0)
+            straight = kind(5, late)
+            if late:
+                straight.configure_model()
+            start, path = {name: v.clone() for name, v in straight.state_dict().items()}, Path(folder, kind.__name__)
+            first = kind(5, late)
+            first.configure_model()
+            nn.Module.load_state_dict(first, start)
+            trainer = treadle.Trainer(max_epochs=1, **flags)
+            trainer.fit(first, loader())
+            trainer.save_checkpoint(path)
+            resumed = kind(late=late)
+            treadle.Trainer(max_epochs=2, **flags).fit(resumed, loader(), ckpt_path=path)
+            treadle.Trainer(max_epochs=2, **flags).fit(straight, loader())
+            tested = treadle.Trainer(**flags).test(kind(late=late), loader(), ckpt_path=path, verbose=False)
+            expected = treadle.Trainer(**flags).test(first, loader(), verbose=False)
+            results[kind.__name__, late] = full_values(resumed), full_values(straight), tested, expected
+    return results
+
+
+def check_grown(results):
+    for case, (resumed, straight, tested, expected) in results.items():
+        assert straight["head.bias"].shape == (5,)
+        assert resumed.keys() == straight.keys()
+        for name, value in straight.items():
+            assert torch.equal(resumed[name], value), (case, name)
+        assert tested == expected, case
+        assert tested[0]["classes"] == 5
+
+
+@pytest.mark.parametrize(("precision", "kinds"), [("32-true", [GrownByHook, GrownByLoad]), ("64-true", [GrownByHook])])
+def test_a_layer_whose_size_only_the_checkpoint_tells(tmp_path, precision, kinds):
+    results = grow_and_resume(tmp_path, kinds, [False, True], precision=precision)
+    check_grown(results)
+    assert len(results) == 2 * len(kinds)
+    dtypes = {value.dtype for resumed, *_ in results.values() for value in resumed.values()}
+    assert dtypes == {torch.float64 if precision == "64-true" else torch.float32}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_layer_whose_size_only_the_checkpoint_tells_on_two_processes(tmp_path, strategy):
+    kinds, lates = ([GrownByHook, GrownByLoad], [False]) if strategy == "ddp" else ([GrownByHook], [False, True])
+    names = [kind.__name__ for kind in kinds]
+    ranks = run(grow_and_resume_in_ranks, 2, str(tmp_path), strategy, names, lates)
+    for results in ranks:
+        check_grown(results)
+        for case, (resumed, *_) in results.items():
+            for name, value in resumed.items():
+                assert torch.equal(value, ranks[0][case][0][name])
+
+
+def grow_and_resume_in_ranks(folder, strategy, names, lates):
+    kinds = [globals()[name] for name in names]
+    return grow_and_resume(folder, kinds, lates, devices=2, strategy=strategy)

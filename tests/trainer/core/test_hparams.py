@@ -475,3 +475,20 @@ def test_an_optimizer_made_of_a_configuration_is_saved_and_resumed(tmp_path):
     assert trainer.optimizers[0].param_groups[0]["betas"] == [0.8, 0.9]
     assert type(callback.loaded["settings"]) is dict
     assert callback.loaded == {"settings": {"betas": [0.8, 0.9], "tags": {"name": "head"}}}
+
+
+def test_a_child_saves_its_own_arguments():
+    class Child(treadle.TaskModule):
+        def __init__(self, width=3):
+            super().__init__()
+            self.save_hyperparameters()
+
+    class Parent(treadle.TaskModule):
+        def __init__(self, depth=2, width=5):
+            super().__init__()
+            self.child = Child(width=width)
+            self.save_hyperparameters()
+
+    parent = Parent(depth=4)
+    assert dict(parent.child.hparams) == {"width": 5}
+    assert dict(parent.hparams) == {"depth": 4, "width": 5}

@@ -4,6 +4,7 @@ from argparse import Namespace
 
 import pytest
 import torch
+from processes import run
 from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -111,3 +112,65 @@ def test_a_checkpoint_as_the_dict_of_lightning(tmp_path, weights_only):
     assert torch.equal(found.pop("state_dict")["net.weight"], task.net.weight)
     assert found == {name: value for name, value in content.items() if name != "state_dict"}
     assert pl_load(file)["epoch"] == 3
+
+
+def test_an_argument_that_the_class_does_not_take_is_ignored_with_a_warning(tmp_path):
+    path = saved(Tiny(hidden=5), tmp_path, False)
+    with pytest.warns(UserWarning, match="hiden, other: ignored, because Tiny has no such argument. Did you mean 'hid"):
+        again = Tiny.load_from_checkpoint(path, hiden=7, other=1)
+    assert again.net.out_features == 5
+    assert dict(again.hparams) == {"hidden": 5, "gone": 0}
+
+
+class Sized(treadle.DataModule):
+    def __init__(self, size=4):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(self.hparams.size, 2)), batch_size=2)
+
+
+def test_a_checkpoint_that_does_not_exist_is_a_file_not_found_error(tmp_path):
+    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **QUIET)
+    loader, path = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2), tmp_path / "none.ckpt"
+    calls = [
+        lambda: trainer.fit(Tiny(), loader, ckpt_path=path),
+        lambda: trainer.validate(Tiny(), loader, ckpt_path=path),
+        lambda: trainer.test(Tiny(), loader, ckpt_path=str(path)),
+        lambda: trainer.predict(Tiny(), loader, ckpt_path=path),
+        lambda: Tiny.load_from_checkpoint(path),
+        lambda: Sized.load_from_checkpoint(path),
+        lambda: treadle.load_checkpoint(path),
+        lambda: treadle.load_weights(Tiny(), path),
+        lambda: treadle.Accelerator(cpu=True).load_state(path),
+        lambda: Tiny.load_from_checkpoint(f"memory://{tmp_path}/none.ckpt"),
+    ]
+    for number, call in enumerate(calls):
+        with pytest.raises(FileNotFoundError, match=r"none\.ckpt") as caught:
+            call()
+        assert isinstance(caught.value, ValueError), number  # as all errors about checkpoints
+        assert caught.value.__cause__ is None, number
+        assert caught.value.__context__ is None or number == len(calls) - 1
+    path.mkdir()
+    for call in calls[:-1]:
+        with pytest.raises(ValueError, match=r"none\.ckpt") as caught:
+            call()
+        assert not isinstance(caught.value, FileNotFoundError)
+
+
+def start_from_scratch(path):
+    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", devices=2, **QUIET)
+    task, loader, caught = Tiny(), DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2), []
+    accelerator = treadle.Accelerator(cpu=True)
+    for call in (lambda: trainer.fit(task, loader, ckpt_path=path), lambda: accelerator.load_state(path)):
+        try:
+            call()
+        except FileNotFoundError:
+            caught.append("missing")
+    trainer.fit(task, loader)
+    return caught, trainer.global_step
+
+
+def test_every_rank_may_catch_it(tmp_path):
+    assert run(start_from_scratch, 2, str(tmp_path / "none")) == [(["missing", "missing"], 1)] * 2

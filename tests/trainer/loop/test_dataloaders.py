@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SubsetRandomSampler, TensorDataset
 
@@ -327,3 +328,35 @@ def test_a_base_class_method_set_on_the_instance_is_no_loader():
     task, run = Task(), trainer(max_epochs=1)
     run.fit(task, datamodule=Data())
     assert (run.global_step, run.has_validation) == (2, False)
+
+
+def test_a_transfer_hook_of_both_the_task_and_the_data_module(recwarn):
+    class Data(treadle.DataModule):
+        calls = 0
+
+        def train_dataloader(self):
+            return DataLoader(torch.ones(4, 1), batch_size=2)
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            self.calls += 1
+            return batch
+
+    class Both(treadle.TaskModule):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(1, 1)
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            raise AssertionError("never called")
+
+        def training_step(self, batch, batch_idx):
+            return self.net(batch).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    data = Data()
+    treadle.Trainer(accelerator="cpu", max_epochs=2, **QUIET).fit(Both(), datamodule=data)
+    assert data.calls == 4
+    words = "Data.on_after_batch_transfer is used, and Both.on_after_batch_transfer is never called"
+    assert sum(words in str(warning.message) for warning in recwarn) == 1

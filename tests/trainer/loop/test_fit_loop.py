@@ -659,7 +659,7 @@ def test_sources_without_a_length():
     assert task.gradients == [2.5, 5.0] * 2
     assert task.when == [(0, 3), (1, 3)]
     assert float(own.callback_metrics["val"]) == 2.0
-    assert own.num_training_batches is None
+    assert own.num_training_batches == float("inf")
     task = Task()
     fit(task, DataLoader(Stream(5)), DataLoader(Stream(1)), val_check_interval=2, max_epochs=1)
     assert task.when == [(0, 2), (0, 4)]

@@ -89,7 +89,7 @@ def test_hooks_of_evaluation_batches_may_leave_out_the_loaders_index():
     assert task.calls == [
         *[("validation", index) for index in range(2)],
         *[("test", index) for index in range(2)],
-        *[("predict", index, 0) for index in range(2)],
+        *[("predict", index) for index in range(2)],
     ]
 
 
@@ -125,6 +125,8 @@ def never(self, *arguments):
         ("on_train_batch_ends", "Did you mean 'on_train_batch_end'"),
         ("on_epoch_end", "use on_train_epoch_end"),
         ("training_step_end", "move its code to the end of training_step"),
+        ("on_epoch_finish", "Did you mean 'on_train_epoch_end'"),
+        ("on_val_begin", "Did you mean 'on_validation_start'"),
     ],
 )
 @pytest.mark.parametrize("of_task", [True, False], ids=["task", "callback"])
@@ -199,3 +201,101 @@ def test_modes_are_taken_back_when_an_evaluation_fails():
     with pytest.raises(RuntimeError, match="no"):
         trainer().validate(task, loader(2), verbose=False)
     assert (task.training, task.net.training, task.norm.training) == (True, False, True)
+
+
+def with_star_arguments(base, names, seen):
+    """Return a subclass of ``base`` whose methods take ``*args, **kwargs``, note what they got, and pass it on."""
+
+    def build(name):
+        def method(self, *args, **kwargs):
+            seen.add((base.__name__, name, len(args), *sorted(kwargs)))
+            return getattr(super(subclass, self), name)(*args, **kwargs)
+
+        return method
+
+    subclass = type("Star", (base,), {name: build(name) for name in names})
+    return subclass
+
+
+class Data(treadle.DataModule):
+    def __init__(self, loaders):
+        super().__init__()
+        self.train_dataloader = loader
+        evaluation = loader if loaders == 1 else lambda: [loader() for _ in range(loaders)]
+        self.val_dataloader = self.test_dataloader = self.predict_dataloader = evaluation
+
+
+BATCH_HOOKS = [f"on_{kind}_batch_{moment}" for kind in ("validation", "test", "predict") for moment in ("start", "end")]
+STEPS = ["validation_step", "test_step", "predict_step"]
+TRAINING = {"training_step": 2, "on_train_batch_start": 2, "on_train_batch_end": 3, "on_before_optimizer_step": 1}
+OF_TASK = {"backward": 1, "optimizer_step": 4, "optimizer_zero_grad": 3, "lr_scheduler_step": 2}
+OF_TRANSFER = {"on_before_batch_transfer": 2, "transfer_batch_to_device": 3, "on_after_batch_transfer": 2}
+
+
+@pytest.mark.parametrize("loaders", [1, 2])
+def test_star_arguments_get_the_arguments_that_lightning_passes(loaders):
+    # Lightning 2.6 passes the index of the dataloader only with several; the counts were measured with it.
+    class Plain(Task):
+        def training_step(self, batch, batch_idx):
+            return self.net(batch[0]).mean()
+
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            return self.net(batch[0]).mean()
+
+        def predict_step(self, batch, batch_idx, dataloader_idx=0):
+            return self(batch)
+
+        test_step = validation_step
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    seen = set()
+    shared = [*BATCH_HOOKS, "setup", "teardown", "on_train_batch_start", "on_train_batch_end"]
+    shared.append("on_before_optimizer_step")
+    task_names = [*shared, *STEPS, *OF_TASK, "training_step", "configure_gradient_clipping"]
+    task = with_star_arguments(Plain, task_names, seen)()
+    callback = with_star_arguments(treadle.Callback, shared, seen)()
+    data = with_star_arguments(Data, ["setup", "teardown", *OF_TRANSFER], seen)(loaders)
+    run = trainer(callbacks=callback, num_sanity_val_steps=0, max_epochs=1, gradient_clip_val=1.0)
+    for stage in (run.fit, run.validate, run.test, run.predict):
+        stage(task, datamodule=data)
+    expected = {("Plain", name, 1 + loaders) for name in STEPS}
+    for owner, bound in (("Plain", 0), ("Callback", 2)):
+        expected |= {(owner, name, bound + loaders + 1 + name.endswith("end")) for name in BATCH_HOOKS}
+        expected |= {(owner, name, bound, "stage") for name in ("setup", "teardown")}
+        expected |= {(owner, name, bound + count) for name, count in TRAINING.items() if name in shared}
+    expected |= {("Plain", name, count) for name, count in OF_TASK.items()} | {("Plain", "training_step", 2)}
+    expected |= {("Plain", "configure_gradient_clipping", 1, "gradient_clip_algorithm", "gradient_clip_val")}
+    expected |= {("Data", name, count) for name, count in OF_TRANSFER.items()}
+    expected |= {("Data", name, 0, "stage") for name in ("setup", "teardown")}
+    assert seen == expected
+
+
+def test_hooks_may_mix_names_and_star_arguments_or_use_names_of_their_own():
+    class Mixed(Task):
+        def setup(self, which):
+            self.calls.append(which)
+
+        def teardown(self, *, stage):
+            self.calls.append(stage)
+
+        def validation_step(self, batch, *rest):
+            self.calls.append(rest)
+
+        def test_step(self, batch, batch_idx, dataloader_idx, *rest):
+            self.calls.append((batch_idx, dataloader_idx, rest))
+
+        def configure_gradient_clipping(self, optimizer, limit, kind):
+            self.calls.append((limit, kind))
+
+    task, run = Mixed(), trainer(num_sanity_val_steps=0, max_steps=1, gradient_clip_val=1.0)
+    run.validate(task, loader(2), verbose=False)
+    run.test(task, loader(2), verbose=False)
+    run.fit(task, loader(2))
+    assert task.calls == [
+        *("validate", (0,), "validate"),
+        *("test", (0, 0, ()), "test"),
+        *("fit", (1.0, None), "fit"),
+    ]

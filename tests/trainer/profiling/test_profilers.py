@@ -413,3 +413,25 @@ def test_two_processes_write_a_file_each(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "fit-0.pt.trace.json", "fit-1.pt.trace.json", "fit-times-0.txt", "fit-times-1.txt",
     ]  # fmt: skip
+
+
+def test_names_that_programs_read_from_the_profilers(tmp_path):
+    profiler = SimpleProfiler()
+    with profiler.profile("outer"):
+        assert list(profiler.current_actions) == ["outer"]
+        for _ in range(3):
+            with profiler.profile("inner"):
+                pass
+    durations = profiler.recorded_durations
+    assert {name: len(values) for name, values in durations.items()} == {"outer": 1, "inner": 3}
+    assert sum(durations["inner"]) == pytest.approx(profiler.actions["inner"].total)
+    assert profiler.current_actions == {}
+    assert profiler.start_time <= time.perf_counter() - sum(durations["outer"])
+    assert type(tl.Trainer(accelerator="cpu", profiler="Simple", logger=False).profiler) is SimpleProfiler
+
+    recorder = PyTorchProfiler(dirpath=tmp_path, schedule=None)
+    assert recorder.function_events is None
+    recorder.setup("fit")
+    torch.ones(2, 2) @ torch.ones(2, 2)
+    recorder.describe()
+    assert any(event.name == "aten::mm" for event in recorder.function_events)

@@ -1,0 +1,193 @@
+"""Copies of a Trainer, of a data module and of what refers to them, made by pickle and deepcopy."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from processes import run, script
+from quiet import QUIET
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from treadle.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from treadle.compat.demos.boring_classes import BoringModel
+from treadle.loggers import CSVLogger
+
+import treadle
+
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.net(batch[0]).square().mean())
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)]
+
+
+def loader():
+    return DataLoader(TensorDataset(torch.arange(16.0).view(8, 2) / 16), batch_size=2)
+
+
+def by_pickle(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+COPIES = pytest.mark.parametrize("make", [by_pickle, copy.deepcopy])
+
+
+@COPIES
+def test_a_copy_holds_flags_callbacks_and_values_and_can_go_on(tmp_path, make):
+    torch.manual_seed(0)
+    callbacks = [ModelCheckpoint(monitor="val_loss"), EarlyStopping("val_loss"), TQDMProgressBar()]
+    trainer = treadle.Trainer(
+        max_epochs=2, accelerator="cpu", callbacks=callbacks, logger=CSVLogger(tmp_path), enable_model_summary=False
+    )
+    task = Task()
+    trainer.fit(task, loader(), loader())
+    copied = make(trainer)
+    assert "accelerator" not in vars(copied)  # no process group, thread or signal handler yet
+    assert (copied.max_epochs, copied.current_epoch, copied.global_step) == (2, 2, 8)
+    assert copied.callback_metrics == trainer.callback_metrics
+    assert copied.logged_metrics == trainer.logged_metrics
+    assert list(copied.history["val_loss"].values) == list(trainer.history["val_loss"].values)
+    assert copied.checkpoint_callback is not trainer.checkpoint_callback
+    assert copied.checkpoint_callback.best_model_path == trainer.checkpoint_callback.best_model_path
+    assert copied.checkpoint_callback.best_model_score == trainer.checkpoint_callback.best_model_score
+    assert copied.early_stopping_callbacks[0].state_dict() == trainer.early_stopping_callbacks[0].state_dict()
+    assert copied.log_dir == trainer.log_dir
+    assert copied.loggers[0] is not trainer.loggers[0]
+    assert "accelerator" not in vars(copied)
+
+    assert torch.equal(copied.lightning_module.net.weight, task.net.weight)
+    expected = trainer.test(task, loader(), verbose=False)
+    assert copied.test(Task(), loader(), ckpt_path="best", verbose=False) == trainer.test(
+        Task(), loader(), ckpt_path="best", verbose=False
+    )
+    assert copied.test(copied.lightning_module, loader(), verbose=False) == expected
+
+    trainer.fit_loop.max_epochs = copied.fit_loop.max_epochs = 3
+    other = copy.deepcopy(task)
+    trainer.fit(task, loader(), loader())
+    copied.fit(other, loader(), loader())
+    assert torch.equal(other.net.weight, task.net.weight)
+    assert copied.global_step == trainer.global_step == 12
+
+
+@COPIES
+def test_an_unused_trainer_and_a_shallow_copy(tmp_path, make):
+    trainer = treadle.Trainer(
+        max_steps=2, accelerator="cpu", accumulate_grad_batches=2, precision="bf16-mixed", **QUIET
+    )
+    copied, task = make(trainer), Task()
+    assert copied.precision == "bf16-mixed"
+    assert copied.accumulate_grad_batches == 2
+    copied.fit(task, loader())
+    assert copied.global_step == 2
+    assert trainer.global_step == 0
+    assert copy.copy(trainer).accelerator is trainer.accelerator
+    with pytest.raises(AttributeError, match="'Trainer' object has no attribute 'nonsense'"):
+        _ = copied.nonsense
+
+
+class CopiesWithin(treadle.Callback):
+    def __init__(self):
+        self.copies = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            self.copies += [by_pickle(trainer.callbacks[1:]), copy.deepcopy(trainer.callbacks[1:])]
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.copies.append(copy.deepcopy(trainer))
+
+
+@pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
+def test_copies_within_a_run(tmp_path, kind):
+    within = CopiesWithin()
+    trainer = treadle.Trainer(
+        max_epochs=1, accelerator="cpu", callbacks=[within, kind()], default_root_dir=tmp_path, logger=False
+    )
+    trainer.fit(Task(), loader(), loader())
+    *bars, copied = within.copies
+    assert [type(bar[0]) for bar in bars] == [kind, kind]
+    assert all("accelerator" not in vars(bar[0].trainer) for bar in bars)
+    assert copied.global_step == 4
+    assert copied.stage is None
+    copied.fit(Task(), loader(), loader())
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.full((2,), float(index))
+
+
+class Data(treadle.DataModule):
+    def collate(self, samples):
+        assert self.trainer is None  # a worker has none
+        return [torch.stack(samples)]
+
+    def train_dataloader(self):
+        return DataLoader(Rows(), batch_size=2, num_workers=1, multiprocessing_context="spawn", collate_fn=self.collate)
+
+    def test_dataloader(self):
+        return loader()
+
+
+def test_a_data_module_goes_to_spawned_workers(tmp_path):
+    task, data = Task(), Data()
+    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **QUIET)
+    trainer.fit(task, datamodule=data)
+    assert trainer.global_step == 4
+    assert data.trainer is trainer
+    for copied in (by_pickle(data), copy.deepcopy(data)):
+        assert copied.trainer is None
+        assert len(trainer.test(task, datamodule=copied, verbose=False)) == 1
+
+
+def copy_in_ranks(folder):
+    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", devices=2, default_root_dir=folder, **QUIET)
+    trainer.fit(Task(), loader())
+    copied, results = copy.deepcopy(trainer), []
+    assert copied.callback_metrics == trainer.callback_metrics
+    for used in (trainer, copied):
+        torch.manual_seed(1)
+        task = Task()
+        used.fit_loop.max_epochs = 2
+        used.fit(task, loader())
+        results.append((used.world_size, used.global_step, task.net.weight.detach().clone()))
+    boring = treadle.Trainer(max_steps=1, accelerator="cpu", devices=2, default_root_dir=folder, **QUIET)
+    boring.fit(BoringModel())
+    return results, pickle.dumps(boring)  # of classes that any process can import
+
+
+def test_a_copy_on_two_processes(tmp_path):
+    ranks = run(copy_in_ranks, 2, str(tmp_path))
+    for results, _ in ranks:
+        (size, steps, weight), (copied_size, copied_steps, copied_weight) = results
+        assert (size, steps) == (copied_size, copied_steps) == (2, 4)
+        assert torch.equal(weight, copied_weight)
+        assert torch.equal(weight, ranks[0][0][0][2])
+    path = tmp_path / "trainer.pkl"
+    path.write_bytes(ranks[0][1])
+    # Reading a copy starts no processes, although its flag is devices=2.
+    program = (
+        f"import pickle\ntrainer = pickle.load(open({str(path)!r}, 'rb'))\n"
+        "print(trainer.global_step, trainer.callback_metrics, 'accelerator' in vars(trainer))"
+    )
+    done = script(program)
+    assert done.stdout.strip() == "1 {} False", done.stderr
