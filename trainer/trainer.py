@@ -153,8 +153,8 @@ class Trainer(LightningAliases):
         accelerator: The `Accelerator` that the loop uses.
         progress: Counters of the run; see `Progress`.
         history: Curves of the logged values, and the time spent in each activity; see `History`.
-        should_stop: Set this to True to end the run after an optimizer step, once ``min_epochs`` and ``min_steps`` are
-            reached.
+        stop_requests: Who requests the end of the run. An `EarlyStopping` withdraws its request if the monitored value
+            recovers before ``min_epochs`` and ``min_steps`` are reached.
         decided: Settings that the latest ``fit`` announced, as text; "" before the first ``fit``.
 
     Raises:
@@ -325,7 +325,8 @@ class Trainer(LightningAliases):
         self.metrics = self.new_metrics(training=True)
         self.config: str | None = None  # the run's configuration as YAML, if any; saved in checkpoints
         self.resume_command: str | None = None  # the shell command that resumes the run, if one started it
-        self.should_stop = self.interrupted = self.sanity_checking = False
+        self.stop_requests: set[object] = set()
+        self.interrupted = self.sanity_checking = False
         self.preemption = Preemption(self.accelerator, self.grace_seconds)
         self.decided = ""
         self.evaluation_batch = 0
@@ -658,6 +659,18 @@ class Trainer(LightningAliases):
         if not overrides(self.task, "validation_step"):
             return False
         return len(self.sources.evaluation("val")) > len(self.sources.empty("val"))
+
+    @property
+    def should_stop(self) -> bool:
+        """Set this to True to end the run after an optimizer step, once ``min_epochs`` and ``min_steps`` are reached."""
+        return bool(self.stop_requests)
+
+    @should_stop.setter
+    def should_stop(self, stop: bool) -> None:
+        if stop:
+            self.stop_requests.add("user")
+        else:
+            self.stop_requests.clear()
 
     # -- numbers and settings ------------------------------------------------------------------------------------
 

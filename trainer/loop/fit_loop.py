@@ -210,7 +210,7 @@ class FitLoop:
         return explain_empty(self.loader, self.trainer.world_size)
 
     def _wants_to_stop(self) -> bool:
-        return self.trainer.should_stop or self._is_late()
+        return bool(self.trainer.stop_requests) or self._is_late()
 
     def _is_late(self) -> bool:
         return self.deadline is not None and time.monotonic() >= self.deadline
@@ -248,9 +248,10 @@ class FitLoop:
             trainer.history.measure(progress, read_learning_rates(trainer))
         for hook in self.hooks.on_step_end:
             hook()
-        if stop:
+        if stop and self._may_stop(stop):  # a request that min_epochs or min_steps hold back may still be withdrawn
             trainer.should_stop = True
-        return (stop and self._may_stop(stop)) or 0 <= trainer.max_steps <= progress.step
+            return True
+        return 0 <= trainer.max_steps <= progress.step
 
     # -- validation and schedulers -------------------------------------------------------------------------------
 

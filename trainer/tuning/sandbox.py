@@ -75,7 +75,7 @@ def _make_understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
     inner, accelerator, sources = copy.copy(trainer), trainer.accelerator, trainer.sources
     assert trainer.task is not None
     assert sources is not None
-    inner.callbacks, inner.loggers = [], [SilentLogger()] if trainer.loggers else []
+    inner.callbacks, inner.loggers, inner.stop_requests = [], [SilentLogger()] if trainer.loggers else [], set()
     inner.history = History(accelerator.cursor)
     inner.logbook = Logbook(accelerator.world, accelerator.data_world, [], inner.history)
     inner.profiler = PassThroughProfiler()
