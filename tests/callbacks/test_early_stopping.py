@@ -200,11 +200,12 @@ def test_stopped_by_another_limit_it_stays_so_while_that_holds(tmp_path, limit, 
 
 @pytest.mark.parametrize(("cut", "least"), [(4, 5), (5, 6)])
 def test_a_stop_that_the_minimum_holds_back_survives_a_resume(tmp_path, cut, least):
-    """Decided in the third epoch; that it gets better in the fifth does not take it back, resumed or not."""
-    values = [1.0, 2.0, 3.0, 4.0, 0.0, 0.5, 0.6, 0.7, 0.8]
-    assert goes_on(tmp_path / "whole", values, min_epochs=least, patience=2)[0] == least
-    assert goes_on(tmp_path / "parts", values, min_epochs=cut, epochs=cut, patience=2)[0] == cut
-    assert goes_on(tmp_path / "parts", values, min_epochs=least, patience=2)[0] == least
+    """Decided in the third epoch, and held back until the metric recovers in the fifth or until it may, resumed or not."""
+    for fifth, until in ((0.0, 7), (5.0, least)):
+        values, root = [1.0, 2.0, 3.0, 4.0, fifth, 5.5, 6.0, 7.0, 8.0], tmp_path / str(fifth)
+        assert goes_on(root / "whole", values, min_epochs=least, patience=2)[0] == until
+        assert goes_on(root / "parts", values, min_epochs=cut, epochs=cut, patience=2)[0] == cut
+        assert goes_on(root / "parts", values, min_epochs=least, patience=2)[0] == until
 
 
 def test_a_second_fit_goes_on_and_its_checkpoints_too(tmp_path):
