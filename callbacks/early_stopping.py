@@ -43,9 +43,9 @@ class EarlyStopping(Callback):
     """Callback that stops the run when ``monitor`` has not improved for ``patience`` checks.
 
     All processes stop after the same step, once the Trainer's ``min_epochs`` and ``min_steps`` are reached. Until then,
-    each check decides anew, so the run continues if ``monitor`` recovers. If a run is resumed from a checkpoint that was
-    saved after the stop, it ends again, unless the current arguments, for example a larger ``patience``, allow it to
-    continue.
+    each check decides anew, so the run continues if ``monitor`` recovers. If a run is resumed from a checkpoint that
+    was saved after the stop, it ends again, unless the current arguments, for example a larger ``patience``, allow it
+    to continue.
 
     Args:
         monitor: Name of the logged value.

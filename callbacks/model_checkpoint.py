@@ -426,7 +426,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     def _has_current_value(self, trainer: Trainer, name: str, values: dict[str, float], epoch_is_over: bool) -> bool:
         """Return whether ``name`` has a value for the current weights."""
-        if name in ("step", "epoch"):
+        if name in ("step", "epoch") or name in trainer.logbook.agreed_names:
             return True
         if name in values:
             just_measured = name in trainer.logbook.watch.just_measured(trainer) or name in trainer.metrics.latest()

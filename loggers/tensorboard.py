@@ -14,7 +14,7 @@ from ..common.validation import check_bool
 from ._services import check_names
 from .directory import DirectoryLogger
 from .logger import Params, process_rank, rank_zero_experiment
-from .values import as_mapping, as_metrics, as_number, flatten, plain
+from .values import as_metrics, as_number, flatten
 
 if TYPE_CHECKING:
     import torch

@@ -37,7 +37,7 @@ from .checkpointing import LastStep, TrainerCheckpointer
 from .core import DataModule, SchedulerConfig, TaskModule, log_to, overrides, warn_of_code
 from .default_callbacks import choose_callbacks, choose_loggers, set_aside
 from .lightning_aliases import LightningAliases
-from .logging import History, Logbook, tensors_by_name
+from .logging import CallbackMetrics, History, Logbook, tensors_by_name
 from .loop import (
     KIND_OF_STAGE,
     Evaluation,
@@ -662,7 +662,7 @@ class Trainer(LightningAliases):
 
     @property
     def should_stop(self) -> bool:
-        """Set this to True to end the run after an optimizer step, once ``min_epochs`` and ``min_steps`` are reached."""
+        """Set to True to end the run after an optimizer step, once ``min_epochs`` and ``min_steps`` are reached."""
         return bool(self.stop_requests)
 
     @should_stop.setter
@@ -676,14 +676,18 @@ class Trainer(LightningAliases):
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """Latest logged values of the stage, by name. Values of single steps may be those of this process only."""
-        latest = self.metrics.latest()
+        """Latest logged values of the stage, by name, and values that were written into this dict.
+
+        Values of single steps may be those of this process only. A number that was written can be monitored. Where
+        ranks wrote different numbers under a name, monitors use that of the lowest rank.
+        """
+        latest, wide = self.metrics.latest(), self.logbook.wide.union(self.metrics.wide_names())
         values = {**latest, **self.logbook.callback_values, **latest}  # the task's values come first, as in Lightning
         if self.stage == "fit" and not self.progress.epoch_is_trained:
             evaluation = () if self.metrics.evaluation is None else self.metrics.evaluation.entries
             newer = self.logbook.watch.just_measured(self).union(entry.name for entry in evaluation)
             values |= {name: value for name, value in self.metrics.latest_of_both().items() if name not in newer}
-        return tensors_by_name(values)
+        return CallbackMetrics(tensors_by_name(values, wide) | self.logbook.other_values, self.logbook)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:

@@ -91,12 +91,16 @@ def test_a_stop_that_is_held_back_is_decided_anew(tmp_path, minimum):
 
 def test_a_withdrawn_stop_leaves_the_requests_of_others(tmp_path):
     """Of two that request a stop, one withdraws; and a request of the user's own is not withdrawn at all."""
-    for wish in (None, lambda trainer: setattr(trainer, "should_stop", True)):
-        first, second = EarlyStopping("val_loss", patience=2), EarlyStopping("val_loss", mode="max", divergence_threshold=9.0)
-        own = LambdaCallback(on_train_epoch_end=lambda trainer, _: wish(trainer) if trainer.current_epoch == 3 else None)
-        callbacks = [first, second] if wish is None else [first, own]
-        made = fit(tmp_path, *callbacks, values=RECOVERS, max_epochs=8, min_epochs=6)
-        assert (made.current_epoch, first.stopping_reason_message) == (6, None)
+    diverged = EarlyStopping("val_loss", mode="max", divergence_threshold=9.0)
+
+    def wish(trainer, _):
+        if trainer.current_epoch == 3:
+            trainer.should_stop = True
+
+    for other in (diverged, LambdaCallback(on_train_epoch_end=wish)):
+        stop = EarlyStopping("val_loss", patience=2)
+        made = fit(tmp_path, stop, other, values=RECOVERS, max_epochs=8, min_epochs=6)
+        assert (made.current_epoch, stop.stopping_reason_message) == (6, None)
 
 
 def test_a_held_back_stop_in_a_checkpoint(tmp_path):
@@ -200,7 +204,7 @@ def test_stopped_by_another_limit_it_stays_so_while_that_holds(tmp_path, limit, 
 
 @pytest.mark.parametrize(("cut", "least"), [(4, 5), (5, 6)])
 def test_a_stop_that_the_minimum_holds_back_survives_a_resume(tmp_path, cut, least):
-    """Decided in the third epoch, and held back until the metric recovers in the fifth or until it may, resumed or not."""
+    """Decided in the third epoch, and held back until the metric recovers in the fifth or until it may stop."""
     for fifth, until in ((0.0, 7), (5.0, least)):
         values, root = [1.0, 2.0, 3.0, 4.0, fifth, 5.5, 6.0, 7.0, 8.0], tmp_path / str(fifth)
         assert goes_on(root / "whole", values, min_epochs=least, patience=2)[0] == until

@@ -101,7 +101,9 @@ class Fit:
         loader.set_epoch(trainer.progress.epoch)
         self._check_validation()
         trainer.checkpointer.register()
-        initial_states = [(source, source.state_dict()) for source in (sources.hook_loaders("train") if reloads else [])]
+        initial_states = [
+            (source, source.state_dict()) for source in (sources.hook_loaders("train") if reloads else [])
+        ]
         random_state = trainer.checkpointer.restore_run(trainer.opened_checkpoint, self.schedule)
         trainer.opened_checkpoint = None  # everything is restored, so its memory can be freed
         if reloads:

@@ -193,7 +193,11 @@ def test_validation_loaders_are_made_anew_for_the_validation_that_uses_them(flag
         task, module = Task(), Noted()
         every = {"reload_dataloaders_every_n_epochs": 3, "max_epochs": 8, "callbacks": [Collects(folder)], **flags}
         trainer(num_sanity_val_steps=1, **every).fit(task, datamodule=module, ckpt_path=path)
-        return [epoch for epoch, _ in module.asked], module.validated, task.evaluated[path is None and "limit_val_batches" not in flags :]
+        return (
+            [epoch for epoch, _ in module.asked],
+            module.validated,
+            task.evaluated[path is None and "limit_val_batches" not in flags :],
+        )
 
     train, val, evaluated = fit(folder=tmp_path)
     assert (train, val) == wanted

@@ -1,6 +1,5 @@
 """When the loop steps schedulers, and with which values."""
 
-
 import pytest
 import torch
 from processes import run
