@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from enum import Enum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,6 +100,8 @@ class EarlyStopping(Callback):
 
     after_task = 1
     exchanges = True
+    mode_dict = MappingProxyType({"min": torch.lt, "max": torch.gt})
+    order_dict = MappingProxyType({"min": "<", "max": ">"})
 
     def __init__(
         self,
@@ -212,7 +215,7 @@ class EarlyStopping(Callback):
     @property
     def monitor_op(self) -> Callable[[Tensor, Tensor], Tensor]:
         """Comparison that returns whether its first argument is better: ``torch.lt`` or ``torch.gt``."""
-        return torch.lt if self.mode == "min" else torch.gt
+        return self.mode_dict[self.mode]
 
     def _should_skip_check(self, trainer: Trainer) -> bool:
         return trainer.stage != "fit" or trainer.sanity_checking

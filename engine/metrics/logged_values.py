@@ -204,6 +204,13 @@ class Metrics:
                     f"{name!r} is logged with on_step=True, but {type(value).__name__}.update() does not compute a "
                     "value for the step. Call the metric itself, metric(...), or log with on_step=False, on_epoch=True."
                 )
+        in_batch = self._entries is self._in_step
+        other = (self._in_epoch if in_batch else self._in_step).get(name)
+        if other is not None and other.spec is not None:
+            warn(
+                f"{name!r} is logged both within batches and between them, so the later of the two values replaces the "
+                "other in callback_metrics. Use two names."
+            )
         if previous is not None:  # restored from a checkpoint
             entry.total, entry.total_weight = previous.total, previous.total_weight
             entry.values, entry.weights = previous.values, previous.weights
@@ -428,7 +435,7 @@ def _select_parts(parts: list[Any], world: World) -> list[Any]:
 def _resolve_reduction(name: str, reduce_fx: Any) -> str:
     reduction = getattr(reduce_fx, "__name__", reduce_fx)
     if isinstance(reduction, str):
-        reduction = {"amin": "min", "amax": "max", "avg": "mean"}.get(reduction, reduction)
+        reduction = {"amin": "min", "amax": "max", "avg": "mean"}.get(reduction.lower(), reduction.lower())
     if not isinstance(reduction, str) or reduction not in _REDUCTIONS:
         raise ValueError(
             f"reduce_fx={reduce_fx!r} for {name!r} is not one of {', '.join(_REDUCTIONS)}."

@@ -155,7 +155,7 @@ class FitLoop:
     def _epoch(self) -> None:
         """Train one epoch, or the rest of a resumed one."""
         trainer, progress, metrics, hooks = self.trainer, self.progress, self.metrics, self.hooks
-        self.steps.skip_rest = False
+        self.steps.skip_rest, self.steps.missing_losses, batch_before = False, 0, progress.batch
         if 0 < trainer.reload_dataloaders_every_n_epochs <= progress.epoch - progress.loaded:
             self._reload()
         metrics.between_batches(True)
@@ -183,6 +183,12 @@ class FitLoop:
             if not progress.epoch_is_trained:  # the end of a dataloader without a length is known only here
                 self._close_epoch()
         self.steps.read_outcome()  # a limit ended the run within the epoch
+        if self.steps.missing_losses and self.steps.missing_losses == progress.batch - batch_before:
+            raise ValueError(
+                f"training_step returned None for all {format_count(self.steps.missing_losses, 'batch')} of epoch "
+                f"{progress.epoch}, so nothing was trained. Return the loss. To compute gradients yourself, set "
+                "self.automatic_optimization = False in __init__."
+            )
         if self.steps.skip_rest:  # without a validation, but the epoch has ended
             self.schedules.after_epoch()
         if self.steps.skip_rest or progress.epoch_is_trained:

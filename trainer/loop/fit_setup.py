@@ -268,7 +268,7 @@ def configure(task: TaskModule, ranks: int = 1) -> tuple[list[torch.optim.Optimi
     check_ownership(task, optimizers, schedulers)
     if task.automatic_optimization:  # otherwise training_step steps them
         for config in schedulers:
-            config.check_monitor()
+            config.check_steps()
     if len(optimizers) > 1 and task.automatic_optimization:
         raise ValueError(
             f"{type(task).__name__}.configure_optimizers returned {len(optimizers)} optimizers, but automatic "
