@@ -147,14 +147,13 @@ class _LRFinder:
         """Return a mask of the points, up to the lowest one, at which the smoothed loss has fallen significantly.
 
         A fall from an earlier point is significant if it exceeds three standard deviations of the difference between
-        two independent averages. The deviation of a single loss comes from the second differences of the losses.
+        two independent averages. The deviation of a single loss comes from the differences of successive losses.
         """
         smoothed = torch.tensor([self.results["loss"][k] for k in indices], dtype=torch.float64, device="cpu")
         losses = torch.tensor([x for x in self._losses if math.isfinite(x)], dtype=torch.float64, device="cpu")
         if len(self._losses) != len(self.results["loss"]) or len(losses) < 4:
             return torch.ones(len(indices), dtype=torch.bool, device="cpu")  # there is nothing to estimate it from
-        bends = (losses[2:] - 2 * losses[1:-1] + losses[:-2]).abs().median().item()
-        deviation = 1.4826 * bends / math.sqrt(6)
+        deviation = 1.4826 * losses.diff().abs().median().item() / math.sqrt(2)
         counts = torch.tensor(self._losses, device="cpu").isfinite().cumsum(0)[indices]  # losses in each average
         kept = _FORGET ** counts.double()
         variances = (1 - _FORGET) / (1 + _FORGET) * (1 + kept) / (1 - kept) * deviation**2
