@@ -163,7 +163,8 @@ def test_what_is_refused(tmp_path):
 def test_an_optimizer_of_all_parameters_trains_as_one_that_was_filtered(tmp_path):
     def train(filtered, **flags):
         task, kept = Task(filtered=filtered), ModelCheckpoint(tmp_path / str(filtered), "{epoch}", save_top_k=-1)
-        made = fit(tmp_path, BackboneFinetuning(1), *([] if flags else [kept]), task=task, max_epochs=3, **flags)
+        made = trainer(tmp_path, BackboneFinetuning(1), *([] if flags else [kept]), max_epochs=3)
+        made.fit(task, loader(), **flags)
         groups = made.optimizers[0].param_groups
         return [p.tolist() for p in task.parameters()], [(len(group["params"]), group["lr"]) for group in groups]
 

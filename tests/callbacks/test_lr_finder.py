@@ -343,7 +343,7 @@ def test_noise_is_no_suggestion(name, optimizer, low, high):
         x, sizes, loss = x / 16, (64, 10), nn.functional.cross_entropy
     else:
         x, y, sizes, loss = x / x.std(0), ((y - y.mean()) / y.std()).float(), (10, 1), nn.functional.mse_loss
-    for seed in range(8):
+    for seed in range(8) if name == "diabetes" else range(2):
         torch.manual_seed(seed)
         data = TensorDataset(torch.randn_like(x), torch.randn_like(y)) if name == "noise" else TensorDataset(x, y)
         task, trainer = Real(sizes, loss, optimizer), treadle.Trainer(**QUIET, max_epochs=1)
@@ -355,8 +355,11 @@ def test_noise_is_no_suggestion(name, optimizer, low, high):
 class Skips(Real):
     """Returns no loss for each fifth batch."""
 
-    def training_step(self, batch, batch_idx):
-        return None if batch_idx % 5 == 2 else super().training_step(batch)
+    calls = 0
+
+    def training_step(self, batch):
+        self.calls += 1
+        return None if self.calls % 5 == 3 else super().training_step(batch)
 
 
 @pytest.mark.filterwarnings("ignore:training_step returned None")
@@ -364,7 +367,7 @@ def test_batches_without_a_loss_are_left_out_of_a_search():
     torch.manual_seed(0)
     x = torch.randn(512, 10)
     task = Skips((10, 1), nn.functional.mse_loss, torch.optim.Adam)
-    loader = DataLoader(TensorDataset(x, x.sum(1)), 4)
+    loader = DataLoader(TensorDataset(x, x.sum(1)), 32)
     found = Tuner(treadle.Trainer(**QUIET, max_epochs=1)).lr_find(task, loader, num_training=100)
     assert len(found.results["lr"]) == 100
     assert [math.isnan(loss) for loss in found.results["loss"]] == [k % 5 == 2 for k in range(100)]

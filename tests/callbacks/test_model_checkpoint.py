@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from callback_runs import Tiny, fit, loader, trainer
 from processes import RankError, clean_environment, run
 from torch import nn
@@ -240,11 +241,18 @@ def test_what_a_fit_waited_for_the_next_one_does_not(tmp_path):
     [({}, ""), ({"validate": False}, "no validation"), ({"limit_val_batches": 0}, "no validation")],
 )
 def test_a_value_that_was_never_logged(tmp_path, flags, also):
-    with pytest.raises(ValueError, match=r"ModelCheckpoint's monitor 'train_los' was never logged.*'train_loss'") as e:
-        fit(tmp_path, ModelCheckpoint(tmp_path / "c", monitor="train_los"), values=[1.0], **flags)
-    assert also in str(e.value)
-    with pytest.raises(ValueError, match="never logged"):
-        fit(tmp_path, ModelCheckpoint(tmp_path / "c", monitor="other", every_n_train_steps=2), values=[1.0], **flags)
+    """An error after a validation; in a run without one, a warning."""
+    kept = ModelCheckpoint(tmp_path / "c", monitor="train_los")
+    words = r"ModelCheckpoint's monitor 'train_los' was never logged.*'train_loss'"
+    if not flags:
+        with pytest.raises(ValueError, match=words):
+            fit(tmp_path, kept, values=[1.0])
+        with pytest.raises(ValueError, match="never logged"):
+            fit(tmp_path, ModelCheckpoint(tmp_path / "c", monitor="other", every_n_train_steps=2), values=[1.0])
+        return
+    with pytest.warns(UserWarning, match=f"{words}.*{also}"):
+        fit(tmp_path, kept, values=[1.0], **flags)
+    assert kept.best_model_path == ""
 
 
 def test_a_run_that_ends_before_its_first_validation_says_so(tmp_path):
@@ -856,3 +864,28 @@ class InVain(ModelCheckpoint):
 def test_what_is_overridden_in_vain_is_said(tmp_path):
     with pytest.warns(UserWarning, match="InVain overrides _remove_checkpoint, which Treadle never calls"):
         fit(tmp_path, InVain(dirpath=tmp_path), values=[1.0], max_epochs=1)
+
+
+@pytest.mark.parametrize("name", ["val_loss", "train_los"])
+def test_a_run_without_validation_trains_on_where_the_monitor_is_missing(tmp_path, name):
+    kept = ModelCheckpoint(tmp_path, monitor=name, save_last=True)
+    with pytest.warns(
+        UserWarning, match=rf"'{name}' was never logged.*Until it is logged, no best checkpoint is saved"
+    ):
+        assert fit(tmp_path, kept, validate=False, max_epochs=2).current_epoch == 2
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["last.ckpt"]
+    assert (kept.best_model_path, os.path.basename(kept.last_model_path)) == ("", "last.ckpt")
+
+
+def test_scores_of_nan_as_yaml_and_a_save_at_each_step(tmp_path):
+    for mode, worst in (("min", math.inf), ("max", -math.inf)):
+        kept = ModelCheckpoint(tmp_path / mode, "{epoch}", "val_loss", mode=mode)
+        fit(tmp_path, kept, values=[math.nan], max_epochs=1)
+        assert (kept.best_model_score.item(), kept.current_score.item()) == (worst, worst)
+        fit(tmp_path, kept, values=[math.nan, 2.0, 3.0], max_epochs=3)
+        assert kept.best_model_score.item() == {"min": 2.0, "max": 3.0}[mode]
+    kept.to_yaml()
+    assert yaml.safe_load((tmp_path / "max" / "best_k_models.yaml").read_text()) == {kept.best_model_path: 3.0}
+    each = ModelCheckpoint(tmp_path / "each", "{step}", train_time_interval=timedelta(0))
+    fit(tmp_path, each, max_steps=3)
+    assert os.path.basename(each.best_model_path) == "step=3.ckpt"

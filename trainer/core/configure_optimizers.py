@@ -64,6 +64,7 @@ class SchedulerConfig:
 
     def check_steps(self) -> None:
         """Raise a ValueError if a plateau scheduler lacks a ``monitor``."""
+        self._check_method("step")
         if self.reduce_on_plateau and self.monitor is None:
             raise ValueError(
                 f"the scheduler {type(self.scheduler).__name__} needs a monitor. Return "

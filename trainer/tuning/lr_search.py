@@ -44,9 +44,8 @@ class LRSearch:
         with rehearsal(trainer) as inner:
             self._run_range_test(inner, curve)
             finder.optimal_lr = curve
-            suggested = curve.suggestion()
-            if name is not None and suggested is not None:
-                _check_rate_is_used(inner, name, suggested)
+            if name is not None:
+                _check_rate_is_used(inner, name, finder.max_lr)
         self.apply()
 
     def apply(self) -> None:

@@ -133,3 +133,49 @@ def test_on_two_processes():
     for fed, rates in run(on_each_rank, 2):
         assert dict(fed) == dict(zip(range(2, 17, 2), VALUES, strict=True))
         assert rates == [[0.5, 0.25, 0.125, 0.0625]] * 2
+
+
+class WithoutStep:
+    """A scheduler that training_step steps in its own way."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.count = optimizer, 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict):
+        self.count = state_dict["count"]
+
+    def advance(self):
+        self.count += 1
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_a_scheduler_without_step_is_for_manual_optimization(automatic, tmp_path):
+    class Task(Leaves):
+        def __init__(self):
+            super().__init__(at=None)
+            self.automatic_optimization = automatic
+
+        def training_step(self, batch, batch_idx):
+            if automatic:
+                return super().training_step(batch, batch_idx)
+            self.optimizers().zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().step()
+            self.lr_schedulers().advance()
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), 1.0)
+            return [optimizer], [WithoutStep(optimizer)]
+
+    if automatic:
+        with pytest.raises(TypeError, match=r"has no step\(\)"):
+            fit(Task(), limit_val_batches=0)
+        return
+    kept, task = ModelCheckpoint(tmp_path), Task()
+    fit(task, kept, limit_val_batches=0, max_epochs=2)
+    assert task.lr_schedulers().count == 8
+    task = fit(Task(), ckpt_path=kept.best_model_path, limit_val_batches=0, max_epochs=3)
+    assert task.lr_schedulers().count == 12
