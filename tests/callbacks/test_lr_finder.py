@@ -759,3 +759,12 @@ def test_no_search_within_a_run_and_none_with_fast_dev_run():
     trainer = treadle.Trainer(**QUIET, fast_dev_run=True, callbacks=finders)
     trainer.fit(Plain(), loader)
     assert [finders[0].optimal_lr, finders[1].optimal_batch_size] == [None, None]
+
+
+def test_no_trial_and_one_rate():
+    task, trainer = Task(), treadle.Trainer(**QUIET, max_epochs=1)
+    assert Tuner(trainer).scale_batch_size(task, init_val=6, max_trials=0) == task.batch_size == 6
+    assert task.calls == 0
+    with pytest.warns(UserWarning, match="at least 2 points are needed"):
+        found = Tuner(trainer).lr_find(Plain(), DataLoader(dataset(), 8), num_training=1)
+    assert len(found.results["lr"]) == 1

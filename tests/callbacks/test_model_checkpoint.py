@@ -119,7 +119,7 @@ def test_the_newest_few_are_those_of_the_highest_step(tmp_path):
         ("min", 2, [3.0, 1.0, 2.0, NAN], [1, 2], 1, 2),
         ("max", 2, [NAN, 1.0, 2.0, 3.0], [2, 3], 3, 2),
         ("min", 2, [NAN, NAN, NAN, 9.0], [1, 3], 3, 1),
-        ("min", 1, [NAN, math.inf, NAN, NAN], [1], 1, 1),
+        ("min", 1, [NAN, math.inf, NAN, NAN], [0], 0, 0),  # NaN counts as infinity, as in Lightning
         ("min", -1, [3.0, NAN, 2.0, 4.0], [0, 1, 2, 3], 2, 1),
         ("min", 9, [3.0, 1.0, 2.0, 4.0], [0, 1, 2, 3], 1, None),
     ],
@@ -133,7 +133,7 @@ def test_the_best_are_kept(tmp_path, mode, top, values, kept_epochs, best, worst
     assert sorted(kept.best_k_models) == [str(tmp_path / "c" / f"epoch={e}.ckpt") for e in kept_epochs]
     assert kept.best_model_path == str(tmp_path / "c" / f"epoch={best}.ckpt")
     assert kept.kth_best_model_path == ("" if worst is None else str(tmp_path / "c" / f"epoch={worst}.ckpt"))
-    assert kept.best_model_score.item() == values[best]
+    assert kept.best_model_score.item() == (math.inf if math.isnan(values[best]) else values[best])
     assert kept.best_model_score.ndim == kept.current_score.ndim == 0
     assert {v.ndim for v in kept.best_k_models.values()} == {0}
     assert seen == [False, True, True, True]

@@ -277,3 +277,8 @@ def test_the_list_of_hooks():
     assert set(HOOKS) == named
     assert all(getattr(Callback, name).__doc__ for name in HOOKS)
     assert all(name in fit_loop.__doc__ for name in HOOKS)
+
+
+def test_no_time_stops_at_once(tmp_path):
+    made = fit(tmp_path, Timer(timedelta(0)))
+    assert (made.global_step, made.current_epoch) == (0, 0)
