@@ -162,11 +162,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         save_trainable_only: bool = False,
         async_save: bool = False,
     ) -> None:
-        interval = (
-            None
-            if train_time_interval is None
-            else parse_duration("train_time_interval", train_time_interval, zero=True)
-        )
+        pause = train_time_interval
+        interval = None if pause is None else parse_duration("train_time_interval", pause, zero=True)
         check_triggers(every_n_train_steps, interval, every_n_epochs)
         check_place(dirpath, filename)
         if check_int("save_top_k", save_top_k, -1, "keeps all") > 1 and monitor is None:
