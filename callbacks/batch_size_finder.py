@@ -30,7 +30,7 @@ class BatchSizeFinder(Callback):
         steps_per_trial: In ``fit``, number of optimizer steps in each trial. The trial also runs this number of batches
             from each validation dataloader. In other stages, number of batches from each dataloader. Default: 3.
         init_val: The first size. If it does not fit, smaller sizes are tried. Default: 2.
-        max_trials: Maximum number of sizes to try. Default: 25.
+        max_trials: Maximum number of sizes to try; 0 uses ``init_val`` without a trial. Default: 25.
         batch_arg_name: Name of the attribute that contains the batch size, in the task, the data module or the hparams
             of either. Default: ``"batch_size"``.
         margin: With ``"binsearch"``, fraction by which the largest size that fits is reduced if a larger size ran out
@@ -74,7 +74,7 @@ class BatchSizeFinder(Callback):
         self.mode = choose("mode", mode.lower() if isinstance(mode, str) else mode, MODES)
         self.steps_per_trial = check_int("steps_per_trial", steps_per_trial, 1)
         self.init_val = check_int("init_val", init_val, 1)
-        self.max_trials = check_int("max_trials", max_trials, 1)
+        self.max_trials = check_int("max_trials", max_trials, 0)
         self.batch_arg_name = batch_arg_name
         if not check_number("margin", margin, 0.0) < 1:
             raise ValueError(f"margin={margin!r} must be at least 0.0 and less than 1.0.")
@@ -110,6 +110,8 @@ class BatchSizeFinder(Callback):
             MemoryError: If none of the sizes that were tried fits.
         """
         best, worst, size = 0, 0, min(self.init_val, limit)  # the first fits, the second does not
+        if not self.max_trials:
+            return size
         for _ in range(self.max_trials):
             most = fits(size)
             if most is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from enum import Enum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,9 +43,10 @@ _STATE = ("best_score", "wait_count", "stopped_epoch", "stopping_reason_message"
 class EarlyStopping(Callback):
     """Callback that stops the run when ``monitor`` has not improved for ``patience`` checks.
 
-    All processes stop after the same step, once the Trainer's ``min_epochs`` and ``min_steps`` are reached. If a run is
-    resumed from a checkpoint that was saved after the stop, it ends again, unless the current arguments, for example a
-    larger ``patience``, allow it to continue.
+    All processes stop after the same step, once the Trainer's ``min_epochs`` and ``min_steps`` are reached. Until then,
+    each check decides anew, so the run continues if ``monitor`` recovers. If a run is resumed from a checkpoint that
+    was saved after the stop, it ends again, unless the current arguments, for example a larger ``patience``, allow it
+    to continue.
 
     Args:
         monitor: Name of the logged value.
@@ -98,6 +100,8 @@ class EarlyStopping(Callback):
 
     after_task = 1
     exchanges = True
+    mode_dict = MappingProxyType({"min": torch.lt, "max": torch.gt})
+    order_dict = MappingProxyType({"min": "<", "max": ">"})
 
     def __init__(
         self,
@@ -151,7 +155,8 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
         for name in _STATE:
-            setattr(self, name, state_dict[name])
+            if name in state_dict:  # Lightning before 2.6 saves no reason
+                setattr(self, name, state_dict[name])
         self._decided_at = state_dict.get("decided_at")
         self._decided_after = state_dict.get("decided_after", self.wait_count)
         self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
@@ -167,8 +172,11 @@ class EarlyStopping(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Stop a resumed run that the callback had already stopped, unless the current arguments let it continue."""
-        reason = self.stopping_reason_message
+        reason, progress = self.stopping_reason_message, trainer.progress
         if reason is None:
+            return
+        if progress.epoch < trainer.min_epochs or progress.step < (trainer.min_steps or 0):  # the stop was held back
+            trainer.stop_requests.add(id(self))
             return
         exceeded = self._find_exceeded_limit(self._decided_at, self._decided_after)
         if exceeded is None:
@@ -183,7 +191,7 @@ class EarlyStopping(Callback):
             f"early stopping had already ended this run ({reason}). To continue the run, change the "
             f"argument {_ARGUMENTS[exceeded[0]]} of EarlyStopping."
         )
-        trainer.should_stop = True
+        trainer.stop_requests.add(id(self))
 
     def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Check the monitored value if checks run after each validation."""
@@ -207,7 +215,7 @@ class EarlyStopping(Callback):
     @property
     def monitor_op(self) -> Callable[[Tensor, Tensor], Tensor]:
         """Comparison that returns whether its first argument is better: ``torch.lt`` or ``torch.gt``."""
-        return torch.lt if self.mode == "min" else torch.gt
+        return self.mode_dict[self.mode]
 
     def _should_skip_check(self, trainer: Trainer) -> bool:
         return trainer.stage != "fit" or trainer.sanity_checking
@@ -226,7 +234,11 @@ class EarlyStopping(Callback):
             self._decided_at, self._decided_after = value, self.wait_count
             if not trainer.should_stop:
                 announce(f"early stopping: {self.stopping_reason_message}")
-            trainer.should_stop = True
+            trainer.stop_requests.add(id(self))
+        elif id(self) in trainer.stop_requests:  # min_epochs or min_steps held the stop back
+            announce(f"early stopping: withdrawn, because {self.monitor} = {value:.4g} gives no reason to stop")
+            trainer.stop_requests.discard(id(self))
+            self._forget_stop()
 
     def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
         reason = self._find_stopping_reason(current.item())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..common.messages import announce, format_count
+from ..common.messages import announce, format_count, warn
 from ..common.validation import check_bool, check_int, check_number
 from ..engine import strip_compile_prefix
 from ..engine.checkpoint import open_callback_states
@@ -275,8 +275,7 @@ class BackboneFinetuning(BaseFinetuning):
     Raises:
         ValueError, TypeError: If an argument is invalid.
         ValueError: In ``fit``, if the task does not have a backbone, or if ``configure_optimizers`` returns several
-            optimizers or passes frozen parameters of the backbone to an optimizer. `BaseFinetuning` lists further
-            cases.
+            optimizers. `BaseFinetuning` lists further cases.
 
     Example:
         >>> import torch
@@ -350,7 +349,7 @@ class BackboneFinetuning(BaseFinetuning):
         super().setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Check that only one optimizer will train the backbone and that none contains its frozen parameters yet."""
+        """Check that only one optimizer will train the backbone, and remove the frozen parameters from it."""
         count = len(trainer.optimizers)
         if count > 1 and type(self).finetune_function is BackboneFinetuning.finetune_function:
             raise ValueError(
@@ -358,12 +357,16 @@ class BackboneFinetuning(BaseFinetuning):
                 "each of them. Return one optimizer, or override finetune_function so that it selects one."
             )
         frozen_ids = {id(p) for p in pl_module.backbone.parameters() if not p.requires_grad}  # type: ignore[union-attr]
-        optimized_ids = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
-        if frozen_ids & optimized_ids:
-            raise ValueError(
-                "configure_optimizers passed parameters of the frozen backbone to an optimizer, but BackboneFinetuning "
-                "adds them as a new group later. Build the optimizer from "
-                "filter(lambda p: p.requires_grad, self.parameters())."
+        removed = 0
+        for group in (group for optimizer in trainer.optimizers for group in optimizer.param_groups):
+            trained = [parameter for parameter in group["params"] if id(parameter) not in frozen_ids]
+            removed += len(group["params"]) - len(trained)
+            group["params"] = trained
+        if removed:
+            warn(
+                f"configure_optimizers passed {format_count(removed, 'parameter')} of the frozen backbone to an "
+                "optimizer. BackboneFinetuning removes them, and adds them as a new group later. Build the optimizer "
+                "from filter(lambda p: p.requires_grad, self.parameters())."
             )
         super().on_fit_start(trainer, pl_module)
 

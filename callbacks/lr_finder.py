@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ..common.messages import announce, warn
 from ..common.optional import require
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 MODES = ("exponential", "linear")
 _FORGET = 0.98  # fraction of the running mean of the losses that is kept in each step
+_SIGNIFICANT = 3.0  # standard deviations; with 100 losses of pure noise, 4 % of the searches exceed them
 
 
 class _LRFinder:
@@ -50,6 +52,7 @@ class _LRFinder:
         self.lr_max = lr_max
         self.num_training = num_training
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
+        self._losses: list[float] = []  # not smoothed
         self._mean = 0.0
         self._loss_count = 0
         self._best = math.inf
@@ -81,6 +84,7 @@ class _LRFinder:
             self._best = min(self._best, smoothed)
         self.results["lr"].append(lr)
         self.results["loss"].append(smoothed)
+        self._losses.append(loss)
 
     def diverges(self, threshold: float) -> bool:
         """Return whether the last smoothed loss is not finite, or exceeds ``threshold`` times the best one.
@@ -96,7 +100,8 @@ class _LRFinder:
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """Return the rate at which the smoothed loss falls most steeply; None, with a warning, if no such rate exists.
 
-        The slope is measured over ``log(lr)`` in mode ``"exponential"``, and over ``lr`` in mode ``"linear"``.
+        The slope is measured over ``log(lr)`` in mode ``"exponential"``, and over ``lr`` in mode ``"linear"``. Only
+        rates at which the smoothed loss has fallen by more than the noise of the losses explains are considered.
 
         Args:
             skip_begin: Number of points to skip at the beginning. Default: 10.
@@ -120,7 +125,15 @@ class _LRFinder:
         positions = [math.log(lrs[k]) if self.mode == "exponential" else lrs[k] for k in indices]
         values = torch.tensor([losses[k] for k in indices], dtype=torch.float64, device="cpu")
         slopes = torch.gradient(values, spacing=(torch.tensor(positions, dtype=torch.float64, device="cpu"),))[0]
+        slopes[~self._find_significant(indices)] = math.inf
         steepest = int(slopes.argmin())
+        if slopes[steepest] == math.inf:
+            warn(
+                f"no learning rate can be suggested: from {lrs[indices[0]]:.3g} to {lrs[indices[-1]]:.3g}, the "
+                "smoothed loss falls no further than the noise of the single losses explains. Raise "
+                "num_training_steps, max_lr or the batch size, or check whether the model trains at all."
+            )
+            return None
         if not slopes[steepest] < 0:
             warn(
                 f"no learning rate can be suggested: the loss does not fall at any rate from {lrs[indices[0]]:.3g} to "
@@ -129,6 +142,25 @@ class _LRFinder:
             return None
         self._optimal_idx = indices[steepest]
         return lrs[self._optimal_idx]
+
+    def _find_significant(self, indices: list[int]) -> Tensor:
+        """Return a mask of the points, up to the lowest one, at which the smoothed loss has fallen significantly.
+
+        A fall from an earlier point is significant if it exceeds three standard deviations of the difference between
+        two independent averages. The deviation of a single loss comes from the differences of successive losses.
+        """
+        smoothed = torch.tensor([self.results["loss"][k] for k in indices], dtype=torch.float64, device="cpu")
+        losses = torch.tensor([x for x in self._losses if math.isfinite(x)], dtype=torch.float64, device="cpu")
+        if len(self._losses) != len(self.results["loss"]) or len(losses) < 4:
+            return torch.ones(len(indices), dtype=torch.bool, device="cpu")  # there is nothing to estimate it from
+        deviation = 1.4826 * losses.diff().abs().median().item() / math.sqrt(2)
+        counts = torch.tensor(self._losses, device="cpu").isfinite().cumsum(0)[indices]  # losses in each average
+        kept = _FORGET ** counts.double()
+        variances = (1 - _FORGET) / (1 + _FORGET) * (1 + kept) / (1 - kept) * deviation**2
+        mask = torch.zeros(len(indices), dtype=torch.bool, device="cpu")
+        for k in range(1, int(smoothed.argmin()) + 1):
+            mask[k] = bool((smoothed[:k] - smoothed[k] > _SIGNIFICANT * (variances[:k] + variances[k]).sqrt()).any())
+        return mask
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Axes | None = None) -> Any:
         """Plot the smoothed loss against the learning rate with matplotlib and return the figure.
@@ -165,9 +197,10 @@ class LearningRateFinder(Callback):
 
     A copy of the task takes up to ``num_training_steps`` optimizer steps while the rate rises. The RNG state is
     restored afterwards. The suggested rate is assigned to the attribute ``attr_name`` before ``configure_optimizers``
-    runs. Create the optimizer with this attribute as its learning rate. If no rate can be suggested, the attribute does
-    not change. With several parameter groups, the ratios between their rates stay the same. The suggested rate is that
-    of the group with the highest rate. A run that is resumed from a checkpoint does not search again.
+    runs. Create the optimizer with this attribute as its learning rate. If no rate can be suggested, for example
+    because the loss does not fall by more than its noise, a warning is issued and the attribute does not change. With
+    several parameter groups, the ratios between their rates stay the same. The suggested rate is that of the group with
+    the highest rate. A run that is resumed from a checkpoint does not search again.
 
     Args:
         min_lr: The first rate to try. Default: 1e-8.
@@ -225,7 +258,7 @@ class LearningRateFinder(Callback):
                 f"min_lr={min_lr!r}, max_lr={max_lr!r}: min_lr must be smaller than max_lr and, with "
                 "mode='exponential', above 0. max_lr must be finite."
             )
-        self.num_training_steps = check_int("num_training_steps", num_training_steps, 2)
+        self.num_training_steps = check_int("num_training_steps", num_training_steps, 1)
         if early_stop_threshold is not None and not check_number("early_stop_threshold", early_stop_threshold) > 1:
             raise ValueError(
                 f"early_stop_threshold={early_stop_threshold!r} must be more than 1, or None to disable it."
@@ -256,16 +289,21 @@ class LearningRateFinder(Callback):
         if finder is None:
             return {}
         settings = {"mode": finder.mode, "lr_min": finder.lr_min, "lr_max": finder.lr_max}
-        return {**settings, "num_training": finder.num_training, "results": finder.results}
+        return {
+            **settings,
+            "num_training": finder.num_training,
+            "results": finder.results,
+            "losses": finder._losses,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
         if not state_dict:  # saved before the search
             return
         state = dict(state_dict)
-        results = state.pop("results")
+        results, losses = state.pop("results"), state.pop("losses", [])
         self.optimal_lr = _LRFinder(**state)
-        self.optimal_lr.results = results
+        self.optimal_lr.results, self.optimal_lr._losses = results, losses
 
     def announce_result(self, rate: float | None, name: str | None) -> None:
         """Announce the result of the search.

@@ -26,7 +26,7 @@ class LearningRateMonitor(BestEffortCallback):
 
     Args:
         logging_interval: ``"step"`` (every ``log_every_n_steps`` steps), ``"epoch"`` or None. None uses the interval of
-            each scheduler, or ``"step"`` for an optimizer without a scheduler. Default: None.
+            each scheduler, or both for an optimizer without a scheduler. Default: None.
         log_momentum: Also log the momentum (or beta1), as ``...-momentum``. For optimizers without either, 0 is logged.
             Default: False.
         log_weight_decay: Also log the weight decay, as ``...-weight_decay``. For optimizers without it, 0 is logged.
@@ -140,7 +140,7 @@ class LearningRateMonitor(BestEffortCallback):
 
     def _find_optimizers(self, trainer: Trainer, interval: str) -> Iterator[tuple[Optimizer, str]]:
         for optimizer, name, due in name_optimizers(trainer):
-            if self.logging_interval is not None or interval == due:
+            if self.logging_interval is not None or due in (interval, "any"):
                 yield optimizer, name
 
     @property
@@ -186,7 +186,7 @@ def name_optimizers(trainer: Trainer) -> Iterator[tuple[Optimizer, str, str]]:
         trainer: The Trainer.
 
     Yields:
-        The optimizer, a unique name, and the interval of its scheduler (``"step"`` without a scheduler).
+        The optimizer, a unique name, and the interval of its scheduler (``"any"`` without a scheduler).
     """
     optimizers = trainer.optimizers
     name_counts: Counter[str] = Counter()
@@ -198,7 +198,7 @@ def name_optimizers(trainer: Trainer) -> Iterator[tuple[Optimizer, str, str]]:
         if isinstance(optimizer, Optimizer):
             scheduled.append((optimizer, config.name, config.interval))
     scheduled_ids = {id(optimizer) for optimizer, _, _ in scheduled}
-    unscheduled = [(optimizer, None, "step") for optimizer in optimizers if id(optimizer) not in scheduled_ids]
+    unscheduled = [(optimizer, None, "any") for optimizer in optimizers if id(optimizer) not in scheduled_ids]
     for optimizer, config_name, due in [*scheduled, *unscheduled]:
         name = config_name or f"lr-{type(optimizer).__name__}"
         number = name_counts[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -162,7 +163,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         save_trainable_only: bool = False,
         async_save: bool = False,
     ) -> None:
-        interval = None if train_time_interval is None else parse_duration("train_time_interval", train_time_interval)
+        pause = train_time_interval
+        interval = None if pause is None else parse_duration("train_time_interval", pause, zero=True)
         check_triggers(every_n_train_steps, interval, every_n_epochs)
         check_place(dirpath, filename)
         if check_int("save_top_k", save_top_k, -1, "keeps all") > 1 and monitor is None:
@@ -430,7 +432,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     def _has_current_value(self, trainer: Trainer, name: str, values: dict[str, float], epoch_is_over: bool) -> bool:
         """Return whether ``name`` has a value for the current weights."""
-        if name in ("step", "epoch"):
+        if name in ("step", "epoch") or name in trainer.logbook.agreed_names:
             return True
         if name in values:
             just_measured = name in trainer.logbook.watch.just_measured(trainer) or name in trainer.metrics.latest()
@@ -438,8 +440,11 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             return just_measured or (
                 trainer.progress.epoch_is_over and name not in trainer.logbook.watch.stale(trainer)
             )
-        if epoch_is_over and not (trainer.has_validation and trainer.logbook.watch.step is None):
+        if epoch_is_over and trainer.logbook.watch.step is not None:
             raise make_never_logged_error(trainer, name, "ModelCheckpoint's monitor", values)
+        if epoch_is_over and not trainer.has_validation:
+            words = make_never_logged_error(trainer, name, "ModelCheckpoint's monitor", values)
+            warn(f"{words} Until it is logged, no best checkpoint is saved.")
         return False
 
     # -- saving --------------------------------------------------------------------------------------------------
@@ -461,6 +466,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             score = (
                 None if self.monitor is None else torch.tensor(values[self.monitor], dtype=torch.float64, device="cpu")
             )
+            if score is not None and score.isnan():  # worse than any number
+                score = torch.tensor(math.inf if self.mode == "min" else -math.inf, dtype=torch.float64, device="cpu")
             top_k.current_score = score
             if score is None or self.check_monitor_top_k(trainer, score):
                 replaced = top_k.next_replaced
@@ -545,6 +552,18 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             current: Value of ``monitor``, a 0-d tensor. If it is None, the result is False. Default: None.
         """
         return current is not None and bool(self.save_top_k) and self._top_k.is_among_best(current)
+
+    def to_yaml(self, filepath: str | Path | None = None) -> None:
+        """Write the paths and scores in ``best_k_models`` to a YAML file.
+
+        Args:
+            filepath: Path of the file. Default: ``best_k_models.yaml`` in ``dirpath``.
+        """
+        import yaml
+
+        path = as_path(os.path.join(self._directory, "best_k_models.yaml") if filepath is None else filepath)
+        scores = {path: score.item() for path, score in self.best_k_models.items()}
+        path.write_text(yaml.safe_dump(scores), encoding="utf-8")
 
     def file_exists(self, filepath: str | Path, trainer: Trainer) -> bool:
         """Return whether a path or URL exists, as seen by rank zero. Must be called on all ranks.

@@ -77,10 +77,9 @@ def read_logged_metrics(trainer: Trainer, keep: Container[str] = ()) -> dict[str
         trainer: The Trainer.
         keep: Names for which the latest training step's value is ignored. Default: none.
     """
-    values = dict(trainer.logbook.callback_values)
     # The step values that loggers got may be log_every_n_steps old.
-    world = trainer.accelerator.data_world
-    steps = {entry.label("step"): value for entry, value in trainer.metrics.step_values(world)}
+    steps = {entry.label("step"): value for entry, value in trainer.logbook.agree_on_step_values(trainer.metrics)}
+    values = dict(trainer.logbook.callback_values)
     return values | {name: value for name, value in steps.items() if name not in keep}
 
 

@@ -102,7 +102,7 @@ class ModelPruning(Callback):
     def __init__(
         self,
         pruning_fn: Callable[..., Any] | str,
-        parameters_to_prune: Places = (),
+        parameters_to_prune: Places | None = None,
         parameter_names: list[str] | None = None,
         use_global_unstructured: bool = True,
         amount: int | float | Callable[[int], int | float] = 0.5,
@@ -122,7 +122,7 @@ class ModelPruning(Callback):
         self._global = check_bool("use_global_unstructured", use_global_unstructured)
         self._options: dict[str, Any] = {}
         self.pruning_fn = self._choose_function(pruning_fn, pruning_dim, pruning_norm)
-        self._requested_pairs = _check_pairs(parameters_to_prune)
+        self._requested_pairs = _check_pairs(() if parameters_to_prune is None else parameters_to_prune)
         self._names = tuple(choose("parameter_names", name, _NAMES) for name in parameter_names or _NAMES)
         self.amount = amount
         self._apply = _check_decision("apply_pruning", apply_pruning)
@@ -173,6 +173,38 @@ class ModelPruning(Callback):
         """
         return parameters_to_prune
 
+    @staticmethod
+    def sanitize_parameters_to_prune(
+        pl_module: TaskModule, parameters_to_prune: Places | None = (), parameter_names: Sequence[str] = ()
+    ) -> Places:
+        """Return the parameters to prune, as pairs of module and name, after checking that they are in the model.
+
+        Args:
+            pl_module: The task.
+            parameters_to_prune: Pairs of module and name. Default: the parameters that ``parameter_names`` selects in
+                all submodules.
+            parameter_names: Names of the parameters to select. Default: ``"weight"`` and ``"bias"``.
+
+        Raises:
+            TypeError: If ``parameters_to_prune`` does not consist of pairs.
+            ValueError: If a module or a parameter is not in the model.
+        """
+        names = {id(part): strip_compile_prefix(name) for name, part in pl_module.named_modules()}
+        pairs = _check_pairs(parameters_to_prune or ()) or find_prunable(pl_module, parameter_names or _NAMES)
+        for part, name in pairs:
+            if id(part) not in names:
+                raise ValueError(
+                    f"parameters_to_prune contains {name_type(part)} that is not in the model. Pass a module of the "
+                    "task."
+                )
+            if not hasattr(part, name) and f"{name}_orig" not in part._parameters:
+                raise ValueError(
+                    f"parameters_to_prune contains {name!r}, which is not a parameter of "
+                    f"{names[id(part)] or 'the task'} (parameters: "
+                    f"{', '.join(dict(part.named_parameters(recurse=False))) or 'none'}). Correct the name."
+                )
+        return pairs
+
     # -- hooks ---------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
@@ -199,19 +231,7 @@ class ModelPruning(Callback):
         if trainer.opened_checkpoint is not None:
             saved = open_callback_states(trainer.opened_checkpoint)["added"].get(_KEY)
         names = {id(part): strip_compile_prefix(name) for name, part in pl_module.named_modules()}
-        pairs = self._requested_pairs or find_prunable(pl_module, self._names)
-        for part, name in pairs:
-            if id(part) not in names:
-                raise ValueError(
-                    f"parameters_to_prune contains {name_type(part)} that is not in the model. Pass a module of the "
-                    "task."
-                )
-            if not hasattr(part, name) and f"{name}_orig" not in part._parameters:
-                raise ValueError(
-                    f"parameters_to_prune contains {name!r}, which is not a parameter of "
-                    f"{names[id(part)] or 'the task'} (parameters: "
-                    f"{', '.join(dict(part.named_parameters(recurse=False))) or 'none'}). Correct the name."
-                )
+        pairs = self.sanitize_parameters_to_prune(pl_module, self._requested_pairs, self._names)
         chosen = self.filter_parameters_to_prune(pairs)
         if not chosen:
             raise ValueError("ModelPruning found no parameters to prune. Pass them as parameters_to_prune.")
@@ -250,7 +270,9 @@ class ModelPruning(Callback):
         """Add the masks and the unmasked values to the checkpoint."""
         if self._pruned:
             parameters = {pruned.full_name: pruned.get_state() for pruned in self._pruned}
-            checkpoint[_KEY] = {"parameters": parameters, "latest_epoch": self._latest_epoch}
+            record = checkpoint.setdefault(_KEY, {"parameters": {}})  # another ModelPruning may have added its own
+            record["parameters"] |= parameters
+            record["latest_epoch"] = self._latest_epoch
 
     # -- pruning -------------------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ class Timer(Callback):
     def __init__(
         self, duration: str | timedelta | dict[str, int] | None = None, interval: str = "step", verbose: bool = True
     ) -> None:
-        self._limit = None if duration is None else parse_duration("duration", duration).total_seconds()
+        self._limit = None if duration is None else parse_duration("duration", duration, zero=True).total_seconds()
         self.interval = Interval(choose("interval", interval, tuple(map(str, Interval))))
         self.verbose = check_bool("verbose", verbose)
         self._before = 0.0  # seconds of training of the runs that this one continues

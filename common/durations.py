@@ -15,12 +15,13 @@ _UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "micro
 _TEXT = re.compile(r"\s*([0-9]{1,9})\s*:\s*([0-9]{1,9})\s*:\s*([0-9]{1,9})\s*:\s*([0-9]{1,9})\s*")
 
 
-def parse_duration(name: str, value: Any) -> timedelta:
+def parse_duration(name: str, value: Any, zero: bool = False) -> timedelta:
     """Convert a duration to a ``timedelta``.
 
     Args:
         name: Name of the argument, for error messages.
         value: ``"DD:HH:MM:SS"``, a ``timedelta``, or a dict of its arguments.
+        zero: Whether no time is a valid duration. Default: False.
 
     Raises:
         TypeError, ValueError: If the value is not a positive, finite duration in one of these forms.
@@ -48,7 +49,7 @@ def parse_duration(name: str, value: Any) -> timedelta:
         duration = timedelta(**units)
     except (OverflowError, ValueError) as error:  # timedelta's errors for infinity and NaN
         raise ValueError(f"{name}={value!r} must be a finite duration of at most 999,999,999 days ({error}).") from None
-    if duration <= timedelta(0):
+    if duration < timedelta(0) or not (duration or zero):
         raise ValueError(f"{name}={value!r} must be a positive duration.")
     return duration
 

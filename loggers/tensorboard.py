@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,14 @@ from ..common.validation import check_bool
 from ._services import check_names
 from .directory import DirectoryLogger
 from .logger import Params, process_rank, rank_zero_experiment
-from .values import as_mapping, as_metrics, as_number, flatten, plain
+from .values import as_metrics, as_number, flatten
 
 if TYPE_CHECKING:
     import torch
 
 WRITER_OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_suffix")
+_FIRST_FILE = "events.out.tfevents.0000000000.hparams"  # TensorBoard reads files in the order of their names
+_EXPERIMENT = "_hparams_/experiment"
 
 
 class TensorBoardLogger(DirectoryLogger):
@@ -72,6 +75,7 @@ class TensorBoardLogger(DirectoryLogger):
         self._log_graph = log_graph
         self._default_hp_metric = default_hp_metric
         self._writer_options = kwargs
+        self._shown: tuple[dict[str, Any], dict[str, Any]] | None = None  # hyperparameters and metrics of all calls
 
     @property
     def log_dir(self) -> str | None:
@@ -117,6 +121,9 @@ class TensorBoardLogger(DirectoryLogger):
     ) -> None:
         """Record hyperparameters for TensorBoard's HParams dashboard and in ``hparams.yaml``.
 
+        The dashboard shows the hyperparameters and the metrics of all calls. While TensorBoard is running, it may show
+        those of a second call only after it is started again.
+
         Args:
             params: Settings by name, nested or not.
             metrics: Initial values of metrics; a single number is the value of ``hp_metric``. To update them in the
@@ -132,11 +139,11 @@ class TensorBoardLogger(DirectoryLogger):
         elif not isinstance(metrics, Mapping):
             metrics = {"hp_metric": as_number("hp_metric", metrics)}
         tags = as_metrics(metrics, self._prefix)
+        self.save_hyperparams(params)
         flat = {
             name: value if isinstance(value, bool | int | float | str) else str(value)  # TensorBoard's types
-            for name, value in flatten(plain(as_mapping(params)))
+            for name, value in flatten(self._hparams)
         }
-        self.save_hyperparams(params)
         if process_rank() != 0:
             return
         from torch.utils.tensorboard.summary import hparams
@@ -146,8 +153,16 @@ class TensorBoardLogger(DirectoryLogger):
         # SummaryWriter.add_hparams would create another run for them, away from the metrics. The writer's
         # `file_writer` is None after a user closed it; this method opens it again, as all its add_* methods do.
         file_writer = self.experiment._get_file_writer()
-        for summary in hparams(flat, tags):
+        first_file, before = os.path.join(str(self.files_dir), _FIRST_FILE), self._shown
+        if before is None and os.path.exists(first_file):
+            before = {}, _read_metrics(first_file)
+        self._shown = flat, tags if before is None else before[1] | tags
+        # Without an experiment, TensorBoard shows all scalars as metrics; with an empty one, it would show none.
+        summaries = [s for s in hparams(*self._shown) if self._shown[1] or s.value[0].tag != _EXPERIMENT]
+        for summary in summaries:
             file_writer.add_summary(summary)
+        if before is not None and before != self._shown:
+            _write_summaries(first_file, summaries)  # because TensorBoard keeps only the first summary of each kind
 
     def log_graph(self, model: torch.nn.Module, input_array: Any = None) -> None:
         """Record the model's graph once, if the logger was created with ``log_graph=True``.
@@ -206,6 +221,29 @@ class TensorBoardLogger(DirectoryLogger):
             self._experiment.close()
             self._experiment = None
             flush(str(self.log_dir))
+
+
+def _write_summaries(path: str, summaries: list[Any]) -> None:
+    """Write summaries to an event file, which replaces an existing one."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    with open(f"{path}.tmp", "wb") as file:
+        records = RecordWriter(file)
+        for event in (Event(file_version="brain.Event:2"), *(Event(summary=summary) for summary in summaries)):
+            event.wall_time = time.time()
+            records.write(event.SerializeToString())
+    os.replace(f"{path}.tmp", path)
+
+
+def _read_metrics(path: str) -> dict[str, Any]:
+    """Return the names of the metrics in the experiment that `_write_summaries` wrote."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    values = (value for event in EventFileLoader(path).Load() for value in event.summary.value)
+    contents = (HParamsPluginData.FromString(value.metadata.plugin_data.content) for value in values)
+    return {metric.name.tag: 0 for content in contents for metric in content.experiment.metric_infos}
 
 
 @contextlib.contextmanager

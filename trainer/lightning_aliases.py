@@ -236,7 +236,7 @@ class LightningAliases:
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
         """Latest values for the loggers, by name."""
-        return tensors_by_name(self._trainer.logbook.logged_values)
+        return tensors_by_name(self._trainer.logbook.logged_values, self._trainer.logbook.wide)
 
     @property
     def _logger_connector(self) -> LoggerConnectorView:

@@ -36,7 +36,7 @@ from .core import DataModule, SchedulerConfig, TaskModule, log_to, overrides, wa
 from .default_callbacks import choose_callbacks, choose_loggers, set_aside
 from .function_ranks import plan_ranks
 from .lightning_aliases import LightningAliases
-from .logging import History, Logbook, tensors_by_name
+from .logging import CallbackMetrics, History, Logbook, tensors_by_name
 from .loop import (
     KIND_OF_STAGE,
     Evaluation,
@@ -154,8 +154,8 @@ class Trainer(LightningAliases):
         accelerator: The `Accelerator` that the loop uses.
         progress: Counters of the run; see `Progress`.
         history: Curves of the logged values, and the time spent in each activity; see `History`.
-        should_stop: Set this to True to end the run after an optimizer step, once ``min_epochs`` and ``min_steps`` are
-            reached.
+        stop_requests: Who requests the end of the run. An `EarlyStopping` withdraws its request if the monitored value
+            recovers before ``min_epochs`` and ``min_steps`` are reached.
         decided: Settings that the latest ``fit`` announced, as text; "" before the first ``fit``.
 
     Raises:
@@ -323,7 +323,8 @@ class Trainer(LightningAliases):
         self.metrics = self.new_metrics(training=True)
         self.config: str | None = None  # the run's configuration as YAML, if any; saved in checkpoints
         self.resume_command: str | None = None  # the shell command that resumes the run, if one started it
-        self.should_stop = self.interrupted = self.sanity_checking = False
+        self.stop_requests: set[object] = set()
+        self.interrupted = self.sanity_checking = False
         self.decided = ""
         self.evaluation_batch = 0
         self.evaluation_total: int | None = None
@@ -698,18 +699,34 @@ class Trainer(LightningAliases):
             return False
         return len(self.sources.evaluation("val")) > len(self.sources.empty("val"))
 
+    @property
+    def should_stop(self) -> bool:
+        """Set to True to end the run after an optimizer step, once ``min_epochs`` and ``min_steps`` are reached."""
+        return bool(self.stop_requests)
+
+    @should_stop.setter
+    def should_stop(self, stop: bool) -> None:
+        if stop:
+            self.stop_requests.add("user")
+        else:
+            self.stop_requests.clear()
+
     # -- numbers and settings ------------------------------------------------------------------------------------
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """Latest logged values of the stage, by name. Values of single steps may be those of this process only."""
-        latest = self.metrics.latest()
+        """Latest logged values of the stage, by name, and values that were written into this dict.
+
+        Values of single steps may be those of this process only. A number that was written can be monitored. Where
+        ranks wrote different numbers under a name, monitors use that of the lowest rank.
+        """
+        latest, wide = self.metrics.latest(), self.logbook.wide.union(self.metrics.wide_names())
         values = {**latest, **self.logbook.callback_values, **latest}  # the task's values come first, as in Lightning
         if self.stage == "fit" and not self.progress.epoch_is_trained:
             evaluation = () if self.metrics.evaluation is None else self.metrics.evaluation.entries
             newer = self.logbook.watch.just_measured(self).union(entry.name for entry in evaluation)
             values |= {name: value for name, value in self.metrics.latest_of_both().items() if name not in newer}
-        return tensors_by_name(values)
+        return CallbackMetrics(tensors_by_name(values, wide) | self.logbook.other_values, self.logbook)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:

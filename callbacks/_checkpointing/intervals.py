@@ -77,6 +77,6 @@ def check_triggers(steps: int | None, interval: timedelta | None, epochs: int | 
         if value is not None:
             check_int(name, value, 0, "means never")
     triggers = {"every_n_train_steps": steps, "train_time_interval": interval, "every_n_epochs": epochs}
-    active_triggers = [name for name, value in triggers.items() if value]
+    active_triggers = [name for name, value in triggers.items() if value or value is interval is not None]
     if len(active_triggers) > 1:
         raise ValueError(f"{' and '.join(active_triggers)} can't be combined. Use one ModelCheckpoint for each.")

@@ -66,7 +66,7 @@ class PrunedParameter:
 
     def register_hooks(self) -> None:
         """Make the module's state dict contain the pruned value under its own name."""
-        if self.is_pruned and not self._hooks:
+        if self.is_pruned and _find_pruned(self.module, self.name) is None:  # of another ModelPruning
             self._hooks = [  # torch sets an attribute on the hook, which a bound method does not allow
                 self.module.register_state_dict_post_hook(partial(self._hide)),
                 self.module.register_load_state_dict_pre_hook(self._seek),

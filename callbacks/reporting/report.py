@@ -14,6 +14,7 @@ from ...common.mirror import local_folder
 from ...common.remote_path import AnyPath, as_path
 from ...common.validation import check_number
 from ..best_effort import BestEffortCallback
+from ..lr_finder import LearningRateFinder
 
 if TYPE_CHECKING:
     from ...trainer import TaskModule, Trainer
@@ -244,6 +245,14 @@ def build_charts(trainer: Trainer) -> dict[str, dict[str, Any]]:
         LEARNING_RATE: rates,
         THROUGHPUT: {"training, all processes": history.throughput},
     }
+    finders = [callback for callback in trainer.callbacks if isinstance(callback, LearningRateFinder)]
+    for curve in (finder.optimal_lr for finder in finders if finder.optimal_lr is not None):
+        lrs, losses = curve.results["lr"], curve.results["loss"]
+        title = f"learning rate search, {lrs[0]:.1e} to {lrs[-1]:.1e}"
+        charts[title] = {"smoothed loss": list(enumerate(losses))}
+        if curve._optimal_idx is not None:
+            point = (curve._optimal_idx, losses[curve._optimal_idx])
+            charts[title][f"suggested: {lrs[curve._optimal_idx]:.3g}"] = [point]
     for title, curves in extra_charts.items():
         points = {name: curve.points() for name, curve in curves.items() if len(curve)}
         if points:

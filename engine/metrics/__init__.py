@@ -9,7 +9,7 @@ from ...common.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from . import metric_state
     from .late_numbers import LateNumbers
-    from .logged_values import Metrics, MutedMetrics, read_numbers
+    from .logged_values import Metrics, MutedMetrics, is_wide, read_numbers
     from .uneven_counts import uneven_counts
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

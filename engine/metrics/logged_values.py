@@ -194,15 +194,23 @@ class Metrics:
             logger=logger is not False,
             suffix=suffix,
         )
+        entry.wide = is_wide(value)
         if on_step and not self.training:
             entry.batches = BatchValues()
         if hasattr(value, "compute") and hasattr(value, "reset"):
-            entry.metric = value
+            entry.metric, entry.wide = value, False
             if on_step and getattr(value, "_forward_cache", None) is None:
                 warn(
                     f"{name!r} is logged with on_step=True, but {type(value).__name__}.update() does not compute a "
                     "value for the step. Call the metric itself, metric(...), or log with on_step=False, on_epoch=True."
                 )
+        in_batch = self._entries is self._in_step
+        other = (self._in_epoch if in_batch else self._in_step).get(name)
+        if other is not None and other.spec is not None:
+            warn(
+                f"{name!r} is logged both within batches and between them, so the later of the two values replaces the "
+                "other in callback_metrics. Use two names."
+            )
         if previous is not None:  # restored from a checkpoint
             entry.total, entry.total_weight = previous.total, previous.total_weight
             entry.values, entry.weights = previous.values, previous.weights
@@ -211,17 +219,19 @@ class Metrics:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def step_values(self, world: World) -> list[tuple[Entry, float]]:
+    def step_values(self, world: World, written: dict[str, float] | None = None) -> list[tuple[Entry, float]]:
         """Return the latest step's values, reduced over all processes. Must be called on all ranks.
 
         Args:
             world: The processes to reduce over.
+            written: Numbers that this rank's user wrote, by name. The numbers of the lowest rank that wrote a name
+                replace those of other ranks. Default: None, on all ranks.
 
         Raises:
             ValueError: On every rank, if the ranks have logged different names, or the same names in different orders.
         """
         entries = [entry for entry in self._in_step.values() if entry.on_step and entry.last is not None]
-        return self._reduce_entries(entries, [entry.step_pair() for entry in entries], world)
+        return self._reduce_entries(entries, [entry.step_pair() for entry in entries], world, written=written)
 
     def epoch_values(self, world: World) -> list[tuple[Entry, float]]:
         """Return the epoch's values, reduced over all batches and processes. Must be called on all ranks.
@@ -286,6 +296,10 @@ class Metrics:
             if entry.on_step and entry.last is not None
         }
 
+    def wide_names(self) -> set[str]:
+        """Return the labels of the step values that may have more than float32's precision; see `Entry`."""
+        return {name for entry in self._in_step.values() if entry.wide for name in (entry.label("step"), entry.name)}
+
     def latest_of_both(self) -> dict[str, Any]:
         """Return the latest step values of entries logged both per step and per epoch, by name without ``_step``."""
         entries = self._in_step.values()
@@ -314,10 +328,15 @@ class Metrics:
 
     @staticmethod
     def _reduce_entries(
-        entries: list[Entry], pairs: list[tuple[Any, float]], world: World, others: Iterable[Entry] = ()
+        entries: list[Entry],
+        pairs: list[tuple[Any, float]],
+        world: World,
+        others: Iterable[Entry] = (),
+        written: dict[str, float] | None = None,
     ) -> list[tuple[Entry, float]]:
         if world.size > 1:
-            _check_names_match([f"{entry.name} ({entry.reduction})" for entry in (*entries, *others)], world)
+            names = [f"{entry.name} ({entry.reduction})" for entry in (*entries, *others)]
+            _check_names_match(names, world, {} if written is None else written)
         if not entries:
             return []
         flat = [value for value, _ in pairs] + [weight for _, weight in pairs]
@@ -416,7 +435,7 @@ def _select_parts(parts: list[Any], world: World) -> list[Any]:
 def _resolve_reduction(name: str, reduce_fx: Any) -> str:
     reduction = getattr(reduce_fx, "__name__", reduce_fx)
     if isinstance(reduction, str):
-        reduction = {"amin": "min", "amax": "max", "avg": "mean"}.get(reduction, reduction)
+        reduction = {"amin": "min", "amax": "max", "avg": "mean"}.get(reduction.lower(), reduction.lower())
     if not isinstance(reduction, str) or reduction not in _REDUCTIONS:
         raise ValueError(
             f"reduce_fx={reduce_fx!r} for {name!r} is not one of {', '.join(_REDUCTIONS)}."
@@ -442,8 +461,14 @@ def _to_number(name: str, value: Any) -> Any:
         ) from None
 
 
+def is_wide(value: Any) -> bool:
+    """Return whether float32 may round a value: a float64 tensor, an integer or a Python number."""
+    return not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype is torch.float64
+
+
 def _compute_number(entry: Entry) -> float:
     value = entry.metric.compute()
+    entry.wide = getattr(value, "dtype", torch.float64) is torch.float64
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -455,16 +480,19 @@ def _compute_number(entry: Entry) -> float:
         ) from None
 
 
-def _check_names_match(names: list[str], world: World) -> None:
+def _check_names_match(names: list[str], world: World, written: dict[str, float]) -> None:
     """Raise a ValueError on every process if the names or their order differ between the processes.
 
-    The exchange of the values could then hang or mix them up.
+    The exchange of the values could then hang or mix them up. In the same collective, agree on the ``written`` numbers.
     """
-    digest = hashlib.sha256("\0".join(names).encode()).digest()
+    digest = hashlib.sha256("\0".join([*names, *map(repr, sorted(written.items()))]).encode()).digest()
     mark = torch.tensor([int.from_bytes(digest[:7], "little")], dtype=torch.int64, device=world.device)
     if len(set(torch.cat(world.all_gather(mark)).tolist())) == 1:
         return
-    every = world.gather_objects(names)
+    every, numbers = zip(*world.gather_objects((names, written)), strict=True)
+    written.update({name: value for rank_numbers in reversed(numbers) for name, value in rank_numbers.items()})
+    if all(part == names for part in every):
+        return
     common = set.intersection(*(set(part) for part in every))
     only = [sorted(set(part) - common) for part in every]
     if any(only):
@@ -501,6 +529,9 @@ class Entry:
         logger: Send the value to loggers.
         suffix: The part of ``name`` that identifies the evaluation dataloader. Default: "".
 
+    Attributes:
+        wide: Whether the values may have more than float32's precision; see `is_wide`.
+
     Example:
         >>> from treadle.engine import Entry
         >>> options = dict(reduction="mean", prog_bar=False, logger=True)
@@ -525,6 +556,7 @@ class Entry:
         "total_weight",
         "values",
         "weights",
+        "wide",
     )
 
     def __init__(
@@ -555,6 +587,7 @@ class Entry:
         self.weights: list[float] = []
         self.total: Any = None
         self.total_weight = 0.0
+        self.wide = False
 
     def fold(self) -> None:
         """Merge the recorded values into the total, and discard the individual values."""

@@ -68,7 +68,7 @@ OTHERS = [
     (Timer, {"duration": 5}, TypeError, "DD:HH:MM:SS"),
     (Timer, {"duration": {"hours": "2"}}, TypeError, "hours must be a number"),
     (Timer, {"duration": timedelta(seconds=-1)}, ValueError, "positive duration"),
-    (Timer, {"duration": "00:00:00:00"}, ValueError, "positive duration"),
+    (Timer, {"duration": "00:00:00:-1"}, ValueError, "DD:HH:MM:SS"),
     (Timer, {"interval": 1}, ValueError, "step, epoch"),
     (Timer, {"verbose": "no"}, TypeError, "True or False"),
     (LearningRateMonitor, {"logging_interval": 1}, ValueError, "step, epoch"),

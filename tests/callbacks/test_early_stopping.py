@@ -75,6 +75,50 @@ def test_the_minimum_is_kept(tmp_path):
     assert fit(tmp_path, stop, values=[1.0], max_epochs=9, min_steps=13).global_step >= 13
 
 
+RECOVERS = [1.0, 2.0, 2.0, 2.0, 0.5, 0.4, 0.3, 0.2]
+
+
+@pytest.mark.parametrize("minimum", [{"min_epochs": 5}, {"min_steps": 25}])
+def test_a_stop_that_is_held_back_is_decided_anew(tmp_path, minimum):
+    stop = EarlyStopping("val_loss", patience=2)
+    made = fit(tmp_path, stop, values=RECOVERS, max_epochs=8, **minimum)
+    assert (made.current_epoch, stop.wait_count, stop.stopped_epoch) == (8, 0, 0)
+    assert (stop.stopping_reason_message, stop.stopping_reason.name) == (None, "NOT_STOPPED")
+    stop = EarlyStopping("val_loss", patience=2)  # without a recovery, it stops at once when it may
+    assert fit(tmp_path, stop, values=[1.0, 2.0], max_epochs=8, **minimum).global_step == 25
+    assert stop.stopped_epoch == 4
+
+
+def test_a_withdrawn_stop_leaves_the_requests_of_others(tmp_path):
+    """Of two that request a stop, one withdraws; and a request of the user's own is not withdrawn at all."""
+    diverged = EarlyStopping("val_loss", mode="max", divergence_threshold=9.0)
+
+    def wish(trainer, _):
+        if trainer.current_epoch == 3:
+            trainer.should_stop = True
+
+    for other in (diverged, LambdaCallback(on_train_epoch_end=wish)):
+        stop = EarlyStopping("val_loss", patience=2)
+        made = fit(tmp_path, stop, other, values=RECOVERS, max_epochs=8, min_epochs=6)
+        assert (made.current_epoch, stop.stopping_reason_message) == (6, None)
+
+
+def test_a_held_back_stop_in_a_checkpoint(tmp_path):
+    """A run that is resumed where its stop is held back decides anew too; one after the recovery continues."""
+    kept = ModelCheckpoint(tmp_path / "c", filename="{epoch}", save_top_k=-1)
+    fit(tmp_path, kept, EarlyStopping("val_loss", patience=2), values=RECOVERS, max_epochs=8, min_epochs=5)
+    for done, rest, until in ((4, [0.5, 0.4], 8), (4, [2.0], 5), (6, [0.3, 0.2], 8), (6, [2.0], 8)):
+        stop, path = EarlyStopping("val_loss", patience=2), tmp_path / "c" / f"epoch={done - 1}.ckpt"
+        made = fit(tmp_path, stop, values=rest, max_epochs=8, min_epochs=5, ckpt_path=path)
+        assert made.current_epoch == until, (done, rest)
+
+
+def test_the_state_of_an_older_release():
+    stop = EarlyStopping("x")
+    stop.load_state_dict({"wait_count": 1, "stopped_epoch": 0, "best_score": torch.tensor(1.0), "patience": 3})
+    assert (stop.wait_count, stop.best_score.item(), stop.stopping_reason_message) == (1, 1.0, None)
+
+
 @pytest.mark.parametrize("flags", [{}, {"validate": False}, {"limit_val_batches": 0}])
 def test_a_value_that_was_never_logged(tmp_path, flags):
     with pytest.raises(ValueError, match=r"^EarlyStopping's monitor 'train_los' was never logged.*mean 'train_loss'"):
@@ -160,11 +204,12 @@ def test_stopped_by_another_limit_it_stays_so_while_that_holds(tmp_path, limit, 
 
 @pytest.mark.parametrize(("cut", "least"), [(4, 5), (5, 6)])
 def test_a_stop_that_the_minimum_holds_back_survives_a_resume(tmp_path, cut, least):
-    """Decided in the third epoch; that it gets better in the fifth does not take it back, resumed or not."""
-    values = [1.0, 2.0, 3.0, 4.0, 0.0, 0.5, 0.6, 0.7, 0.8]
-    assert goes_on(tmp_path / "whole", values, min_epochs=least, patience=2)[0] == least
-    assert goes_on(tmp_path / "parts", values, min_epochs=cut, epochs=cut, patience=2)[0] == cut
-    assert goes_on(tmp_path / "parts", values, min_epochs=least, patience=2)[0] == least
+    """Decided in the third epoch, and held back until the metric recovers in the fifth or until it may stop."""
+    for fifth, until in ((0.0, 7), (5.0, least)):
+        values, root = [1.0, 2.0, 3.0, 4.0, fifth, 5.5, 6.0, 7.0, 8.0], tmp_path / str(fifth)
+        assert goes_on(root / "whole", values, min_epochs=least, patience=2)[0] == until
+        assert goes_on(root / "parts", values, min_epochs=cut, epochs=cut, patience=2)[0] == cut
+        assert goes_on(root / "parts", values, min_epochs=least, patience=2)[0] == until
 
 
 def test_a_second_fit_goes_on_and_its_checkpoints_too(tmp_path):

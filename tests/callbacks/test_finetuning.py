@@ -152,14 +152,27 @@ def test_what_is_refused(tmp_path):
 
     with pytest.raises(ValueError, match="needs a module named 'backbone'"):
         trainer(tmp_path, BackboneFinetuning()).fit(Other(), loader())
-    with pytest.raises(ValueError, match="the frozen backbone"):
-        fit(tmp_path, BackboneFinetuning(), task=Task(filtered=False))
     with pytest.raises(ValueError, match="returned 2 optimizers, and BackboneFinetuning would add"):
         fit(tmp_path, BackboneFinetuning(), task=TwoOptimizers())
     with pytest.raises(ValueError, match="a sharded model must train"):
         fit(tmp_path, Stages(), strategy="fsdp")
     with pytest.raises(NotImplementedError, match="freeze_before_training"):
         fit(tmp_path, BaseFinetuning())
+
+
+def test_an_optimizer_of_all_parameters_trains_as_one_that_was_filtered(tmp_path):
+    def train(filtered, **flags):
+        task, kept = Task(filtered=filtered), ModelCheckpoint(tmp_path / str(filtered), "{epoch}", save_top_k=-1)
+        made = trainer(tmp_path, BackboneFinetuning(1), *([] if flags else [kept]), max_epochs=3)
+        made.fit(task, loader(), **flags)
+        groups = made.optimizers[0].param_groups
+        return [p.tolist() for p in task.parameters()], [(len(group["params"]), group["lr"]) for group in groups]
+
+    expected = train(True)
+    with pytest.warns(UserWarning, match="of the frozen backbone to an optimizer. BackboneFinetuning removes them"):
+        assert train(False) == expected
+    for epoch in (0, 1):
+        assert train(False, ckpt_path=tmp_path / "False" / f"epoch={epoch}.ckpt") == expected
 
 
 @pytest.mark.parametrize("in_sequence", [False, True])

@@ -3,6 +3,7 @@
 import math
 import random
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -298,10 +299,79 @@ def test_where_nothing_can_be_suggested():
         found.add(found.rate(k), float(k))
     with pytest.warns(UserWarning, match="at least 2 points are needed, but .* leave only 1 of 12"):
         assert found.suggestion() is None
+    with pytest.warns(UserWarning, match="falls no further than the noise"):
+        assert found.suggestion(0, 0) is None
+    found._losses = []  # of a checkpoint that an earlier version saved
     with pytest.warns(UserWarning, match="the loss does not fall at any rate from"):
         assert found.suggestion(0, 0) is None
     with pytest.raises(ValueError, match="skip_end=-1"):
         found.suggestion(0, -1)
+
+
+class Real(treadle.TaskModule):
+    """A small network on data of scikit-learn."""
+
+    def __init__(self, sizes, loss, optimizer):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(sizes[0], 32), nn.ReLU(), nn.Linear(32, sizes[1]))
+        self.loss, self.optimizer, self.lr = loss, optimizer, 1e-3
+
+    def training_step(self, batch):
+        return self.loss(self.net(batch[0]).squeeze(-1), batch[1])
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters(), lr=self.lr)
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "low", "high"),
+    [
+        ("diabetes", torch.optim.Adam, 1e-3, 0.3),
+        ("digits", torch.optim.Adam, 1e-3, 0.3),
+        pytest.param("diabetes", torch.optim.SGD, 0.01, 0.9, marks=pytest.mark.exhaustive),
+        pytest.param("digits", torch.optim.SGD, 0.1, 1.0, marks=pytest.mark.exhaustive),
+        ("noise", torch.optim.Adam, None, None),
+    ],
+)
+def test_noise_is_no_suggestion(name, optimizer, low, high):
+    """Good rates on each of 8 seeds, and none where there is nothing to learn: then the rate stays, which is told."""
+    from sklearn.datasets import load_diabetes, load_digits
+
+    x, y = (load_digits if name == "digits" else load_diabetes)(return_X_y=True)
+    x, y = torch.tensor(x).float(), torch.tensor(y)
+    if name == "digits":
+        x, sizes, loss = x / 16, (64, 10), nn.functional.cross_entropy
+    else:
+        x, y, sizes, loss = x / x.std(0), ((y - y.mean()) / y.std()).float(), (10, 1), nn.functional.mse_loss
+    for seed in range(8) if name == "diabetes" else range(2):
+        torch.manual_seed(seed)
+        data = TensorDataset(torch.randn_like(x), torch.randn_like(y)) if name == "noise" else TensorDataset(x, y)
+        task, trainer = Real(sizes, loss, optimizer), treadle.Trainer(**QUIET, max_epochs=1)
+        with pytest.warns(UserWarning, match="falls no further") if low is None else warnings.catch_warnings():
+            Tuner(trainer).lr_find(task, DataLoader(data, 32, shuffle=True))
+        assert task.lr == 1e-3 if low is None else low < task.lr < high, (seed, task.lr)
+
+
+class Skips(Real):
+    """Returns no loss for each fifth batch."""
+
+    calls = 0
+
+    def training_step(self, batch):
+        self.calls += 1
+        return None if self.calls % 5 == 3 else super().training_step(batch)
+
+
+@pytest.mark.filterwarnings("ignore:training_step returned None")
+def test_batches_without_a_loss_are_left_out_of_a_search():
+    torch.manual_seed(0)
+    x = torch.randn(512, 10)
+    task = Skips((10, 1), nn.functional.mse_loss, torch.optim.Adam)
+    loader = DataLoader(TensorDataset(x, x.sum(1)), 32)
+    found = Tuner(treadle.Trainer(**QUIET, max_epochs=1)).lr_find(task, loader, num_training=100)
+    assert len(found.results["lr"]) == 100
+    assert [math.isnan(loss) for loss in found.results["loss"]] == [k % 5 == 2 for k in range(100)]
+    assert 1e-3 < task.lr < 0.5
 
 
 def by_hand(rates, batches):
@@ -639,7 +709,7 @@ def test_what_is_refused_before_the_first_step(task, finder, loader, text):
         (lambda: LearningRateFinder(mode="exponentiel"), "Did you mean 'exponential'"),
         (lambda: LearningRateFinder(min_lr=0.0), "above 0"),
         (lambda: LearningRateFinder(min_lr=1.0, max_lr=0.1), "min_lr must be smaller than max_lr"),
-        (lambda: LearningRateFinder(num_training_steps=1), "num_training_steps=1"),
+        (lambda: LearningRateFinder(num_training_steps=0), "num_training_steps=0"),
         (lambda: LearningRateFinder(early_stop_threshold=0.5), "more than 1"),
         (lambda: BatchSizeFinder(mode="pover"), "Did you mean 'power'"),
         (lambda: BatchSizeFinder(margin=1.0), "margin=1.0"),
@@ -689,3 +759,12 @@ def test_no_search_within_a_run_and_none_with_fast_dev_run():
     trainer = treadle.Trainer(**QUIET, fast_dev_run=True, callbacks=finders)
     trainer.fit(Plain(), loader)
     assert [finders[0].optimal_lr, finders[1].optimal_batch_size] == [None, None]
+
+
+def test_no_trial_and_one_rate():
+    task, trainer = Task(), treadle.Trainer(**QUIET, max_epochs=1)
+    assert Tuner(trainer).scale_batch_size(task, init_val=6, max_trials=0) == task.batch_size == 6
+    assert task.calls == 0
+    with pytest.warns(UserWarning, match="at least 2 points are needed"):
+        found = Tuner(trainer).lr_find(Plain(), DataLoader(dataset(), 8), num_training=1)
+    assert len(found.results["lr"]) == 1

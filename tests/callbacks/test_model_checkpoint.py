@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from callback_runs import Tiny, fit, loader, trainer
 from processes import RankError, clean_environment, run
 from torch import nn
@@ -120,7 +121,7 @@ def test_the_newest_few_are_those_of_the_highest_step(tmp_path):
         ("min", 2, [3.0, 1.0, 2.0, NAN], [1, 2], 1, 2),
         ("max", 2, [NAN, 1.0, 2.0, 3.0], [2, 3], 3, 2),
         ("min", 2, [NAN, NAN, NAN, 9.0], [1, 3], 3, 1),
-        ("min", 1, [NAN, math.inf, NAN, NAN], [1], 1, 1),
+        ("min", 1, [NAN, math.inf, NAN, NAN], [0], 0, 0),  # NaN counts as infinity, as in Lightning
         ("min", -1, [3.0, NAN, 2.0, 4.0], [0, 1, 2, 3], 2, 1),
         ("min", 9, [3.0, 1.0, 2.0, 4.0], [0, 1, 2, 3], 1, None),
     ],
@@ -134,7 +135,7 @@ def test_the_best_are_kept(tmp_path, mode, top, values, kept_epochs, best, worst
     assert sorted(kept.best_k_models) == [str(tmp_path / "c" / f"epoch={e}.ckpt") for e in kept_epochs]
     assert kept.best_model_path == str(tmp_path / "c" / f"epoch={best}.ckpt")
     assert kept.kth_best_model_path == ("" if worst is None else str(tmp_path / "c" / f"epoch={worst}.ckpt"))
-    assert kept.best_model_score.item() == values[best]
+    assert kept.best_model_score.item() == (math.inf if math.isnan(values[best]) else values[best])
     assert kept.best_model_score.ndim == kept.current_score.ndim == 0
     assert {v.ndim for v in kept.best_k_models.values()} == {0}
     assert seen == [False, True, True, True]
@@ -242,11 +243,18 @@ def test_what_a_fit_waited_for_the_next_one_does_not(tmp_path):
     [({}, ""), ({"validate": False}, "no validation"), ({"limit_val_batches": 0}, "no validation")],
 )
 def test_a_value_that_was_never_logged(tmp_path, flags, also):
-    with pytest.raises(ValueError, match=r"ModelCheckpoint's monitor 'train_los' was never logged.*'train_loss'") as e:
-        fit(tmp_path, ModelCheckpoint(tmp_path / "c", monitor="train_los"), values=[1.0], **flags)
-    assert also in str(e.value)
-    with pytest.raises(ValueError, match="never logged"):
-        fit(tmp_path, ModelCheckpoint(tmp_path / "c", monitor="other", every_n_train_steps=2), values=[1.0], **flags)
+    """An error after a validation; in a run without one, a warning."""
+    kept = ModelCheckpoint(tmp_path / "c", monitor="train_los")
+    words = r"ModelCheckpoint's monitor 'train_los' was never logged.*'train_loss'"
+    if not flags:
+        with pytest.raises(ValueError, match=words):
+            fit(tmp_path, kept, values=[1.0])
+        with pytest.raises(ValueError, match="never logged"):
+            fit(tmp_path, ModelCheckpoint(tmp_path / "c", monitor="other", every_n_train_steps=2), values=[1.0])
+        return
+    with pytest.warns(UserWarning, match=f"{words}.*{also}"):
+        fit(tmp_path, kept, values=[1.0], **flags)
+    assert kept.best_model_path == ""
 
 
 def test_a_run_that_ends_before_its_first_validation_says_so(tmp_path):
@@ -881,3 +889,28 @@ def test_a_last_checkpoint_without_manifest_does_not_end_each_resumed_run(tmp_pa
     shutil.rmtree(tmp_path / "last.ckpt")
     (tmp_path / "last.ckpt").symlink_to(tmp_path / "nowhere")
     assert fitted(4)[0].current_epoch == 4
+
+
+@pytest.mark.parametrize("name", ["val_loss", "train_los"])
+def test_a_run_without_validation_trains_on_where_the_monitor_is_missing(tmp_path, name):
+    kept = ModelCheckpoint(tmp_path, monitor=name, save_last=True)
+    with pytest.warns(
+        UserWarning, match=rf"'{name}' was never logged.*Until it is logged, no best checkpoint is saved"
+    ):
+        assert fit(tmp_path, kept, validate=False, max_epochs=2).current_epoch == 2
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["last.ckpt"]
+    assert (kept.best_model_path, os.path.basename(kept.last_model_path)) == ("", "last.ckpt")
+
+
+def test_scores_of_nan_as_yaml_and_a_save_at_each_step(tmp_path):
+    for mode, worst in (("min", math.inf), ("max", -math.inf)):
+        kept = ModelCheckpoint(tmp_path / mode, "{epoch}", "val_loss", mode=mode)
+        fit(tmp_path, kept, values=[math.nan], max_epochs=1)
+        assert (kept.best_model_score.item(), kept.current_score.item()) == (worst, worst)
+        fit(tmp_path, kept, values=[math.nan, 2.0, 3.0], max_epochs=3)
+        assert kept.best_model_score.item() == {"min": 2.0, "max": 3.0}[mode]
+    kept.to_yaml()
+    assert yaml.safe_load((tmp_path / "max" / "best_k_models.yaml").read_text()) == {kept.best_model_path: 3.0}
+    each = ModelCheckpoint(tmp_path / "each", "{step}", train_time_interval=timedelta(0))
+    fit(tmp_path, each, max_steps=3)
+    assert os.path.basename(each.best_model_path) == "step=3.ckpt"

@@ -47,7 +47,7 @@ class Scheduled(Tiny):
 @pytest.mark.parametrize(
     ("interval", "scheduler", "rows"),
     [
-        (None, None, [(s, 1.0) for s in (2, 4, 6, 8, 10)]),
+        (None, None, [(s, 1.0) for s in (0, 2, 4, 5, 6, 8, 10)]),
         (None, "epoch", [(0, 1.0), (5, 0.5)]),
         (None, "step", [(s, 0.5 ** (s - 1)) for s in (2, 4, 6, 8, 10)]),
         ("step", "epoch", [(2, 1.0), (4, 1.0), (6, 0.5), (8, 0.5), (10, 0.5)]),
@@ -277,3 +277,8 @@ def test_the_list_of_hooks():
     assert set(HOOKS) == named
     assert all(getattr(Callback, name).__doc__ for name in HOOKS)
     assert all(name in fit_loop.__doc__ for name in HOOKS)
+
+
+def test_no_time_stops_at_once(tmp_path):
+    made = fit(tmp_path, Timer(timedelta(0)))
+    assert (made.global_step, made.current_epoch) == (0, 0)

@@ -275,3 +275,33 @@ def test_two_processes_prune_alike(tmp_path):
     first, second = run(in_a_world, 2, str(tmp_path))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert sum(int((value == 0).sum()) for value in first.values()) >= 28
+
+
+def test_two_callbacks_prune_one_parameter(tmp_path):
+    def callbacks(task):
+        options = {"make_pruning_permanent": False, "use_lottery_ticket_hypothesis": False, "amount": 0.25}
+        pairs = ([(task.net[0], "weight")], [(task.net[0], "weight"), (task.net[2], "weight")])
+        return [ModelPruning("l1_unstructured", chosen, **options) for chosen in pairs]
+
+    def run_epochs(epochs, ckpt_path=None):
+        treadle.seed_everything(1)
+        task = Task()
+        made = trainer(tmp_path, *callbacks(task), max_epochs=epochs)
+        made.fit(task, loader(6, 3), ckpt_path=ckpt_path)
+        made.save_checkpoint(tmp_path / str(epochs))
+        return {name: value.tolist() for name, value in task.state_dict().items()}
+
+    whole = run_epochs(2)
+    assert 0 < sum(value == 0 for row in whole["net.0.weight"] for value in row) < 12
+    run_epochs(1)
+    assert run_epochs(2, tmp_path / "1") == whole
+
+
+def test_all_parameters_are_pruned_by_default(tmp_path):
+    task, every = Task(), ModelPruning("l1_unstructured", parameters_to_prune=None)
+    pairs = ModelPruning.sanitize_parameters_to_prune(task)
+    assert pairs == [(part, name) for name in ("weight", "bias") for part in (task.net[0], task.net[2])]
+    assert ModelPruning.sanitize_parameters_to_prune(task, pairs[:1]) == pairs[:1]
+    trainer(tmp_path, every, max_epochs=1).fit(task, loader(6, 3))
+    total = sum(p.numel() for p in task.parameters())
+    assert sum(int((p == 0).sum()) for p in task.parameters()) == pytest.approx(total / 2, abs=1)

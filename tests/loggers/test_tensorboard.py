@@ -37,7 +37,7 @@ def hparams(path: str | None) -> tuple[dict[str, object], list[str]]:
         tag: HParamsPluginData.FromString(content) for tag, content in read(path).PluginTagToContent("hparams").items()
     }
     start = found["_hparams_/session_start_info"].session_start_info.hparams
-    metrics = found["_hparams_/experiment"].experiment.metric_infos
+    metrics = found["_hparams_/experiment"].experiment.metric_infos if "_hparams_/experiment" in found else []
     values = {key: getattr(value, value.WhichOneof("kind")) for key, value in start.items()}
     return values, [metric.name.tag for metric in metrics]
 
@@ -137,6 +137,27 @@ def test_hyperparameters_with_metrics_of_their_own(tmp_path):
     logger.finalize("success")
     assert hparams(logger.log_dir) == ({"lr": 1.0}, [])
     assert read(logger.log_dir).Tags()["scalars"] == []
+
+
+@pytest.mark.parametrize("default", [False, True])
+def test_metrics_of_later_calls_are_shown_too(tmp_path, default):
+    """As in a run: the Trainer's call without metrics, the user's, one at the end, and one of a later process."""
+    shown = {"hp_metric"} if default else set()
+    logger = TensorBoardLogger(tmp_path, version=0, default_hp_metric=default)
+    calls = [({"lr": 0.5}, None), ({"lr": 0.5}, {"best": 0.0, "acc": 0.0}), ({"seed": 3}, {"test_acc": 0.75})]
+    for number, (params, metrics) in enumerate(calls):
+        logger.log_hyperparams(params, metrics)
+        logger.finalize("success")
+        put_in_order(logger.log_dir, number + 1)
+        shown |= set(metrics or {})
+        values, found = hparams(logger.log_dir)
+        assert (values, set(found)) == ({"lr": 0.5} | ({"seed": 3.0} if number == 2 else {}), shown)
+    logger = TensorBoardLogger(tmp_path, version=0, default_hp_metric=False)
+    logger.log_hyperparams({"lr": 0.5, "seed": 3}, {"late": 1.0})
+    logger.finalize("success")
+    assert hparams(logger.log_dir) == ({"lr": 0.5, "seed": 3.0}, hparams(logger.log_dir)[1])
+    assert set(hparams(logger.log_dir)[1]) == {*shown, "late"}
+    assert scalars(logger.log_dir, "test_acc") == [(0, 0.75)]
 
 
 class Net(torch.nn.Module):

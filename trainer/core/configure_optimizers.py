@@ -50,17 +50,21 @@ class SchedulerConfig:
     reduce_on_plateau: bool = False
 
     def __post_init__(self) -> None:
-        if not (hasattr(self.scheduler, "step") and hasattr(self.scheduler, "state_dict")):
-            raise TypeError(
-                f"scheduler={self.scheduler!r:.100} must be a scheduler, an object with step() and state_dict(). Use "
-                "one from torch.optim.lr_scheduler."
-            )
+        self._check_method("state_dict")
         choose("interval", self.interval, ("epoch", "step"))
         check_int("frequency", self.frequency, 1)
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
 
-    def check_monitor(self) -> None:
+    def _check_method(self, name: str) -> None:
+        if not hasattr(self.scheduler, name):
+            raise TypeError(
+                f"scheduler={self.scheduler!r:.100} must be a scheduler, an object with step() and state_dict(), but "
+                f"has no {name}(). Use one from torch.optim.lr_scheduler."
+            )
+
+    def check_steps(self) -> None:
         """Raise a ValueError if a plateau scheduler lacks a ``monitor``."""
+        self._check_method("step")
         if self.reduce_on_plateau and self.monitor is None:
             raise ValueError(
                 f"the scheduler {type(self.scheduler).__name__} needs a monitor. Return "

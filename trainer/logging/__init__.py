@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from .callback_metrics import CallbackMetrics, tensors_by_name
     from .history import History
-    from .metric_logger import Logbook, SilentLogger, tensors_by_name
+    from .metric_logger import Logbook, SilentLogger
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -13,7 +13,8 @@ import torch
 from ...callbacks import LatestValidation
 from ...common.messages import describe_error, warn
 from ...common.remote_path import as_path, is_url
-from ...engine import Accelerator, Metrics
+from ...engine import Accelerator, Entry, Metrics
+from ...engine.metrics import is_wide
 from ...loggers import EVALUATED_AT, DirectoryLogger, Logger, NullExperiment, claim_version
 from ...strategies import World
 from ..core import DataModule, TaskModule
@@ -60,6 +61,9 @@ class Logbook:
         callback_values: The latest reduced values, by name.
         bar_values: The latest reduced values for the progress bar, by name.
         logged_values: The latest values for the loggers, by name.
+        agreed_names: Names under which the user of any rank wrote numbers into ``callback_metrics``.
+        other_values: Objects other than numbers that the user wrote into ``callback_metrics``, by name.
+        wide: Names whose values may have more than float32's precision; see `Entry`.
         evaluated: Number of batches processed from each validation dataloader within ``fit``.
         newest: Names of the epoch values in the latest `update_epoch`, with and without the suffix ``_epoch``.
         watch: `LatestValidation` with the names that the latest validation within ``fit`` logged, and its optimizer
@@ -76,6 +80,10 @@ class Logbook:
         self.callback_values: dict[str, float] = {}
         self.bar_values: dict[str, float] = {}
         self.logged_values: dict[str, float] = {}
+        self.other_values: dict[str, Any] = {}
+        self.wide: set[str] = set()
+        self._written_names: set[str] = set()  # by this rank's user
+        self.agreed_names: set[str] = set()
         self.newest: frozenset[str] = frozenset()
         self.evaluated: list[int] = []
         self.returned: set[Any] = set()
@@ -109,6 +117,8 @@ class Logbook:
         for entry, value in metrics.step_values(self.data_world):
             name = entry.label("step")
             self.callback_values[name] = value
+            if entry.wide:
+                self.wide.add(name)
             if entry.prog_bar:
                 self.bar_values[name] = value
             if entry.logger:
@@ -128,6 +138,8 @@ class Logbook:
             name = entry.label("epoch")
             values[name] = value
             names |= {name, entry.name}
+            if entry.wide:
+                self.wide |= {name, entry.name}
             self.callback_values[name] = self.callback_values[entry.name] = value
             if entry.prog_bar:
                 self.bar_values[name] = value
@@ -174,6 +186,8 @@ class Logbook:
             name = entry.label("step")
             if name not in newer:
                 self.callback_values[name] = value
+                if entry.wide:
+                    self.wide.add(name)
                 if entry.prog_bar:
                     self.bar_values[name] = value
                 if entry.logger:
@@ -182,7 +196,7 @@ class Logbook:
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save in checkpoints."""
         values, watch = dict(self.callback_values), self.watch.state_dict()
-        return {"values": values, "watch": watch, "evaluated": list(self.evaluated)}
+        return {"values": values, "wide": sorted(self.wide), "watch": watch, "evaluated": list(self.evaluated)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned.
@@ -192,8 +206,50 @@ class Logbook:
         """
         self.callback_values.clear()
         self.callback_values.update(state_dict["values"])
+        self.wide = set(state_dict.get("wide", ()))
         self.watch.load_state_dict(state_dict["watch"])
         self.evaluated = list(state_dict.get("evaluated", ()))
+
+    def write_value(self, name: str, value: Any) -> None:
+        """Record a value that the user wrote into ``callback_metrics``.
+
+        Args:
+            name: The name.
+            value: A number, a tensor with one element, or any other object, which cannot be monitored.
+        """
+        self.forget_value(name)
+        is_tensor = isinstance(value, torch.Tensor)
+        if (is_tensor and value.numel() == 1 and not value.is_complex()) or isinstance(value, int | float):
+            self.callback_values[name] = float(value)
+            self._written_names.add(name)
+            if is_wide(value):
+                self.wide.add(name)
+        else:
+            self.other_values[name] = value
+
+    def forget_value(self, name: str) -> None:
+        """Remove the value that the user wrote under a name, if any. Logged values are the same on all ranks, and stay.
+
+        Args:
+            name: The name.
+        """
+        self.other_values.pop(name, None)
+        if name in self._written_names:
+            self._written_names.discard(name)
+            self.wide.discard(name)
+            self.callback_values.pop(name, None)
+
+    def agree_on_step_values(self, metrics: Metrics) -> list[tuple[Entry, float]]:
+        """Return the values of the latest step, and make written numbers the same on all ranks. Call it on all ranks.
+
+        Args:
+            metrics: Values logged in training.
+        """
+        written = {name: self.callback_values[name] for name in self._written_names}
+        values = metrics.step_values(self.data_world, written)
+        self.agreed_names |= written.keys()
+        self.callback_values.update(written)
+        return values
 
     def note_epoch(self, step: int) -> None:
         """Add the epoch's values to the history.
@@ -269,9 +325,11 @@ class Logbook:
     def clear(self) -> None:
         """Clear the latest values."""
         self.watch = LatestValidation()
-        self.callback_values.clear()
-        self.bar_values.clear()
-        self.logged_values.clear()
+        for values in (self.callback_values, self.bar_values, self.logged_values, self.other_values):
+            values.clear()
+        self.wide.clear()
+        self._written_names.clear()
+        self.agreed_names.clear()
 
     def describe(self, task: TaskModule, datamodule: DataModule | None, hyperparameters: bool = True) -> None:
         """Send the hyperparameters and the model to the loggers.
@@ -383,17 +441,6 @@ class Logbook:
                 "to a writable directory."
             )
             return None
-
-
-def tensors_by_name(values: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return numbers as tensors, which scripts written for Lightning expect.
-
-    Args:
-        values: Numbers by name.
-    """
-    return {
-        name: torch.as_tensor(value, dtype=torch.get_default_dtype(), device="cpu") for name, value in values.items()
-    }
 
 
 def _make_file_name(name: str | None) -> str:

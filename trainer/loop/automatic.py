@@ -40,6 +40,7 @@ class Steps:
 
     Attributes:
         skip_rest: Whether a hook requested the end of the epoch.
+        missing_losses: Number of batches for which ``training_step`` returned None.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Steps:
         self.alone = trainer.accelerator.num_processes == 1
         self.may_skip = self.alone and trainer.scaler is None
         self.skip_rest = False
+        self.missing_losses = 0
         self.bad_batches: list[str] = []  # descriptions of the step's batches whose loss is not finite
 
     def use(self, model: Any) -> None:
@@ -124,6 +126,7 @@ class Steps:
                     loss = output
                 else:
                     loss, weight = loss_in(output, self.may_skip)
+                    self.missing_losses += output is None
                 if loss.ndim or not loss.requires_grad:
                     check_loss(loss)
                 for hook in hooks.on_before_backward:

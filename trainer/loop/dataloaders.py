@@ -130,27 +130,34 @@ class Sources:
             reason = explain_empty(loader, self._accelerator.num_processes)
             warn(f"the validation dataloader{position} is empty, so validation skips it. {reason}")
 
-    @property
-    def hook_loaders(self) -> list[Loader]:
-        """Training and validation dataloaders that hooks returned."""
-        train = [] if self.passed_loaders.get("train") is not None else [self.train]
-        return train + ([] if self.passed_loaders.get("val") is not None else self.evaluation("val"))
-
-    def reload(self, epoch: int) -> None:
-        """Call the hooks of the training and validation dataloaders again; passed dataloaders are kept.
+    def hook_loaders(self, kind: str) -> list[Loader]:
+        """Return the dataloaders of a kind that hooks returned.
 
         Args:
-            epoch: Index of the next epoch.
+            kind: ``"train"`` or ``"val"``.
+        """
+        if self.passed_loaders.get(kind) is not None:
+            return []
+        return [self.train] if kind == "train" else self.evaluation(kind)
+
+    def reload(self, kind: str, epoch: int) -> None:
+        """Call the hook of the training or validation dataloaders again; passed dataloaders are kept.
+
+        Args:
+            kind: ``"train"`` or ``"val"``.
+            epoch: Index of the epoch that uses the dataloaders first.
         """
         self._epoch = epoch
-        for loader in self.hook_loaders:
+        for loader in self.hook_loaders(kind):
             loader.close()
             self._accelerator.loaders.remove(loader)
-        if self.passed_loaders.get("train") is None:
+        if self.passed_loaders.get(kind) is not None:
+            return
+        if kind == "train":
             self._train = None
-        if self.passed_loaders.get("val") is None:
-            self._evaluation.pop("val", None)
-        for loader in self.hook_loaders:
+        else:
+            self._evaluation.pop(kind, None)
+        for loader in self.hook_loaders(kind):
             loader.set_epoch(epoch)
 
     def for_another(

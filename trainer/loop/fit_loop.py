@@ -4,7 +4,7 @@
     on_sanity_check_start; a few validation batches; on_sanity_check_end
     on_train_start
     for each epoch:
-        [dataloader hooks again, every reload_dataloaders_every_n_epochs]
+        [train_dataloader again, every reload_dataloaders_every_n_epochs]
         on_train_epoch_start
         for group in loader.groups():                # one group is one optimizer step
             for micro_batch in group:
@@ -20,10 +20,12 @@
                 on_train_batch_end
             every log_every_n_steps: reduce what was logged, write it
             validation, if due:
+                [val_dataloader again, every reload_dataloaders_every_n_epochs]
                 on_validation_start; on_validation_epoch_start
                 for each batch: on_validation_batch_start; validation_step; on_validation_batch_end
                 on_validation_epoch_end; on_validation_end
             after the epoch's last group: schedulers by epoch
+            plateau schedulers by step               # with this step's validation
             on_step_end                              # checkpoints: of this step, with this step's validation
         on_train_epoch_end
     on_train_end; on_fit_end; teardown
@@ -84,6 +86,7 @@ class FitLoop:
         self.agreement.keep_losses(1 if trainer.metrics.copies else 64)
         self.alone = trainer.accelerator.num_processes == 1
         self.schedules = Schedules(trainer, task, schedulers if task.automatic_optimization else [])
+        self.schedules.attach(hooks)
         kind = choose_steps(trainer, task)
         self.steps = trainer.steps = kind(trainer, task, model, hooks, self.schedules, self._wants_to_stop)
         self.deadline: float | None = None
@@ -154,7 +157,7 @@ class FitLoop:
     def _epoch(self) -> None:
         """Train one epoch, or the rest of a resumed one."""
         trainer, progress, metrics, hooks = self.trainer, self.progress, self.metrics, self.hooks
-        self.steps.skip_rest = False
+        self.steps.skip_rest, self.steps.missing_losses, batch_before = False, 0, progress.batch
         if 0 < trainer.reload_dataloaders_every_n_epochs <= progress.epoch - progress.loaded:
             self._reload()
         metrics.between_batches(True)
@@ -182,6 +185,14 @@ class FitLoop:
             if not progress.epoch_is_trained:  # the end of a dataloader without a length is known only here
                 self._close_epoch()
         self.steps.read_outcome()  # a limit ended the run within the epoch
+        if self.steps.missing_losses and self.steps.missing_losses == progress.batch - batch_before:
+            raise ValueError(
+                f"training_step returned None for all {format_count(self.steps.missing_losses, 'batch')} of epoch "
+                f"{progress.epoch}, so nothing was trained. Return the loss. To compute gradients yourself, set "
+                "self.automatic_optimization = False in __init__."
+            )
+        if self.steps.skip_rest:  # without a validation, but the epoch has ended
+            self.schedules.after_epoch()
         if self.steps.skip_rest or progress.epoch_is_trained:
             self.loader.end_epoch()
             progress.phase = Phase.EPOCH_END
@@ -202,17 +213,27 @@ class FitLoop:
         sources = self.trainer.sources
         assert sources is not None
         self.progress.loaded = self.progress.epoch
-        sources.reload(self.progress.epoch)
+        sources.reload("train", self.progress.epoch)
         self.loader = sources.train
         self.total = self.loader.length
-        sources.warn_of_empty_validation()
         self.validation_every = self._compute_validation_interval()
+
+    def _reload_validation(self) -> None:
+        """Create new validation dataloaders if they are due for this validation epoch."""
+        sources, progress, every = self.trainer.sources, self.progress, self.trainer.reload_dataloaders_every_n_epochs
+        is_due = progress.val_loaded < 0 or progress.epoch - progress.val_loaded >= every
+        if every and is_due and self.trainer.limit_val_batches:
+            assert sources is not None
+            progress.val_loaded = progress.epoch
+            sources.reload("val", progress.epoch)
+            sources.warn_of_empty_validation()
+            self.validation_every = self._compute_validation_interval()
 
     def _explain_empty(self) -> str:
         return explain_empty(self.loader, self.trainer.world_size)
 
     def _wants_to_stop(self) -> bool:
-        return self.trainer.should_stop or self._is_late()
+        return bool(self.trainer.stop_requests) or self._is_late()
 
     def _is_late(self) -> bool:
         return self.deadline is not None and time.monotonic() >= self.deadline
@@ -250,9 +271,10 @@ class FitLoop:
             trainer.history.measure(progress, read_learning_rates(trainer))
         for hook in self.hooks.on_step_end:
             hook()
-        if stop:
+        if stop and self._may_stop(stop):  # a request that min_epochs or min_steps hold back may still be withdrawn
             trainer.should_stop = True
-        return (stop and self._may_stop(stop)) or 0 <= trainer.max_steps <= progress.step
+            return True
+        return 0 <= trainer.max_steps <= progress.step
 
     # -- validation and schedulers -------------------------------------------------------------------------------
 
@@ -286,14 +308,12 @@ class FitLoop:
             )
         return max(1, int(total * interval))
 
-    def _is_validation_epoch(self) -> bool:
-        every = self.trainer.check_val_every_n_epoch
-        return every is None or (self.progress.epoch + 1) % every == 0
-
     def _validate(self) -> None:
         """Validate, unless ``check_val_every_n_epoch`` excludes this epoch, and record that a validation was due."""
-        if self._is_validation_epoch():
-            self.validate()
+        if is_validation_epoch(self.trainer):
+            self._reload_validation()
+            if self.trainer.has_validation:
+                self.validate()
         self.progress.validated = self.progress.batches
 
     def _is_validation_due(self) -> bool:
@@ -314,10 +334,18 @@ class FitLoop:
     def _close_epoch(self) -> None:
         """Run the validation if one is due after the epoch's last step, and then step the per-epoch schedulers."""
         self.steps.read_outcome()
+        if not self.trainer.has_validation and is_validation_epoch(self.trainer):
+            self._reload_validation()  # dataloaders that were empty may have batches now
         if self.trainer.has_validation and self._is_validation_due():
             self._validate()
         self.schedules.after_epoch()
         self.progress.phase = Phase.EPOCH_TRAINED
+
+
+def is_validation_epoch(trainer: Trainer) -> bool:
+    """Return whether ``check_val_every_n_epoch`` permits a validation in the current epoch."""
+    every = trainer.check_val_every_n_epoch
+    return every is None or (trainer.progress.epoch + 1) % every == 0
 
 
 def choose_steps(trainer: Trainer, task: TaskModule) -> type[Steps]:

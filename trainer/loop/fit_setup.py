@@ -17,9 +17,9 @@ from ..checkpointing import LastStep, explain_need_of_others
 from ..core import SchedulerConfig, TaskModule, check_ownership, endless, overrides, parse_optimizers
 from ..preflight import check_monitors, check_optimizers_match, check_storable, warn_of_untrained
 from ..profiling import measured
-from .dataloaders import Sources
+from .dataloaders import LOADER_NAMES, Sources
 from .evaluation_loop import EvaluationLoop
-from .fit_loop import FitLoop
+from .fit_loop import FitLoop, is_validation_epoch
 from .hook_table import Hooks
 from .run_summary import RunSummary
 
@@ -56,7 +56,8 @@ class Fit:
             trainer.progress.restart_epoch()
             trainer.progress.seconds = 0.0
             trainer.logbook.watch = LatestValidation()
-            trainer.progress.loaded = trainer.progress.epoch
+            trainer.progress.loaded = epoch = trainer.progress.epoch
+            trainer.progress.val_loaded = epoch if is_validation_epoch(trainer) else -1
             trainer.metrics.reset()
         with trainer.preemption.leaving_at_once(), trainer.checkpointer.ahead(trainer.opened_checkpoint):
             model, random_state = self._prepare(reloads=self._reload_dataloaders())
@@ -99,7 +100,9 @@ class Fit:
         loader.set_epoch(trainer.progress.epoch)
         self._check_validation()
         trainer.checkpointer.register()
-        initial_states = [(source, source.state_dict()) for source in (sources.hook_loaders if reloads else [])]
+        initial_states = [
+            (source, source.state_dict()) for source in (sources.hook_loaders("train") if reloads else [])
+        ]
         random_state = trainer.checkpointer.restore_run(trainer.opened_checkpoint, self.schedule)
         trainer.opened_checkpoint = None  # everything is restored, so its memory can be freed
         if reloads:
@@ -126,24 +129,27 @@ class Fit:
         """Create the dataloaders of a resumed run that uses ``reload_dataloaders_every_n_epochs``.
 
         While they are created, ``trainer.current_epoch`` is the epoch in which the earlier run created them or, if a
-        reload is due, the current epoch. Return whether a reload is due, so that the epoch begins with new dataloaders.
+        reload of the training dataloader is due, the current epoch. Return whether it is due, so that the epoch begins
+        with a new dataloader.
         """
         trainer, sources = self.trainer, self.sources
         every, progress = trainer.reload_dataloaders_every_n_epochs, trainer.progress
         if not every:
             return False
-        if sources.passed_loaders.get("train") is not None and sources.passed_loaders.get("val") is not None:
+        if passed := [kind for kind in ("train", "val") if sources.passed_loaders.get(kind) is not None]:
             warn(
-                f"reload_dataloaders_every_n_epochs={every} has no effect, because the dataloaders were passed to fit. "
-                "Define train_dataloader in the task or a data module instead."
+                f"reload_dataloaders_every_n_epochs={every} has no effect on the "
+                f"{' and '.join(LOADER_NAMES[kind] for kind in passed)} dataloaders that were passed to fit. Define "
+                f"{' and '.join(f'{kind}_dataloader' for kind in passed)} in the task or a data module instead."
             )
         if trainer.ckpt_path is None:
             return False
         epoch = progress.epoch
         reloads = not progress.batch and epoch - progress.loaded >= every
-        progress.epoch = epoch if reloads else progress.loaded
-        for loader in sources.hook_loaders:
-            loader.set_epoch(epoch)
+        for kind, created in (("train", epoch if reloads else progress.loaded), ("val", max(0, progress.val_loaded))):
+            progress.epoch = created
+            for loader in sources.hook_loaders(kind):
+                loader.set_epoch(epoch)
         progress.epoch = epoch
         return reloads
 
@@ -279,7 +285,7 @@ def configure(task: TaskModule) -> tuple[list[torch.optim.Optimizer], list[Sched
     check_ownership(task, optimizers, schedulers)
     if task.automatic_optimization:  # otherwise training_step steps them
         for config in schedulers:
-            config.check_monitor()
+            config.check_steps()
     if len(optimizers) > 1 and task.automatic_optimization:
         raise ValueError(
             f"{type(task).__name__}.configure_optimizers returned {len(optimizers)} optimizers, but automatic "

@@ -9,17 +9,20 @@ from ..core import SchedulerConfig, TaskModule
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
+    from .hook_table import Hooks
 
 
 class Schedules:
     """Schedulers of a task, some of which step after optimizer steps and some after epochs.
 
     Attributes:
-        by_step: Schedulers that step after optimizer steps.
+        by_step: Schedulers that step immediately after optimizer steps.
     """
 
     def __init__(self, trainer: Trainer, task: TaskModule, configs: list[SchedulerConfig]) -> None:
-        self.by_step = [config for config in configs if config.interval == "step"]
+        by_step = [config for config in configs if config.interval == "step"]
+        self.by_step = [config for config in by_step if not config.reduce_on_plateau]
+        self._after_validation = [config for config in by_step if config.reduce_on_plateau]
         self._by_epoch = [config for config in configs if config.interval == "epoch"]
         self._trainer = trainer
         self._task = task
@@ -27,7 +30,24 @@ class Schedules:
 
     def stop(self) -> None:
         """Stop all schedulers, because a callback sets the learning rates from now on."""
-        self.by_step, self._by_epoch = [], []
+        self.by_step, self._after_validation, self._by_epoch = [], [], []
+
+    def attach(self, hooks: Hooks) -> None:
+        """Add a hook that steps plateau schedulers by step after the step's validation, before anything is saved.
+
+        Args:
+            hooks: Dispatch table of the run.
+        """
+        if self._after_validation:
+            progress = self._trainer.progress
+            self._stepped_at = progress.step - progress.step_is_unfinished  # a resumed run repeats the validation
+            hooks.on_step_end = (self._end_step, *hooks.on_step_end)
+
+    def _end_step(self) -> None:
+        step = self._trainer.progress.step
+        if step != self._stepped_at:  # otherwise the step was skipped
+            self._stepped_at = step
+            self._step(self._after_validation, step)
 
     def after_step(self) -> None:
         """Step the schedulers that are due after an optimizer step."""

@@ -32,7 +32,9 @@ class Progress:
         validated: Value of ``batches`` when a validation was last due.
         skipped: Number of optimizer steps skipped because a loss or gradient was not finite.
         seconds: Training time in seconds, for ``max_time``.
-        loaded: Index of the epoch in which the dataloaders were last created.
+        loaded: Index of the epoch in which the training dataloaders were last created.
+        val_loaded: Index of the epoch whose validation is the first one for which the validation dataloaders were
+            created; -1 if they were created before an epoch without validation.
         phase: Current phase of the loop; see `Phase`.
 
     Example:
@@ -52,6 +54,7 @@ class Progress:
     skipped: int = 0
     seconds: float = 0.0
     loaded: int = 0
+    val_loaded: int = -1
     phase: Phase = Phase.BETWEEN_STEPS
 
     # -- position ------------------------------------------------------------------------------------------------

@@ -23,6 +23,16 @@ _LONGEST = 1024  # a longer list among a module's attributes holds data
 # Attributes of modules that this check skips: those of torch, and hyperparameters, see `list_unregistered_hparams`.
 _SKIPPED = ("_parameters", "_buffers", "_modules", "_hparams", "_hparams_initial")
 _OF_VALIDATION = {"val", "valid", "validation", "eval"}
+# Words in names of metrics for which higher values are better, and words that reverse this, as in acc_loss.
+_HIGHER_IS_BETTER = frozenset((
+    *("acc", "accuracy", "ap", "auc", "aucpr", "auprc", "auroc", "bleu", "dice", "f1", "f1score", "f2", "fbeta"),
+    *("fscore", "hitrate", "iou", "jaccard", "kappa", "map", "mcc", "meteor", "miou", "mrr", "ndcg", "precision"),
+    *("psnr", "r2", "r2score", "recall", "roc", "rouge", "sensitivity", "specificity", "ssim", "top"),
+))  # fmt: skip
+_LOWER_IS_BETTER = frozenset((
+    *("cost", "deviation", "dist", "distance", "divergence", "drop", "entropy", "err", "error", "gap", "loss"),
+    *("mae", "mse", "nll", "perplexity", "rmse", "std", "time", "variance"),
+))  # fmt: skip
 
 
 def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
@@ -94,8 +104,14 @@ def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
         ValueError: If ``barebones=True`` disables logging and a strict monitor needs a logged value.
     """
     monitors = list(_iterate_monitors(trainer))
+    wrong = dict.fromkeys(f"{owner} {name!r}" for owner, name, _, mode in monitors if mode == "min" and _is_score(name))
+    if wrong:
+        warn(
+            f"{', '.join(wrong)}: mode='min' keeps the lowest value, but higher values of a metric with this name are "
+            "usually better. Set mode='max', or ignore this warning if lower values are better."
+        )
     if trainer.barebones:
-        for owner, name, strict in monitors:
+        for owner, name, strict, _ in monitors:
             if strict:
                 raise ValueError(
                     f"{owner} {name!r} is never logged, because barebones=True disables self.log. Remove barebones or "
@@ -104,7 +120,7 @@ def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
     if logged is None:
         return
     names = sorted(logged)
-    for owner, name, _ in monitors:
+    for owner, name, *_ in monitors:
         if name not in names and _OF_VALIDATION & set(re.split(r"[^a-z]+", name.lower())):
             hint = explain_returned(trainer, name) or nearest(name, names)
             warn(
@@ -114,14 +130,24 @@ def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:
             )
 
 
-def _iterate_monitors(trainer: Trainer) -> Iterator[tuple[str, str, bool]]:
+def _is_score(name: str) -> bool:
+    """Return whether a metric's name has a word such as ``acc``, so that higher values are usually better."""
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
+    words = {part for word in re.split(r"[^a-z0-9]+", spaced) for part in (word, word.rstrip("0123456789"))}
+    return bool(words & _HIGHER_IS_BETTER) and not words & _LOWER_IS_BETTER
+
+
+def _iterate_monitors(trainer: Trainer) -> Iterator[tuple[str, str, bool, str]]:
+    """Yield the owner, the name, whether a missing value is an error, and the mode of each monitor."""
     watching: list[EarlyStopping | ModelCheckpoint] = [*trainer.early_stopping_callbacks, *trainer.checkpoint_callbacks]
     for callback in watching:
         if callback.monitor is not None:
-            yield f"{type(callback).__name__}'s monitor", callback.monitor, getattr(callback, "strict", True)
+            strict = getattr(callback, "strict", True)
+            yield f"{type(callback).__name__}'s monitor", callback.monitor, strict, callback.mode
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau and config.monitor is not None:
-            yield f"{type(config.scheduler).__name__}'s monitor", config.monitor, config.strict
+            mode = getattr(config.scheduler, "mode", "")
+            yield f"{type(config.scheduler).__name__}'s monitor", config.monitor, config.strict, mode
 
 
 def _join_first(names: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,9 +44,8 @@ class LRSearch:
         with rehearsal(trainer) as inner:
             self._run_range_test(inner, curve)
             finder.optimal_lr = curve
-            suggested = curve.suggestion()
-            if name is not None and suggested is not None:
-                _check_rate_is_used(inner, name, suggested)
+            if name is not None:
+                _check_rate_is_used(inner, name, finder.max_lr)
         self.apply()
 
     def apply(self) -> None:
@@ -76,8 +76,9 @@ class LRSearch:
         losses, rates, threshold = _StepLoss(), _RisingRate(inner, curve), self.finder.early_stop_threshold
         with torch.enable_grad():
             for step in take_trial_steps(inner, curve.num_training, [losses], rates.set):
-                curve.add(curve.rate(step), losses.take(inner))
-                if threshold is not None and curve.diverges(threshold):
+                loss = losses.take(inner)
+                curve.add(curve.rate(step), math.nan if loss is None else loss)
+                if loss is not None and threshold is not None and curve.diverges(threshold):
                     return
 
 
@@ -138,20 +139,21 @@ class _StepLoss(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Add the loss of a micro-batch, weighted by the weight that the step returned, or else by its samples."""
         micro = self._micros.pop(0)
-        if micro.samples:  # otherwise it is a placeholder batch
+        # Otherwise it is a placeholder batch, or training_step returned None.
+        if micro.samples and "loss" in outputs:
             weight = outputs.get("weight")
             weight = micro.samples if weight is None else weight
             self._sum = self._sum + outputs["loss"].float() * weight
             self._weight = self._weight + weight
 
-    def take(self, trainer: Trainer) -> float:
-        """Return the mean loss since the last call. Call it on all processes."""
+    def take(self, trainer: Trainer) -> float | None:
+        """Return the mean loss since the last call; None if no process had a loss. Call it on all processes."""
         both = torch.tensor([float(self._sum), float(self._weight)], dtype=torch.float64, device="cpu")
         device = trainer.accelerator.device
         both = both.to(device, torch.float32 if device.type == "mps" else torch.float64)
         total, weight = trainer.accelerator.data_world.all_reduce(both).tolist()
         self._sum = self._weight = 0.0
-        return total / weight if weight else float("nan")
+        return total / weight if weight else None
 
 
 def _get_base_rate(group: dict[str, Any]) -> float:

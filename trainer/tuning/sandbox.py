@@ -75,7 +75,7 @@ def _make_understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
     inner, accelerator, sources = copy.copy(trainer), trainer.accelerator, trainer.sources
     assert trainer.task is not None
     assert sources is not None
-    inner.callbacks, silent = [], [SilentLogger()] if trainer.loggers else []
+    inner.callbacks, inner.stop_requests, silent = [], set(), [SilentLogger()] if trainer.loggers else []
     inner.history = History(accelerator.cursor)
     inner.logbook = Logbook(accelerator.world, accelerator.data_world, silent, inner.history)
     inner.profiler = PassThroughProfiler()

@@ -169,6 +169,58 @@ def test_loaders_are_asked_for_anew_and_a_run_goes_on_with_the_ones_it_had(every
             assert module.asked == [(e, e) for e in range(epoch + 1, 4, every)]  # once for each
 
 
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        # In which epoch training's and validation's loaders are made: once at the start, and then when due.
+        ({"check_val_every_n_epoch": 4}, ([0, 3, 6], [0, 3, 7])),
+        ({"check_val_every_n_epoch": 1}, ([0, 3, 6], [0, 3, 6])),
+        ({"check_val_every_n_epoch": 2}, ([0, 3, 6], [0, 1, 5])),
+        ({"check_val_every_n_epoch": 2, "val_check_interval": 1}, ([0, 3, 6], [0, 1, 5])),
+        ({"limit_val_batches": 0}, ([0, 3, 6], [0])),
+    ],
+)
+def test_validation_loaders_are_made_anew_for_the_validation_that_uses_them(flags, wanted, tmp_path):
+    class Noted(Growing):
+        def __init__(self):
+            super().__init__()
+            self.validated = []
+
+        def val_dataloader(self):
+            self.validated.append(self.trainer.current_epoch)
+            return super().val_dataloader()
+
+    def fit(path=None, folder=None):
+        task, module = Task(), Noted()
+        every = {"reload_dataloaders_every_n_epochs": 3, "max_epochs": 8, "callbacks": [Collects(folder)], **flags}
+        trainer(num_sanity_val_steps=1, **every).fit(task, datamodule=module, ckpt_path=path)
+        return (
+            [epoch for epoch, _ in module.asked],
+            module.validated,
+            task.evaluated[path is None and "limit_val_batches" not in flags :],
+        )
+
+    train, val, evaluated = fit(folder=tmp_path)
+    assert (train, val) == wanted
+    assert {row[0] for row in evaluated} <= {1000 * epoch for epoch in val}
+    for epoch in (0, 4, 6):  # a resumed run evaluates the same samples
+        rest = fit(tmp_path / f"epoch-{epoch}")[2]
+        assert rest == evaluated[len(evaluated) - len(rest) :]
+        assert rest or "limit_val_batches" in flags or epoch == 6
+
+
+def test_a_passed_loader_is_not_made_anew_and_that_is_told():
+    class Made(Task):
+        def train_dataloader(self):
+            raise AssertionError
+
+    flags, message = {"reload_dataloaders_every_n_epochs": 1}, "has no effect on the {} dataloaders that were passed"
+    with pytest.warns(UserWarning, match=message.format("training")):
+        trainer(limit_val_batches=0, **flags).fit(Made(), DataLoader(data(2)))
+    with pytest.warns(UserWarning, match=message.format("training and validation")):
+        trainer(**flags).fit(Made(), DataLoader(data(2)), DataLoader(data(2)))
+
+
 def test_a_buffer_that_is_filled_meanwhile():
     class Buffer(IterableDataset):
         def __init__(self, items):

@@ -1,5 +1,6 @@
 """A validation loader without batches: within `fit` there is no validation and a warning, by itself it is an error."""
 
+import re
 import warnings
 
 import pytest
@@ -108,8 +109,8 @@ def test_no_validation_that_is_asked_for_is_not_warned_of():
 
 def test_a_monitor_that_never_comes(tmp_path):
     words = "'val_loss' was never logged.*no validation. At least one validation dataloader is empty"
-    with pytest.raises(ValueError, match=f"ModelCheckpoint's monitor {words}"):
-        fit(loader(0), enable_checkpointing=None, callbacks=ModelCheckpoint(tmp_path, monitor="val_loss"))
+    _, _, said = fit(loader(0), enable_checkpointing=None, callbacks=ModelCheckpoint(tmp_path, monitor="val_loss"))
+    assert any(re.search(f"ModelCheckpoint's monitor {words}", text) for text in said)
     with pytest.raises(ValueError, match=words):
         fit(loader(0), callbacks=EarlyStopping("val_loss"))
     trainer, _, _ = fit(loader(0), enable_checkpointing=None, callbacks=ModelCheckpoint(tmp_path, monitor="loss"))

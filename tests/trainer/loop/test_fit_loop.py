@@ -1162,3 +1162,17 @@ def test_two_processes_and_a_loss_that_is_not_finite():
 def test_what_drop_last_leaves_out_is_said(capsys, size, drop, left):
     fit(Line(), ones(10, batch_size=size, drop_last=drop), max_epochs=1)
     assert (f"drop_last drops {left} samples per epoch" in capsys.readouterr().err) is bool(left)
+
+
+@pytest.mark.filterwarnings("ignore:training_step returned None")
+def test_an_epoch_without_a_gradient_is_an_error():
+    class Forgets(Regression):
+        def training_step(self, batch, batch_idx):
+            if self.current_epoch == 1 or batch_idx:
+                return None
+            return super().training_step(batch, batch_idx)
+
+    task = Forgets()
+    with pytest.raises(ValueError, match="training_step returned None for all 6 batches of epoch 1, so nothing was"):
+        fit(task, DataLoader(regression(), 4), max_epochs=3)
+    assert task.current_epoch == 1

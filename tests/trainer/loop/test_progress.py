@@ -19,6 +19,7 @@ COUNTERS = {
     "skipped": 1,
     "seconds": 1.5,
     "loaded": 2,
+    "val_loaded": 1,
 }
 FLAGS = {"closed": False, "closing": False, "within": False, "unended": False}
 

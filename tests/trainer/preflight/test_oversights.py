@@ -10,6 +10,7 @@ from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
+from treadle.trainer.preflight.oversights import _is_score
 
 import treadle
 
@@ -158,3 +159,44 @@ def test_a_monitor_where_nothing_is_logged_is_an_error():
             task, loader(), loader()
         )
     assert task.global_step == 0
+
+
+SCORES = (
+    "val_acc",
+    "valAcc",
+    "acc@1",
+    "f1_score",
+    "val/auc",
+    "r2",
+    "val_iou",
+    "bleu4",
+    "mAP",
+    "map_50",
+    "val-precision",
+)
+
+
+@pytest.mark.parametrize("name", [*SCORES, "acc_loss", "precision_error", "val_loss", "accidents", "topology", "remap"])
+def test_which_names_are_scores(name):
+    assert _is_score(name) == (name in SCORES)
+
+
+def test_a_forgotten_mode_is_named_once(tmp_path):
+    class Scored(Task):
+        def validation_step(self, batch, batch_idx):
+            self.log_dict({"val_acc": 1.0, "acc_loss": 1.0})
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_acc"}}
+
+    callbacks = [EarlyStopping("val_acc"), ModelCheckpoint(tmp_path, monitor="val_acc")]
+    (said,) = fit(Scored(), callbacks=callbacks, enable_checkpointing=True)
+    for owner in ("EarlyStopping", "ModelCheckpoint", "ReduceLROnPlateau"):
+        assert f"{owner}'s monitor 'val_acc'" in said
+    assert "mode='min' keeps the lowest value" in said
+    callbacks = [EarlyStopping("val_acc", mode="max"), ModelCheckpoint(tmp_path, monitor="acc_loss")]
+    (said,) = fit(Scored(), callbacks=callbacks, enable_checkpointing=True)  # the scheduler's
+    assert "EarlyStopping" not in said
+    assert "ModelCheckpoint" not in said

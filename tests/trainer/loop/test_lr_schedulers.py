@@ -1,0 +1,181 @@
+"""When the loop steps schedulers, and with which values."""
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import ModelCheckpoint
+
+import treadle
+
+
+class Plateau(treadle.TaskModule):
+    """Its k-th validation logs ``values[k]``; ``fed`` are the values with which the scheduler stepped, by step."""
+
+    def __init__(self, values, fails_at=None, **config):
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+        self.values, self.fails_at, self.config = values, fails_at, {"monitor": "val", **config}
+        self.register_buffer("rounds", torch.tensor(0))
+        self.fed, self.rates = [], []
+
+    def training_step(self, batch, batch_idx):
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+        return 0 * self.net(batch[0]).sum()
+
+    def validation_step(self, batch, batch_idx):
+        if self.rounds == self.fails_at:
+            raise RuntimeError("failed on purpose")
+
+    def on_validation_epoch_end(self):
+        self.log("val", float(self.values[self.rounds]))
+        self.rounds += 1
+
+    def lr_scheduler_step(self, scheduler, metric):
+        self.fed.append((self.global_step, metric))
+        super().lr_scheduler_step(scheduler, metric)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 1.0)
+        scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **self.config}}
+
+
+VALUES = [9, 1, 2, 1, 3, 0, 4, 5]  # of the validations after steps 2, 4, ...
+
+
+def fit(task, *callbacks, ckpt_path=None, **flags):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    flags = {"max_epochs": 4, "val_check_interval": 2, "enable_checkpointing": bool(callbacks), **flags}
+    trainer = treadle.Trainer(accelerator="cpu", callbacks=list(callbacks), **quiet, **flags)
+    data = TensorDataset(torch.ones(4 * trainer.world_size, 1))
+    trainer.fit(task, DataLoader(data, 1), DataLoader(data, 4), ckpt_path=ckpt_path)
+    return task
+
+
+def rates_by_hand(fed, steps=16):
+    """The rate of each step in a plain loop that steps the scheduler with these values after these steps."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
+    scheduler, rates = ReduceLROnPlateau(optimizer, factor=0.5, patience=0), []
+    for step in range(1, steps + 1):
+        rates.append(optimizer.param_groups[0]["lr"])
+        if step in fed:
+            scheduler.step(fed[step])
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("config", "fed"),
+    [
+        ({"interval": "step", "frequency": 2}, dict(zip(range(2, 17, 2), VALUES, strict=True))),
+        ({"interval": "step", "frequency": 4}, dict(zip(range(4, 17, 4), VALUES[1::2], strict=True))),
+        ({"interval": "step", "strict": False}, {step: VALUES[step // 2 - 1] for step in range(2, 17)}),
+        ({"interval": "epoch"}, dict(zip(range(4, 17, 4), VALUES[1::2], strict=True))),
+    ],
+)
+def test_a_plateau_scheduler_is_fed_the_validation_of_its_own_step(config, fed):
+    task = fit(Plateau(VALUES, **config))
+    assert dict(task.fed) == fed
+    assert len(task.fed) == len(fed)
+    assert task.rates == rates_by_hand(fed)
+
+
+def test_a_plateau_scheduler_by_step_in_a_run_that_goes_on(tmp_path):
+    config = {"interval": "step", "frequency": 2}
+    whole = fit(Plateau(VALUES, **config), ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=1, filename="x"))
+    assert len(whole.fed) == 8
+    for step in (5, 6, 8):  # the sixth step's checkpoint contains the rate after its validation
+        folder = tmp_path / str(step)
+        fit(Plateau(VALUES, **config), ModelCheckpoint(folder, every_n_train_steps=step), max_steps=step)
+        (path,) = folder.iterdir()
+        rest = fit(Plateau(VALUES, **config), ckpt_path=path)
+        assert (rest.fed, rest.rates) == (whole.fed[step // 2 :], whole.rates[step:])
+    keep = ModelCheckpoint(tmp_path / "failed", save_on_exception=True, every_n_epochs=9)
+    with pytest.raises(RuntimeError, match="on purpose"):  # in the validation of step 6, which is repeated
+        fit(Plateau(VALUES, fails_at=2, **config), keep)
+    (path,) = (tmp_path / "failed").iterdir()
+    rest = fit(Plateau(VALUES, **config), ckpt_path=path)
+    assert (rest.fed, rest.rates) == (whole.fed[2:], whole.rates[6:])
+
+
+class Leaves(treadle.TaskModule):
+    def __init__(self, at):
+        super().__init__()
+        self.net, self.at, self.rates = nn.Linear(1, 1), at, []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == self.at else None
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).mean()
+
+    def on_train_epoch_end(self):
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 1.0)
+        return [optimizer], [ExponentialLR(optimizer, 0.5)]
+
+
+def on_each_rank():
+    task = fit(Plateau(VALUES, interval="step", frequency=2), devices=2, strategy="ddp")
+    return task.fed, [fit(Leaves(at), devices=2, strategy="ddp", limit_val_batches=0).rates for at in (0, 2)]
+
+
+def test_an_epoch_that_a_hook_ends_counts_for_schedulers_by_epoch():
+    for at in (0, 2):
+        assert fit(Leaves(at), limit_val_batches=0).rates == [0.5, 0.25, 0.125, 0.0625]
+
+
+def test_on_two_processes():
+    for fed, rates in run(on_each_rank, 2):
+        assert dict(fed) == dict(zip(range(2, 17, 2), VALUES, strict=True))
+        assert rates == [[0.5, 0.25, 0.125, 0.0625]] * 2
+
+
+class WithoutStep:
+    """A scheduler that training_step steps in its own way."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.count = optimizer, 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict):
+        self.count = state_dict["count"]
+
+    def advance(self):
+        self.count += 1
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_a_scheduler_without_step_is_for_manual_optimization(automatic, tmp_path):
+    class Task(Leaves):
+        def __init__(self):
+            super().__init__(at=None)
+            self.automatic_optimization = automatic
+
+        def training_step(self, batch, batch_idx):
+            if automatic:
+                return super().training_step(batch, batch_idx)
+            self.optimizers().zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().step()
+            self.lr_schedulers().advance()
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), 1.0)
+            return [optimizer], [WithoutStep(optimizer)]
+
+    if automatic:
+        with pytest.raises(TypeError, match=r"has no step\(\)"):
+            fit(Task(), limit_val_batches=0)
+        return
+    kept, task = ModelCheckpoint(tmp_path), Task()
+    fit(task, kept, limit_val_batches=0, max_epochs=2)
+    assert task.lr_schedulers().count == 8
+    task = fit(Task(), ckpt_path=kept.best_model_path, limit_val_batches=0, max_epochs=3)
+    assert task.lr_schedulers().count == 12

@@ -1,0 +1,88 @@
+"""The dict that `Trainer.callback_metrics` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+import torch
+
+from .metric_logger import Logbook
+
+
+class CallbackMetrics(dict[str, Any]):
+    """Latest logged values by name, to which scripts may add values of their own, as in Lightning.
+
+    A number that is written under a name can be monitored like a logged value. Anything else is only kept.
+
+    Args:
+        values: The current values.
+        logbook: Destination of values that are written.
+    """
+
+    def __init__(self, values: Mapping[str, Any], logbook: Logbook) -> None:
+        super().__init__(values)
+        self._logbook = logbook
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._logbook.write_value(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self._logbook.forget_value(name)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Write several values."""
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+    def __ior__(self, other: Any) -> CallbackMetrics:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """Write a value unless the name has one. Return the value of the name."""
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Remove a name and return its value."""
+        if name in self:
+            value = self[name]
+            del self[name]
+            return value
+        return super().pop(name, *default)
+
+    def popitem(self) -> tuple[str, Any]:
+        """Remove the last name and return it with its value."""
+        name = next(reversed(self))
+        return name, self.pop(name)
+
+    def clear(self) -> None:
+        """Remove all names."""
+        for name in list(self):
+            del self[name]
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+def tensors_by_name(values: Mapping[str, Any], wide: Container[str] = ()) -> dict[str, torch.Tensor]:
+    """Return numbers as tensors, which scripts written for Lightning expect.
+
+    Args:
+        values: Numbers by name.
+        wide: Names whose values are float64 if the default dtype would round them.
+    """
+    return {name: _as_tensor(value, name in wide) for name, value in values.items()}
+
+
+def _as_tensor(value: Any, wide: bool) -> torch.Tensor:
+    tensor = torch.as_tensor(value, dtype=torch.get_default_dtype(), device="cpu")
+    if wide and tensor.dtype is not torch.float64 and tensor.ndim == 0:
+        exact = torch.as_tensor(value, device="cpu").double() if isinstance(value, torch.Tensor) else float(value)
+        if not tensor.isnan() and tensor.double() != exact:
+            return torch.as_tensor(exact, dtype=torch.float64, device="cpu")
+    return tensor
