@@ -158,7 +158,7 @@ def _apply(trainer: Trainer, task: Any, outcome: _Outcome) -> None:
     trainer.latest_stage = outcome.stage
     trainer.progress, trainer.status, trainer.interrupted = outcome.progress, outcome.status, outcome.interrupted
     trainer.logbook.clear()
-    trainer.logbook.callback_values.update(outcome.values)
+    trainer.callback_metrics.update(outcome.values)
     trainer.logbook.bar_values.update(outcome.bar_values)
     states = list(outcome.callbacks)
     for callback in trainer.callbacks:
