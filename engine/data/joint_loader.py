@@ -250,7 +250,7 @@ class JointLoader(Loader):
         for loader, saved in zip(self.loaders, state["loaders"], strict=True):
             loader.load_state_dict(saved)
             if not self.evaluation:  # the combined loaders themselves count as those of an evaluation
-                loader.warn_if_length_changed(saved)
+                loader.compare_epoch(saved)
         self._loader_streams = {int(number): RandomStream(stream) for number, stream in state["streams"].items()}
         for number, stream in self._loader_streams.items():
             self.loaders[number].draw_from(stream)

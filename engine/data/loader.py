@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from ...common.messages import format_count, name_type, warn
 from ...strategies import World
 from ..rng import Draw, RandomStream
-from .dataset_check import warn_length_changed
+from .dataset_check import warn_length_changed, warn_order_changed
 from .micro_batches import Cursor, GroupPlanner, Micro
 from .sampler_rng import (
     Draws,
@@ -30,7 +30,17 @@ from .sharded_sampler import GroupIndices, ShardedBatches, get_length, set_epoch
 from .source_libraries import explain_not_repeatable, explain_state_gap
 from .stream_end import may_read_ahead
 from .streamed_batches import Counted, StreamedBatches, follow_iterator, make_batches_error
-from .workers import LiveWithRank, SeededSamples, SeededStream, end_workers, iterate_in_process, note_workers
+from .workers import (
+    KnownEpoch,
+    LiveWithRank,
+    SeededCollate,
+    SeededSamples,
+    SeededStream,
+    end_workers,
+    iterate_in_process,
+    known_epoch,
+    note_workers,
+)
 
 _NO_MORE = object()
 
@@ -114,6 +124,7 @@ class Loader:
         self._passing = 0  # batches to skip at the beginning of the next epoch
         self._ahead = 0  # how many of the sampler's items this epoch was ahead of `batches` of this width
         self._reads: list[Any] = []  # the dataset's own generators, if this process reads the dataset
+        self._known_epoch: KnownEpoch | None = None  # what the dataset's copies in new workers have received
         # Whether the view's persistent workers run, in this process or in the one that it resumes.
         self._started = False
         self._repeats = False  # whether each epoch has the first one's order
@@ -171,7 +182,9 @@ class Loader:
         plan = self._plan = ShardedBatches(source, planner, self._stream, self.evaluation, positions=workers)
         settings["batch_sampler" if source.batch_sampler is not None else "sampler"] = plan
         if workers:
-            settings["dataset"] = SeededSamples(source.dataset)
+            settings["dataset"] = samples = SeededSamples(source.dataset, plan.batched)
+            settings["collate_fn"] = SeededCollate(source.collate_fn)
+            self._known_epoch = known_epoch(samples)
         else:
             self._reads = find_generators(source.dataset)
         # Not around `iter(view)`, because a subclass whose __iter__ is a generator starts the workers later. The
@@ -268,7 +281,7 @@ class Loader:
         passing, self._passing = self._passing, 0
         if self._repeats and plan.order is None:
             plan.order = self._first
-        set_epoch(self.source, 0 if self._repeats else self.epoch)
+        self._tell_epoch()
         limit = None if self.limit is None else max(0, self.limit - self.batches)
         if isinstance(plan, StreamedBatches):
             plan.begin(self.epoch, self.samples, limit, self.batches)
@@ -461,6 +474,16 @@ class Loader:
             self._resuming = False
         self.epoch = epoch
         self._named = True
+        self._tell_epoch()  # the sampler's length may depend on it
+
+    def _tell_epoch(self) -> None:
+        """Pass the epoch number to the user's dataloader, samplers and datasets."""
+        epoch = self._plan.dataset_epoch = 0 if self._repeats else self.epoch
+        # Training and validation data are often subsets of one dataset. A validation amid a training epoch, which has
+        # another number, must not change it.
+        set_epoch(self.source, epoch, nested=self._cursor.micro is None)
+        if self._known_epoch is not None:
+            self._known_epoch.epoch = epoch
 
     def close(self) -> None:
         """Shut down the dataloader's workers, including persistent ones."""
@@ -508,6 +531,8 @@ class Loader:
             "own": plan.planner.shares is not None,
             "source": plan.state(drawn) if isinstance(plan, StreamedBatches) else None,
             "workers": plan.workers if isinstance(plan, StreamedBatches) else None,
+            "sampler": plan.sampler_name if isinstance(plan, ShardedBatches) else None,
+            "first_indices": plan.summarize_order(self.samples) if isinstance(plan, ShardedBatches) else None,
             **({"first_digest": plan.first_digest} if isinstance(plan, StreamedBatches) and plan.order else {}),
             **({"first": self._first} if self._repeats else {}),
         }
@@ -533,8 +558,10 @@ class Loader:
             self.epoch = state["epoch"]  # the loader now has another sampler, and its own order
             return
         self.check(state)
+        if isinstance(plan, ShardedBatches):
+            plan.expect_order(None)
         if not self.evaluation:
-            self.warn_if_length_changed(state)
+            self.compare_epoch(state)
         plan.draws.load_private(state["generators"])
         plan.draws.load_samplers(state)
         plan.draws.load_epochs(state)
@@ -576,10 +603,28 @@ class Loader:
                 "treadle.load_weights."
             )
 
-    def warn_if_length_changed(self, state: dict[str, Any]) -> None:
-        """Warn if a state was saved within an epoch and the dataset's length has changed since then."""
-        if state["order"] is not None:
-            warn_length_changed(state.get("length"), get_length(getattr(self.source, "dataset", None)))
+    def compare_epoch(self, state: dict[str, Any]) -> None:
+        """Warn if a state was saved within an epoch whose data or order this dataloader does not have.
+
+        The dataset's length and the kind of the sampler are compared immediately, the first indices once they are
+        drawn.
+        """
+        plan = self._plan
+        if state["order"] is None:
+            return
+        length = get_length(getattr(self.source, "dataset", None))
+        is_other_length = warn_length_changed(state.get("length"), length)
+        if "sampler" not in state:  # from a checkpoint of a version that did not save it
+            return
+        saved, current = state["sampler"], plan.sampler_name if isinstance(plan, ShardedBatches) else None
+        if saved != current:
+            warn_order_changed(
+                f"the checkpoint was saved within an epoch of {saved or 'a stream'}, but the dataloader now has "
+                f"{current or 'a stream'}"
+            )
+        elif isinstance(plan, ShardedBatches) and not is_other_length and not state["own"]:
+            # Ranks with data of their own have other indices than rank zero.
+            plan.expect_order(state["first_indices"])
 
     def describe_difference(self, state: dict[str, Any]) -> str:
         """Return the reason why a saved state does not fit the generators and samplers; "" if it fits."""

@@ -22,7 +22,7 @@ from .sampler_rng import Draws, get_stateful
 from .sharded_sampler import get_length
 from .source_libraries import explain_split, split_over
 from .stream_end import Outlook
-from .workers import TORCH_SEEDED, SeededStream, note_workers, seed_epoch
+from .workers import TORCH_SEEDED, SeededStream, begin_epoch, note_workers
 
 
 class Counted:
@@ -106,6 +106,7 @@ class StreamedBatches:
         sizes: The numbers of samples in the batches that the source has created but not yet yielded.
         compare: The ranks whose first batches have not been compared yet, if any.
         first_digest: Digest of the epoch's first batch, to check that a resume reads the same batches; "" if unchecked.
+        dataset_epoch: The number that ``set_epoch`` of the source receives for the next epoch.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class StreamedBatches:
         self._late: State | None = None  # the reader's position after the source is opened again
         self._ended = False
         self.seeded: SeededStream | None = None  # the dataset, if its workers outlive an epoch
+        self.dataset_epoch = 0
         self.workers: dict[str, Any] | None = None  # the state that they were started from
         self.sizes: deque[int] = deque()
         self._ahead: deque[BatchAhead] = deque()
@@ -244,7 +246,8 @@ class StreamedBatches:
             draws.load(self.order)
         if self.seeded is not None:
             late = self.order.get("late", False)
-            seed_epoch(self.seeded, seed_from(self.order["stream"], self.epoch) if late else TORCH_SEEDED)
+            seed = seed_from(self.order["stream"], self.epoch) if late else TORCH_SEEDED
+            begin_epoch(self.seeded, seed, self.dataset_epoch)
         self._reader = self._late = None
         if self._stands is not None:
             self.stateful.load_state_dict(self._stands["source"])
