@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from ...common.messages import format_count, name_type, warn
 from ...strategies import World
-from ..rng import Draw, RandomStream
+from ..rng import Draw, RandomStream, isolated_random_state
 from .dataset_check import warn_length_changed, warn_order_changed
 from .micro_batches import Cursor, GroupPlanner, Micro
 from .sampler_rng import (
@@ -240,7 +240,7 @@ class Loader:
                     self._drawn = drawn
                     if planner.shares is None:  # otherwise the ranks have drawn different numbers
                         stream.follow(drawn)
-                batch = batch if move is None else move(batch)
+                batch = batch if move is None or batch is None else move(batch)
                 if cursor.around is None:
                     yield batch
                 else:
@@ -253,6 +253,25 @@ class Loader:
         finally:
             if cursor.micro is micro:
                 cursor.micro, cursor.number, cursor.outlook = outer
+
+    def read_stand_in(self) -> Any:
+        """Return a batch of one sample for a process whose batch is None, but that must stay in step with the others.
+
+        Returns:
+            A batch from the samples of all processes in the current group; None if none of them can be read.
+        """
+        source, found = self.source, None
+        if self._indices is None or not isinstance(source, DataLoader):
+            return None
+        states = read_states(self._reads)
+        with isolated_random_state():
+            for index in itertools.chain.from_iterable(indices for indices, _ in self._indices.global_batches):
+                sample = source.dataset[index]
+                found = source.collate_fn(sample if source.batch_sampler is None else [sample])
+                if found is not None:
+                    break
+        load_states(self._reads, states)
+        return found if found is None or self.move is None else self.move(found)
 
     def groups(self) -> Iterator[Iterable[Any]]:
         """Yield the epoch's groups of micro-batches, one per optimizer step.

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ...common.validation import check_int
 from ...strategies import Strategy, World
+from ...strategies.distributed import local
 from ..configuration import GradientAccumulationPlugin
 from ..data import Cursor, Micro
 from ..running_loaders import get_running_loader
@@ -41,6 +42,7 @@ class Accumulation:
         manual_ids: IDs of the parameters whose gradients are reduced before optimizer steps, as in manual optimization,
             and not in backward passes.
         unreduced: The optimizers of such parameters whose gradients have not been reduced yet.
+        missing: Number of samples in those batches of the group that were None. `agree` adds up all processes' numbers.
         agreed_taint: Sum over the processes of what `Agreement.taint` returned in the last `reduce_gradients`; None if
             it was not exchanged.
     """
@@ -71,6 +73,7 @@ class Accumulation:
         self.autocasts = strategy.precision.compute is not None
         self.position = 0
         self.unfinished = False
+        self.missing = 0
         self.manual_ids: set[int] = set()
         self.unreduced: set[PreparedOptimizer] = set()
         self.agreed_taint: Tensor | None = None
@@ -127,7 +130,7 @@ class Accumulation:
 
     def forget_group(self) -> None:
         """Discard the position in the current group and its sum of weights, and start a new group."""
-        self.position = 0
+        self.position = self.missing = 0
         self._weight = None
         self.unfinished = self._unweighted = False
         self.unreduced.clear()
@@ -239,7 +242,7 @@ class Accumulation:
             loss = self.loss_scale.scale(loss)
         votes = self.sync_gradients and (self.always_agree or self.unfinished)
         if votes and (not self.watches_gradients or self.strategy.votes_in_backward):
-            self.agreement.vote(self._weight)
+            self.agreement.vote(self._weight, self.missing)
         try:
             if by is None:
                 loss.backward(*args, **kwargs)
@@ -323,14 +326,32 @@ class Accumulation:
         if self.watches_gradients:
             agreement.watch_gradients(self.optimizers)
         if not agreement.has_voted and not agreement.alone:
-            agreement.vote(self._weight)
+            agreement.vote(self._weight, self.missing)
         total = agreement.count()
         if self.unfinished:
             weight = self._weight if total is None else total
             assert weight is not None
             self._weight, self.unfinished = None, False
             divide_gradients(self._iter_trained_parameters(), weight, self.world.size)
+            self.missing = 0  # weights that were reported do not include these samples
+        elif agreement.missing:
+            self.missing = agreement.missing
         return self.agreement
+
+    def close_gap(self, samples: int) -> bool:
+        """Weight the gradients as if the group had only contained the batches that were not None.
+
+        Args:
+            samples: Number of samples in the group, over all processes, with those of the batches that were None.
+
+        Returns:
+            False if no sample is left, so that no step can be taken.
+        """
+        left, self.missing = samples - self.missing, 0
+        gradients = [local(p.grad) for p in dict.fromkeys(self._iter_trained_parameters()) if p.grad is not None]
+        if left and gradients:
+            torch._foreach_mul_(gradients, samples / left)
+        return left > 0
 
     def not_finite_on(self) -> list[int]:
         """Return the ranks whose loss was not finite, and clear this rank's record. Must be called on all ranks."""

@@ -40,6 +40,7 @@ class Agreement:
         bad_losses: The indices within the step of this process's micro-batches whose loss was not finite.
         micro_batches: The number of micro-batches that ``bad_losses`` covers.
         next_place: An identifier of the current step, which the training loop sets.
+        missing: Number of samples, over all processes, in those batches of the step that were None.
         leave_vote: Whether this process votes to leave the epoch without taking this step.
         signaled: Whether some process received a signal to end the run and all processes have agreed on it.
         not_finite: Flag on the device: 1.0 if the device must skip the step, else 0.0. None if the host decides.
@@ -50,6 +51,7 @@ class Agreement:
         self.stop = False
         self.leave_vote = False
         self.leaves = 0
+        self.missing = 0
         self.signal_vote = False
         self.signaled = False
         self.has_voted = False
@@ -125,10 +127,11 @@ class Agreement:
             self._watched += watched
             self._norms.append(largest_elements(gradients, self._device))
 
-    def vote(self, weight: float | Tensor | None) -> None:
+    def vote(self, weight: float | Tensor | None, missing: int = 0) -> None:
         """Cast this process's votes, before or after the last backward pass of a step.
 
-        ``weight`` is the sum of this process's weights in the step, or None; see `Accumulation.backward`.
+        ``weight`` is the sum of this process's weights in the step, or None; see `Accumulation.backward`. ``missing``
+        is the number of samples in its batches that were None. It matters only without weights, and takes their place.
         """
         self.has_voted = True
         if self.alone:
@@ -136,6 +139,8 @@ class Agreement:
         votes = torch.zeros(BALLOT_SIZE, dtype=torch.float32, device=self._device)  # counts may exceed a bfloat16's 256
         if weight is not None:
             votes[_WEIGHT] = weight
+        elif missing:
+            votes[_WEIGHT] = -missing
         if self.stop_vote:
             votes[_STOP] = 1.0
         if self.leave_vote:
@@ -214,6 +219,7 @@ class Agreement:
     def _read_votes(self, votes: list[float], outlook: Outlook | None) -> None:
         self.stop = votes[_STOP] > 0
         self.leaves = round(votes[_LEAVE])
+        self.missing = round(max(0.0, -votes[_WEIGHT]))
         self.signaled = votes[_SIGNAL] > 0
         self.finite = not math.isnan(votes[_TAINT])
         if outlook is not None:

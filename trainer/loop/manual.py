@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from ...common.messages import warn
+from ...engine.data import Micro
 from ...engine.optim import PreparedOptimizer
 from ..core import overrides
 from .automatic import Steps
 from .progress import Phase
-from .step_output import for_hooks
+from .step_output import for_hooks, warn_of_none
 
 _AUTOMATIC = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
 
@@ -65,6 +66,9 @@ class ManualSteps(Steps):
             progress.phase = Phase.IN_STEP
             index = progress.batch
             micro = self.cursor.micro
+            if batch is None:
+                self._skip_none(micro, index)
+                continue
             self.metrics.weight = micro.samples  # type: ignore[union-attr]
             for hook in hooks.on_train_batch_start:
                 if hook(batch, index) == -1:
@@ -92,6 +96,21 @@ class ManualSteps(Steps):
                 outputs = for_hooks(output)
                 for hook in hooks.on_train_batch_end:
                     hook(outputs, batch, index)
+
+    def _skip_none(self, micro: Micro, index: int) -> None:
+        """Skip a batch that is None."""
+        progress = self.progress
+        if not self.alone:
+            raise ValueError(
+                f"batch {index} is None on rank {self.accelerator.process_index}, but with manual optimization, the "
+                "optimizers of all ranks step together. Let collate_fn return at least one sample."
+            )
+        warn_of_none()
+        progress.batch, progress.batches = index + 1, progress.batches + 1
+        progress.samples += micro.group_samples
+        progress.phase = Phase.ENDING_STEP
+        for hook in self.hooks.on_train_batch_end:
+            hook({}, None, index)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass of ``manual_backward``."""

@@ -46,6 +46,14 @@ def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
     raise TypeError(f"training_step returned {name_type(output)}. {_RULE}")
 
 
+def warn_of_none() -> None:
+    """Warn that a batch is None and is skipped."""
+    warn(
+        "the training dataloader yielded None instead of a batch, so training_step is not called for it, and its "
+        "samples do not count in the mean of its accumulation group. If this is not intended, check collate_fn."
+    )
+
+
 def check_loss(loss: Tensor) -> None:
     """Raise a ValueError if a loss is not a single number with a gradient."""
     if loss.numel() != 1:
