@@ -152,6 +152,14 @@ def count_positional(function: Callable[..., Any]) -> int:
     return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
+def takes_iterator(step: Callable[..., Any]) -> bool:
+    """Return whether a step has a parameter ``dataloader_iter``, which requests an iterator instead of a batch."""
+    try:
+        return "dataloader_iter" in inspect.signature(step).parameters
+    except (TypeError, ValueError):  # for example a builtin
+        return False
+
+
 def _drop_last_argument(hook: Hook) -> Hook:
     @wraps(hook)
     def call(*arguments: Any) -> Any:

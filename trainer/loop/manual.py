@@ -35,7 +35,7 @@ class ManualSteps(Steps):
             hooks = ", ".join(f"{name}.{hook}" for hook in idle)
             verb = "is" if len(idle) == 1 else "are"
             warn(f"{hooks} {verb} never called with automatic_optimization=False. Move the code to training_step.")
-        self.step = self.accelerator.local_method(self.task, "training_step")
+        self.step = self._bind(self.accelerator.local_method(self.task, "training_step"))
         self.optimizers = optimizers
         self.batch: Any = None  # the batch of the current training_step
         self.votes = self.accumulation.always_agree
