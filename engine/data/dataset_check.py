@@ -96,6 +96,11 @@ def get_length(value: Any) -> int | None:
         return None
 
 
+def find_least(*counts: int | None) -> int | None:
+    """Return the smallest of the counts that are not None; None if all of them are None."""
+    return min((count for count in counts if count is not None), default=None)
+
+
 # -- data per sample ---------------------------------------------------------------------------------------------------
 
 

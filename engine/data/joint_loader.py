@@ -10,7 +10,8 @@ from typing import Any
 from ...common.messages import format_count
 from ...strategies import World
 from ..rng import Draw, RandomStream, isolated_random_state, random_state, seed_everything, seed_from
-from .combined_loader import CombinedLoader, compute_joint_length, find_least, read_rows
+from .combined_loader import CombinedLoader, compute_joint_length, read_rows
+from .dataset_check import find_least
 from .loader import Cursor, Loader
 from .micro_batches import GroupPlanner, Micro
 from .sampler_rng import read_states

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 from typing import Any
@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from ...common.messages import format_count, name_type, warn
 from ...strategies import World
-from ..rng import Draw, RandomStream, isolated_random_state
-from .dataset_check import warn_length_changed, warn_order_changed
-from .micro_batches import Cursor, GroupPlanner, Micro
+from ..rng import Draw, RandomStream, host_state, isolated_random_state, set_host_state
+from .dataset_check import find_least, warn_length_changed, warn_order_changed
+from .micro_batches import Cursor, GroupPlanner, Micro, avoid_rewind
 from .sampler_rng import (
     Draws,
     find_generators,
@@ -124,6 +124,11 @@ class Loader:
         self._passing = 0  # batches to skip at the beginning of the next epoch
         self._ahead = 0  # how many of the sampler's items this epoch was ahead of `batches` of this width
         self._reads: list[Any] = []  # the dataset's own generators, if this process reads the dataset
+        # The metadata of batches of a user-defined `__iter__` in a single process, where it may read other loaders.
+        self._yielded: deque[tuple[Micro, Draw | None, GroupIndices | None]] | None = None
+        # Whether this `__iter__` yields other batches than it reads; None until an epoch has shown it.
+        self._reads_again: bool | None = None
+        self._start_state: dict[str, Any] | None = None  # the states of the process when such an epoch began
         self._known_epoch: KnownEpoch | None = None  # what the dataset's copies in new workers have received
         # Whether the view's persistent workers run, in this process or in the one that it resumes.
         self._started = False
@@ -179,6 +184,8 @@ class Loader:
                 settings["dataset"] = streamed.seeded = SeededStream(source.dataset)
             follow_iterator(view, streamed)
             return
+        if type(source).__iter__ is not DataLoader.__iter__ and planner.world_size == 1:
+            self._yielded = deque()
         plan = self._plan = ShardedBatches(source, planner, self._stream, self.evaluation, positions=workers)
         settings["batch_sampler" if source.batch_sampler is not None else "sampler"] = plan
         if workers:
@@ -217,7 +224,7 @@ class Loader:
         self._on_begin()
         if batches is None:
             batches = self._begin()
-        micros = self._plan.micros
+        micros: Any = self._plan.micros if self._yielded is None else self._yielded
         cursor, stream, move, planner = self._cursor, self._stream, self.move, self._plan.planner
         # The state of a loop around this one, such as training around a validation.
         outer = cursor.micro, cursor.number, cursor.outlook
@@ -308,6 +315,8 @@ class Loader:
             self._started = getattr(self._view, "persistent_workers", False)
             batches = plan.batches(iterator)
             return self._pass_over(passing, batches) if passing else batches
+        if self._yielded is not None:
+            return self._regroup(self._begin_user_iter(plan, passing), limit)
         plan.begin(self.epoch, self.samples, limit, self.batches, passing)
         return self._pass_over(passing, iter(self._view)) if passing else iter(self._view)
 
@@ -329,6 +338,65 @@ class Loader:
         if not first and (drawn := plan.take_drawn()) is not None:
             self._stream.follow(drawn)
         yield from itertools.chain(first, batches)
+
+    def _begin_user_iter(self, plan: ShardedBatches, passing: int) -> Iterator[Any]:
+        """Start a user-defined ``__iter__`` at the position; read the epoch again up to it, if this is necessary."""
+        resumed = plan.order is not None and self._start_state is not None and self._reads_again is not False
+        if not (resumed and (passing or self.batches)):
+            self._start_state = {"host": host_state(), "draws": plan.draws.state()}
+            plan.begin(self.epoch, self.samples, None, self.batches, passing)
+            return self._pass_over(passing, iter(self._view)) if passing else iter(self._view)
+        assert self._start_state is not None
+        self.batches, self.samples = self.batches + passing, self.samples + passing * plan.full
+        plan.begin(self.epoch, 0, None)
+        plan.order = None  # the epoch begins as it did, with all loaders that this `__iter__` reads
+        states, stream = read_states(self._reads), plan.draws.stream.get_state()
+        with isolated_random_state():
+            set_host_state(self._start_state["host"])
+            plan.draws.load(self._start_state["draws"])
+            batches = iter(self._view)
+            for _ in itertools.islice(batches, self.batches):
+                if plan.micros:
+                    plan.micros.popleft()
+        plan.draws.stream.go_to(stream)
+        load_states(self._reads, states)
+        return batches
+
+    def _regroup(self, batches: Iterator[Any], left: int | None) -> Iterator[Any]:
+        """Yield at most ``left`` batches, in groups of those that are yielded, not of those that the sampler yields."""
+        plan, yielded = self._plan, self._yielded
+        assert isinstance(plan, ShardedBatches)
+        assert yielded is not None
+        yielded.clear()
+        batches = avoid_rewind(batches)
+        while left is None or left > 0:
+            width = plan.planner.accumulate() if left is None else min(left, plan.planner.accumulate())
+            group = list(itertools.islice(batches, width))
+            if plan.order is None:  # no sampler of this dataloader was read, but the epoch has begun
+                plan.order = plan.draws.state()
+            read = [plan.micros.popleft() if plan.micros else None for _ in group]
+            if None in read or (plan.micros and len(group) < width):
+                self._note_reading_again()
+            unknown = plan.full, plan.full
+            sizes = [unknown if facts is None else (facts[0].samples, facts[0].everyone) for facts in read]
+            for micro, batch, facts in zip(plan.planner.plan(sizes), group, read, strict=True):
+                drawn, indices = (None, None) if facts is None else facts[1:]
+                yielded.append((micro, drawn, None if self._reads_again else indices))
+                yield batch
+            if len(group) < width:
+                self._reads_again = bool(self._reads_again)
+                return
+            left = None if left is None else left - len(group)
+
+    def _note_reading_again(self) -> None:
+        if self._reads_again:
+            return
+        self._reads_again = True
+        if not self.evaluation:
+            warn(
+                f"{type(self.source).__name__}.__iter__ does not yield one batch for each batch that it reads. A run "
+                "that resumes within an epoch therefore reads the epoch's batches again, up to its position."
+            )
 
     def start_at(self, batch: int) -> bool:
         """Make the next iteration start at ``batch`` in the current epoch instead of at the restored position.
@@ -425,6 +493,8 @@ class Loader:
     @property
     def length(self) -> int | None:
         """Number of micro-batches of this process in an epoch; None if unknown."""
+        if self._yielded is not None:
+            return find_least(get_length(self.source), self.limit)
         return self._plan.length(self.limit)
 
     def __getattr__(self, name: str) -> Any:
@@ -552,6 +622,7 @@ class Loader:
             "workers": plan.workers if isinstance(plan, StreamedBatches) else None,
             "sampler": plan.sampler_name if isinstance(plan, ShardedBatches) else None,
             "first_indices": plan.summarize_order(self.samples) if isinstance(plan, ShardedBatches) else None,
+            **({"start": self._start_state} if self._yielded is not None and self._reads_again is not False else {}),
             **({"first_digest": plan.first_digest} if isinstance(plan, StreamedBatches) and plan.order else {}),
             **({"first": self._first} if self._repeats else {}),
         }
@@ -604,6 +675,8 @@ class Loader:
         plan.order = state["order"]
         self._micro = None
         self._first = state.get("first")
+        if self._yielded is not None:
+            self._start_state = state.get("start")
         self._resuming = plan.order is not None
         self._started = state["started"]
 

@@ -481,6 +481,9 @@ class StreamedBatches:
             items = list(itertools.islice(source, count))
         if self.counted is None:
             return [*pushed, *((1, item) for item in items)]
+        if self.planner.world_size == 1:  # nothing is sharded, so a user-defined `__iter__` may yield other batches
+            sizes = [self.sizes.popleft() if self.sizes else self.counted for _ in items]
+            return [*pushed, *zip(sizes, items, strict=True)]
         if len(items) > len(self.sizes) or (len(items) < count and len(items) < len(self.sizes)):
             raise make_batches_error(self.source)
         return [*pushed, *((self.sizes.popleft(), item) for item in items)]
