@@ -751,6 +751,9 @@ class Loader:
             state = {"generators": state, "own": None}
         if state["own"] is not None and state["ranks"] == self._plan.planner.world_size:
             self.load_state_dict(state["own"])
+            plan, own = self._plan, state["own"]
+            if not self.evaluation and isinstance(plan, ShardedBatches) and own.get("sampler") == plan.sampler_name:
+                plan.expect_order(own["first_indices"])
         if match_generators(self._reads, state["generators"]):
             load_states(self._reads, state["generators"])
         elif not self.evaluation:

@@ -166,7 +166,7 @@ class Steps:
         With several processes, other ranks may have a batch, so this rank takes part with weight zero.
         """
         progress, accumulation = self.progress, self.accumulation
-        warn_of_none()
+        warn_of_none(self.accelerator.process_index)
         accumulation.missing += micro.samples
         if self.alone:
             with accumulation.accumulate(self.model):

@@ -105,7 +105,7 @@ class ManualSteps(Steps):
                 f"batch {index} is None on rank {self.accelerator.process_index}, but with manual optimization, the "
                 "optimizers of all ranks step together. Let collate_fn return at least one sample."
             )
-        warn_of_none()
+        warn_of_none(self.accelerator.process_index)
         progress.batch, progress.batches = index + 1, progress.batches + 1
         progress.samples += micro.group_samples
         progress.phase = Phase.ENDING_STEP

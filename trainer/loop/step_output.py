@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,12 +47,16 @@ def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
     raise TypeError(f"training_step returned {name_type(output)}. {_RULE}")
 
 
-def warn_of_none() -> None:
-    """Warn that a batch is None and is skipped."""
-    warn(
+def warn_of_none(rank: int) -> None:
+    """Warn on any rank, since each has batches of its own, that one is None and is skipped."""
+    text = (
         "the training dataloader yielded None instead of a batch, so training_step is not called for it, and its "
         "samples do not count in the mean of its accumulation group. If this is not intended, check collate_fn."
     )
+    if rank == 0:
+        warn(text)
+    else:
+        warnings.warn(f"rank {rank}: {text}", stacklevel=2)
 
 
 def check_loss(loss: Tensor) -> None:
