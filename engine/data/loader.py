@@ -29,7 +29,7 @@ from .sampler_rng import (
 from .sharded_sampler import GroupIndices, ShardedBatches, get_length, set_epoch, shards_itself
 from .source_libraries import explain_not_repeatable, explain_state_gap
 from .stream_end import may_read_ahead
-from .streamed_batches import Counted, StreamedBatches, follow_iterator, make_batches_error
+from .streamed_batches import Counted, StreamedBatches, follow_iterator, make_batches_error, reads_other_loaders
 from .workers import (
     KnownEpoch,
     LiveWithRank,
@@ -141,7 +141,7 @@ class Loader:
     def _prepare(self, source: Any, world: World, shard: bool, accumulate: Callable[[], int], split: bool) -> None:
         presharded = not shard or shards_itself(source)
         planner = GroupPlanner(world.rank, world.size, accumulate, presharded)
-        if isinstance(source, DataLoader):
+        if isinstance(source, DataLoader) and (shard or world.size == 1 or not reads_other_loaders(source)):
             self._prepare_view(source, planner)
         else:
             # A list draws nothing, so it needs no random stream.

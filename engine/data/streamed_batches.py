@@ -45,10 +45,17 @@ def format_ordinal(number: int) -> str:
 def make_batches_error(source: Any) -> ValueError:
     """Return the error for a loader whose custom ``__iter__`` yields fewer or more batches than it reads."""
     return ValueError(
-        f"{type(source).__name__} does not yield one batch for each batch that it reads, so it can be neither sharded "
-        "nor resumed. Let its __iter__ yield one batch for each batch from super().__iter__(), or pass an iterable of "
-        "batches: prepare_data_loader(iter(loader))."
+        f"{type(source).__name__} does not yield one batch for each batch that it reads, so it cannot be sharded over "
+        "several processes. Let its __iter__ yield one batch for each batch from super().__iter__(), pass an iterable "
+        "of batches (prepare_data_loader(iter(loader))), or let each process read its own data "
+        "(Trainer(use_distributed_sampler=False) or prepare_data_loader(loader, shard=False))."
     )
+
+
+def reads_other_loaders(source: DataLoader[Any]) -> bool:
+    """Return whether a user-defined ``__iter__`` calls neither ``super().__iter__`` nor what it is made of."""
+    names = getattr(getattr(type(source).__iter__, "__code__", None), "co_names", ("super",))
+    return not {"super", "__iter__", "_get_iterator", "dataset", "sampler", "batch_sampler"} & {*names}
 
 
 class Unwrapped:
