@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..common.durations import parse_duration
-from ..common.messages import format_count, nearest
+from ..common.messages import format_count, nearest, warn
 from ..common.validation import check_bool, check_int, check_path, check_positive, choose
 from ..engine import TorchDynamoPlugin
 from ..strategies import LaunchEnvironment, Precision, Strategy, TorchSyncBatchNorm
@@ -88,6 +88,19 @@ def check_clip_algorithm(value: str | None) -> str | None:
 def check_batches(name: str, value: int | bool) -> int:
     """Return a number of batches; True stands for 1 and False for 0."""
     return int(value) if isinstance(value, bool) else check_int(name, value, 0)
+
+
+def warn_of_overridden_limits(overfit: int | float, train: Limit, val: Limit) -> None:
+    """Warn about explicit ``limit_train_batches`` and ``limit_val_batches`` that ``overfit_batches`` replaces."""
+    for name, value in (("limit_train_batches", train), ("limit_val_batches", val)):
+        if value is not None and value != overfit:
+            kind = "training" if name == "limit_train_batches" else "validation"
+            hint = " To train without validation, use limit_train_batches instead." if value == 0 else ""
+            warn(
+                f"overfit_batches={overfit} overrides {name}={value}, so {kind} reads {overfit} "
+                f"{'of the data' if isinstance(overfit, float) else 'batches'} per dataloader. Remove one of the two "
+                f"arguments.{hint}"
+            )
 
 
 def check_interval(name: str, value: int | float | None) -> int | float:

@@ -260,6 +260,7 @@ class Trainer(LightningAliases):
         self.limit_predict_batches = fast or arguments.check_limit("limit_predict_batches", limit_predict_batches)
         self.overfit_batches = arguments.check_limit("overfit_batches", overfit_batches)
         if self.overfit_batches and not fast:
+            arguments.warn_of_overridden_limits(self.overfit_batches, limit_train_batches, limit_val_batches)
             self.limit_train_batches = self.limit_val_batches = self.overfit_batches
         self.val_check_seconds: float | None = None
         if isinstance(val_check_interval, str | timedelta | Mapping):

@@ -12,8 +12,8 @@ from ...common.messages import format_count, name_type
 from ...common.validation import choose
 from ..collectives import with_items
 from ..nested import honor_type
+from .dataset_check import find_least, get_length
 from .loader import Loader
-from .sharded_sampler import get_length
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 _ENDED = object()
@@ -203,11 +203,6 @@ def _fill_form(form: Any, values: Iterator[Any], outermost: bool = False) -> Any
     if isinstance(form, list | tuple) and (outermost or _holds_loaders(form)):
         return honor_type(form, [_fill_form(child, values) for child in form])
     return next(values)
-
-
-def find_least(*counts: int | None) -> int | None:
-    """Return the smallest of the counts that are not None; None if all of them are None."""
-    return min((count for count in counts if count is not None), default=None)
 
 
 def compute_joint_length(mode: str, lengths: list[int | None]) -> int | None:

@@ -66,14 +66,24 @@ def share_data(dataset: Any, world: World) -> bool:
     )
 
 
-def warn_length_changed(saved: int | None, current: int | None) -> None:
-    """Warn if an epoch is resumed with a dataset of a different length; None means unknown."""
-    if saved is not None and current is not None and saved != current:
+def warn_length_changed(saved: int | None, current: int | None) -> bool:
+    """Warn and return True if an epoch is resumed with a dataset of a different length; None means unknown."""
+    is_changed = saved is not None and current is not None and saved != current
+    if is_changed:
         warn(
             f"the checkpoint was saved within an epoch of {saved:,} samples, but the dataset now has {current:,}. The "
             "rest of the epoch differs from the uninterrupted run, and samples may be missed or repeated. To train "
             "on other data, resume from the end of an epoch."
         )
+    return is_changed
+
+
+def warn_order_changed(difference: str) -> None:
+    """Warn that an epoch is resumed in another order, because of ``difference``."""
+    warn(
+        f"{difference}. The rest of the epoch differs from the uninterrupted run, and samples may be missed or "
+        "repeated. Use the same sampler with the same settings (such as shuffle), or resume from the end of an epoch."
+    )
 
 
 def get_length(value: Any) -> int | None:
@@ -82,8 +92,13 @@ def get_length(value: Any) -> int | None:
         return None
     try:
         return len(value)
-    except TypeError:  # a DataLoader over a stream has __len__, which raises an error
+    except (TypeError, NotImplementedError):  # a DataLoader over a stream has __len__, which raises an error
         return None
+
+
+def find_least(*counts: int | None) -> int | None:
+    """Return the smallest of the counts that are not None; None if all of them are None."""
+    return min((count for count in counts if count is not None), default=None)
 
 
 # -- data per sample ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from typing import Any
 from ...common.messages import format_count
 from ...strategies import World
 from ..rng import Draw, RandomStream, isolated_random_state, random_state, seed_from, seed_generators
-from .combined_loader import CombinedLoader, compute_joint_length, find_least, read_rows
+from .combined_loader import CombinedLoader, compute_joint_length, read_rows
+from .dataset_check import find_least
 from .loader import Cursor, Loader
 from .micro_batches import GroupPlanner, Micro
 from .sampler_rng import read_states
@@ -250,7 +251,7 @@ class JointLoader(Loader):
         for loader, saved in zip(self.loaders, state["loaders"], strict=True):
             loader.load_state_dict(saved)
             if not self.evaluation:  # the combined loaders themselves count as those of an evaluation
-                loader.warn_if_length_changed(saved)
+                loader.compare_epoch(saved)
         self._loader_streams = {int(number): RandomStream(stream) for number, stream in state["streams"].items()}
         for number, stream in self._loader_streams.items():
             self.loaders[number].draw_from(stream)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 from typing import Any
@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from ...common.messages import format_count, name_type, warn
 from ...strategies import World
-from ..rng import Draw, RandomStream
-from .dataset_check import warn_length_changed
-from .micro_batches import Cursor, GroupPlanner, Micro
+from ..rng import Draw, RandomStream, host_state, isolated_random_state, set_host_state
+from .dataset_check import find_least, warn_length_changed, warn_order_changed
+from .micro_batches import Cursor, GroupPlanner, Micro, avoid_rewind
 from .sampler_rng import (
     Draws,
     find_generators,
@@ -29,8 +29,18 @@ from .sampler_rng import (
 from .sharded_sampler import GroupIndices, ShardedBatches, get_length, set_epoch, shards_itself
 from .source_libraries import explain_not_repeatable, explain_state_gap
 from .stream_end import may_read_ahead
-from .streamed_batches import Counted, StreamedBatches, follow_iterator, make_batches_error
-from .workers import LiveWithRank, SeededSamples, SeededStream, end_workers, iterate_in_process, note_workers
+from .streamed_batches import Counted, StreamedBatches, follow_iterator, make_batches_error, reads_other_loaders
+from .workers import (
+    KnownEpoch,
+    LiveWithRank,
+    SeededCollate,
+    SeededSamples,
+    SeededStream,
+    end_workers,
+    iterate_in_process,
+    known_epoch,
+    note_workers,
+)
 
 _NO_MORE = object()
 
@@ -114,6 +124,12 @@ class Loader:
         self._passing = 0  # batches to skip at the beginning of the next epoch
         self._ahead = 0  # how many of the sampler's items this epoch was ahead of `batches` of this width
         self._reads: list[Any] = []  # the dataset's own generators, if this process reads the dataset
+        # The metadata of batches of a user-defined `__iter__` in a single process, where it may read other loaders.
+        self._yielded: deque[tuple[Micro, Draw | None, GroupIndices | None]] | None = None
+        # Whether this `__iter__` yields other batches than it reads; None until an epoch has shown it.
+        self._reads_again: bool | None = None
+        self._start_state: dict[str, Any] | None = None  # the states of the process when such an epoch began
+        self._known_epoch: KnownEpoch | None = None  # what the dataset's copies in new workers have received
         # Whether the view's persistent workers run, in this process or in the one that it resumes.
         self._started = False
         self._repeats = False  # whether each epoch has the first one's order
@@ -125,7 +141,7 @@ class Loader:
     def _prepare(self, source: Any, world: World, shard: bool, accumulate: Callable[[], int], split: bool) -> None:
         presharded = not shard or shards_itself(source)
         planner = GroupPlanner(world.rank, world.size, accumulate, presharded)
-        if isinstance(source, DataLoader):
+        if isinstance(source, DataLoader) and (shard or world.size == 1 or not reads_other_loaders(source)):
             self._prepare_view(source, planner)
         else:
             # A list draws nothing, so it needs no random stream.
@@ -168,10 +184,14 @@ class Loader:
                 settings["dataset"] = streamed.seeded = SeededStream(source.dataset)
             follow_iterator(view, streamed)
             return
+        if type(source).__iter__ is not DataLoader.__iter__ and planner.world_size == 1:
+            self._yielded = deque()
         plan = self._plan = ShardedBatches(source, planner, self._stream, self.evaluation, positions=workers)
         settings["batch_sampler" if source.batch_sampler is not None else "sampler"] = plan
         if workers:
-            settings["dataset"] = SeededSamples(source.dataset)
+            settings["dataset"] = samples = SeededSamples(source.dataset, plan.batched)
+            settings["collate_fn"] = SeededCollate(source.collate_fn)
+            self._known_epoch = known_epoch(samples)
         else:
             self._reads = find_generators(source.dataset)
         # Not around `iter(view)`, because a subclass whose __iter__ is a generator starts the workers later. The
@@ -204,7 +224,7 @@ class Loader:
         self._on_begin()
         if batches is None:
             batches = self._begin()
-        micros = self._plan.micros
+        micros: Any = self._plan.micros if self._yielded is None else self._yielded
         cursor, stream, move, planner = self._cursor, self._stream, self.move, self._plan.planner
         # The state of a loop around this one, such as training around a validation.
         outer = cursor.micro, cursor.number, cursor.outlook
@@ -227,7 +247,7 @@ class Loader:
                     self._drawn = drawn
                     if planner.shares is None:  # otherwise the ranks have drawn different numbers
                         stream.follow(drawn)
-                batch = batch if move is None else move(batch)
+                batch = batch if move is None or batch is None else move(batch)
                 if cursor.around is None:
                     yield batch
                 else:
@@ -240,6 +260,25 @@ class Loader:
         finally:
             if cursor.micro is micro:
                 cursor.micro, cursor.number, cursor.outlook = outer
+
+    def read_stand_in(self) -> Any:
+        """Return a batch of one sample for a process whose batch is None, but that must stay in step with the others.
+
+        Returns:
+            A batch from the samples of all processes in the current group; None if none of them can be read.
+        """
+        source, found = self.source, None
+        if self._indices is None or not isinstance(source, DataLoader):
+            return None
+        states = read_states(self._reads)
+        with isolated_random_state():
+            for index in itertools.chain.from_iterable(indices for indices, _ in self._indices.global_batches):
+                sample = source.dataset[index]
+                found = source.collate_fn(sample if source.batch_sampler is None else [sample])
+                if found is not None:
+                    break
+        load_states(self._reads, states)
+        return found if found is None or self.move is None else self.move(found)
 
     def groups(self) -> Iterator[Iterable[Any]]:
         """Yield the epoch's groups of micro-batches, one per optimizer step.
@@ -268,7 +307,7 @@ class Loader:
         passing, self._passing = self._passing, 0
         if self._repeats and plan.order is None:
             plan.order = self._first
-        set_epoch(self.source, 0 if self._repeats else self.epoch)
+        self._tell_epoch()
         limit = None if self.limit is None else max(0, self.limit - self.batches)
         if isinstance(plan, StreamedBatches):
             plan.begin(self.epoch, self.samples, limit, self.batches)
@@ -276,6 +315,8 @@ class Loader:
             self._started = getattr(self._view, "persistent_workers", False)
             batches = plan.batches(iterator)
             return self._pass_over(passing, batches) if passing else batches
+        if self._yielded is not None:
+            return self._regroup(self._begin_user_iter(plan, passing), limit)
         plan.begin(self.epoch, self.samples, limit, self.batches, passing)
         return self._pass_over(passing, iter(self._view)) if passing else iter(self._view)
 
@@ -297,6 +338,65 @@ class Loader:
         if not first and (drawn := plan.take_drawn()) is not None:
             self._stream.follow(drawn)
         yield from itertools.chain(first, batches)
+
+    def _begin_user_iter(self, plan: ShardedBatches, passing: int) -> Iterator[Any]:
+        """Start a user-defined ``__iter__`` at the position; read the epoch again up to it, if this is necessary."""
+        resumed = plan.order is not None and self._start_state is not None and self._reads_again is not False
+        if not (resumed and (passing or self.batches)):
+            self._start_state = {"host": host_state(), "draws": plan.draws.state()}
+            plan.begin(self.epoch, self.samples, None, self.batches, passing)
+            return self._pass_over(passing, iter(self._view)) if passing else iter(self._view)
+        assert self._start_state is not None
+        self.batches, self.samples = self.batches + passing, self.samples + passing * plan.full
+        plan.begin(self.epoch, 0, None)
+        plan.order = None  # the epoch begins as it did, with all loaders that this `__iter__` reads
+        states, stream = read_states(self._reads), plan.draws.stream.get_state()
+        with isolated_random_state():
+            set_host_state(self._start_state["host"])
+            plan.draws.load(self._start_state["draws"])
+            batches = iter(self._view)
+            for _ in itertools.islice(batches, self.batches):
+                if plan.micros:
+                    plan.micros.popleft()
+        plan.draws.stream.go_to(stream)
+        load_states(self._reads, states)
+        return batches
+
+    def _regroup(self, batches: Iterator[Any], left: int | None) -> Iterator[Any]:
+        """Yield at most ``left`` batches, in groups of those that are yielded, not of those that the sampler yields."""
+        plan, yielded = self._plan, self._yielded
+        assert isinstance(plan, ShardedBatches)
+        assert yielded is not None
+        yielded.clear()
+        batches = avoid_rewind(batches)
+        while left is None or left > 0:
+            width = plan.planner.accumulate() if left is None else min(left, plan.planner.accumulate())
+            group = list(itertools.islice(batches, width))
+            if plan.order is None:  # no sampler of this dataloader was read, but the epoch has begun
+                plan.order = plan.draws.state()
+            read = [plan.micros.popleft() if plan.micros else None for _ in group]
+            if None in read or (plan.micros and len(group) < width):
+                self._note_reading_again()
+            unknown = plan.full, plan.full
+            sizes = [unknown if facts is None else (facts[0].samples, facts[0].everyone) for facts in read]
+            for micro, batch, facts in zip(plan.planner.plan(sizes), group, read, strict=True):
+                drawn, indices = (None, None) if facts is None else facts[1:]
+                yielded.append((micro, drawn, None if self._reads_again else indices))
+                yield batch
+            if len(group) < width:
+                self._reads_again = bool(self._reads_again)
+                return
+            left = None if left is None else left - len(group)
+
+    def _note_reading_again(self) -> None:
+        if self._reads_again:
+            return
+        self._reads_again = True
+        if not self.evaluation:
+            warn(
+                f"{type(self.source).__name__}.__iter__ does not yield one batch for each batch that it reads. A run "
+                "that resumes within an epoch therefore reads the epoch's batches again, up to its position."
+            )
 
     def start_at(self, batch: int) -> bool:
         """Make the next iteration start at ``batch`` in the current epoch instead of at the restored position.
@@ -393,6 +493,8 @@ class Loader:
     @property
     def length(self) -> int | None:
         """Number of micro-batches of this process in an epoch; None if unknown."""
+        if self._yielded is not None:
+            return find_least(get_length(self.source), self.limit)
         return self._plan.length(self.limit)
 
     def __getattr__(self, name: str) -> Any:
@@ -461,6 +563,16 @@ class Loader:
             self._resuming = False
         self.epoch = epoch
         self._named = True
+        self._tell_epoch()  # the sampler's length may depend on it
+
+    def _tell_epoch(self) -> None:
+        """Pass the epoch number to the user's dataloader, samplers and datasets."""
+        epoch = self._plan.dataset_epoch = 0 if self._repeats else self.epoch
+        # Training and validation data are often subsets of one dataset. A validation amid a training epoch, which has
+        # another number, must not change it.
+        set_epoch(self.source, epoch, nested=self._cursor.micro is None)
+        if self._known_epoch is not None:
+            self._known_epoch.epoch = epoch
 
     def close(self) -> None:
         """Shut down the dataloader's workers, including persistent ones."""
@@ -508,6 +620,9 @@ class Loader:
             "own": plan.planner.shares is not None,
             "source": plan.state(drawn) if isinstance(plan, StreamedBatches) else None,
             "workers": plan.workers if isinstance(plan, StreamedBatches) else None,
+            "sampler": plan.sampler_name if isinstance(plan, ShardedBatches) else None,
+            "first_indices": plan.summarize_order(self.samples) if isinstance(plan, ShardedBatches) else None,
+            **({"start": self._start_state} if self._yielded is not None and self._reads_again is not False else {}),
             **({"first_digest": plan.first_digest} if isinstance(plan, StreamedBatches) and plan.order else {}),
             **({"first": self._first} if self._repeats else {}),
         }
@@ -533,8 +648,10 @@ class Loader:
             self.epoch = state["epoch"]  # the loader now has another sampler, and its own order
             return
         self.check(state)
+        if isinstance(plan, ShardedBatches):
+            plan.expect_order(None)
         if not self.evaluation:
-            self.warn_if_length_changed(state)
+            self.compare_epoch(state)
         plan.draws.load_private(state["generators"])
         plan.draws.load_samplers(state)
         plan.draws.load_epochs(state)
@@ -558,6 +675,8 @@ class Loader:
         plan.order = state["order"]
         self._micro = None
         self._first = state.get("first")
+        if self._yielded is not None:
+            self._start_state = state.get("start")
         self._resuming = plan.order is not None
         self._started = state["started"]
 
@@ -576,10 +695,28 @@ class Loader:
                 "treadle.load_weights."
             )
 
-    def warn_if_length_changed(self, state: dict[str, Any]) -> None:
-        """Warn if a state was saved within an epoch and the dataset's length has changed since then."""
-        if state["order"] is not None:
-            warn_length_changed(state.get("length"), get_length(getattr(self.source, "dataset", None)))
+    def compare_epoch(self, state: dict[str, Any]) -> None:
+        """Warn if a state was saved within an epoch whose data or order this dataloader does not have.
+
+        The dataset's length and the kind of the sampler are compared immediately, the first indices once they are
+        drawn.
+        """
+        plan = self._plan
+        if state["order"] is None:
+            return
+        length = get_length(getattr(self.source, "dataset", None))
+        is_other_length = warn_length_changed(state.get("length"), length)
+        if "sampler" not in state:  # from a checkpoint of a version that did not save it
+            return
+        saved, current = state["sampler"], plan.sampler_name if isinstance(plan, ShardedBatches) else None
+        if saved != current:
+            warn_order_changed(
+                f"the checkpoint was saved within an epoch of {saved or 'a stream'}, but the dataloader now has "
+                f"{current or 'a stream'}"
+            )
+        elif isinstance(plan, ShardedBatches) and not is_other_length and not state["own"]:
+            # Ranks with data of their own have other indices than rank zero.
+            plan.expect_order(state["first_indices"])
 
     def describe_difference(self, state: dict[str, Any]) -> str:
         """Return the reason why a saved state does not fit the generators and samplers; "" if it fits."""
@@ -614,6 +751,9 @@ class Loader:
             state = {"generators": state, "own": None}
         if state["own"] is not None and state["ranks"] == self._plan.planner.world_size:
             self.load_state_dict(state["own"])
+            plan, own = self._plan, state["own"]
+            if not self.evaluation and isinstance(plan, ShardedBatches) and own.get("sampler") == plan.sampler_name:
+                plan.expect_order(own["first_indices"])
         if match_generators(self._reads, state["generators"]):
             load_states(self._reads, state["generators"])
         elif not self.evaluation:

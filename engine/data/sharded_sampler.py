@@ -21,16 +21,17 @@ from torch.utils.data import (
 from ...strategies import World
 from ..rng import Draw, RandomStream, State, are_equal, host_state, seed_from, set_host_state
 from .batch_digest import digest
-from .dataset_check import get_length, share_data
+from .dataset_check import get_length, share_data, warn_order_changed
 from .micro_batches import GroupPlanner, Micro, avoid_rewind, share
 from .rank_shares import RankShares, Share, compare_across_ranks
 from .sampler_rng import Draws, preserve_loader_state
 from .seedable_sampler import SeedableRandomSampler
+from .workers import iter_epoch_owners
 
 # These draw only when an epoch begins, so they need no random stream later.
 _DRAW_ONCE = (SequentialSampler, RandomSampler, SeedableRandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
-_COMPARED = 64  # number of indices
+_COMPARED = 64  # number of indices that are compared between ranks, and between a checkpoint and a run
 
 
 class GroupIndices(NamedTuple):
@@ -57,13 +58,16 @@ class ShardedBatches:
     batch sampler per process. A process whose share is empty yields one sample with weight zero.
 
     ``merge_tail`` adds a last global batch with fewer samples than processes to the batch before it. ``positions``
-    yields ``(epoch seed, position, index)`` triples instead of indices, so that workers can seed each sample.
+    yields ``((epoch seed, dataset_epoch), position, index)`` instead of indices, so that workers can seed each sample
+    and call ``set_epoch``.
 
     Attributes:
         order: The RNG state that the epoch's order was drawn from; None between epochs. If it is set before an epoch
             begins, the order is drawn from this state again.
         micros: For each batch that the loop has not processed yet: its metadata, the draws made for its group (or
             None), and the indices of the group.
+        dataset_epoch: The number that ``set_epoch`` of the dataset receives for the next epoch.
+        expected: The result of `summarize_order` in the epoch that is resumed; None if it is not compared.
     """
 
     def __init__(
@@ -84,6 +88,9 @@ class ShardedBatches:
         self.draws = Draws(stream, loader, (batches, self.sampler))
         self.draws_at_once = type(self.sampler) in _DRAW_ONCE
         self._counting_draws = not self.draws_at_once  # until the first count shows otherwise
+        self.dataset_epoch = 0
+        self.expected: tuple[int, str] | None = None
+        self._first_indices: list[Any] = []  # of the running epoch, at least `_COMPARED` once they were drawn
         self.order: dict[str, Any] | None = None
         self._undo: dict[str, Any] | None = None
         self._rest: RandomStream | None = None
@@ -289,6 +296,7 @@ class ShardedBatches:
             first = list(itertools.islice(batches, 1))
             if self.planner.shares is not None:
                 self._keep_in_step(start_state)
+            self._compare_order()
             if again:  # the state already contains what the sampler draws here
                 draws.stream.go_to(start_state["stream"])
                 if self.draws_at_once or self.limit == 0:  # if nothing is left to yield, nothing was drawn again
@@ -297,6 +305,31 @@ class ShardedBatches:
         if not again and not self.positions and self.micros and (drawn := self.micros[0][1]) is not None:
             draws.stream.follow(drawn)  # before the dataset, which this process reads, draws for the first batch
         return itertools.chain(first, batches)
+
+    @property
+    def sampler_name(self) -> str:
+        """Class name of the sampler; for a custom batch sampler, followed by that of its sampler in brackets."""
+        within = getattr(self.sampler, "sampler", None) if self.batched and not self.plain else None
+        return type(self.sampler).__name__ + ("" if within is None else f"({type(within).__name__})")
+
+    def summarize_order(self, samples: int) -> tuple[int, str] | None:
+        """Return the number and a digest of the epoch's first indices, at most ``samples``; None outside an epoch."""
+        if self.expected is not None:  # the epoch was not started since it was loaded
+            return self.expected
+        first = self._first_indices[: min(samples, _COMPARED)]
+        return (len(first), digest(first)) if first and self.order is not None else None
+
+    def expect_order(self, expected: tuple[int, str] | None) -> None:
+        """Compare the next epoch's first indices with a result of `summarize_order`; None for no comparison."""
+        self.expected, self._first_indices = expected, []
+
+    def _compare_order(self) -> None:
+        """Warn if a resumed epoch begins with other indices than the saved one."""
+        expected, self.expected = self.expected, None
+        if expected is not None and expected[0] <= len(self._first_indices):
+            count, saved = expected
+            if digest(self._first_indices[:count]) != saved:
+                warn_order_changed(f"the first indices of {self.sampler_name} differ from those of the saved epoch")
 
     def _name_seed_purpose(self) -> int | str:
         rank = 0 if self.planner.shares is None else self.planner.world_rank
@@ -327,18 +360,26 @@ class ShardedBatches:
         size, width = self.planner.size, self.width
         skip = self.skip if self.planner.shares is None else 0  # with data of its own, a rank skips batches
         items = self._pull(width)
+        first = self._first_indices = []
         if self.plain:
-            next(itertools.islice(items, skip, skip), None)
+            first += itertools.islice(items, min(skip, _COMPARED))
+            next(itertools.islice(items, skip - len(first), skip - len(first)), None)
             self._note_passed(skip)
             while chunk := list(itertools.islice(items, width)):
+                if len(first) < _COMPARED:
+                    first += chunk
                 if len(chunk) == width or not self.drop_last:
                     yield chunk, None
             return
         skipped = 0
         while skipped < skip and (item := next(items, None)) is not None:
             skipped += len(item) if self.batched else 1
+            if len(first) < _COMPARED:
+                first += item if self.batched else [item]
         self._note_passed(skip)
         while batches := list(itertools.islice(items, size)):
+            if len(first) < _COMPARED:
+                first += itertools.chain.from_iterable(batches) if self.batched else batches
             if not self.batched:
                 yield batches, None
             elif len(batches) == size:
@@ -383,6 +424,7 @@ class ShardedBatches:
         rank, size, shares = self.planner.rank, self.planner.size, self.planner.shares
         micros, positions, batched = self.micros, self.positions, self.batched
         consumed: int | None = None
+        epoch = epoch_seed, self.dataset_epoch  # one object for all samples, so that pickle writes it once per batch
         planned: list[int] | None = None
         for group, totals in self._read_groups() if shares is None else self._read_rank_groups(shares):
             if consumed is None:
@@ -400,7 +442,7 @@ class ShardedBatches:
                 local_indices = indices if size == 1 else indices[parts[number]] or indices[:1]
                 if positions:
                     first = consumed + parts[number].start  # with data of its own, each rank has its own seed
-                    local_indices = [(epoch_seed, first + offset, index) for offset, index in enumerate(local_indices)]
+                    local_indices = [(epoch, first + offset, index) for offset, index in enumerate(local_indices)]
                 micros.append((micro, drawn, group_indices))
                 consumed += micro.everyone
                 yield local_indices if batched else local_indices[0]
@@ -451,11 +493,15 @@ def shards_itself(loader: Any) -> bool:
     )
 
 
-def set_epoch(loader: Any, epoch: int) -> None:
-    """Call ``set_epoch`` on the dataset and on the samplers of ``loader``, if they have this method."""
+def set_epoch(loader: Any, epoch: int, nested: bool = True) -> None:
+    """Call ``set_epoch`` on ``loader``, its dataset and its samplers, as far as they have this method.
+
+    With ``nested``, this includes the datasets in a ``Subset`` or another container of torch without the method.
+    """
     sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     owners = (
-        getattr(loader, "dataset", None),
+        loader,
+        *iter_epoch_owners(getattr(loader, "dataset", None), nested),
         sampler,
         getattr(sampler, "sampler", None),  # a batch sampler may take its place
         batches,

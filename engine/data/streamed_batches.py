@@ -22,7 +22,7 @@ from .sampler_rng import Draws, get_stateful
 from .sharded_sampler import get_length
 from .source_libraries import explain_split, split_over
 from .stream_end import Outlook
-from .workers import TORCH_SEEDED, SeededStream, note_workers, seed_epoch
+from .workers import TORCH_SEEDED, SeededStream, begin_epoch, note_workers
 
 
 class Counted:
@@ -45,10 +45,17 @@ def format_ordinal(number: int) -> str:
 def make_batches_error(source: Any) -> ValueError:
     """Return the error for a loader whose custom ``__iter__`` yields fewer or more batches than it reads."""
     return ValueError(
-        f"{type(source).__name__} does not yield one batch for each batch that it reads, so it can be neither sharded "
-        "nor resumed. Let its __iter__ yield one batch for each batch from super().__iter__(), or pass an iterable of "
-        "batches: prepare_data_loader(iter(loader))."
+        f"{type(source).__name__} does not yield one batch for each batch that it reads, so it cannot be sharded over "
+        "several processes. Let its __iter__ yield one batch for each batch from super().__iter__(), pass an iterable "
+        "of batches (prepare_data_loader(iter(loader))), or let each process read its own data "
+        "(Trainer(use_distributed_sampler=False) or prepare_data_loader(loader, shard=False))."
     )
+
+
+def reads_other_loaders(source: DataLoader[Any]) -> bool:
+    """Return whether a user-defined ``__iter__`` calls neither ``super().__iter__`` nor what it is made of."""
+    names = getattr(getattr(type(source).__iter__, "__code__", None), "co_names", ("super",))
+    return not {"super", "__iter__", "_get_iterator", "dataset", "sampler", "batch_sampler"} & {*names}
 
 
 class Unwrapped:
@@ -106,6 +113,7 @@ class StreamedBatches:
         sizes: The numbers of samples in the batches that the source has created but not yet yielded.
         compare: The ranks whose first batches have not been compared yet, if any.
         first_digest: Digest of the epoch's first batch, to check that a resume reads the same batches; "" if unchecked.
+        dataset_epoch: The number that ``set_epoch`` of the source receives for the next epoch.
     """
 
     def __init__(
@@ -139,6 +147,7 @@ class StreamedBatches:
         self._late: State | None = None  # the reader's position after the source is opened again
         self._ended = False
         self.seeded: SeededStream | None = None  # the dataset, if its workers outlive an epoch
+        self.dataset_epoch = 0
         self.workers: dict[str, Any] | None = None  # the state that they were started from
         self.sizes: deque[int] = deque()
         self._ahead: deque[BatchAhead] = deque()
@@ -244,7 +253,8 @@ class StreamedBatches:
             draws.load(self.order)
         if self.seeded is not None:
             late = self.order.get("late", False)
-            seed_epoch(self.seeded, seed_from(self.order["stream"], self.epoch) if late else TORCH_SEEDED)
+            seed = seed_from(self.order["stream"], self.epoch) if late else TORCH_SEEDED
+            begin_epoch(self.seeded, seed, self.dataset_epoch)
         self._reader = self._late = None
         if self._stands is not None:
             self.stateful.load_state_dict(self._stands["source"])
@@ -478,6 +488,9 @@ class StreamedBatches:
             items = list(itertools.islice(source, count))
         if self.counted is None:
             return [*pushed, *((1, item) for item in items)]
+        if self.planner.world_size == 1:  # nothing is sharded, so a user-defined `__iter__` may yield other batches
+            sizes = [self.sizes.popleft() if self.sizes else self.counted for _ in items]
+            return [*pushed, *zip(sizes, items, strict=True)]
         if len(items) > len(self.sizes) or (len(items) < count and len(items) < len(self.sizes)):
             raise make_batches_error(self.source)
         return [*pushed, *((self.sizes.popleft(), item) for item in items)]

@@ -91,6 +91,7 @@ class Accumulation:
         adapt_closure: Function that is called with the wrapped optimizer and a closure before each step with a closure,
             and returns the closure to use. None to use the closure as it is.
         check_models: Function that is called once with models that are passed to `accumulate`.
+        missing: Number of samples in those batches of the group that were None. `agree` adds up all processes' numbers.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Accumulation:
         self.sync_gradients = True
         self.optimizer_step_was_skipped = False
         self.autocasts = strategy.precision.compute is not None
+        self.missing = 0
         self.unreduced = strategy.unreduced
         self.adapt_closure: Callable[[Optimizer, Callable[[], Any]], Callable[[], Any]] | None = None
         strategy.backward_note = lambda: self.agreement.taint()
@@ -190,6 +192,7 @@ class Accumulation:
         """Discard the position in the current groups and their sums of weights, and start new groups."""
         for group in (self._group, *self._groups.values()):
             group.forget()
+        self.missing = 0
         self.unreduced.clear()
         self._entered, self._factor, self._correction, self._skip_correction = None, None, 1.0, 1.0
 
@@ -336,7 +339,7 @@ class Accumulation:
             loss = self.loss_scale.scale(loss)
         votes = self.sync_gradients and (self.always_agree or group.weight is not None)
         if votes and (not self.watches_gradients or self.strategy.votes_in_backward):
-            self.agreement.vote(group.weight)
+            self.agreement.vote(group.weight, self.missing)
         before = self.strategy.before_backward() if self.sync_gradients else None
         try:
             if by is None:
@@ -473,6 +476,8 @@ class Accumulation:
         """
         self._exchange_votes()
         self.agreement.count()
+        if self.agreement.missing:
+            self.missing = self.agreement.missing
         return self.agreement
 
     def _exchange_votes(self) -> None:
@@ -483,11 +488,26 @@ class Accumulation:
         if self.watches_gradients:
             agreement.watch_gradients(self.optimizers)
         if not agreement.has_voted and not agreement.alone:
-            agreement.vote(group.weight)
+            agreement.vote(group.weight, self.missing)
         total = agreement.collect()
         if self.unfinished:
             group.total = group.weight if total is None else total
             scale_gradients(self._iter_trained_parameters(group), self.world.size, group.total)
+            self.missing = 0  # weights that were reported do not include these samples
+
+    def close_gap(self, samples: int) -> bool:
+        """Weight the gradients as if the group had only contained the batches that were not None.
+
+        Args:
+            samples: Number of samples in the group, over all processes, with those of the batches that were None.
+
+        Returns:
+            False if no sample is left, so that no step can be taken.
+        """
+        left, self.missing = samples - self.missing, 0
+        if left:
+            scale_gradients(self._iter_trained_parameters(), samples, left)
+        return left > 0
 
     def not_finite_on(self) -> list[int]:
         """Return the ranks whose loss was not finite, and clear this rank's record. Must be called on all ranks."""

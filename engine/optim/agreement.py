@@ -42,6 +42,7 @@ class Agreement:
         micro_batches: The number of micro-batches that ``bad_losses`` covers.
         next_place: An identifier of the current step, which the training loop sets.
         collected: Whether `collect` has summed the votes of the current step, which `count` has not read yet.
+        missing: Number of samples, over all processes, in those batches of the step that were None.
         leave_vote: Whether this process votes to leave the epoch without taking this step.
         signaled: Whether some process received a signal to end the run and all processes have agreed on it.
         recent_losses: This process's losses of the latest micro-batches, for displays. Reading one that is on an
@@ -54,6 +55,7 @@ class Agreement:
         self.stop = False
         self.leave_vote = False
         self.leaves = 0
+        self.missing = 0
         self.signal_vote = False
         self.signaled = False
         self.has_voted = False
@@ -141,10 +143,11 @@ class Agreement:
             self._watched += watched
             self._norms.append(largest_elements(gradients, self._device))
 
-    def vote(self, weight: float | Tensor | None) -> None:
+    def vote(self, weight: float | Tensor | None, missing: int = 0) -> None:
         """Cast this process's votes, before or after the last backward pass of a step.
 
-        ``weight`` is the sum of this process's weights in the step, or None; see `Accumulation.backward`.
+        ``weight`` is the sum of this process's weights in the step, or None; see `Accumulation.backward`. ``missing``
+        is the number of samples in its batches that were None. It matters only without weights, and takes their place.
         """
         self.has_voted = True
         if self.alone:
@@ -152,6 +155,8 @@ class Agreement:
         votes = torch.zeros(BALLOT_SIZE, dtype=torch.float32, device=self._device)  # counts may exceed a bfloat16's 256
         if weight is not None:
             votes[_WEIGHT] = weight
+        elif missing:
+            votes[_WEIGHT] = -missing
         if self.stop_vote:
             votes[_STOP] = 1.0
         if self.leave_vote:
@@ -238,6 +243,7 @@ class Agreement:
     def _read_votes(self, votes: list[float], outlook: Outlook | None) -> None:
         self.stop = votes[_STOP] > 0
         self.leaves = round(votes[_LEAVE])
+        self.missing = round(max(0.0, -votes[_WEIGHT]))
         self.signaled = votes[_SIGNAL] > 0
         self.finite = not math.isnan(votes[_TAINT])
         if outlook is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import default_collate
 
 from ...common.messages import announce
 from ...engine import isolated_random_state
-from ...engine.data import batch_indices
+from ...engine.data import Micro, batch_indices
 from ...engine.metrics import MutedMetrics
 from ...engine.optim import nonfinite
 from ..core import TaskModule, overrides
-from .hook_table import Hook, Hooks, count_positional, pass_by_keyword
+from .hook_table import Hook, Hooks, count_positional, pass_by_keyword, takes_iterator
 from .lr_schedulers import Schedules
 from .progress import Phase
-from .step_output import check_loss, for_hooks, loss_in
+from .step_output import check_loss, for_hooks, loss_in, warn_of_none
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -65,8 +66,9 @@ class Steps:
         self.agreement = self.accumulation.agreement
         self.cursor = trainer.accelerator.cursor
         self.optimizer = trainer.accelerator.optimizers[0] if trainer.accelerator.optimizers else None
-        self.step = trainer.accelerator.method(model, "training_step")
-        self.takes_index = count_positional(task.training_step) > 1
+        self.reader = BatchReader(self) if takes_iterator(task.training_step) else None
+        self.step = self._bind(trainer.accelerator.method(model, "training_step"))
+        self.takes_index = self.reader is not None or count_positional(task.training_step) > 1
         self.clips = trainer.gradient_clip_val is not None or overrides(task, "configure_gradient_clipping")
         self.clip_hook = pass_by_keyword(
             task.configure_gradient_clipping, "gradient_clip_val", "gradient_clip_algorithm"
@@ -75,6 +77,9 @@ class Steps:
         self.custom_step = task.optimizer_step if overrides(task, "optimizer_step") else None
         self.custom_zero_grad = task.optimizer_zero_grad if overrides(task, "optimizer_zero_grad") else None
         self.alone = trainer.accelerator.num_processes == 1
+        collate = getattr(self._find_loader().source, "collate_fn", None)
+        self.may_miss = not self.alone and collate is not default_collate  # which never returns None
+        self.stand_in: Any = None  # the latest batch, if a later one may be None
         self.may_skip = self.alone and trainer.scaler is None
         self.skip_rest = False
         self.missing_losses = 0
@@ -87,7 +92,10 @@ class Steps:
             model: Task as wrapped by the strategy.
         """
         self.model = model
-        self.step = self.accelerator.method(model, "training_step")
+        self.step = self._bind(self.accelerator.method(model, "training_step"))
+
+    def _bind(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        return step if self.reader is None else partial(self.reader.run, step)
 
     def close(self) -> None:
         """Release objects that the steps hold."""
@@ -106,16 +114,17 @@ class Steps:
             index = progress.batch
             micro = cursor.micro
             last = micro.last  # type: ignore[union-attr]
+            if batch is None:
+                self._take_none(micro, index)
+                continue
+            if self.may_miss:
+                self.stand_in = batch
             self.metrics.weight = micro.samples  # type: ignore[union-attr]
             for hook in hooks.on_train_batch_start:
                 if hook(batch, index) == -1:
                     self.skip_rest = True
             if self.skip_rest:
-                if not self.alone:
-                    self._leave_together(itertools.chain((batch,), batches), index)
-                accumulation.drop_gradients()  # those of the group's earlier micro-batches
-                self.bad_batches.clear()
-                progress.phase = Phase.BETWEEN_STEPS
+                self._leave_epoch(batch, batches, index)
                 return
             if not torch.is_grad_enabled():  # the dataset or a hook left a generator suspended within no_grad
                 torch.set_grad_enabled(True)
@@ -149,6 +158,57 @@ class Steps:
                 for hook in hooks.on_train_batch_end:
                     hook(outputs, batch, index)
 
+    def _leave_epoch(self, batch: Any, batches: Iterator[Any], index: int) -> None:
+        if not self.alone:
+            self._leave_together(itertools.chain((batch,), batches), index)
+        self.drop_step()
+
+    def drop_step(self) -> None:
+        """Discard the gradients of the group's micro-batches, because the epoch ends without this step."""
+        self.accumulation.drop_gradients()
+        self.bad_batches.clear()
+        self.progress.phase = Phase.BETWEEN_STEPS
+
+    def _take_none(self, micro: Micro, index: int) -> None:
+        """Process a micro-batch that is None: it contributes nothing, and its samples are left out of the step's mean.
+
+        With several processes, other ranks may have a batch, so this rank takes part with weight zero.
+        """
+        progress, accumulation = self.progress, self.accumulation
+        warn_of_none(self.accelerator.process_index)
+        accumulation.missing += micro.samples
+        if self.alone:
+            with accumulation.accumulate(self.model):
+                pass
+        else:
+            self._stand_in(micro, index)
+        progress.batch, progress.batches = index + 1, progress.batches + 1
+        if micro.last:
+            steps_before = progress.step
+            self._optimize(index, torch.zeros(()), None)
+            progress.samples += micro.group_samples
+            progress.phase = Phase.STEP_TAKEN if progress.step > steps_before else Phase.ENDING_STEP
+        for hook in self.hooks.on_train_batch_end:
+            hook({}, None, index)
+
+    def _stand_in(self, micro: Micro, index: int) -> None:
+        if self.stand_in is None:
+            self.stand_in = self._find_loader().read_stand_in()
+        if self.stand_in is None:
+            raise ValueError(
+                f"batch {index} is None on rank {self.accelerator.process_index}, and no other sample can take its "
+                "place, which keeps this rank in step with the others. Let collate_fn return at least one sample."
+            )
+        if micro.last:
+            self.agreement.stop_vote = self.wants_to_stop()
+        self._run_without_weight((self.stand_in,), index)
+        if not (self.agreement.immediate or self.accumulation.unfinished):
+            raise ValueError(
+                f"batch {index} is None on rank {self.accelerator.process_index}. On accelerators, the other ranks "
+                "learn of its weight only after the step. Let collate_fn return at least one sample, or return the "
+                "number of samples from training_step: {'loss': loss, 'weight': samples}."
+            )
+
     def _optimize(self, index: int, loss: Tensor, batch: Any) -> None:
         accumulation, optimizer, progress, hooks = self.accumulation, self.optimizer, self.progress, self.hooks
         self.agreement.next_place = progress.step + 1, progress.epoch, index
@@ -156,6 +216,8 @@ class Steps:
             accumulation.agree()
         if self.agreement.leaves:
             self.refuse_to_leave(None)
+        if accumulation.missing and not accumulation.close_gap(self.cursor.micro.group_samples):  # type: ignore[union-attr]
+            return
         if not self.agreement.finite:
             self.refuse(batch=batch)
             return
@@ -188,26 +250,33 @@ class Steps:
         A rank that does not end the epoch is already waiting in the group's collectives, so this rank participates in
         them with weight zero.
         """
-        accumulation, cursor, agreement = self.accumulation, self.cursor, self.agreement
+        accumulation, agreement = self.accumulation, self.agreement
         agreement.leave_vote = True
-        buffers = [(buffer, buffer.clone()) for buffer in self.task.buffers()]
-        with isolated_random_state(), self.trainer.logging_to(MutedMetrics(training=True)):
-            for batch_idx, batch in enumerate(batches, index):
-                micro = cursor.micro
-                cursor.micro = replace(micro, samples=0, scale=0.0)  # type: ignore[type-var]
-                with accumulation.accumulate(self.model):
-                    output = self.step(batch, batch_idx) if self.takes_index else self.step(batch)
-                    loss, weight = (output, None) if isinstance(output, Tensor) else loss_in(output)
-                    accumulation.backward(loss, weight=weight, by=self.custom_backward)
-                cursor.micro = micro
+        self._run_without_weight(batches, index)
         accumulation.agree()
         agreement.read_pending()
         agreement.leave_vote = False
-        for buffer, before in buffers:
-            buffer.copy_(before)
         if agreement.leaves < self.accelerator.num_processes:
             self.refuse_to_leave(index)
         agreement.leaves = 0
+
+    def _run_without_weight(self, batches: Iterable[Any], index: int) -> None:
+        """Run steps of which only the collectives count; buffers, metrics and the RNG state are kept."""
+        accumulation, cursor, latest = self.accumulation, self.cursor, None
+        buffers = [(buffer, buffer.clone()) for buffer in self.task.buffers()]
+        with isolated_random_state(), self.trainer.logging_to(MutedMetrics(training=True)):
+            for batch_idx, batch in enumerate(batches, index):
+                latest = latest if batch is None else batch
+                micro = cursor.micro
+                cursor.micro = replace(micro, samples=0, scale=0.0)  # type: ignore[type-var]
+                for stand_in in self.metrics.counted((latest,), cursor, self.task):
+                    with accumulation.accumulate(self.model):
+                        output = self.step(stand_in, batch_idx) if self.takes_index else self.step(stand_in)
+                        loss, weight = (output, None) if isinstance(output, Tensor) else loss_in(output)
+                        accumulation.backward(loss, weight=weight, by=self.custom_backward)
+                cursor.micro = micro
+        for buffer, before in buffers:
+            buffer.copy_(before)
 
     def may_leave(self) -> bool:
         """Return whether one of several ranks has a hook that may return -1. Call it on all ranks, once."""
@@ -365,6 +434,60 @@ class Steps:
     def _find_loader(self) -> Any:
         assert self.trainer.sources is not None
         return self.trainer.sources.train
+
+
+class BatchReader:
+    """Iterator over ``(batch, batch_idx, dataloader_idx)`` for a ``training_step`` that reads its batches itself.
+
+    The hooks of a batch receive the first batch that the step reads. The loss is weighted as one micro-batch, however
+    many batches it was computed from.
+
+    Attributes:
+        groups: The groups of micro-batches in the running epoch, from which further batches are read.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+        self.groups: Iterator[Iterable[Any]] = iter(())
+        self._first: tuple[Any, ...] = ()
+        self._further = 0  # batches that the current step has read after the first one
+        self._samples = 0  # in these
+
+    def run(self, step: Callable[..., Any], batch: Any, index: int) -> Any:
+        """Call ``step`` with this iterator, of which ``batch`` is the next item."""
+        self._first, self._index = (batch,), index
+        return step(self)
+
+    def __iter__(self) -> BatchReader:
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        steps = self.steps
+        if self._first:
+            (batch,), self._first = self._first, ()
+            return batch, self._index, 0
+        if steps.trainer.accumulate_grad_batches > 1:
+            raise ValueError(
+                "training_step reads several batches from dataloader_iter, which accumulate_grad_batches="
+                f"{steps.trainer.accumulate_grad_batches} does not support. Read one batch per step, or set "
+                "accumulate_grad_batches=1."
+            )
+        (batch,) = next(self.groups)
+        self._further += 1
+        self._samples += steps.cursor.micro.group_samples  # type: ignore[union-attr]
+        return batch, self._index + self._further, 0
+
+    def take(self, group: Iterable[Any]) -> None:
+        """Take an optimizer step, and count the further batches that it has read."""
+        progress = self.steps.progress
+        self._further = self._samples = 0
+        try:
+            self.steps.take(group)
+        except StopIteration:  # the data ended within a step, which is dropped, as in Lightning
+            self.steps.skip_rest = True
+            self.steps.drop_step()
+        progress.batch, progress.batches = progress.batch + self._further, progress.batches + self._further
+        progress.samples += self._samples
 
 
 def _is_users(hook: Hook) -> bool:

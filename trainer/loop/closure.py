@@ -36,6 +36,12 @@ class ClosureSteps(Steps):
         micro_batches: list[tuple[Any, Any]] = []
         for batch in group:
             progress.phase = Phase.IN_STEP
+            if batch is None:
+                name = type(self.optimizer.optimizer).__name__  # type: ignore[union-attr]
+                raise ValueError(
+                    f"the training dataloader yielded None instead of a batch, but {name} evaluates the batches of a "
+                    "step several times and cannot skip one. Let collate_fn return at least one sample."
+                )
             micro_batches.append((batch, cursor.micro))
             self.metrics.weight = cursor.micro.samples  # type: ignore[union-attr]
             for hook in hooks.on_train_batch_start:

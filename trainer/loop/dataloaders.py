@@ -182,6 +182,8 @@ class Sources:
         method = f"{kind}_dataloader"
         for owner, base in ((self.datamodule, DataModule), (self.task, TaskModule)):
             if owner is not None and has_own(owner, method, base):
+                if owner is self.datamodule and has_own(self.task, method, TaskModule):
+                    self._warn_of_unused(method)
                 with self._accelerator.drawing_alike(f"{kind} loaders of epoch {self._epoch}"):
                     return getattr(owner, method)()
         return None
@@ -215,12 +217,25 @@ class Sources:
                 warn(f"{names[0]} is used, and {names[1]} is never called. Remove one of the two.")
         # Each hook separately: a data module may augment while the task moves.
         chosen = [next((o for o in owners if _overrides(o, name)), None) for name in _TRANSFER]
+        for name, owner in zip(_TRANSFER, chosen, strict=True):
+            if owner is self.datamodule is not None and _overrides(self.task, name):
+                self._warn_of_unused(name)
         if all(owner is None for owner in chosen):
             return None
         before, move, after = (
             getattr(self.task if owner is None else owner, name) for owner, name in zip(chosen, _TRANSFER, strict=True)
         )
         return partial(self._transfer, before, move, after, number)
+
+    def _warn_of_unused(self, method: str) -> None:
+        """Warn once that a method of the task is not called, because the data module has it too."""
+        if method not in self._warned:
+            self._warned.add(method)
+            task, datamodule = type(self.task).__name__, type(self.datamodule).__name__
+            warn(
+                f"{task} and {datamodule} both define {method}. {datamodule}.{method} is used, because a data module "
+                f"takes precedence, and {task}.{method} is not called. Remove one of them."
+            )
 
     def _transfer(self, before: Any, move: Any, after: Any, number: int, batch: Any) -> Any:
         batch = move(before(batch, number), self._accelerator.device, number)

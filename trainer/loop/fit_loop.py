@@ -89,6 +89,7 @@ class FitLoop:
         self.schedules.attach(hooks)
         kind = choose_steps(trainer, task)
         self.steps = trainer.steps = kind(trainer, task, model, hooks, self.schedules, self._wants_to_stop)
+        self.take = self.steps.take if self.steps.reader is None else self.steps.reader.take
         self.deadline: float | None = None
         self.total = loader.length
         self.started = 0.0
@@ -176,7 +177,7 @@ class FitLoop:
                     "and the rest is ignored. Correct the length, or set limit_train_batches to a lower number."
                 )
                 break
-            self.steps.take(group)
+            self.take(group)
             if self._end_of_step():
                 break
         else:
@@ -280,6 +281,8 @@ class FitLoop:
 
     def _iterate_groups(self) -> Iterator[Iterable[Any]]:
         groups = self.loader.groups()
+        if self.steps.reader is not None:
+            self.steps.reader.groups = groups
         for group in itertools.islice(groups, 1):
             self.total = self.loader.length  # only the first batch of a stream shows whether it is sharded
             yield group

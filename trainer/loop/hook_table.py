@@ -200,6 +200,14 @@ def count_arguments(function: Callable[..., Any], full: int, *, several: bool) -
     return named
 
 
+def takes_iterator(step: Callable[..., Any]) -> bool:
+    """Return whether a step has a parameter ``dataloader_iter``, which requests an iterator instead of a batch."""
+    try:
+        return "dataloader_iter" in inspect.signature(step).parameters
+    except (TypeError, ValueError):  # for example a builtin
+        return False
+
+
 def pass_by_keyword(hook: Hook, *names: str) -> Hook:
     """Return ``hook`` in a form that passes its last arguments by keyword, if its signature accepts these names.
 

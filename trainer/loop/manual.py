@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...common.messages import warn
+from ...engine.data import Micro
 from ...engine.optim import PreparedOptimizer, can_skip_on_device
 from ..core import overrides
 from .automatic import Steps
 from .closure import needs_closure
 from .progress import Phase
-from .step_output import for_hooks
+from .step_output import for_hooks, warn_of_none
 
 _AUTOMATIC = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
 
@@ -42,7 +43,7 @@ class ManualSteps(Steps):
             hooks = ", ".join(f"{name}.{hook}" for hook in idle)
             verb = "is" if len(idle) == 1 else "are"
             warn(f"{hooks} {verb} never called with automatic_optimization=False. Move the code to training_step.")
-        self.step = self.accelerator.local_method(self.task, "training_step")
+        self.step = self._bind(self.accelerator.local_method(self.task, "training_step"))
         self.strategy = self.accelerator.strategy
         self.optimizers = self.accelerator.optimizers
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
@@ -87,6 +88,9 @@ class ManualSteps(Steps):
             progress.phase = Phase.IN_STEP
             index = progress.batch
             micro = self.cursor.micro
+            if batch is None:
+                self._skip_none(micro, index)
+                continue
             self.metrics.weight = micro.samples  # type: ignore[union-attr]
             for hook in hooks.on_train_batch_start:
                 if hook(batch, index) == -1:
@@ -168,6 +172,21 @@ class ManualSteps(Steps):
 
     def _list_trained(self) -> list[Tensor]:
         return [p for p in self.parameters or self.task.parameters() if p.requires_grad and not is_lazy(p)]
+
+    def _skip_none(self, micro: Micro, index: int) -> None:
+        """Skip a batch that is None."""
+        progress = self.progress
+        if not self.alone:
+            raise ValueError(
+                f"batch {index} is None on rank {self.accelerator.process_index}, but with manual optimization, the "
+                "optimizers of all ranks step together. Let collate_fn return at least one sample."
+            )
+        warn_of_none(self.accelerator.process_index)
+        progress.batch, progress.batches = index + 1, progress.batches + 1
+        progress.samples += micro.group_samples
+        progress.phase = Phase.ENDING_STEP
+        for hook in self.hooks.on_train_batch_end:
+            hook({}, None, index)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass of ``manual_backward``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,6 +45,18 @@ def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
             "{'loss': loss, 'weight': 0.0}, except with L-BFGS."
         )
     raise TypeError(f"training_step returned {name_type(output)}. {_RULE}")
+
+
+def warn_of_none(rank: int) -> None:
+    """Warn on any rank, since each has batches of its own, that one is None and is skipped."""
+    text = (
+        "the training dataloader yielded None instead of a batch, so training_step is not called for it, and its "
+        "samples do not count in the mean of its accumulation group. If this is not intended, check collate_fn."
+    )
+    if rank == 0:
+        warn(text)
+    else:
+        warnings.warn(f"rank {rank}: {text}", stacklevel=2)
 
 
 def check_loss(loss: Tensor) -> None:

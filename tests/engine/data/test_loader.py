@@ -5,6 +5,7 @@ The ranks of a world are so many `Loader`s in one process, as a loader asks its 
 
 import itertools
 import random
+import re
 import warnings
 from dataclasses import dataclass
 
@@ -1149,3 +1150,312 @@ def test_another_length_within_an_epoch_is_said(recwarn):
     *_, _ = batches
     Ranks(make(14), 1, state=begun.state())  # at the epoch's end
     assert sum("within an epoch of 12 samples" in str(one.message) for one in recwarn) == 1
+
+
+class Joined(DataLoader):
+    """Reads other loaders, like those of semi-supervised methods."""
+
+    def __init__(self, first, second, **options):
+        super().__init__(first, **options)
+        self.first, self.second = DataLoader(first, **options), DataLoader(second, **options)
+
+    def __len__(self):
+        return len(self.first)
+
+    def __iter__(self):
+        return zip(self.first, itertools.cycle(self.second), strict=False)
+
+
+class Chained(Joined):
+    def __len__(self):
+        return DataLoader.__len__(self) + len(self.second)
+
+    def __iter__(self):
+        yield from DataLoader.__iter__(self)
+        yield from self.second
+
+
+class Alternating(Chained):
+    def __iter__(self):
+        for pair in zip(DataLoader.__iter__(self), self.second, strict=False):
+            yield from pair
+
+
+class Filtered(Joined):
+    def __len__(self):
+        return -(-DataLoader.__len__(self) // 2)
+
+    def __iter__(self):
+        return itertools.islice(DataLoader.__iter__(self), 0, None, 2)
+
+
+def to_lists(batch):
+    return [part.tolist() for part in batch] if isinstance(batch, tuple | list) else batch.tolist()
+
+
+def iterate_joined(kind, workers, k, state=None, epochs=2):
+    seed(7 if state is None else 99)
+    cursor, stream = Cursor(), ProcessStream()
+    source = kind(list(range(12)), list(range(100, 112)), batch_size=4, shuffle=True, num_workers=workers)
+    loader = Loader(source, world=Seat(0, 1), cursor=cursor, stream=stream, accumulate=lambda: k)
+    if state is not None:
+        loader.load_state_dict(decode(*encode(state["loader"])))
+        stream.go_to(decode(*encode(state["stream"])))
+    batches, states, scales = [], [], []
+    while loader.epoch < epochs:
+        for batch in loader:
+            batches.append(to_lists(batch))
+            scales.append(cursor.micro.scale)
+            saved = {"loader": loader.state_dict(), "stream": stream.get_state()} if cursor.micro.last else None
+            states.append(saved)
+        assert cursor.micro is None or cursor.micro.last
+    return batches, states, scales
+
+
+@pytest.mark.guarantee
+@pytest.mark.filterwarnings("ignore:.*does not yield one batch")
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", [Joined, Chained, Alternating, Filtered, Negated])
+def test_a_user_defined_iteration_in_one_process(kind, workers):
+    if kind is Negated:
+        make = lambda first, _, **options: Negated(torch.tensor(first), **options)  # noqa: E731
+    else:
+        make = kind
+    seed(7)
+    plain = make(list(range(12)), list(range(100, 112)), batch_size=4, shuffle=True, num_workers=workers)
+    wanted = [to_lists(batch) for _ in range(2) for batch in plain]
+    for k in (1, 2):
+        batches, states, scales = iterate_joined(make, workers, k)
+        assert batches == wanted
+        assert sum(scales) == pytest.approx(2 * -(-len(plain) // k))  # every group is a mean
+        for number, state in enumerate(states):
+            if state is not None:
+                assert iterate_joined(make, workers, k, state)[0] == wanted[number + 1 :], (k, number)
+
+
+def test_that_a_resume_reads_again_is_said_once():
+    with pytest.warns(
+        UserWarning, match=r"Joined\.__iter__ does not yield one batch for each.*reads the epoch"
+    ) as caught:
+        iterate_joined(Joined, 0, 1)
+    assert len(caught) == 1
+
+
+# -- seeds in workers ------------------------------------------------------------------------------------------------
+
+
+class Rare(Dataset):
+    """Draws from one generator, for some of its samples; the first batches draw nothing."""
+
+    def __init__(self, kind, where):
+        self.kind, self.where = kind, where
+
+    def __len__(self):
+        return 24
+
+    def draw(self):
+        return {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(()).item()}[self.kind]()
+
+    def __getitem__(self, index):
+        return [index, self.draw() if self.where == "always" or (self.where == "rarely" and index % 7 == 6) else -1.0]
+
+
+class RareInBulk(Rare):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def read_drawn(data, workers, size=1, batch_size=3, state=None, stop=None):
+    def collate(samples):
+        samples = samples if batch_size else [samples]
+        if data.where == "collate" and samples[0][0] % 9 == 6:
+            samples = [[index, data.draw()] for index, _ in samples]
+        return torch.tensor(samples, dtype=torch.float64)
+
+    ranks = Ranks(lambda: DataLoader(data, batch_size, num_workers=workers, collate_fn=collate), size, state=state)
+    found = []
+    for pieces in itertools.islice(zip(*ranks.loaders, strict=True), stop):
+        found += flat(p.tolist() for p, c in zip(pieces, ranks.cursors, strict=True) if c.micro.samples)
+    return (found, ranks.state()) if stop else found
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("kind", ["python", "numpy", "torch"])
+def test_a_generator_that_is_drawn_from_rarely_is_seeded(kind):
+    always = dict(read_drawn(Rare(kind, "always"), 1))
+    assert len(set(always.values())) == 24
+    wanted = [[index, always[index] if index % 7 == 6 else -1.0] for index in range(24)]
+    assert read_drawn(Rare(kind, "rarely"), 1) == wanted
+    assert read_drawn(Rare(kind, "rarely"), 2) == wanted
+    assert read_drawn(Rare(kind, "rarely"), 1, size=2, batch_size=None) == wanted
+    begun, state = read_drawn(Rare(kind, "rarely"), 1, stop=3)
+    assert begun + read_drawn(Rare(kind, "rarely"), 2, state=state) == wanted
+    for make in (lambda: Rare(kind, "collate"), lambda: RareInBulk(kind, "rarely")):
+        assert read_drawn(make(), 2) == (drawn := read_drawn(make(), 1))
+        assert len({value for _, value in drawn}) > 3
+
+
+class Touching(Rare):
+    """Counts how often each sample is read."""
+
+    def __init__(self, kind, where):
+        super().__init__(kind, where)
+        self.reads = torch.zeros(24, dtype=torch.int64).share_memory_()
+
+    def __getitem__(self, index):
+        self.reads[index] += 1
+        return super().__getitem__(index)
+
+
+def test_only_a_batch_with_an_unexpected_draw_is_read_twice():
+    for where, twice in (("always", []), ("never", []), ("rarely", [6, 7, 8])):
+        data = Touching("numpy", where)
+        read_drawn(data, 1)
+        assert [index for index in range(24) if data.reads[index] != 1] == twice, where
+        assert data.reads.max() <= 2
+
+
+# -- epochs ----------------------------------------------------------------------------------------------------------
+
+
+class KnowsEpoch(Dataset):
+    epoch = -1
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return self.epoch
+
+
+class StreamKnowsEpoch(IterableDataset):
+    epoch = -1
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        yield from [self.epoch] * 4
+
+
+NESTED = {
+    "plain": lambda data: data,
+    "subset": lambda data: Subset(data, range(4)),
+    "concat": lambda data: torch.utils.data.ConcatDataset([Subset(data, [0, 1]), data]),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+def test_the_epoch_reaches_the_dataset_in_every_worker(options):
+    for make in (StreamKnowsEpoch, *(lambda wrap=wrap: wrap(KnowsEpoch()) for wrap in NESTED.values())):
+        ranks = Ranks(lambda make=make: DataLoader(make(), batch_size=2, **options), 1)
+        assert [set(flat(ranks.ids())) for _ in range(3)] == [{0}, {1}, {2}]
+        ranks.loaders[0].set_epoch(7)
+        assert set(flat(ranks.ids())) == {7}
+        resumed = Ranks(lambda make=make: DataLoader(make(), batch_size=2, **options), 1, state=ranks.state())
+        assert set(flat(resumed.ids())) == {8}
+        for loader in (*ranks.loaders, *resumed.loaders):
+            loader.close()
+
+
+class EpochBatches:
+    """A batch sampler whose length depends on the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return self.epoch + 1
+
+    def __iter__(self):
+        yield from ([self.epoch, index] for index in range(len(self)))
+
+
+class EpochSource:
+    """An iterable of batches that is no DataLoader."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        yield torch.tensor([self.epoch])
+
+
+def test_set_epoch_reaches_custom_batch_samplers_and_sources_at_once():
+    batches = EpochBatches()
+    ranks = Ranks(lambda: DataLoader(range(9), batch_sampler=batches), 1)
+    ranks.loaders[0].set_epoch(3)
+    assert batches.epoch == 3
+    assert len(ranks.loaders[0]) == 4
+    assert ranks.ids() == [[3, 0], [3, 1], [3, 2], [3, 3]]
+    own = Ranks(EpochSource, 1)
+    assert [own.ids() for _ in range(2)] == [[[0]], [[1]]]
+
+
+# -- a resume with another order -------------------------------------------------------------------------------------
+
+
+class Rotated(BatchSampler):
+    def __init__(self, first):
+        self.first = first
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        yield from ([(self.first + 2 * number + part) % 10 for part in (0, 1)] for number in range(5))
+
+
+def order(**options):
+    return lambda: DataLoader(range(10), **{"batch_size": 2, **options})
+
+
+def own_batches(first):
+    return lambda: DataLoader(range(10), batch_sampler=Rotated(first))
+
+
+def picked(seed_of_sampler):
+    return order(sampler=DistributedSampler(range(10), 1, 0, seed=seed_of_sampler))
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize(
+    ("saved", "now", "text"),
+    [
+        (order(shuffle=True), order(), "epoch of RandomSampler, but the dataloader now has SequentialSampler"),
+        (order(), order(shuffle=True), "epoch of SequentialSampler, but the dataloader now has RandomSampler"),
+        (order(), lambda: DataLoader(Stream(10, False), batch_size=2), "SequentialSampler, but .* has a stream"),
+        (own_batches(0), own_batches(4), "the first indices of Rotated differ"),
+        (picked(1), picked(2), "the first indices of DistributedSampler differ"),
+        (order(), order(), ""),
+        (order(shuffle=True), order(shuffle=True, num_workers=1), ""),
+        (own_batches(4), own_batches(4), ""),
+    ],
+)
+def test_a_resume_within_an_epoch_of_another_order_is_said(saved, now, text):
+    for size in (1, 2):
+        ranks = Ranks(saved, size)
+        ranks.ids(2)
+        state = ranks.state()
+        for drop in ((), ("sampler", "first_indices")):  # without them: a checkpoint of an earlier version
+            older = {**state, "loader": {k: v for k, v in state["loader"].items() if k not in drop}}
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                Ranks(now, size, state=older).ids()
+            found = [str(w.message) for w in caught if "The rest of the epoch differs" in str(w.message)]
+            # Ranks with samplers of their own are compared by the states of the ranks.
+            is_compared = text and not drop and not (size > 1 and "Distributed" in text)
+            assert len(found) == (size if is_compared else 0), found
+            assert all(re.search(text, message) for message in found)
+    ranks = Ranks(saved, 1)
+    ranks.ids()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Ranks(now, 1, state=ranks.state()).ids(1)  # the next epoch may have any order

@@ -1,0 +1,195 @@
+"""Batches that are None, and steps with the argument ``dataloader_iter``."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from processes import run
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import treadle
+
+X = torch.randn(48, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+BROKEN = {"some": {*range(4, 8), *range(20, 24)}, "a whole step": {*range(8, 24)}, "the end": {*range(40, 48)}}
+
+
+class Task(treadle.TaskModule):
+    def __init__(self, weighted=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(3, 1).double()
+        self.weighted, self.ends = weighted, []
+
+    def training_step(self, batch, batch_idx):
+        loss = (self.net(batch) - batch.sum(1, keepdim=True)).square().mean()
+        return {"loss": loss, "weight": float(len(batch))} if self.weighted else loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.ends.append((batch_idx, batch is None))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+def trainer(**flags):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_report": False}
+    return treadle.Trainer(**{"accelerator": "cpu", "enable_model_summary": False, "max_epochs": 2, **quiet, **flags})
+
+
+def collate_without(broken):
+    return lambda rows: None if set(rows) <= broken else X[rows]
+
+
+def train_plainly(broken, k, ranks):
+    """Return the weights of a loop over the joint batches without the broken ones, and its number of steps."""
+    task, steps = Task(), 0
+    optimizer = task.configure_optimizers()
+    shares = [list(range(first, first + 4)) for first in range(0, 48, 4)]
+    for first in (*range(0, 12, k * ranks), *range(0, 12, k * ranks)):
+        rows = [row for share in shares[first : first + k * ranks] if not set(share) <= broken for row in share]
+        if rows:
+            optimizer.zero_grad()
+            task.training_step(X[rows], 0).backward()
+            optimizer.step()
+            steps += 1
+    return task.net.weight.detach(), steps
+
+
+def gather(weight):
+    weight = weight.detach()
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+
+
+def train_with_none(names, ranks=1, strategy="auto"):
+    differences = {}
+    for name, k, weighted in itertools.product(names, (1, 3), (False, True)):
+        task, broken = Task(weighted), BROKEN[name]
+        fitter = trainer(accumulate_grad_batches=k, devices=ranks, strategy=strategy)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fitter.fit(task, DataLoader(range(48), 4, collate_fn=collate_without(broken)))
+        weight, steps = train_plainly(broken, k, ranks)
+        missed = sum(is_none for _, is_none in task.ends)
+        assert len(task.ends) == 24 // ranks
+        assert bool(missed) == any("yielded None instead of a batch" in str(w.message) for w in caught)
+        if not (weighted and ranks > 1 and name != "some" and k == 1):  # weights of 0 everywhere are a step of zero
+            assert fitter.global_step == steps
+            differences[name, k, weighted] = float((gather(task.net.weight) - weight).abs().max())
+    return differences
+
+
+@pytest.mark.guarantee
+def test_a_batch_that_is_none_leaves_the_mean_of_the_others():
+    assert max(train_with_none(BROKEN).values()) < 1e-12
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
+def test_a_rank_whose_batch_is_none_takes_part_without_weight(strategy):
+    for differences in run(train_with_none, 2, ["some", "the end"], 2, strategy):
+        assert max(differences.values()) < 1e-12
+
+
+def test_manual_optimization_skips_none():
+    class Manual(Task):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    task = Manual()
+    with pytest.warns(UserWarning, match="yielded None instead of a batch"):
+        trainer().fit(task, DataLoader(range(48), 4, collate_fn=collate_without(BROKEN["some"])))
+    weight, _ = train_plainly(BROKEN["some"], 1, 1)
+    assert torch.equal(task.net.weight, weight)
+
+
+class Reading(treadle.TaskModule):
+    def __init__(self, count):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.count, self.read, self.validated = nn.Linear(1, 1), count, [], []
+
+    def training_step(self, dataloader_iter):
+        losses = []
+        for _ in range(self.count):
+            (batch,), batch_idx, dataloader_idx = next(dataloader_iter)
+            self.read.append((batch.flatten().tolist(), batch_idx, dataloader_idx))
+            losses.append(self.net(batch).mean())
+        return sum(losses) / self.count
+
+    def validation_step(self, dataloader_iter):
+        _, batch_idx, dataloader_idx = next(dataloader_iter)
+        self.validated.append((batch_idx, dataloader_idx))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def numbers(count):
+    return DataLoader(TensorDataset(torch.arange(float(count))[:, None]), 2)
+
+
+@pytest.mark.parametrize(
+    # The weights are those of Lightning 2.6.6, which drops a step in which the data ends.
+    ("batches", "size", "steps", "weight"),
+    [(1, 8, 8, -2.8075), (2, 8, 4, -1.4075), (2, 6, 2, -0.3075)],
+)
+def test_a_step_that_reads_its_batches_itself(batches, size, steps, weight):
+    task = Reading(batches)
+    fitter = trainer(num_sanity_val_steps=0)
+    fitter.fit(task, numbers(size), numbers(4))
+    epoch = [([2.0 * number, 2.0 * number + 1], number, 0) for number in range(size // 2)]
+    assert task.read == epoch + epoch
+    assert (fitter.global_step, round(task.net.weight.item(), 4)) == (steps, weight)
+    assert task.validated == ([(0, 0), (1, 0)] * 2 if size == 8 else [])
+
+
+def test_accumulation_needs_one_batch_per_step():
+    with pytest.raises(ValueError, match="reads several batches from dataloader_iter, which accumulate_grad_batches=2"):
+        trainer(accumulate_grad_batches=2).fit(Reading(2), numbers(8))
+    task = Reading(1)
+    trainer(accumulate_grad_batches=2, num_sanity_val_steps=0).fit(task, numbers(8))
+    assert round(task.net.weight.item(), 4) == -1.4075
+
+
+class Both(Task):
+    def train_dataloader(self):
+        raise AssertionError("the data module's is used")
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        raise AssertionError("the data module's is used")
+
+
+class BothData(treadle.DataModule):
+    def train_dataloader(self):
+        return DataLoader(range(8), 4, collate_fn=collate_without(set()))
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch
+
+
+def test_a_method_that_the_data_modules_replaces_is_said():
+    with pytest.warns(UserWarning, match="Both and BothData both define") as caught:
+        trainer().fit(Both(), datamodule=BothData())
+    texts = [str(w.message) for w in caught]
+    for method in ("train_dataloader", "on_after_batch_transfer"):
+        assert sum(f"both define {method}." in text for text in texts) == 1
+
+
+def test_limits_that_overfit_batches_overrides_are_said():
+    with pytest.warns(
+        UserWarning, match="overfit_batches=2 overrides limit_val_batches=0.*limit_train_batches instead"
+    ):
+        trainer(overfit_batches=2, limit_val_batches=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer(overfit_batches=2)
+        trainer(overfit_batches=2, limit_train_batches=2)
