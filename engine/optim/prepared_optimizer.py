@@ -105,7 +105,7 @@ class PreparedOptimizer(Optimizer):
         accumulation = self.accumulation
         if not accumulation.sync_gradients:
             return None
-        if accumulation.weighted:
+        if accumulation.group.weight is not None:
             accumulation.use_weights()
         if self in accumulation.unreduced:
             accumulation.reduce_gradients(self)
@@ -157,7 +157,7 @@ class PreparedOptimizer(Optimizer):
         accumulation = self.accumulation
         if not accumulation.sync_gradients:
             return
-        if accumulation.weighted:
+        if accumulation.group.weight is not None:
             accumulation.forget_weights()
         optimizer = self.optimizer
         has_own = type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer)
