@@ -83,6 +83,7 @@ class Accumulation:
         optimizer_step_was_skipped: Whether the last call of an optimizer's ``step`` at the end of a group skipped the
             step. A step that is skipped on the device alone does not count, because the host does not know of it.
         groups_end_with_loader: Whether the end of a loader ends a group.
+        group: State of the group that the last call of `accumulate` belongs to.
         counts_calls: Whether each call of `accumulate` is a micro-batch, because a loop has called it several times for
             a batch.
         always_agree: Whether the processes exchange votes in every step; see `Agreement`.
@@ -125,8 +126,9 @@ class Accumulation:
         self.adapt_closure: Callable[[Optimizer, Callable[[], Any]], Callable[[], Any]] | None = None
         strategy.backward_note = lambda: self.agreement.taint()
         self._micro_batches = plugin.num_steps
+        self._watches_backward = strategy.delays_sync
         self._delays_sync = strategy.delays_sync and not plugin.sync_each_batch
-        self._group = _Group(())
+        self.group = _Group(())
         self._groups: dict[tuple[nn.Module, ...], _Group] = {}
         self._factor: float | None = None  # of the losses of the current micro-batch; None: the loader's, or 1 / k
         self._correction = 1.0  # of the gradients after the next backward pass
@@ -190,7 +192,7 @@ class Accumulation:
 
     def forget_group(self) -> None:
         """Discard the position in the current groups and their sums of weights, and start new groups."""
-        for group in (self._group, *self._groups.values()):
+        for group in (self.group, *self._groups.values()):
             group.forget()
         self.missing = 0
         self.unreduced.clear()
@@ -198,7 +200,7 @@ class Accumulation:
 
     def reset(self) -> None:
         """Discard the current group, the step count and the votes, before a new run."""
-        self._group = _Group(())
+        self.group = _Group(())
         self._groups.clear()
         self.counts_calls = False
         self.forget_group()
@@ -215,7 +217,7 @@ class Accumulation:
 
         The returned context has no effect.
         """
-        group = self._group = self._groups.get(models) or self._open_group(models)
+        group = self.group = self._groups.get(models) or self._open_group(models)
         if group.total is not None:
             self.forget_weights()
         micro = self.cursor.micro
@@ -325,14 +327,16 @@ class Accumulation:
         ``by(loss, ...)`` is called instead of ``loss.backward(...)``.
         """
         self._latest_loss = ref(loss)
-        group = self._group
+        group = self.group
         scale: Any
         if weight is not None or group.weight is not None:
             scale = self._add_weight(group, weight)
             loss = loss * scale
         else:
             group.unweighted = not self.sync_gradients
-            scale = self._scale_of(self.cursor.micro)
+            micro = self.cursor.micro
+            follows_loader = micro is not None and self._factor is None and self.groups_end_with_loader
+            scale = micro.scale if follows_loader else self._scale_of(micro)  # type: ignore[union-attr]
             if scale != 1.0:
                 loss = loss * scale
         if self.loss_scale is not None:
@@ -340,7 +344,7 @@ class Accumulation:
         votes = self.sync_gradients and (self.always_agree or group.weight is not None)
         if votes and (not self.watches_gradients or self.strategy.votes_in_backward):
             self.agreement.vote(group.weight, self.missing)
-        before = self.strategy.before_backward() if self.sync_gradients else None
+        before = self.strategy.before_backward() if self._watches_backward and self.sync_gradients else None
         try:
             if by is None:
                 loss.backward(*args, **kwargs)
@@ -403,20 +407,23 @@ class Accumulation:
 
     def finish_gradients(self) -> None:
         """Divide the group's gradients by the total weight over all processes, if that has not been done yet."""
-        if self.unfinished:
-            self._exchange_votes()
-            if not (self.always_agree or self.watches_gradients):  # otherwise `agree` follows
-                self.agreement.count()
+        agreement = self.agreement
+        if not self.unfinished:
+            return
+        if not (self.always_agree or self.watches_gradients):
+            self.agree()
+            return
+        # `agree` follows, and reads the votes.
+        if self.watches_gradients:
+            agreement.watch_gradients(self.optimizers)
+        if not agreement.has_voted and not agreement.alone:
+            agreement.vote(self.group.weight)
+        self._divide(agreement.collect())
 
     @property
     def unfinished(self) -> bool:
         """True if the gradients are weighted sums that have not been divided by the total weight yet."""
-        return self._group.weight is not None and self._group.total is None
-
-    @property
-    def weighted(self) -> bool:
-        """True if weights were passed to `backward` since the last optimizer step."""
-        return self._group.weight is not None
+        return self.group.weight is not None and self.group.total is None
 
     def use_weights(self) -> None:
         """Finish the gradients before an optimizer step, and discard the weights."""
@@ -425,7 +432,7 @@ class Accumulation:
 
     def forget_weights(self) -> None:
         """Discard the weights of the current group, whose gradients were applied or discarded."""
-        self._group.weight = self._group.total = None
+        self.group.weight = self.group.total = None
 
     def reduce_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Average the gradients that no backward pass has reduced, in manual optimization. None for all optimizers."""
@@ -447,7 +454,8 @@ class Accumulation:
         In manual optimization, gradients that have not been reduced over the processes are reduced too.
         ``optimizer=None`` stands for all prepared optimizers.
         """
-        self.finish_gradients()
+        if self.group.weight is not None:
+            self.finish_gradients()
         if self.unreduced:
             self.reduce_gradients(optimizer)
         if self.loss_scale is not None:
@@ -474,23 +482,22 @@ class Accumulation:
 
         If `watches_gradients` is set, first check whether the gradients are finite.
         """
-        self._exchange_votes()
-        self.agreement.count()
-        if self.agreement.missing:
-            self.missing = self.agreement.missing
-        return self.agreement
+        agreement = self.agreement
+        if not agreement.collected:
+            if self.watches_gradients:
+                agreement.watch_gradients(self.optimizers)
+            if not agreement.has_voted and not agreement.alone:
+                agreement.vote(self.group.weight, self.missing)
+        total = agreement.count()
+        if agreement.missing:
+            self.missing = agreement.missing
+        if self.group.weight is not None:
+            self._divide(total)
+        return agreement
 
-    def _exchange_votes(self) -> None:
-        """Exchange the votes of this step, if that has not been done yet, and divide gradients by the total weight."""
-        agreement, group = self.agreement, self._group
-        if agreement.collected:
-            return
-        if self.watches_gradients:
-            agreement.watch_gradients(self.optimizers)
-        if not agreement.has_voted and not agreement.alone:
-            agreement.vote(group.weight, self.missing)
-        total = agreement.collect()
-        if self.unfinished:
+    def _divide(self, total: Tensor | None) -> None:
+        group = self.group
+        if group.weight is not None and group.total is None:
             group.total = group.weight if total is None else total
             scale_gradients(self._iter_trained_parameters(group), self.world.size, group.total)
             self.missing = 0  # weights that were reported do not include these samples

@@ -216,9 +216,10 @@ class Agreement:
 
     def count(self) -> Tensor | None:
         """Read the votes of `collect`, or those of the previous step if not ``immediate``, and return its result."""
-        if not self.collected:
-            self.collect()
-        summed, self._summed = self._summed, None
+        if self.collected:
+            summed, self._summed = self._summed, None
+        else:
+            summed = None if self.alone else self._strategy.agreement()
         self.has_voted = self.collected = False
         if self._on_host:
             if summed is not None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from ...common.messages import format_count, name_type, warn
 from ...strategies import is_wrapped_by_user
@@ -17,7 +15,7 @@ from ...strategies import is_wrapped_by_user
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
 
-_unused_handles: list[RemovableHandle] = []
+_SEARCHED_PASSES = 3
 _WATCHED_PASSES = 8  # several steps of loops with two or three models in turn
 
 
@@ -32,7 +30,6 @@ class LoopCheck:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._handle: RemovableHandle | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -40,7 +37,8 @@ class LoopCheck:
         self.active = True
         self._passes = 0
         self._reported: set[str] = set()
-        self._stop_watching()
+        self._optimizer: Optimizer | None = None
+        self._marks: list[tuple[Tensor, int]] = []  # parameters and their versions, inside an accumulation group
 
     def check_models(self, models: tuple[nn.Module, ...]) -> None:
         """Check the models that are passed to `accumulate`.
@@ -66,32 +64,12 @@ class LoopCheck:
             ValueError: With several ranks, if the gradients of trained parameters are not reduced.
         """
         self._passes += 1
-        if self._handle is None:
-            self._watch_steps()
         self._check_reach(loss)
         self._check_accumulation()
+        self._check_optimizer()
         if self._passes >= _WATCHED_PASSES + self._accelerator.gradient_accumulation_steps:
             self.active = False
-            self._stop_watching()
-
-    def _watch_steps(self) -> None:
-        method = weakref.WeakMethod(self._before_step)  # torch's list of hooks is global
-
-        def before_step(optimizer: Optimizer, *_: Any) -> None:
-            check = method()
-            if check is not None:
-                check(optimizer)
-
-        while _unused_handles:
-            _unused_handles.pop().remove()
-        self._handle = register_optimizer_step_pre_hook(before_step)
-        # Not removed at once, because torch may be iterating over its list when garbage is collected.
-        weakref.finalize(self, _unused_handles.append, self._handle)
-
-    def _stop_watching(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+            self._optimizer, self._marks = None, []
 
     def _check_reach(self, loss: Tensor) -> None:
         accelerator = self._accelerator
@@ -134,25 +112,23 @@ class LoopCheck:
                 "accelerator.accumulate(model):`, or set gradient_accumulation_steps=1.",
             )
 
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def _check_optimizer(self) -> None:
         accelerator = self._accelerator
         covered = {id(p) for prepared in accelerator.optimizers for g in prepared.param_groups for p in g["params"]}
-        prepared = self._list_prepared()
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not any(id(p) in prepared and id(p) not in covered for p in parameters):
+        trained = {key: p for key, p in self._list_prepared().items() if p.grad is not None and key not in covered}
+        if self._optimizer is None and trained and self._passes <= _SEARCHED_PASSES:
+            self._optimizer = _find_optimizer(trained)
+        if self._optimizer is None:
             return
-        accumulation = accelerator.accumulation
+        subject = f"{name_type(self._optimizer)} trains a prepared model, but is not prepared, so"
+        fix = "Pass the optimizer to prepare, and use the optimizer that prepare returns."
+        if any(p._version != version for p, version in self._marks):
+            self._report("step", f"{subject} it steps inside an accumulation group. {fix}", diverges=True)
+        self._marks = [] if accelerator.sync_gradients else [(p, p._version) for p in trained.values()]
         lost = "its steps are not counted, and save_state does not contain its state"
-        if accumulation.loss_scale is not None:
-            lost += ", and it applies gradients that are multiplied by the float16 loss scale"
-        if not accumulation.sync_gradients:
-            lost += ", and it steps inside an accumulation group"
-        self._report(
-            "optimizer",
-            f"{name_type(optimizer)} trains a prepared model, but is not prepared, so {lost}. Pass the optimizer to "
-            "prepare, and use the optimizer that prepare returns.",
-            diverges=not accumulation.sync_gradients,
-        )
+        if accelerator.accumulation.loss_scale is not None:
+            lost += ", and its gradients stay multiplied by the float16 loss scale"
+        self._report("optimizer", f"{subject} {lost}. {fix}")
 
     def warn_if_nothing_is_saved(self) -> None:
         """Warn if a checkpoint of a loop would contain no model and no optimizer."""
@@ -196,3 +172,13 @@ def _iter_leaves(loss: Tensor) -> Iterator[Tensor]:
             if following not in seen:
                 seen.add(following)
                 nodes.append(following)
+
+
+def _find_optimizer(parameters: Mapping[int, Tensor]) -> Optimizer | None:
+    """Return an optimizer of the parameters, given by id. It takes about 100 ms, which only a faulty loop spends."""
+    for value in gc.get_objects():
+        if not issubclass(type(value), Optimizer) or "param_groups" not in vars(value):  # isinstance wakes up proxies
+            continue
+        if any(id(p) in parameters for group in value.param_groups for p in group["params"]):
+            return value
+    return None

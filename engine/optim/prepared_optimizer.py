@@ -109,7 +109,7 @@ class PreparedOptimizer(Optimizer):
         if closure is not None and accumulation.adapt_closure is not None:
             closure = accumulation.adapt_closure(self.optimizer, closure)
         args = () if closure is None else (closure,)  # by position, because its name differs between optimizers
-        if accumulation.weighted:
+        if accumulation.group.weight is not None:
             accumulation.use_weights()
         if accumulation.unreduced:
             accumulation.reduce_gradients(self)
@@ -153,7 +153,7 @@ class PreparedOptimizer(Optimizer):
         accumulation = self.accumulation
         if not accumulation.sync_gradients:
             return
-        if accumulation.weighted:
+        if accumulation.group.weight is not None:
             accumulation.forget_weights()
         optimizer = self.optimizer
         has_own = type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer)

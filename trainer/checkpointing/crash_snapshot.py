@@ -109,6 +109,7 @@ class LastStep:
                 evaluation_loaders=[_copy_position(loader) for loader in accelerator.loaders if loader.evaluation],
                 stream=None if accelerator.stream is None else accelerator.stream.get_state(),
                 reduction_orders=snapshot.list_reduction_orders(accelerator),
+                counts_calls=accelerator.accumulation.counts_calls,
                 registered=registered,
             ),
         }
