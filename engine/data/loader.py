@@ -29,7 +29,14 @@ from .sampler_rng import (
 from .sharded_sampler import GroupIndices, ShardedBatches, get_length, set_epoch, shards_itself
 from .source_libraries import explain_not_repeatable, explain_state_gap
 from .stream_end import may_read_ahead
-from .streamed_batches import Counted, StreamedBatches, follow_iterator, make_batches_error, reads_other_loaders
+from .streamed_batches import (
+    Counted,
+    StreamedBatches,
+    follow_iterator,
+    has_user_iter,
+    make_batches_error,
+    reads_other_loaders,
+)
 from .workers import (
     KnownEpoch,
     LiveWithRank,
@@ -184,7 +191,7 @@ class Loader:
                 settings["dataset"] = streamed.seeded = SeededStream(source.dataset)
             follow_iterator(view, streamed)
             return
-        if type(source).__iter__ is not DataLoader.__iter__ and planner.world_size == 1:
+        if has_user_iter(source) and planner.world_size == 1:
             self._yielded = deque()
         plan = self._plan = ShardedBatches(source, planner, self._stream, self.evaluation, positions=workers)
         settings["batch_sampler" if source.batch_sampler is not None else "sampler"] = plan

@@ -52,10 +52,19 @@ def make_batches_error(source: Any) -> ValueError:
     )
 
 
+def has_user_iter(source: DataLoader[Any]) -> bool:
+    """Return whether a loader's ``__iter__`` is user-defined, and not a copy of torch's, like torchdata's."""
+    return type(source).__iter__ is not DataLoader.__iter__ and "_get_iterator" not in _list_names(source)
+
+
 def reads_other_loaders(source: DataLoader[Any]) -> bool:
     """Return whether a user-defined ``__iter__`` calls neither ``super().__iter__`` nor what it is made of."""
-    names = getattr(getattr(type(source).__iter__, "__code__", None), "co_names", ("super",))
-    return not {"super", "__iter__", "_get_iterator", "dataset", "sampler", "batch_sampler"} & {*names}
+    return not {"super", "__iter__", "_get_iterator", "dataset", "sampler", "batch_sampler"} & _list_names(source)
+
+
+def _list_names(source: DataLoader[Any]) -> set[str]:
+    code = getattr(type(source).__iter__, "__code__", None)
+    return {"super"} if code is None else {*code.co_names}
 
 
 class Unwrapped:
