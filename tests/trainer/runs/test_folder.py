@@ -766,7 +766,7 @@ def test_a_trainer_takes_them(given, folder, tmp_path, monkeypatch):
 def test_a_logger_elsewhere_takes_nothing_else_with_it(folder, tmp_path):
     fit(folder, max_epochs=1, logger=CSVLogger(tmp_path / "elsewhere"))
     assert {"checkpoints", "report.html", "curves.json"} <= set(os.listdir(folder.path))
-    assert os.listdir(tmp_path / "elsewhere" / "treadle_logs" / "version_0") == ["metrics.csv"]
+    assert sorted(os.listdir(tmp_path / "elsewhere" / "treadle_logs" / "version_0")) == ["hparams.yaml", "metrics.csv"]
 
 
 def test_the_record_is_kept_up_to_date_within_an_epoch(folder):
