@@ -288,8 +288,8 @@ class Trainer(LightningAliases, Copyable):
         self.on_nonfinite = choose("on_nonfinite", on_nonfinite, ("raise", "skip", "ignore"))
         arguments.set_determinism(deterministic, benchmark)
         arguments.set_matmul_precision(float32_matmul_precision)
-        place = {"strategy": strategy, "accelerator": accelerator, "devices": devices, "num_nodes": num_nodes}
-        self.function_ranks, place = plan_ranks(place, self.changed_flags)
+        place: dict[str, Any] = {"strategy": strategy, "accelerator": accelerator, "devices": devices}
+        self.function_ranks, place = plan_ranks(place | {"num_nodes": num_nodes}, self.changed_flags)
         self.build_accelerator = partial(
             Accelerator,
             **place,
