@@ -140,7 +140,7 @@ def _describe_skipped_init(owner: Any) -> str:
     if not isinstance(owner, Callback):
         return ""
     own, *inherited = [kind for kind in type(owner).__mro__ if "__init__" in vars(kind)]
-    names = getattr(own.__init__, "__code__", _describe_skipped_init.__code__).co_names
+    names = getattr(vars(own)["__init__"], "__code__", _describe_skipped_init.__code__).co_names
     base = next((kind.__name__ for kind in inherited if kind.__module__.startswith("treadle.")), None)
     if own.__module__.startswith("treadle.") or base is None or "__init__" in names:
         return ""
