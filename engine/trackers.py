@@ -517,9 +517,6 @@ class TrackioTracker(RunTracker):
         return self.tracker
 
 
-_registered: dict[str, type[GeneralTracker]] = {}
-
-
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     """Register a tracker class, which ``Accelerator(log_with=tracker_class.name)`` then instantiates.
 
@@ -544,9 +541,9 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
             f"{tracker_class.__name__} must have the class attributes 'name' (a non-empty string) and "
             "'requires_logging_directory'. Define both."
         )
-    if name in _registered or name in _LOGGERS:
+    if name in LOGGER_TYPE_TO_CLASS or name in _LOGGERS:
         warn(f"a tracker named {name!r} is already registered. {tracker_class.__name__} replaces it.")
-    _registered[name] = tracker_class
+    LOGGER_TYPE_TO_CLASS[name] = tracker_class
 
 
 def list_installed_trackers() -> list[str]:
@@ -580,7 +577,8 @@ def tracker_sources(log_with: Any, project: ProjectConfiguration) -> dict[str, S
                 name for name in _LOGGERS if _is_installed(name) and (project.logging_dir or name not in _WITH_FILES)
             ]
         for name in names:
-            name = name if name in _registered else choose("log_with", name.lower(), [*_LOGGERS, *_registered, "all"])
+            if name not in LOGGER_TYPE_TO_CLASS:
+                name = choose("log_with", name.lower(), [*dict.fromkeys((*_LOGGERS, *LOGGER_TYPE_TO_CLASS)), "all"])
             sources[name] = _resolve_source(name, project)
         if not isinstance(value, str):
             tracker = _to_tracker(value)
@@ -618,8 +616,9 @@ def _make_directory_error(name: str) -> str:
 
 
 def _resolve_source(name: str, project: ProjectConfiguration) -> Source:
-    if name in _registered:
-        return _resolve_registered(_registered[name], project)
+    tracker_class = LOGGER_TYPE_TO_CLASS.get(name)
+    if tracker_class is not None and tracker_class not in _BUILT_IN:
+        return _resolve_registered(tracker_class, project)
     package = _LOGGERS[name]
     if package:
         require(f"log_with={name!r}", package, extra=_EXTRAS.get(name, name))
@@ -637,18 +636,17 @@ def _resolve_source(name: str, project: ProjectConfiguration) -> Source:
         elif name in _WITH_SAVE_DIR and project.logging_dir is not None and not _PLACES & set(options):
             options = {"save_dir": project.logging_dir, **options}
         first = "experiment_name" if name == "mlflow" else "run_name"
-        return _CLASSES[name](**{first: project_name, **options})
+        return tracker_class(**{first: project_name, **options})  # type: ignore[misc]
 
     return make
 
 
-_CLASSES: dict[str, Callable[..., GeneralTracker]] = {
-    tracker.name: tracker
-    for tracker in (
-        *(TensorBoardTracker, WandBTracker, MLflowTracker),
-        *(AimTracker, ClearMLTracker, CometMLTracker, SwanLabTracker, TrackioTracker),
-    )
-}
+_BUILT_IN = (
+    *(TensorBoardTracker, WandBTracker, MLflowTracker),
+    *(AimTracker, ClearMLTracker, CometMLTracker, SwanLabTracker, TrackioTracker),
+)
+LOGGER_TYPE_TO_CLASS: dict[str, Callable[..., GeneralTracker]] = {tracker.name: tracker for tracker in _BUILT_IN}
+"""The tracker classes by name, including registered ones."""
 
 
 def _resolve_registered(tracker_class: type[GeneralTracker], project: ProjectConfiguration) -> Source:
@@ -672,7 +670,7 @@ class Trackers:
         """Create the trackers, start them and store the configuration; see `Accelerator.init_trackers`."""
         options = dict(init_kwargs or {})
         for name in options:
-            if name not in {*self.sources, *_LOGGERS, *_PEERS, *_registered}:
+            if name not in {*self.sources, *_LOGGERS, *_PEERS, *LOGGER_TYPE_TO_CLASS}:
                 requested = ", ".join(self.sources) or "no tracker"
                 hint = nearest(name, self.sources) or f" Remove {name!r} from init_kwargs."
                 raise ValueError(f"init_kwargs names {name!r}, but log_with names {requested}.{hint}")
