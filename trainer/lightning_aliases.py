@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LightningAliases:
-    """Base class of `Trainer` with read-only aliases of its attributes."""
+    """Base class of `Trainer` with read-only aliases of its attributes and methods."""
 
     @property
     def _trainer(self) -> Trainer:
@@ -256,10 +257,22 @@ class LightningAliases:
         """View of the dataloaders, which libraries look up in ``configure_optimizers``."""
         return DataConnectorView(self._trainer)
 
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Return a context manager in which new parameters get the run's device and dtype.
+
+        See `Accelerator.init_module`. ``configure_model`` already runs in this context.
+
+        Args:
+            empty_init: Skip common initializers of ``torch.nn.init``, such as ``normal_`` and ``kaiming_uniform_``. Use
+                this if a checkpoint will be loaded into the model. Default: False.
+        """
+        return self._trainer.accelerator.init_module(bool(empty_init))
+
     @property
     def lightning_module(self) -> TaskModule | None:
-        """Task of the run, or None."""
-        return self._trainer.task
+        """Task of the run, or of ``trainer.strategy.connect(task)``; None before both."""
+        connected = (m for m in self._trainer.accelerator.unwrapped_models if isinstance(m, TaskModule))
+        return self._trainer.task or next(connected, None)
 
     @property
     def model(self) -> Any:

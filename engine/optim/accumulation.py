@@ -393,7 +393,7 @@ class Accumulation:
     def _undo_division(self, group: _Group) -> None:
         """Multiply gradients by the total weight again, before another backward pass of the same micro-batch."""
         parameters = [p for p in self._iter_trained_parameters(group) if p.grad is not None]
-        if parameters:
+        if parameters and group.total is not None:
             scale_gradients(parameters, group.total, self.world.size)
         else:
             group.weight = None

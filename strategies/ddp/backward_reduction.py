@@ -134,7 +134,7 @@ class BackwardReduction:
         strategy.agreed_note = average_gradients(used, world, note)
         for parameter in used:
             self.unreduced.pop(parameter, None)
-            self._averaged[parameter] = TensorWeakRef(parameter.grad)
+            self._averaged[parameter] = TensorWeakRef(parameter.grad)  # type: ignore[arg-type]  # it has one now
 
     def _find_moved(self) -> dict[Tensor, None]:
         return {p: None for p, version in self.unreduced.items() if p._version != version}

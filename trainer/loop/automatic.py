@@ -115,7 +115,7 @@ class Steps:
             micro = cursor.micro
             last = micro.last  # type: ignore[union-attr]
             if batch is None:
-                self._take_none(micro, index)
+                self._take_none(micro, index)  # type: ignore[arg-type]
                 continue
             if self.may_miss:
                 self.stand_in = batch

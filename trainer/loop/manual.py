@@ -89,7 +89,7 @@ class ManualSteps(Steps):
             index = progress.batch
             micro = self.cursor.micro
             if batch is None:
-                self._skip_none(micro, index)
+                self._skip_none(micro, index)  # type: ignore[arg-type]
                 continue
             self.metrics.weight = micro.samples  # type: ignore[union-attr]
             for hook in hooks.on_train_batch_start:
