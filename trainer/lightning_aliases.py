@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..callbacks import EarlyStopping
+from ..engine import JointLoader
 from ..engine.data import CombinedLoader
 from ..strategies import Precision
 from ..strategies.distributed import parse_devices
@@ -176,8 +177,12 @@ class LightningAliases:
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """Number of batches of each validation dataloader on this process; infinite if unknown."""
-        return self._get_lengths("val")
+        """Number of batches of each validation dataloader on this process; infinite if unknown.
+
+        Empty in a `fit` that never validates.
+        """
+        trainer = self._trainer
+        return [] if trainer.latest_stage == "fit" and not trainer.has_validation else self._get_lengths("val")
 
     @property
     def num_test_batches(self) -> list[int | float]:
@@ -191,17 +196,21 @@ class LightningAliases:
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """Number of batches of each validation dataloader in the sanity check; infinite if unknown."""
+        """Number of batches of each validation dataloader in the sanity check of `fit`; infinite if unknown."""
         most = self._trainer.num_sanity_val_steps
-        lengths = self._get_lengths("val")
+        lengths = self.num_val_batches if self._trainer.latest_stage == "fit" else []
         return lengths if most == -1 else [min(most, length) for length in lengths]
 
     def _get_lengths(self, kind: str) -> list[int | float]:
         sources = self._trainer.sources
         if sources is None:
             return []
-        lengths = (loader.length for loader in sources.evaluation(kind))
-        return [float("inf") if length is None else length for length in lengths]
+        lengths = []
+        for loader in sources.evaluation(kind):
+            limit = float("inf") if loader.limit is None else loader.limit
+            for part in loader.loaders if isinstance(loader, JointLoader) else [loader]:
+                lengths.append(min(limit, float("inf") if part.length is None else part.length))
+        return lengths
 
     @property
     def train_dataloader(self) -> Any:

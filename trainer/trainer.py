@@ -21,7 +21,7 @@ from ..callbacks import (
     OnExceptionCheckpoint,
     ProgressBar,
 )
-from ..common.validation import choose
+from ..common.validation import WrongTypeError, choose
 from ..engine import Accelerator, Metrics, Preemption
 from ..engine.checkpoint import OpenCheckpoint, check_places
 from ..engine.metrics import MutedMetrics
@@ -245,7 +245,7 @@ class Trainer(LightningAliases, Copyable):
             num_sanity_val_steps = log_every_n_steps = 0
         if max_epochs is None:
             max_epochs = 1000 if max_steps == -1 and max_time is None else -1
-        self.fast_dev_run = fast_dev_run
+        self.fast_dev_run = True if fast_dev_run == 1 else fast_dev_run
         self.max_epochs = 1 if fast else arguments.check_int("max_epochs", max_epochs, -1)
         self.max_steps = fast or arguments.check_int("max_steps", max_steps, -1)
         self.min_epochs = arguments.check_int("min_epochs", min_epochs or 0, 0)
@@ -524,7 +524,7 @@ class Trainer(LightningAliases, Copyable):
             return Evaluation([], [])
         loaders = sources.evaluation(kind)
         if not loaders:
-            raise ValueError(
+            raise WrongTypeError(
                 f"{stage} has no dataloader. Pass dataloaders or a datamodule, or define {kind}_dataloader in the task."
             )
         check_step(task, stage)

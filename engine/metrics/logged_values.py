@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.messages import name_type, nearest, warn
+from ...common.validation import WrongTypeError
 from ...strategies import World
 from ..data import Cursor
 from . import metric_state
@@ -456,7 +457,7 @@ def _to_number(name: str, value: Any) -> Any:
         return float(value)
     except (TypeError, ValueError):
         described = "None" if value is None else f"{value!r} ({name_type(value)})"
-        raise TypeError(
+        raise WrongTypeError(
             f"self.log({name!r}) got {described}. Log a number, a tensor with one element or a torchmetrics.Metric."
         ) from None
 

@@ -189,7 +189,7 @@ class Steps:
             progress.samples += micro.group_samples
             progress.phase = Phase.STEP_TAKEN if progress.step > steps_before else Phase.ENDING_STEP
         for hook in self.hooks.on_train_batch_end:
-            hook({}, None, index)
+            hook(None, None, index)
 
     def _stand_in(self, micro: Micro, index: int) -> None:
         if self.stand_in is None:

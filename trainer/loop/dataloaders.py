@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from ...common.messages import format_count, name_type, warn
+from ...common.validation import WrongTypeError
 from ...engine import Accelerator, CombinedLoader, JointLoader, Loader, check_values_match
 from ...engine.data import is_collection
 from .. import arguments
@@ -75,7 +76,7 @@ class Sources:
         if self._train is None:
             source = self._find("train")
             if source is None:
-                raise ValueError(
+                raise WrongTypeError(
                     "fit has no training dataloader. Pass train_dataloaders or a datamodule, or define "
                     "train_dataloader in the task."
                 )
@@ -273,9 +274,6 @@ def explain_empty(loader: Loader, processes: int) -> str:
             f"than {format_count(size * processes, 'sample')} ({size} x {format_count(processes, 'process')}). Lower "
             "batch_size, or remove drop_last."
         )
-    if loader.limit == 0:
-        flag = f"limit_{'val' if loader.evaluation else 'train'}_batches"
-        return f"{flag}=0 allows no batch. Raise {flag}."
     return f"Pass an iterable that has at least one batch and can be iterated more than once, not this {kind}."
 
 

@@ -27,6 +27,7 @@ class Task(treadle.TaskModule):
         return {"loss": loss, "weight": float(len(batch))} if self.weighted else loss
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
+        assert (outputs is None) == (batch is None)
         self.ends.append((batch_idx, batch is None))
 
     def configure_optimizers(self):
@@ -133,7 +134,7 @@ class Reading(treadle.TaskModule):
     def __init__(self, count):
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.count, self.read, self.validated = nn.Linear(1, 1), count, [], []
+        self.net, self.count, self.read, self.validated, self.received = nn.Linear(1, 1), count, [], [], []
 
     def training_step(self, dataloader_iter):
         losses = []
@@ -143,8 +144,13 @@ class Reading(treadle.TaskModule):
             losses.append(self.net(batch).mean())
         return sum(losses) / self.count
 
+    def on_validation_batch_start(self, batch, batch_idx):
+        self.received.append(batch)
+
     def validation_step(self, dataloader_iter):
-        _, batch_idx, dataloader_idx = next(dataloader_iter)
+        batch, batch_idx, dataloader_idx = next(dataloader_iter)
+        assert batch is self.received[-1]
+        assert next(dataloader_iter, None) is None
         self.validated.append((batch_idx, dataloader_idx))
 
     def configure_optimizers(self):
