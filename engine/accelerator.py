@@ -1231,7 +1231,8 @@ class Accelerator(Process):
     ) -> None:
         """Send values of this process to the trackers.
 
-        On ranks other than zero, only trackers whose ``main_process_only`` is False receive values.
+        On ranks other than zero, only trackers whose ``main_process_only`` is False receive values. A tracker that
+        fails is disabled with a warning, unless it or its logger is ``strict``.
 
         Args:
             values: Values by name. To log a mean or sum over all processes, compute it with `reduce` first.

@@ -166,6 +166,11 @@ class Metrics:
     def _register(self, name: str, value: Any, spec: tuple[Any, ...], suffix: str) -> Entry:
         if not isinstance(name, str):
             raise TypeError(f"self.log got the name {name!r} ({name_type(name)}), but a name must be a string.")
+        if isinstance(value, Tensor) and value.is_complex():
+            raise TypeError(
+                f"self.log({name!r}) got a tensor of type {value.dtype}, but logs only real numbers. Log its .abs(), "
+                "or its .real and .imag under two names."
+            )
         previous = self._entries.get(name)
         if previous is not None and previous.spec is not None:
             raise ValueError(
