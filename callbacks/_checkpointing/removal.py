@@ -11,7 +11,7 @@ from ...common.remote_path import AnyPath, as_path
 from ...engine.checkpoint import store
 
 
-def remove(path: str, directory: str, resumed: AnyPath | None) -> bool:
+def remove(path: str, directory: str, resumed: str | None) -> bool:
     """Delete a checkpoint if it exists, and return whether it was deleted. Warn if it cannot be deleted.
 
     The checkpoint that the run was resumed from is never deleted, nor are checkpoints in other directories.
@@ -25,7 +25,7 @@ def remove(path: str, directory: str, resumed: AnyPath | None) -> bool:
     if as_path(directory) not in place.parents:
         return False
     try:
-        if not place.exists() or (resumed is not None and _is_same(resumed, place)):
+        if not place.exists() or (resumed is not None and _is_same(as_path(resumed), place)):
             return False
         store.remove(path)
     except (OSError, ValueError) as error:  # the new checkpoint is saved, so a leftover must not end the run
@@ -40,7 +40,7 @@ def _is_same(resumed: AnyPath, place: AnyPath) -> bool:
     return resumed == place
 
 
-def finish_removing(paths: Iterable[str], directory: str, step: int, resumed: AnyPath | None) -> list[str]:
+def finish_removing(paths: Iterable[str], directory: str, step: int, resumed: str | None) -> list[str]:
     """Delete checkpoints that a killed run had replaced but not deleted, and return their paths.
 
     Args:
