@@ -1,12 +1,14 @@
 """`ModelCheckpoint`: when it saves, what it keeps, how it names it, and that a run goes on from it."""
 
 import errno
+import inspect
 import math
 import os
 import shutil
 import subprocess
 import sys
 import time
+import typing
 from datetime import timedelta
 from pathlib import Path
 
@@ -936,3 +938,8 @@ def test_last_is_saved_at_the_end_if_no_trigger_has_fired(tmp_path, arguments, v
     nothing = ModelCheckpoint(tmp_path / "none", **arguments)
     fit(tmp_path, nothing, validate=validate, max_epochs=2)
     assert not (tmp_path / "none").exists() or names(tmp_path / "none") == []
+
+
+def test_annotations_are_resolved_by_type_hints():
+    assert inspect.signature(ModelCheckpoint).parameters["save_last"].annotation == "bool | str | None"
+    assert typing.get_type_hints(ModelCheckpoint.__init__)["save_last"] == bool | str | None
