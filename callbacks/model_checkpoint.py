@@ -198,6 +198,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self._waiting = False  # the ranked save waits for its value
         self._continues = False  # the run resumes in the same directory
         self._resumed_step: int | None = None
+        self._first_step = 0  # the step at which the run started
         self._before: dict[str, Any] = {}  # the record before the checkpoint that is being saved
         self._job: Job | None = None  # the save in the background
 
@@ -272,7 +273,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Check that saving will work, and remove leftover checkpoints of a killed run."""
         progress, world = trainer.progress, trainer.accelerator.world
-        self._top_k.saved_step = progress.step
+        self._top_k.saved_step = self._first_step = progress.step
         self._triggered_step = min(self._triggered_step, progress.step)
         self._resumed_step = progress.step if self._continues else None
         self._continues = False
@@ -324,7 +325,9 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self._serve(trainer, epoch_is_over=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Wait for a background save."""
+        """Wait for a background save. With ``save_last``, save the run if no trigger has saved it."""
+        if self.save_last and self._top_k.saved_step == self._first_step < trainer.progress.step:
+            self._save(trainer, read_logged_metrics(trainer), ranked=False)
         self._complete_job(trainer, wait=True)
         if self._waiting and not self.best_model_path:
             warn(

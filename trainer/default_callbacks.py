@@ -14,6 +14,8 @@ from ..callbacks import (
     ModelSummary,
     OnExceptionCheckpoint,
     ProgressBar,
+    RichModelSummary,
+    RichProgressBar,
     RunReport,
     TQDMProgressBar,
 )
@@ -40,7 +42,8 @@ def choose_callbacks(
         requested: Callbacks that the user passed.
         checkpointing: Whether to add a `ModelCheckpoint`; None means True.
         progress_bar: Whether to add a `TQDMProgressBar`; None means True.
-        model_summary: Whether to add a `ModelSummary`; None means True.
+        model_summary: Whether to add a `ModelSummary`, or a `RichModelSummary` beside a `RichProgressBar`; None means
+            True.
         report: Whether to add a `RunReport`; None means the value of ``in_folder``.
         in_folder: Whether a logger has a folder for the run.
         collects_garbage: Whether to add a `GarbageCollection`. Default: False.
@@ -49,8 +52,9 @@ def choose_callbacks(
         TypeError, ValueError: If an argument is invalid, or a flag disables a callback that was passed.
     """
     callbacks = as_callbacks("callbacks", requested)
+    has_rich = any(isinstance(callback, RichProgressBar) for callback in callbacks)
     defaults: tuple[tuple[str, bool | None, type[Callback], type[Callback]], ...] = (
-        ("enable_model_summary", model_summary, ModelSummary, ModelSummary),
+        ("enable_model_summary", model_summary, ModelSummary, RichModelSummary if has_rich else ModelSummary),
         ("enable_progress_bar", progress_bar, ProgressBar, TQDMProgressBar),
         ("enable_checkpointing", checkpointing, Checkpoint, ModelCheckpoint),
         ("enable_report", report, RunReport, RunReport),

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...loggers import Logger
+from ...loggers.logger import NullExperiment as DummyExperiment
 from ...loggers.logger import rank_zero_experiment
 from ...trainer.logging import SilentLogger as DummyLogger
 
-__all__ = ["DummyLogger", "Logger", "merge_dicts", "rank_zero_experiment"]
+__all__ = ["DummyExperiment", "DummyLogger", "Logger", "merge_dicts", "rank_zero_experiment"]
 
 
 def merge_dicts(

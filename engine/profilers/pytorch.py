@@ -119,7 +119,11 @@ class PyTorchProfiler(Profiler):
         Raises:
             ValueError: If ``emit_nvtx`` is set without a CUDA device.
         """
+        self._end()  # of actions before the stage
         super().setup(stage, local_rank, log_dir)
+        self._begin()
+
+    def _begin(self) -> None:
         self.traces, self._table, self._steps, self._running = [], "", 0, []
         self.function_events = None
         if self.emit_nvtx:
@@ -139,9 +143,13 @@ class PyTorchProfiler(Profiler):
     def start(self, action_name: str) -> None:
         """Begin the range of an action in the trace; see `Profiler.start`.
 
+        Outside of a Trainer, the first action also begins the recording, which `describe` and `summary` end.
+
         Args:
             action_name: The name of the action.
         """
+        if self.profiler is None and self._stage is None:
+            self._begin()
         record = record_function(f"[treadle]{action_name}")
         record.__enter__()
         self._running.append((action_name, record))

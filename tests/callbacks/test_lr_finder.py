@@ -189,6 +189,18 @@ def test_nothing_is_left_in_a_data_module_that_draws():
     assert searched.numbers.random() == plain.numbers.random()
 
 
+def test_after_a_search_the_trainer_has_the_loaders_of_the_size_it_found():
+    trainer = treadle.Trainer(**QUIET, max_epochs=1)
+    task = Task()
+    found = Tuner(trainer).scale_batch_size(task, max_trials=2)
+    assert (found, trainer.train_dataloader.batch_size) == (4, 4)
+    assert len(trainer.train_dataloader.dataset) == 32
+    trainer.fit(task)
+    assert trainer.global_step == 8
+    trainer.validate(task, DataLoader(dataset(), 4), verbose=False)
+    assert trainer.train_dataloader is None
+
+
 def test_a_search_that_fails_leaves_nothing():
     task, trainer = Task(fits=0), treadle.Trainer(**QUIET, max_epochs=1)
     weights, state = [p.clone() for p in task.parameters()], torch.get_rng_state()

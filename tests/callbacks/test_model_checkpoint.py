@@ -1,12 +1,14 @@
 """`ModelCheckpoint`: when it saves, what it keeps, how it names it, and that a run goes on from it."""
 
 import errno
+import inspect
 import math
 import os
 import shutil
 import subprocess
 import sys
 import time
+import typing
 from datetime import timedelta
 from pathlib import Path
 
@@ -554,6 +556,11 @@ def test_public_attributes_can_be_set(tmp_path):
     assert names(tmp_path / "c") == ["epoch=0.ckpt", "epoch=2.ckpt"]
     assert (float(kept.best_model_score), float(kept.current_score)) == (3.0, 2.0)
     assert kept.kth_best_model_path == str(tmp_path / "c" / "epoch=2.ckpt")
+    assert float(kept.kth_value) == 2.0
+    with pytest.raises(AttributeError):
+        kept.kth_best_model_path = "elsewhere.ckpt"
+    assert not {"kth_best_model_path", "kth_value"} & kept.state_dict().keys()
+    assert kept.state_key.startswith("ModelCheckpoint(monitor='val_loss', mode='max', every_n_train_steps=0,")
     kept.best_model_path = kept.last_model_path = "elsewhere.ckpt"
     assert (kept.state_dict()["best_model_path"], kept.state_dict()["last_model_path"]) == ("elsewhere.ckpt",) * 2
 
@@ -914,3 +921,25 @@ def test_scores_of_nan_as_yaml_and_a_save_at_each_step(tmp_path):
     each = ModelCheckpoint(tmp_path / "each", "{step}", train_time_interval=timedelta(0))
     fit(tmp_path, each, max_steps=3)
     assert os.path.basename(each.best_model_path) == "step=3.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "validate"), [({"every_n_epochs": 10}, True), ({"save_on_train_epoch_end": False}, False)]
+)
+def test_last_is_saved_at_the_end_if_no_trigger_has_fired(tmp_path, arguments, validate):
+    kept = ModelCheckpoint(tmp_path / "c", save_last=True, **arguments)
+    fit(tmp_path, kept, validate=validate, max_epochs=2)
+    assert names(tmp_path / "c") == ["last.ckpt"]
+    again = ModelCheckpoint(tmp_path / "c", save_last=True, **arguments)
+    resumed = fit(tmp_path, again, validate=validate, max_epochs=4, ckpt_path=kept.last_model_path)
+    whole = fit(tmp_path / "whole", validate=validate, max_epochs=4, enable_checkpointing=False)
+    assert resumed.global_step == whole.global_step == 20
+    assert torch.equal(resumed.task.net.weight, whole.task.net.weight)
+    nothing = ModelCheckpoint(tmp_path / "none", **arguments)
+    fit(tmp_path, nothing, validate=validate, max_epochs=2)
+    assert not (tmp_path / "none").exists() or names(tmp_path / "none") == []
+
+
+def test_annotations_are_resolved_by_type_hints():
+    assert inspect.signature(ModelCheckpoint).parameters["save_last"].annotation == "bool | str | None"
+    assert typing.get_type_hints(ModelCheckpoint.__init__)["save_last"] == bool | str | None

@@ -8,7 +8,9 @@ from callback_runs import Tiny, fit, trainer
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.callbacks import ModelSummary, RichModelSummary, summarize
+from treadle.callbacks import ModelSummary, RichModelSummary, RichProgressBar, summarize
+
+from treadle import Trainer
 
 
 class Parts(nn.Module):
@@ -136,6 +138,15 @@ def test_rich(tmp_path, capsys):
     text = capsys.readouterr().err
     assert re.search(r"net\s+│ Linear │\s+3 │ train │\s+12 │ \[3, 2\] │ \[3, 1\]", text), text
     assert "3 parameters: 3 trainable" in text
+
+
+def test_beside_a_rich_bar_the_default_is_a_rich_table():
+    def kinds(*callbacks):
+        trainer = Trainer(accelerator="cpu", devices=1, logger=False, callbacks=list(callbacks))
+        return [type(callback) for callback in trainer.callbacks if isinstance(callback, ModelSummary)]
+
+    assert kinds(RichProgressBar()) == [RichModelSummary]
+    assert kinds(RichProgressBar(), ModelSummary()) == kinds() == [ModelSummary]
 
 
 def test_whatever_fails_in_it_does_not_end_the_run(tmp_path):

@@ -33,7 +33,7 @@ from treadle.compat.demos.boring_classes import (
 from treadle.compat.demos.lstm import SequenceSampler, SimpleLSTM
 from treadle.compat.demos.transformer import Transformer, WikiText2
 from treadle.compat.loggers.csv_logs import ExperimentWriter
-from treadle.compat.loggers.logger import DummyLogger, merge_dicts
+from treadle.compat.loggers.logger import DummyExperiment, DummyLogger, merge_dicts
 from treadle.compat.loops.optimization.automatic import Closure, ClosureResult
 from treadle.compat.loops.optimization.manual import ManualResult
 from treadle.compat.loops.utilities import check_finite_loss
@@ -393,6 +393,9 @@ def test_merged_dicts() -> None:
 def test_a_logger_that_keeps_nothing_takes_every_call() -> None:
     logger = DummyLogger()
     logger.log_metrics({"a": 1})
+    logger.log_metrics("1", 2, three="three")
+    logger.log_hyperparams("1", 2, three="three")
+    assert isinstance(logger.experiment, DummyExperiment)
     logger.experiment.add_image("x", 1)
     logger.log_image("x", [1])
     assert logger[0] is logger

@@ -67,6 +67,20 @@ def test_old_names():
 
 
 @pytest.mark.parametrize(
+    ("module", "name", "words"),
+    [
+        ("treadle.compat.plugins", "PrecisionPlugin", "Did you mean 'Precision'"),
+        ("treadle.compat.plugins.precision", "MixedPrecisionPlugin", "Did you mean 'MixedPrecision'"),
+        ("treadle.compat.accelerators", "HPUAccelerator", "has no attribute"),
+        ("treadle.compat.plugins.precision.double", "LightningDoublePrecisionModule", "precision='64-true'"),
+    ],
+)
+def test_names_that_lightning_has_deprecated(module, name, words):
+    with pytest.raises(ImportError, match=words):
+        exec(f"from {module} import {name}", {})
+
+
+@pytest.mark.parametrize(
     "chain",
     [
         pytest.param("treadle.state.PartialState", marks=pytest.mark.exhaustive),

@@ -78,6 +78,8 @@ def test_a_raised_limit_goes_on_with_the_run() -> None:
 def test_what_is_not_there() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'advance'.*instead"):
         trainer().fit_loop.advance()
+    with pytest.raises(AttributeError, match=r"no attribute 'state_dict'.*instead"):
+        trainer().fit_loop.state_dict()
     with pytest.raises(AttributeError, match=r"epoch_loop cannot be set.*instead"):
         trainer().fit_loop.epoch_loop = None
 

@@ -29,10 +29,10 @@ class SilentLogger(Logger):
         """Object that accepts every call."""
         return NullExperiment()
 
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
 
-    def log_hyperparams(self, params: Any, metrics: Any = None) -> None:
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
 
     def __getitem__(self, index: int) -> SilentLogger:

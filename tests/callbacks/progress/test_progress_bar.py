@@ -238,9 +238,13 @@ os._exit(0)
 
 
 def test_without_a_terminal_there_are_plain_lines(tmp_path, capsys):
-    losses = []
-    note = LambdaCallback(on_train_batch_end=lambda t, m, outputs, *_: losses.append(float(outputs["loss"])))
-    fit(tmp_path, note, TQDMProgressBar(line_every=0.1), task=Tiny([0.5], pause=0.04), max_epochs=2)
+    losses, bar = [], TQDMProgressBar(line_every=0.1)
+
+    def record(trainer, task, outputs, *_):
+        losses.append(float(outputs["loss"]))
+        assert bar.train_progress_bar is bar.val_progress_bar is None
+
+    fit(tmp_path, LambdaCallback(on_train_batch_end=record), bar, task=Tiny([0.5], pause=0.04), max_epochs=2)
     error = capsys.readouterr().err
     lines = [line for line in error.splitlines() if re.match("epoch|validation", line)]
     epochs = [line for line in lines if re.match(r"epoch \d/2  ", line)]

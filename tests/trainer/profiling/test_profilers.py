@@ -1,5 +1,6 @@
 """`Trainer(profiler=...)`: what is measured is what ran; without one nothing is replaced."""
 
+import copy
 import itertools
 import json
 import pickle
@@ -455,3 +456,18 @@ def test_names_that_programs_read_from_the_profilers(tmp_path):
     torch.ones(2, 2) @ torch.ones(2, 2)
     recorder.describe()
     assert any(event.name == "aten::mm" for event in recorder.function_events)
+
+
+def test_pytorch_records_actions_outside_of_a_trainer(tmp_path):
+    recorder = PyTorchProfiler(dirpath=tmp_path, filename="x", schedule=None, table_kwargs={"max_name_column_width": 5})
+    with recorder.profile("alone"):
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    recorder.describe()
+    assert {"[treadle]alone", "aten::mm"} <= {event.name for event in recorder.function_events}
+    assert "alone" in recorder.summary() or "[t..." in recorder.summary()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.pt.trace.json", "x.txt"]
+    copy.deepcopy(recorder)
+    trainer_in(tmp_path, profiler=recorder).fit(Net(), loader())  # a recording that nobody ended is no obstacle
+    with recorder.profile("after"):  # and a stage's is not begun again by what comes after it
+        pass
+    assert recorder.profiler is None
