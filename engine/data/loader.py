@@ -684,6 +684,8 @@ class Loader:
         self._first = state.get("first")
         if self._yielded is not None:
             self._start_state = state.get("start")
+            if "start" not in state:  # an epoch before the checkpoint has shown it
+                self._reads_again = False
         self._resuming = plan.order is not None
         self._started = state["started"]
 

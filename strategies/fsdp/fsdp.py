@@ -136,7 +136,7 @@ class FSDP(Strategy):
         self._data_world = self.layout.data_world(world)
         if world.device.type == "cuda":
             keep_random_state(self._mesh)
-        # Alone, there is nothing to delay. torch would keep the sum apart from `p.grad` until a pass with reduction,
+        # Nothing to delay on one process. torch would keep the sum apart from `p.grad` until a pass with reduction,
         # which never comes if the last micro-batch of a group has no loss.
         self.delays_sync = not self.sync_each_batch and world.size > 1
 

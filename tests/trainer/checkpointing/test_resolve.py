@@ -268,7 +268,7 @@ def test_callbacks_that_the_task_brings(tmp_path):
     made(tmp_path).fit(Brings(), loader())
     own = made(tmp_path)
     own.fit(Brings(), loader(), ckpt_path="last")
-    assert own.ckpt_path == tmp_path / "c" / "step=10.ckpt"
+    assert own.ckpt_path == str(tmp_path / "c" / "step=10.ckpt")
 
 
 def test_what_a_killed_run_left_is_set_right_first(tmp_path, words):
@@ -280,7 +280,7 @@ def test_what_a_killed_run_left_is_set_right_first(tmp_path, words):
     own, began = fit(
         tmp_path, ModelCheckpoint(tmp_path / "c", save_last=True, save_top_k=0), ckpt_path="last", max_epochs=3
     )
-    assert (began, own.ckpt_path) == (10, tmp_path / "c" / "last.ckpt")
+    assert (began, own.ckpt_path) == (10, str(tmp_path / "c" / "last.ckpt"))
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["last.ckpt"]
     assert [text for text in words if "restored" in text]
 
@@ -295,7 +295,7 @@ def best(root, **more):
 def test_the_best_in_a_new_process(tmp_path):
     fit(tmp_path, best(tmp_path), max_epochs=3)
     own, began = fit(tmp_path, best(tmp_path), ckpt_path="best")
-    assert (began, own.ckpt_path.name) == (10, "epoch=1.ckpt")
+    assert (began, Path(own.ckpt_path).name) == (10, "epoch=1.ckpt")
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
@@ -310,7 +310,7 @@ def test_the_best_without_a_fit_is_an_error_but_in_the_folder_of_a_run(tmp_path,
     def evaluate(saver):
         own = made(tmp_path, saver)
         getattr(own, stage)(Evaluated(), loader(4), ckpt_path="best")
-        return own.ckpt_path
+        return Path(own.ckpt_path)
 
     made(tmp_path, best(tmp_path)).fit(Evaluated(), loader(), loader(4))
     with pytest.raises(ValueError, match=f"ckpt_path='best': {stage} was called without a fit in this process"):
@@ -333,7 +333,7 @@ def test_the_best_of_a_run_that_was_moved(tmp_path):
     fit(tmp_path / "here", best(tmp_path / "here"), max_epochs=3)
     shutil.move(tmp_path / "here", tmp_path / "there")
     own, _ = fit(tmp_path, best(tmp_path / "there"), ckpt_path="best")
-    assert own.ckpt_path == tmp_path / "there" / "c" / "epoch=1.ckpt"
+    assert own.ckpt_path == str(tmp_path / "there" / "c" / "epoch=1.ckpt")
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------

@@ -179,4 +179,4 @@ def test_a_checkpoint_is_let_go_once_all_is_restored(saved):
     trainer = made(saved.parent / "more", 4, Watch(), ModelPruning("l1_unstructured", amount=0.5))
     trainer.fit(Task(), datamodule=Data(), ckpt_path=saved / "step=2.ckpt")
     assert held == [True, False]
-    assert trainer.ckpt_path == saved / "step=2.ckpt"
+    assert trainer.ckpt_path == str(saved / "step=2.ckpt")
