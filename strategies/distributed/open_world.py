@@ -37,7 +37,6 @@ def open_world(
         accelerator: ``"auto"``, ``"cpu"``, ``"cuda"`` (or ``"gpu"``), or ``"mps"``. Default: ``"auto"``.
         devices: A number, indices (a list or ``"0,2"``), ``-1`` for all GPUs, or ``"auto"``. Default: ``"auto"``, which
             uses one device per process of the launcher or, without a launcher, one device or all GPUs (see ``spread``).
-            If both are ``"auto"``, Accelerate's variable ``ACCELERATE_TORCH_DEVICE`` sets the device of the process.
         num_nodes: Number of machines. With a launcher, 1 stands for any number. Default: 1.
         spread: Let ``"auto"`` use all CUDA GPUs if there is no launcher and the script can be run again. Default: True.
         timeout: Maximum time that a collective waits. Default: that of an existing process group, or 30 minutes.
@@ -49,10 +48,7 @@ def open_world(
         SystemExit: After the processes that this call started have ended.
     """
     check_int("num_nodes", num_nodes, 1)
-    requested = _read_requested_device() if accelerator == devices == "auto" else None
-    kind = device_type(accelerator if requested is None else requested.type)
-    if requested is not None and requested.index is None:
-        requested = None  # it chooses the kind of device only
+    kind, requested = _choose_device(accelerator, devices)
     launched = LaunchEnvironment.read()
     device_indices = parse_devices(kind, devices)
     if launched is None:
@@ -61,14 +57,12 @@ def open_world(
                 f"num_nodes={num_nodes} needs a launcher on every machine. Run `treadle launch --nnodes {num_nodes} "
                 "--rdzv-endpoint HOST:PORT script.py` on each machine."
             )
-        if requested is not None:
-            return make_world(device=requested)
         if device_indices is None:
-            count = torch.cuda.device_count() if kind == "cuda" and spread and supervisor.has_script() else 1
-            device_indices = list(range(count))
+            uses_all = kind == "cuda" and spread and requested is None and supervisor.has_script()
+            device_indices = list(range(torch.cuda.device_count() if uses_all else 1))
         if len(device_indices) > 1:
             supervisor.relaunch(len(device_indices))
-        return make_world(device=device_of(kind, device_indices[0]))
+        return make_world(device=requested or device_of(kind, device_indices[0]))
     if launched.supervisor is not None:
         die_with_parent(launched.supervisor)
     open_scratch(launched.supervisor or os.getppid())
@@ -90,9 +84,14 @@ def open_world(
     )
 
 
-def _read_requested_device() -> torch.device | None:
-    text = os.environ.get("ACCELERATE_TORCH_DEVICE")
+def _choose_device(accelerator: str, devices: Devices) -> tuple[str, torch.device | None]:
+    """Return the kind of device, and the device that Accelerate's variable ``ACCELERATE_TORCH_DEVICE`` sets, or None.
+
+    An argument other than ``"auto"`` overrides the variable.
+    """
+    text = os.environ.get("ACCELERATE_TORCH_DEVICE") if accelerator == devices == "auto" else None
     if not text:
-        return None
+        return device_type(accelerator), None
     choose("ACCELERATE_TORCH_DEVICE", text.partition(":")[0], ("cpu", "cuda", "mps"))
-    return torch.device(text)
+    device = torch.device(text)
+    return device_type(device.type), None if device.index is None else device
