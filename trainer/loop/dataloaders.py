@@ -211,11 +211,6 @@ class Sources:
 
     def _choose_transfer(self, number: int) -> Callable[[Any], Any] | None:
         owners = [owner for owner in (self.datamodule, self.task) if owner is not None]
-        if len(owners) == 2 and (both := [name for name in _TRANSFER if all(_overrides(o, name) for o in owners)]):
-            names = [f"{type(owner).__name__}.{both[0]}" for owner in owners]
-            if both[0] not in self._warned:
-                self._warned.add(both[0])
-                warn(f"{names[0]} is used, and {names[1]} is never called. Remove one of the two.")
         # Each hook separately: a data module may augment while the task moves.
         chosen = [next((o for o in owners if _overrides(o, name)), None) for name in _TRANSFER]
         for name, owner in zip(_TRANSFER, chosen, strict=True):
