@@ -140,7 +140,7 @@ def _run_call(call: _Call, path: Path) -> None:
         result=result,
         weights=weights,
         callbacks=[(type(callback), callback.state_dict()) for callback in trainer.callbacks],
-        values=trainer.callback_metrics,
+        values=dict(trainer.callback_metrics),
         bar_values=trainer.progress_bar_metrics,
         progress=trainer.progress,
         stage=call.method,

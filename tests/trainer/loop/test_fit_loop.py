@@ -1193,5 +1193,5 @@ def test_a_stop_within_an_epoch_ends_it_without_validation():
             self.validations += 1
 
     task = Validates()
-    own = fit(task, ones(5), ones(2), max_epochs=4, callbacks=StopAt(7))
+    own = fit(task, ones(5), ones(2), max_epochs=4, num_sanity_val_steps=0, callbacks=StopAt(7))
     assert (own.global_step, own.current_epoch, task.validations) == (7, 1, 2)
