@@ -564,9 +564,9 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         """
         import yaml
 
-        path = as_path(os.path.join(self._directory, "best_k_models.yaml") if filepath is None else filepath)
+        file = as_path(os.path.join(self._directory, "best_k_models.yaml") if filepath is None else filepath)
         scores = {path: score.item() for path, score in self.best_k_models.items()}
-        path.write_text(yaml.safe_dump(scores), encoding="utf-8")
+        file.write_bytes(yaml.safe_dump(scores).encode())
 
     def file_exists(self, filepath: str | Path, trainer: Trainer) -> bool:
         """Return whether a path or URL exists, as seen by rank zero. Must be called on all ranks.

@@ -10,6 +10,10 @@ from typing import Any
 from .messages import join_words, name_type, nearest
 
 
+class WrongTypeError(TypeError, ValueError):
+    """Error about a value whose type is wrong, also caught as the ValueError that Lightning's scripts expect."""
+
+
 def check_bool(name: str, value: Any) -> bool:
     """Return the value if it is True or False.
 

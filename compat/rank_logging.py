@@ -38,10 +38,10 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
             *args: Arguments of the message.
             main_process_only: Whether only rank zero logs, unless ``in_order`` is True. Default: True.
             in_order: Whether all ranks, which must all call the method, log one after the other. Default: False.
-            **kwargs: Keyword arguments of ``Logger.log``.
+            **kwargs: Keyword arguments of ``Logger.log``. As in Accelerate, ``stacklevel`` counts this method too.
         """
         rank, size, _ = current_place()
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        kwargs.setdefault("stacklevel", 2)
         turns = range(size) if in_order else [rank]
         world = current_world() if in_order and size > 1 else None
         for turn in turns:
@@ -62,7 +62,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         text = str(msg) % args if args else str(msg)
         if text not in self._warned_texts:
             self._warned_texts.add(text)
-            kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+            kwargs.setdefault("stacklevel", 3)
             self.warning(msg, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

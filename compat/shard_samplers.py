@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
+from ..engine.run_rng import read_common_seed
+
 
 def check_multiple(batch_size: int, num_processes: int) -> None:
     """Raise a ValueError if a batch cannot be split evenly among the processes."""
@@ -26,12 +28,12 @@ class SeedableRandomSampler(RandomSampler):
 
     Args:
         args, kwargs: Arguments of torch's ``RandomSampler``. A ``generator`` is reseeded for each pass.
-        data_seed: The seed of epoch 0. Default: the seed of torch's generator.
+        data_seed: The seed of epoch 0. Default: the seed of torch's generator, which is the same on all ranks.
     """
 
     def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.initial_seed = torch.random.initial_seed() if data_seed is None else data_seed
+        self.initial_seed = read_common_seed() if data_seed is None else data_seed
         self.epoch = 0
 
     def __iter__(self) -> Iterator[int]:

@@ -453,16 +453,17 @@ class Accelerator(Process):
             scheduler: The user's scheduler.
 
         Returns:
-            The scheduler to call in the loop; with ``step_scheduler_with_optimizer=False``, ``scheduler`` itself.
+            The scheduler to call in the loop. With ``step_scheduler_with_optimizer=False``, each call of its ``step``
+            is passed to ``scheduler``.
         """
         for prepared in self.schedulers:
             if scheduler is prepared or scheduler is getattr(prepared, "scheduler", None):
                 return prepared
-        if self.step_scheduler_with_optimizer:
-            advances = 1 if self.split_batches else self.data_world.size
-            scheduler = PreparedScheduler(scheduler, self.accumulation, advances)
-        self.add_scheduler(scheduler)
-        return scheduler
+        follows = self.step_scheduler_with_optimizer
+        advances = self.data_world.size if follows and not self.split_batches else 1
+        prepared = PreparedScheduler(scheduler, self.accumulation, advances, follows_optimizer=follows)
+        self.add_scheduler(prepared)
+        return prepared
 
     def add_scheduler(self, scheduler: Any) -> None:
         """Include the state of a scheduler in checkpoints. The caller steps the scheduler.
@@ -1230,7 +1231,8 @@ class Accelerator(Process):
     ) -> None:
         """Send values of this process to the trackers.
 
-        On ranks other than zero, only trackers whose ``main_process_only`` is False receive values.
+        On ranks other than zero, only trackers whose ``main_process_only`` is False receive values. A tracker that
+        fails is disabled with a warning, unless it or its logger is ``strict``.
 
         Args:
             values: Values by name. To log a mean or sum over all processes, compute it with `reduce` first.

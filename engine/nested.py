@@ -155,7 +155,8 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     """Concatenate a list of tensors, or the corresponding tensors of a list of collections, along ``dim``.
 
     Args:
-        data: A list of tensors, or of collections of tensors with the same structure.
+        data: A list of tensors, or of collections of tensors with the same structure. A single value that is not a
+            tensor is returned unchanged.
         dim: The dimension to concatenate along. Default: 0.
 
     Raises:
@@ -172,6 +173,8 @@ def concatenate(data: Any, dim: int = 0) -> Any:
         items = {key: concatenate([part[key] for part in data], dim) for key in first}
         return items if type(first) is dict else with_items(first, items)
     if not isinstance(first, Tensor):
+        if len(data) == 1:
+            return first
         raise TypeError(
             f"concatenate does not support {name_type(first)}. Pass tensors, or nest them in lists, tuples or dicts."
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from ..strategies import Strategy, World
 from .rng import (
     ProcessStream,
@@ -16,6 +18,14 @@ from .rng import (
     seed_generators,
     set_random_state,
 )
+
+_common_seeds: dict[int, int] = {}  # the seed before `RunRng.draw_apart`, by the seed that it has set
+
+
+def read_common_seed() -> int:
+    """Return the seed of torch's generator, or the one that all ranks shared before each drew its own numbers."""
+    seed = torch.initial_seed()
+    return _common_seeds.get(seed, seed)
 
 
 class RunRng:
@@ -59,7 +69,9 @@ class RunRng:
         self._ranks_differ = True
         rank = self._strategy.data_world.rank
         if rank:
-            seed_generators(seed_from(self.first_state, f"process {rank}") % 2**32)
+            seed = seed_from(self.first_state, f"process {rank}") % 2**32
+            _common_seeds[seed] = read_common_seed()
+            seed_generators(seed)
 
     @contextmanager
     def drawing_alike(self, purpose: str) -> Iterator[None]:

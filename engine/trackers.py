@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -9,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..common.messages import nearest, warn
+from ..common.messages import describe_error, nearest, warn
 from ..common.optional import is_installed, require
 from ..common.validation import choose
 from ..strategies import World
@@ -108,7 +109,7 @@ class LoggerTracker(GeneralTracker):
     def __init__(self, logger: Any, name: str) -> None:
         self.name = name
         self.logger = logger
-        self._warned_of_texts = False
+        self._warned_of_others = False
         super().__init__()
 
     @property
@@ -125,36 +126,31 @@ class LoggerTracker(GeneralTracker):
         self.logger.log_hyperparams(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as metrics, and texts with `log_texts`; see `GeneralTracker`.
+        """Log numbers as metrics. Texts and other objects go to the service, or are left out with a warning.
 
         Args:
             values: The values, by name.
             step: The step, or None.
             kwargs: Further arguments of the logger's ``log_metrics``.
         """
-        texts = {name: value for name, value in values.items() if isinstance(value, str)}
-        if texts:
-            self.log_texts(texts, step)
-            values = {name: value for name, value in values.items() if name not in texts}
-        if values or not texts:
+        others = {name: value for name, value in values.items() if not _is_metric(value)}
+        if others:
+            self._log_others(others, step)
+            values = {name: value for name, value in values.items() if name not in others}
+        if values or not others:
             self.logger.log_metrics(values, step, **kwargs)
 
-    def log_texts(self, texts: dict[str, str], step: int | None) -> None:
-        """Log texts, or warn once if the logger does not store texts.
-
-        Args:
-            texts: The texts, by name.
-            step: The step, or None.
-        """
-        write = _TEXT_WRITERS.get(self.name)
-        if write is not None:
-            write(self, texts, step)
-        elif not self._warned_of_texts:
-            self._warned_of_texts = True
-            warn(
-                f"accelerator.log got the text {next(iter(texts))!r}, but the tracker {self.name!r} stores only "
-                "numbers. Texts are left out."
-            )
+    def _log_others(self, values: dict[str, Any], step: int | None) -> None:
+        types, write = _OTHERS.get(self.name, ((), None))
+        if write is not None and (kept := {name: value for name, value in values.items() if isinstance(value, types)}):
+            write(self, kept, step)
+        for name, value in values.items():
+            if not isinstance(value, types) and not self._warned_of_others:
+                self._warned_of_others = True
+                warn(
+                    f"accelerator.log got {name}={value!r}, but the tracker {self.name!r} stores only "
+                    f"{'numbers and texts' if types else 'numbers'}. Other values are left out."
+                )
 
     def finish(self) -> None:
         """Finalize the logger; see `GeneralTracker`."""
@@ -166,12 +162,12 @@ def _add_texts(tracker: LoggerTracker, texts: dict[str, str], step: int | None) 
         tracker.tracker.add_text(name, text, global_step=step)
 
 
-def _log_texts(tracker: LoggerTracker, texts: dict[str, str], step: int | None) -> None:
-    tracker.tracker.log(texts, step=step)
+def _log_objects(tracker: LoggerTracker, values: dict[str, Any], step: int | None) -> None:
+    tracker.tracker.log(values, step=step)
 
 
-def _log_row(tracker: LoggerTracker, texts: dict[str, str], step: int | None) -> None:
-    tracker.logger._log(dict(texts), step)
+def _log_row(tracker: LoggerTracker, values: dict[str, Any], step: int | None) -> None:
+    tracker.logger._log(dict(values), step)
 
 
 def _log_texts_as_others(tracker: LoggerTracker, texts: dict[str, str], step: int | None) -> None:
@@ -186,16 +182,29 @@ def _track_texts(tracker: LoggerTracker, texts: dict[str, str], step: int | None
         tracker.tracker.track(aim.Text(text), name=name, step=step)
 
 
-# By the tracker's name; the methods that Accelerate's trackers call for texts.
-_TEXT_WRITERS: dict[str, Callable[[Any, dict[str, str], int | None], None]] = {
-    "tensorboard": _add_texts,
-    "comet_ml": _log_texts_as_others,
-    "comet": _log_texts_as_others,
-    "aim": _track_texts,
-    "wandb": _log_row,
-    "trackio": _log_texts,
-    "swanlab": _log_texts,
+# By the tracker's name: the types other than numbers that its service stores, and the method that Accelerate's trackers
+# call for them.
+_OTHERS: dict[str, tuple[type | tuple[type, ...], Callable[[Any, dict[str, Any], int | None], None]]] = {
+    "tensorboard": (str, _add_texts),
+    "comet_ml": (str, _log_texts_as_others),
+    "comet": (str, _log_texts_as_others),
+    "aim": (str, _track_texts),
+    "wandb": (object, _log_row),
+    "trackio": (object, _log_objects),
+    "swanlab": (object, _log_objects),
 }
+
+
+def _is_metric(value: Any) -> bool:
+    """Return whether a logger's ``log_metrics`` accepts a value: one real number, or a dict of such numbers."""
+    if isinstance(value, Mapping):
+        return all(not isinstance(inner, Mapping) and _is_metric(inner) for inner in value.values())
+    if callable(getattr(value, "item", None)):  # a tensor, an array or a numpy number
+        try:
+            value = value.item()
+        except (RuntimeError, ValueError, TypeError):
+            return False
+    return isinstance(value, numbers.Real)
 
 
 class RunTracker(LoggerTracker):
@@ -517,9 +526,6 @@ class TrackioTracker(RunTracker):
         return self.tracker
 
 
-_registered: dict[str, type[GeneralTracker]] = {}
-
-
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     """Register a tracker class, which ``Accelerator(log_with=tracker_class.name)`` then instantiates.
 
@@ -544,9 +550,9 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
             f"{tracker_class.__name__} must have the class attributes 'name' (a non-empty string) and "
             "'requires_logging_directory'. Define both."
         )
-    if name in _registered or name in _LOGGERS:
+    if name in LOGGER_TYPE_TO_CLASS or name in _LOGGERS:
         warn(f"a tracker named {name!r} is already registered. {tracker_class.__name__} replaces it.")
-    _registered[name] = tracker_class
+    LOGGER_TYPE_TO_CLASS[name] = tracker_class
 
 
 def list_installed_trackers() -> list[str]:
@@ -580,7 +586,8 @@ def tracker_sources(log_with: Any, project: ProjectConfiguration) -> dict[str, S
                 name for name in _LOGGERS if _is_installed(name) and (project.logging_dir or name not in _WITH_FILES)
             ]
         for name in names:
-            name = name if name in _registered else choose("log_with", name.lower(), [*_LOGGERS, *_registered, "all"])
+            if name not in LOGGER_TYPE_TO_CLASS:
+                name = choose("log_with", name.lower(), [*dict.fromkeys((*_LOGGERS, *LOGGER_TYPE_TO_CLASS)), "all"])
             sources[name] = _resolve_source(name, project)
         if not isinstance(value, str):
             tracker = _to_tracker(value)
@@ -618,8 +625,9 @@ def _make_directory_error(name: str) -> str:
 
 
 def _resolve_source(name: str, project: ProjectConfiguration) -> Source:
-    if name in _registered:
-        return _resolve_registered(_registered[name], project)
+    tracker_class = LOGGER_TYPE_TO_CLASS.get(name)
+    if tracker_class is not None and tracker_class not in _BUILT_IN:
+        return _resolve_registered(tracker_class, project)
     package = _LOGGERS[name]
     if package:
         require(f"log_with={name!r}", package, extra=_EXTRAS.get(name, name))
@@ -637,18 +645,17 @@ def _resolve_source(name: str, project: ProjectConfiguration) -> Source:
         elif name in _WITH_SAVE_DIR and project.logging_dir is not None and not _PLACES & set(options):
             options = {"save_dir": project.logging_dir, **options}
         first = "experiment_name" if name == "mlflow" else "run_name"
-        return _CLASSES[name](**{first: project_name, **options})
+        return tracker_class(**{first: project_name, **options})  # type: ignore[misc]
 
     return make
 
 
-_CLASSES: dict[str, Callable[..., GeneralTracker]] = {
-    tracker.name: tracker
-    for tracker in (
-        *(TensorBoardTracker, WandBTracker, MLflowTracker),
-        *(AimTracker, ClearMLTracker, CometMLTracker, SwanLabTracker, TrackioTracker),
-    )
-}
+_BUILT_IN = (
+    *(TensorBoardTracker, WandBTracker, MLflowTracker),
+    *(AimTracker, ClearMLTracker, CometMLTracker, SwanLabTracker, TrackioTracker),
+)
+LOGGER_TYPE_TO_CLASS: dict[str, Callable[..., GeneralTracker]] = {tracker.name: tracker for tracker in _BUILT_IN}
+"""The tracker classes by name, including registered ones."""
 
 
 def _resolve_registered(tracker_class: type[GeneralTracker], project: ProjectConfiguration) -> Source:
@@ -667,16 +674,18 @@ class Trackers:
         self.sources = sources
         self.started: list[GeneralTracker] = []
         self._world = world
+        self._failed: set[int] = set()
 
     def start(self, project_name: str, config: Mapping[str, Any] | None, init_kwargs: Mapping[str, Any] | None) -> None:
         """Create the trackers, start them and store the configuration; see `Accelerator.init_trackers`."""
         options = dict(init_kwargs or {})
         for name in options:
-            if name not in {*self.sources, *_LOGGERS, *_PEERS, *_registered}:
+            if name not in {*self.sources, *_LOGGERS, *_PEERS, *LOGGER_TYPE_TO_CLASS}:
                 requested = ", ".join(self.sources) or "no tracker"
                 hint = nearest(name, self.sources) or f" Remove {name!r} from init_kwargs."
                 raise ValueError(f"init_kwargs names {name!r}, but log_with names {requested}.{hint}")
         # No collective is used, because scripts also call this in ``if accelerator.is_main_process:``.
+        self._failed.clear()
         self.started = [make(project_name, dict(options.get(name, {}))) for name, make in self.sources.items()]
         for tracker in self._on_this_rank():
             tracker.start()
@@ -702,7 +711,16 @@ class Trackers:
             return
         plain = {name: _read(value) for name, value in values.items()}
         for tracker in trackers:
-            tracker.log(plain, step=step, **(log_kwargs or {}).get(str(tracker.name), {}))  # type: ignore[attr-defined]
+            if id(tracker) in self._failed:
+                continue
+            name = str(tracker.name)  # type: ignore[attr-defined]
+            try:
+                tracker.log(plain, step=step, **(log_kwargs or {}).get(name, {}))
+            except Exception as error:  # a service that is down must not end the training
+                if getattr(getattr(tracker, "logger", tracker), "strict", False):
+                    raise
+                self._failed.add(id(tracker))
+                warn(f"the tracker {name!r} failed in accelerator.log, so it is disabled: {describe_error(error)}")
 
     def get(self, name: str, unwrap: bool) -> Any:
         """Return a started tracker by name; see `Accelerator.get_tracker`."""

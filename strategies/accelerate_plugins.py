@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
+
+from torch.distributed import device_mesh
 
 from ..common.messages import format_count, name_type
 from ..common.validation import check_int, check_optional_type, choose
@@ -94,20 +97,33 @@ class DistributedDataParallelKwargs:
 ReplicaKwargs = DistributedDataParallelKwargs
 
 
+_DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+"""Dimensions of a device mesh, in its order."""
+
+
+def _is_enabled(dimension: str) -> property:
+    return property(lambda self: getattr(self, f"{dimension}_size") > 1)
+
+
+def _active(*dimensions: str) -> property:
+    return property(lambda self: [name for name in dimensions if getattr(self, f"{name}_size") > 1])
+
+
 @dataclass
 class ParallelismConfig:
     """Numbers of replicas, shards and tensor parallel ranks. Their product must equal the world size.
 
-    A size of None counts as 1.
+    A size that is not set is read from an environment variable of Accelerate, such as
+    ``PARALLELISM_CONFIG_DP_SHARD_SIZE``, and is otherwise 1.
 
     Args:
         dp_replicate_size: Number of replicas.
         dp_shard_size: Number of shards of each replica.
         tp_size: Number of ranks that process one sample together.
         cp_size: Must be 1.
-        cp_backend: Must be None.
+        cp_backend: Must be ``"torch"`` or None; it has no effect.
         sp_size: Must be 1.
-        sp_backend: Must be None.
+        sp_backend: Must be ``"deepspeed"`` or None; it has no effect.
         tp_handler: Must be None.
         cp_handler: Must be None.
         sp_handler: Must be None.
@@ -121,32 +137,43 @@ class ParallelismConfig:
         8
     """
 
-    dp_replicate_size: int = 1
-    dp_shard_size: int = 1
-    tp_size: int = 1
-    cp_size: int = 1
+    dp_replicate_size: int = None  # type: ignore[assignment]
+    dp_shard_size: int = None  # type: ignore[assignment]
+    tp_size: int = None  # type: ignore[assignment]
+    cp_size: int = None  # type: ignore[assignment]
     cp_backend: Any = None
-    sp_size: int = 1
+    sp_size: int = None  # type: ignore[assignment]
     sp_backend: Any = None
     tp_handler: Any = None
     cp_handler: Any = None
     sp_handler: Any = None
 
+    dp_replicate_enabled, dp_shard_enabled, cp_enabled, sp_enabled, tp_enabled = map(_is_enabled, _DIMENSIONS)
+    active_mesh_dims = _active(*_DIMENSIONS)
+    dp_dim_names = dp_cp_dim_names = _active("dp_replicate", "dp_shard")
+    dp_shard_cp_dim_names, non_dp_dim_names = _active("dp_shard"), _active("tp")
+
     def __post_init__(self) -> None:
-        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"):
-            size = getattr(self, name)
-            if size is None:
-                setattr(self, name, 1)
-            else:
-                check_int(name, size, 1)
+        for name in (f"{dimension}_size" for dimension in _DIMENSIONS):
+            if getattr(self, name) is None:
+                text = os.environ.get(variable := f"PARALLELISM_CONFIG_{name.upper()}", "1")
+                if not text.isdigit():
+                    raise ValueError(f"{variable}={text} must be an integer of at least 1. Correct or unset it.")
+                setattr(self, name, int(text))
+            check_int(name, getattr(self, name), 1)
         for name in ("cp_size", "sp_size"):
             if getattr(self, name) != 1:
                 raise ValueError(
                     f"{name}={getattr(self, name)} must be 1, because Treadle does not split a sequence over "
                     "processes. Use dp_shard_size and tp_size, which split the model."
                 )
-        for name in ("tp_handler", "cp_handler", "sp_handler", "cp_backend", "sp_backend"):
-            if getattr(self, name) is not None:
+        self.device_mesh: device_mesh.DeviceMesh | None = None
+        self.cp_backend, self.sp_backend = self.cp_backend or "torch", self.sp_backend or "deepspeed"
+        for name, accepted in (
+            *((name, None) for name in ("tp_handler", "cp_handler", "sp_handler")),
+            *(("cp_backend", "torch"), ("sp_backend", "deepspeed")),
+        ):
+            if getattr(self, name) != accepted:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not supported, because dp_replicate_size, dp_shard_size and "
                     f"tp_size fully describe the layout. Remove {name}."
@@ -155,7 +182,58 @@ class ParallelismConfig:
     @property
     def total_size(self) -> int:
         """Number of processes that the layout needs."""
-        return self.dp_replicate_size * self.dp_shard_size * self.tp_size
+        return self.data_parallel_size * self.tp_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of processes that receive different batches."""
+        return self.dp_replicate_size * self.dp_shard_size
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Number of processes that share a batch."""
+        return self.tp_size
+
+    def build_device_mesh(self, device_type: str) -> device_mesh.DeviceMesh | None:
+        """Return a new device mesh of the active dimensions; None if no dimension is active.
+
+        The mesh also has the flattened dimensions ``"dp"``, ``"dp_shard_cp"`` and ``"dp_cp"``. All ranks must call
+        this method.
+
+        Args:
+            device_type: Torch's name for the kind of device, such as ``"cuda"``.
+        """
+        names = self.active_mesh_dims
+        if not names:
+            return None
+        shape = tuple(getattr(self, f"{name}_size") for name in names)
+        mesh = device_mesh.init_device_mesh(device_type, shape, mesh_dim_names=tuple(names))
+        joint = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
+        for name, parts in joint.items():
+            if parts:
+                mesh[tuple(parts)]._flatten(name)
+        return mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> device_mesh.DeviceMesh | None:
+        """Return the device mesh that the first call has built.
+
+        Args:
+            device_type: As in `build_device_mesh`. It is required in the first call.
+
+        Raises:
+            ValueError: If ``device_type`` is missing, or is not that of the existing mesh.
+        """
+        mesh = self.device_mesh
+        if mesh is None:
+            if device_type is None:
+                raise ValueError("device_type=None, but no device mesh exists yet. Pass the kind of device: 'cuda'.")
+            self.device_mesh = mesh = self.build_device_mesh(device_type)
+        elif device_type not in (None, mesh.device_type):
+            raise ValueError(
+                f"device_type={device_type!r} must be {mesh.device_type!r}, because the device mesh has been built for "
+                "it. Use build_device_mesh for another mesh."
+            )
+        return mesh
 
     def check(self, world: World) -> None:
         """Check that the layout fits the world size.

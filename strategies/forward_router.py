@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .nested_data import apply_nested
 
-BALLOT_SIZE = 7
+BALLOT_SIZE = 8
 
 
 class Ballot:

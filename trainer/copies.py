@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .trainer import Trainer
+from typing import TYPE_CHECKING, Any, Self
 
 # A copy creates these on first use, so that loading one starts no process and joins no process group.
 _OF_PROCESS = ("accelerator", "preemption", "checkpointer")
 _OF_STAGE = ("stage", "hooks", "sources", "steps", "last_step", "opened_checkpoint", "profiled")
 
 
-def collect_state(trainer: Trainer) -> dict[str, Any]:
-    """Return the attributes that a copy gets: flags, callbacks, loggers, logged values, counters, task, data module.
+class Copyable:
+    """Base class of `Trainer`, whose copies get flags, callbacks, loggers, logged values, counters, task and data."""
 
-    Args:
-        trainer: Trainer to copy.
-    """
-    state = {name: value for name, value in vars(trainer).items() if name not in _OF_PROCESS}
-    return state | dict.fromkeys(_OF_STAGE) | {"lr_scheduler_configs": []}
+    def connect(self) -> None:
+        """Create the objects that belong to this process."""
+        raise NotImplementedError
 
+    def __copy__(self) -> Self:  # a shallow copy shares everything
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(vars(self))
+        return copied
 
-def lacks(trainer: Trainer, name: str) -> bool:
-    """Return whether an attribute is one that a copy creates on first use.
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in vars(self).items() if name not in _OF_PROCESS}
+        return state | dict.fromkeys(_OF_STAGE) | {"lr_scheduler_configs": []}
 
-    Args:
-        trainer: Trainer without this attribute.
-        name: Name of the attribute.
-    """
-    return name in _OF_PROCESS and "logbook" in vars(trainer)
+    if not TYPE_CHECKING:  # so that type checkers still report unknown attributes
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _OF_PROCESS and "logbook" in vars(self):
+                self.connect()
+            return object.__getattribute__(self, name)  # raises the AttributeError of a name or property

@@ -100,7 +100,8 @@ class FunctionRanks:
         _ = trainer.log_dir  # chooses the version of the logger's folder
         flags = self._flags | {"callbacks": trainer.callbacks, "logger": trainer.loggers or False}
         plain = (bool, int, float, str, Path, type(None))
-        changed = {n: v for n, v in vars(trainer).items() if n in type(trainer).__init__.__kwdefaults__}
+        flag_names = type(trainer).__init__.__kwdefaults__ or {}
+        changed = {n: v for n, v in vars(trainer).items() if n in flag_names}
         call = _Call(
             kind=type(trainer),
             flags=flags,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ..callbacks import EarlyStopping
+from ..engine import JointLoader
 from ..engine.data import CombinedLoader
 from ..strategies import Precision
 from ..strategies.distributed import parse_devices
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LightningAliases:
-    """Base class of `Trainer` with read-only aliases of its attributes."""
+    """Base class of `Trainer` with read-only aliases of its attributes and methods."""
 
     @property
     def _trainer(self) -> Trainer:
@@ -175,8 +177,12 @@ class LightningAliases:
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """Number of batches of each validation dataloader on this process; infinite if unknown."""
-        return self._get_lengths("val")
+        """Number of batches of each validation dataloader on this process; infinite if unknown.
+
+        Empty in a `fit` that never validates.
+        """
+        trainer = self._trainer
+        return [] if trainer.latest_stage == "fit" and not trainer.has_validation else self._get_lengths("val")
 
     @property
     def num_test_batches(self) -> list[int | float]:
@@ -190,17 +196,21 @@ class LightningAliases:
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """Number of batches of each validation dataloader in the sanity check; infinite if unknown."""
+        """Number of batches of each validation dataloader in the sanity check of `fit`; infinite if unknown."""
         most = self._trainer.num_sanity_val_steps
-        lengths = self._get_lengths("val")
+        lengths = self.num_val_batches if self._trainer.latest_stage == "fit" else []
         return lengths if most == -1 else [min(most, length) for length in lengths]
 
     def _get_lengths(self, kind: str) -> list[int | float]:
         sources = self._trainer.sources
         if sources is None:
             return []
-        lengths = (loader.length for loader in sources.evaluation(kind))
-        return [float("inf") if length is None else length for length in lengths]
+        lengths = []
+        for loader in sources.evaluation(kind):
+            limit = float("inf") if loader.limit is None else loader.limit
+            for part in loader.loaders if isinstance(loader, JointLoader) else [loader]:
+                lengths.append(min(limit, float("inf") if part.length is None else part.length))
+        return lengths
 
     @property
     def train_dataloader(self) -> Any:
@@ -247,10 +257,22 @@ class LightningAliases:
         """View of the dataloaders, which libraries look up in ``configure_optimizers``."""
         return DataConnectorView(self._trainer)
 
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Return a context manager in which new parameters get the run's device and dtype.
+
+        See `Accelerator.init_module`. ``configure_model`` already runs in this context.
+
+        Args:
+            empty_init: Skip common initializers of ``torch.nn.init``, such as ``normal_`` and ``kaiming_uniform_``. Use
+                this if a checkpoint will be loaded into the model. Default: False.
+        """
+        return self._trainer.accelerator.init_module(bool(empty_init))
+
     @property
     def lightning_module(self) -> TaskModule | None:
-        """Task of the run, or None."""
-        return self._trainer.task
+        """Task of the run, or of ``trainer.strategy.connect(task)``; None before both."""
+        connected = (m for m in self._trainer.accelerator.unwrapped_models if isinstance(m, TaskModule))
+        return self._trainer.task or next(connected, None)
 
     @property
     def model(self) -> Any:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from ..callbacks import (
     OnExceptionCheckpoint,
     ProgressBar,
 )
-from ..common.validation import choose
+from ..common.validation import WrongTypeError, choose
 from ..engine import Accelerator, Metrics, Preemption
 from ..engine.checkpoint import OpenCheckpoint, check_places
 from ..engine.metrics import MutedMetrics
@@ -30,13 +30,14 @@ from ..engine.profilers import Profiler, choose_profiler
 from ..loggers import Logger
 from ..strategies import Precision, Strategy, report_uncaught
 from ..strategies.distributed import Devices
-from . import arguments, copies
+from . import arguments
 from .checkpointing import LastStep, TrainerCheckpointer
+from .copies import Copyable
 from .core import DataModule, SchedulerConfig, TaskModule, log_to, overrides, warn_of_code
 from .default_callbacks import choose_callbacks, choose_loggers, set_aside
 from .function_ranks import plan_ranks
 from .lightning_aliases import LightningAliases
-from .logging import CallbackMetrics, History, Logbook, tensors_by_name
+from .logging import History, Logbook, collect_callback_metrics
 from .loop import (
     KIND_OF_STAGE,
     Evaluation,
@@ -60,7 +61,7 @@ from .states import TrainerStatus
 from .watched import find_directory, locate
 
 
-class Trainer(LightningAliases):
+class Trainer(LightningAliases, Copyable):
     """Trainer that runs a `TaskModule` and manages its devices, precision, checkpoints and logging.
 
     Most flags have the same names and meanings as in Lightning.
@@ -244,7 +245,7 @@ class Trainer(LightningAliases):
             num_sanity_val_steps = log_every_n_steps = 0
         if max_epochs is None:
             max_epochs = 1000 if max_steps == -1 and max_time is None else -1
-        self.fast_dev_run = fast_dev_run
+        self.fast_dev_run = True if fast_dev_run == 1 else fast_dev_run
         self.max_epochs = 1 if fast else arguments.check_int("max_epochs", max_epochs, -1)
         self.max_steps = fast or arguments.check_int("max_steps", max_steps, -1)
         self.min_epochs = arguments.check_int("min_epochs", min_epochs or 0, 0)
@@ -287,8 +288,8 @@ class Trainer(LightningAliases):
         self.on_nonfinite = choose("on_nonfinite", on_nonfinite, ("raise", "skip", "ignore"))
         arguments.set_determinism(deterministic, benchmark)
         arguments.set_matmul_precision(float32_matmul_precision)
-        place = {"strategy": strategy, "accelerator": accelerator, "devices": devices, "num_nodes": num_nodes}
-        self.function_ranks, place = plan_ranks(place, self.changed_flags)
+        place: dict[str, Any] = {"strategy": strategy, "accelerator": accelerator, "devices": devices}
+        self.function_ranks, place = plan_ranks(place | {"num_nodes": num_nodes}, self.changed_flags)
         self.build_accelerator = partial(
             Accelerator,
             **place,
@@ -299,7 +300,7 @@ class Trainer(LightningAliases):
             timeout=timeout,
         )
         self.sync_batchnorm = sync_batchnorm
-        self._connect()
+        self.connect()
         self.profiler = choose_profiler(profiler)
         self.profiled: Profiled | None = None
         loggers = choose_loggers(logger, self.default_root_dir, silent=bool(fast))
@@ -343,7 +344,7 @@ class Trainer(LightningAliases):
         self.last_step: LastStep | None = None
         self.steps: Steps | None = None
 
-    def _connect(self) -> None:
+    def connect(self) -> None:
         """Create the objects that belong to this process, such as the `Accelerator`."""
         self.accelerator = self.build_accelerator()
         if self.accelerator.watchdog is not None:
@@ -351,22 +352,8 @@ class Trainer(LightningAliases):
         arguments.set_sync_batchnorm(self.accelerator.strategy, self.sync_batchnorm)
         self.preemption = Preemption(self.accelerator, self.grace_seconds)
         self.checkpointer = TrainerCheckpointer(self)
-
-    def __copy__(self) -> Self:  # a shallow copy shares everything
-        copied = type(self).__new__(type(self))
-        copied.__dict__.update(vars(self))
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        return copies.collect_state(self)
-
-    if not TYPE_CHECKING:  # so that type checkers still report unknown attributes
-
-        def __getattr__(self, name: str) -> Any:
-            if copies.lacks(self, name):
-                self._connect()
-                self.logbook.move_to(self.accelerator)
-            return object.__getattribute__(self, name)  # raises the AttributeError of a name or property
+        if "logbook" in vars(self):  # in a copy
+            self.logbook.move_to(self.accelerator)
 
     # -- entry points --------------------------------------------------------------------------------------------
 
@@ -537,7 +524,7 @@ class Trainer(LightningAliases):
             return Evaluation([], [])
         loaders = sources.evaluation(kind)
         if not loaders:
-            raise ValueError(
+            raise WrongTypeError(
                 f"{stage} has no dataloader. Pass dataloaders or a datamodule, or define {kind}_dataloader in the task."
             )
         check_step(task, stage)
@@ -569,9 +556,7 @@ class Trainer(LightningAliases):
                 `Accelerator.save_state`.
             TypeError, OSError: See `Accelerator.save_state`.
         """
-        if self.task is None:
-            connected = (model for model in self.accelerator.unwrapped_models if isinstance(model, TaskModule))
-            self.task = next(connected, None)
+        self.task = self.lightning_module
         if self.task is None:
             raise ValueError(
                 "save_checkpoint needs a task. Call fit or another stage first, or trainer.strategy.connect(task)."
@@ -647,17 +632,6 @@ class Trainer(LightningAliases):
     def optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.strategy.optimizers = optimizers
 
-    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Return a context manager in which new parameters get the run's device and dtype.
-
-        See `Accelerator.init_module`. ``configure_model`` already runs in this context.
-
-        Args:
-            empty_init: Skip common initializers of ``torch.nn.init``, such as ``normal_`` and ``kaiming_uniform_``. Use
-                this if a checkpoint will be loaded into the model. Default: False.
-        """
-        return self.accelerator.init_module(bool(empty_init))
-
     # -- progress ------------------------------------------------------------------------------------------------
 
     @property
@@ -684,11 +658,9 @@ class Trainer(LightningAliases):
         batches = self.num_training_batches
         if self.max_epochs == -1 or not isinstance(batches, int):
             return self.max_steps if self.max_steps != -1 else float("inf")
-        schedule = next((c for c in self.callbacks if isinstance(c, GradientAccumulationScheduler)), None)
-        if schedule is not None:
+        steps = -(-batches // self.accelerator.gradient_accumulation_steps) * self.max_epochs
+        for schedule in (c for c in self.callbacks if isinstance(c, GradientAccumulationScheduler)):
             steps = schedule.steps(batches, self.max_epochs)
-        else:
-            steps = -(-batches // self.accelerator.gradient_accumulation_steps) * self.max_epochs
         return steps if self.max_steps == -1 else min(steps, self.max_steps)
 
     @property
@@ -721,13 +693,7 @@ class Trainer(LightningAliases):
         Values of single steps may be those of this process only. A number that was written can be monitored. Where
         ranks wrote different numbers under a name, monitors use that of the lowest rank.
         """
-        latest, wide = self.metrics.latest(), self.logbook.wide.union(self.metrics.wide_names())
-        values = {**latest, **self.logbook.callback_values, **latest}  # the task's values come first, as in Lightning
-        if self.stage == "fit" and not self.progress.epoch_is_trained:
-            evaluation = () if self.metrics.evaluation is None else self.metrics.evaluation.entries
-            newer = self.logbook.watch.just_measured(self).union(entry.name for entry in evaluation)
-            values |= {name: value for name, value in self.metrics.latest_of_both().items() if name not in newer}
-        return CallbackMetrics(tensors_by_name(values, wide) | self.logbook.other_values, self.logbook)
+        return collect_callback_metrics(self)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:

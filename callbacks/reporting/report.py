@@ -249,10 +249,9 @@ def build_charts(trainer: Trainer) -> dict[str, dict[str, Any]]:
     for curve in (finder.optimal_lr for finder in finders if finder.optimal_lr is not None):
         lrs, losses = curve.results["lr"], curve.results["loss"]
         title = f"learning rate search, {lrs[0]:.1e} to {lrs[-1]:.1e}"
-        charts[title] = {"smoothed loss": list(enumerate(losses))}
-        if curve._optimal_idx is not None:
-            point = (curve._optimal_idx, losses[curve._optimal_idx])
-            charts[title][f"suggested: {lrs[curve._optimal_idx]:.3g}"] = [point]
+        charts[title] = {"smoothed loss": (list(range(len(losses))), losses)}
+        if (best := curve._optimal_idx) is not None:
+            charts[title][f"suggested: {lrs[best]:.3g}"] = ([best], [losses[best]])
     for title, curves in extra_charts.items():
         points = {name: curve.points() for name, curve in curves.items() if len(curve)}
         if points:

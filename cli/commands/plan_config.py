@@ -79,9 +79,9 @@ class PlannedTrainer(Trainer):
         return self._processes
 
     @property
-    def num_training_batches(self) -> int | None:
-        """Micro-batches per epoch and rank; None if unknown."""
-        return self.batches
+    def num_training_batches(self) -> int | float:
+        """Micro-batches per epoch and rank; infinite if unknown."""
+        return float("inf") if self.batches is None else self.batches
 
 
 class _SilentMetrics:

@@ -238,7 +238,10 @@ class _Encoder:
 
     def _encode_dict(self, value: dict[Any, Any], path: tuple[str, ...]) -> Any:
         if set(map(type, value)) <= {str} and "$" not in {key[:1] for key in value}:
-            return {key: self.encode_value(item, (*path, key)) for key, item in value.items()}
+            return {  # plain values without a call, because most values are plain
+                key: item if type(item) in _PLAIN else self.encode_value(item, (*path, key))
+                for key, item in value.items()
+            }
         return {"$dict": self._encode_pairs(value, path)}
 
     def _encode_pairs(self, value: dict[Any, Any], path: tuple[str, ...]) -> list[list[Any]]:

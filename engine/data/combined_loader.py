@@ -173,13 +173,16 @@ class CombinedLoader:
 
 
 def is_collection(value: Any) -> bool:
-    """Return whether a value is a mapping, or a list or tuple that contains a ``DataLoader`` or a prepared loader."""
+    """Return whether a value is a mapping, or a list or tuple that contains a dataloader.
+
+    In a list, only a ``DataLoader``, a prepared loader or an iterator counts as one. Other items are batches.
+    """
     return isinstance(value, Mapping) or (isinstance(value, list | tuple) and _holds_loaders(value))
 
 
 def _holds_loaders(values: Iterable[Any]) -> bool:
     return any(
-        isinstance(value, DataLoader | Loader)
+        isinstance(value, DataLoader | Loader | Iterator)
         or (isinstance(value, Mapping) and _holds_loaders(value.values()))
         or (isinstance(value, list | tuple) and _holds_loaders(value))
         for value in values

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.messages import name_type, nearest, warn
+from ...common.validation import WrongTypeError
 from ...strategies import World
 from ..data import Cursor
 from . import metric_state
@@ -165,6 +166,11 @@ class Metrics:
     def _register(self, name: str, value: Any, spec: tuple[Any, ...], suffix: str) -> Entry:
         if not isinstance(name, str):
             raise TypeError(f"self.log got the name {name!r} ({name_type(name)}), but a name must be a string.")
+        if isinstance(value, Tensor) and value.is_complex():
+            raise TypeError(
+                f"self.log({name!r}) got a tensor of type {value.dtype}, but logs only real numbers. Log its .abs(), "
+                "or its .real and .imag under two names."
+            )
         previous = self._entries.get(name)
         if previous is not None and previous.spec is not None:
             raise ValueError(
@@ -456,7 +462,7 @@ def _to_number(name: str, value: Any) -> Any:
         return float(value)
     except (TypeError, ValueError):
         described = "None" if value is None else f"{value!r} ({name_type(value)})"
-        raise TypeError(
+        raise WrongTypeError(
             f"self.log({name!r}) got {described}. Log a number, a tensor with one element or a torchmetrics.Metric."
         ) from None
 

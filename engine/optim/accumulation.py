@@ -393,7 +393,7 @@ class Accumulation:
     def _undo_division(self, group: _Group) -> None:
         """Multiply gradients by the total weight again, before another backward pass of the same micro-batch."""
         parameters = [p for p in self._iter_trained_parameters(group) if p.grad is not None]
-        if parameters:
+        if parameters and group.total is not None:
             scale_gradients(parameters, group.total, self.world.size)
         else:
             group.weight = None
@@ -417,7 +417,7 @@ class Accumulation:
         if self.watches_gradients:
             agreement.watch_gradients(self.optimizers)
         if not agreement.has_voted and not agreement.alone:
-            agreement.vote(self.group.weight)
+            agreement.vote(self.group.weight, self.missing)
         self._divide(agreement.collect())
 
     @property
@@ -489,7 +489,7 @@ class Accumulation:
             if not agreement.has_voted and not agreement.alone:
                 agreement.vote(self.group.weight, self.missing)
         total = agreement.count()
-        if agreement.missing:
+        if agreement.missing and agreement.immediate:  # otherwise they are those of the previous step
             self.missing = agreement.missing
         if self.group.weight is not None:
             self._divide(total)
@@ -500,7 +500,6 @@ class Accumulation:
         if group.weight is not None and group.total is None:
             group.total = group.weight if total is None else total
             scale_gradients(self._iter_trained_parameters(group), self.world.size, group.total)
-            self.missing = 0  # weights that were reported do not include these samples
 
     def close_gap(self, samples: int) -> bool:
         """Weight the gradients as if the group had only contained the batches that were not None.
@@ -512,7 +511,7 @@ class Accumulation:
             False if no sample is left, so that no step can be taken.
         """
         left, self.missing = samples - self.missing, 0
-        if left:
+        if left and self.group.weight is None:  # weights do not include these samples
             scale_gradients(self._iter_trained_parameters(), samples, left)
         return left > 0
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..data import Outlook
     from .prepared_optimizer import PreparedOptimizer
 
-_WEIGHT, _STOP, _TAINT, _LEAVE, _SIGNAL, _FULL, _ENDED = range(BALLOT_SIZE)
+_WEIGHT, _MISSING, _STOP, _TAINT, _LEAVE, _SIGNAL, _FULL, _ENDED = range(BALLOT_SIZE)
 
 
 class Agreement:
@@ -147,7 +147,7 @@ class Agreement:
         """Cast this process's votes, before or after the last backward pass of a step.
 
         ``weight`` is the sum of this process's weights in the step, or None; see `Accumulation.backward`. ``missing``
-        is the number of samples in its batches that were None. It matters only without weights, and takes their place.
+        is the number of samples in its batches that were None.
         """
         self.has_voted = True
         if self.alone:
@@ -155,8 +155,8 @@ class Agreement:
         votes = torch.zeros(BALLOT_SIZE, dtype=torch.float32, device=self._device)  # counts may exceed a bfloat16's 256
         if weight is not None:
             votes[_WEIGHT] = weight
-        elif missing:
-            votes[_WEIGHT] = -missing
+        if missing:
+            votes[_MISSING] = missing
         if self.stop_vote:
             votes[_STOP] = 1.0
         if self.leave_vote:
@@ -244,7 +244,7 @@ class Agreement:
     def _read_votes(self, votes: list[float], outlook: Outlook | None) -> None:
         self.stop = votes[_STOP] > 0
         self.leaves = round(votes[_LEAVE])
-        self.missing = round(max(0.0, -votes[_WEIGHT]))
+        self.missing = round(votes[_MISSING])
         self.signaled = votes[_SIGNAL] > 0
         self.finite = not math.isnan(votes[_TAINT])
         if outlook is not None:

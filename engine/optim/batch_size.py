@@ -91,7 +91,7 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    check_int("starting_batch_size", starting_batch_size, 1)
+    check_int("starting_batch_size", starting_batch_size, 0)
     body, signature = function, inspect.signature(function)
     accumulates = _ACCUMULATION in signature.parameters
 
@@ -131,6 +131,8 @@ def _try_sizes(
     have this parameter.
     """
     size, attempts = starting, Attempts()
+    if size == 0:
+        raise NoBatchSizeFits("starting_batch_size=0 must be at least 1. Pass the largest batch size to try.")
     while True:
         if first is not None:
             kwargs[_ACCUMULATION] = -(-first * starting // size)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class PreparedOptimizer(Optimizer):
     """Wrapper of the user's optimizer, whose ``step`` and ``zero_grad`` take effect only at the end of a group.
 
-    A group consists of the micro-batches whose gradients are accumulated.
+    A group consists of the micro-batches whose gradients are accumulated. A pickle or deep copy contains the wrapped
+    optimizer with copies of its parameters, not the wrapper.
 
     Args:
         optimizer: The optimizer to wrap.
@@ -219,10 +220,13 @@ class PreparedOptimizer(Optimizer):
     def __repr__(self) -> str:
         return repr(self.optimizer)
 
-    def __getstate__(self) -> Any:
-        raise TypeError(
-            "a prepared optimizer can't be pickled, because it is bound to its Accelerator. Pickle its state_dict()."
-        )
+    def __reduce__(self) -> Any:
+        # A copy has parameters of its own, which no Accelerator reduces or saves, so it is the user's optimizer only.
+        return _get_wrapped, (self.optimizer,)
+
+
+def _get_wrapped(optimizer: Optimizer) -> Optimizer:
+    return optimizer
 
 
 def can_skip_on_device(optimizer: Any, not_finite: torch.Tensor) -> bool:
@@ -250,11 +254,15 @@ class PreparedScheduler:
         scheduler: The scheduler to wrap.
         accumulation: The Accelerator's gradient accumulation, which determines when a group ends.
         advances: Number of steps of the schedule per call of `step`.
+        follows_optimizer: False to pass each call of `step` to the wrapped scheduler. Default: True.
     """
 
-    def __init__(self, scheduler: Any, accumulation: Accumulation, advances: int) -> None:
+    def __init__(
+        self, scheduler: Any, accumulation: Accumulation, advances: int, *, follows_optimizer: bool = True
+    ) -> None:
         self.scheduler = scheduler
         self.advances = advances
+        self.follows_optimizer = follows_optimizer
         self._accumulation = accumulation
         self._last_counts = (0, 0)
         self._warned = False
@@ -266,6 +274,9 @@ class PreparedScheduler:
             args: A metric or an epoch for the wrapped scheduler's ``step``, which is then called only once.
             kwargs: Keyword arguments of the wrapped scheduler's ``step``, which is then called only once.
         """
+        if not self.follows_optimizer:
+            self.scheduler.step(*args, **kwargs)
+            return
         if not self._accumulation.sync_gradients:
             return
         steps, skipped = self.since
@@ -335,7 +346,8 @@ class PreparedScheduler:
         self.scheduler.load_state_dict(state)
         steps, skipped = self._count_steps()
         self._last_counts = (steps - since[0], skipped - since[1])
-        if batch_size_unchanged and advances != self.advances and not self._convert(advances):
+        convertible = self.follows_optimizer and batch_size_unchanged and advances != self.advances
+        if convertible and not self._convert(advances):
             self.advances = advances  # the unit of the schedule's length was saved with it
 
     def _convert(self, saved_advances: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,8 @@ class BackwardReduction:
     of values that are equal on all ranks is that value.
 
     Attributes:
-        unreduced: Parameters whose gradients contain contributions of this rank alone, with their versions at that
-            time.
+        unreduced: Parameters whose gradients contain contributions of one rank alone, with their versions at that
+            time. Those of another rank are known here after the next average.
         blocked: Number of active `no_sync` contexts.
         enabled: False if backward passes accumulate without a reduction, as in `no_sync`.
     """
@@ -117,16 +117,28 @@ class BackwardReduction:
                 pending[parameter] = None
                 # If it was computed from averaged gradients, this and the average leave it as it is.
                 parameter.grad.mul_(self.strategy.backward_weight)
-        if pending:
-            self._average(pending)
+        if pending or self.unreduced:  # or another rank has used other parameters in `no_sync`
+            self._average(pending, dict.fromkeys(parameters))
 
     @torch.no_grad()
-    def _average(self, chosen: dict[Tensor, None]) -> None:
+    def _average(self, chosen: dict[Tensor, None], asked: Collection[Tensor] = ()) -> None:
         strategy, world = self.strategy, self.strategy.world
         moved = self._find_moved()
+        remaining = self.unreduced.keys() - chosen.keys()
         # A rank may have used other parameters than the rest. Exchanged on the host, where it waits for no device.
-        flags = torch.tensor([[p in chosen for p in self._names], [p in moved for p in self._names]], device="cpu")
-        is_chosen, is_moved = world.all_reduce(flags.int()).tolist()
+        none = [False] * len(self._names)
+        flags = [[p in some for p in self._names] if some else none for some in (chosen, moved, remaining, asked)]
+        is_chosen, is_moved, is_unreduced, is_asked = world.all_reduce(torch.tensor(flags, device="cpu").int()).tolist()
+        for name, count in zip(self._names.values(), is_asked, strict=True):
+            if 0 < count < world.size:
+                raise ValueError(
+                    f"an optimizer of {name} is about to step on {count} of {world.size} ranks, while the others run a "
+                    "backward pass or step another optimizer. All ranks must run the same backward passes and steps "
+                    "in the same order, and no rank may be the only one to set the gradients of an optimizer."
+                )
+        for parameter, count in zip(self._names, is_unreduced, strict=True):
+            if count:
+                self.unreduced.setdefault(parameter, parameter._version)
         if any(is_moved):
             self._compare([p for p, count in zip(self._names, is_moved, strict=True) if count])
         used = [p for p, count in zip(self._names, is_chosen, strict=True) if count]
@@ -134,7 +146,7 @@ class BackwardReduction:
         strategy.agreed_note = average_gradients(used, world, note)
         for parameter in used:
             self.unreduced.pop(parameter, None)
-            self._averaged[parameter] = TensorWeakRef(parameter.grad)
+            self._averaged[parameter] = TensorWeakRef(parameter.grad)  # type: ignore[arg-type]  # it has one now
 
     def _find_moved(self) -> dict[Tensor, None]:
         return {p: None for p, version in self.unreduced.items() if p._version != version}

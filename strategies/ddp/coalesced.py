@@ -61,11 +61,13 @@ def average_gradients(parameters: list[Tensor], world: World, note: Tensor | Non
             "sparse gradients can't be averaged with automatic_optimization=False. Create the embedding with "
             "sparse=False."
         )
+    gradients = []
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
     note = torch.zeros((), device=world.device) if note is None else note.clone()
-    packed = [(bucket, _flatten(bucket)) for bucket in buckets([*(p.grad for p in parameters), note])]
+    packed = [(bucket, _flatten(bucket)) for bucket in buckets([*gradients, note])]
     works = [world.start_all_reduce(flat) for _, flat in packed]
     for work, (bucket, flat) in zip(works, packed, strict=True):
         if work is not None:

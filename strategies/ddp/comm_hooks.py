@@ -63,7 +63,8 @@ class CommHook:
 
         def send(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
             if compresses and bucket.buffer().is_complex():
-                return default_hooks.allreduce_hook(world.group, bucket)  # the others drop the imaginary part
+                # The others drop the imaginary part.
+                return default_hooks.allreduce_hook(world.group, bucket)  # type: ignore[arg-type]  # None: all ranks
             return hook(state, bucket)
 
         module.register_comm_hook(state, send)

@@ -136,7 +136,9 @@ class FSDP(Strategy):
         self._data_world = self.layout.data_world(world)
         if world.device.type == "cuda":
             keep_random_state(self._mesh)
-        self.delays_sync = not self.sync_each_batch
+        # Alone, there is nothing to delay. torch would keep the sum apart from `p.grad` until a pass with reduction,
+        # which never comes if the last micro-batch of a group has no loss.
+        self.delays_sync = not self.sync_each_batch and world.size > 1
 
     def detach(self) -> None:
         """See `Strategy.detach`."""

@@ -213,12 +213,18 @@ class Agent(LocalElasticAgent):
     def _note_ends(self) -> bool:
         """Record the ranks that ended since the last call, and return whether any rank has failed."""
         handlers = {} if self._pcontext is None else self._pcontext.subprocess_handlers  # type: ignore[attr-defined]
+        had_failed = any(self.ends.values())
         codes = {rank: handler.proc.poll() for rank, handler in handlers.items() if rank not in self.ends}
         # Of the ranks found in one check a killed one comes first, because it makes the others raise errors.
         for rank, code in sorted(codes.items(), key=lambda end: end[1] is None or end[1] >= 0):
             if code is not None:
                 self.ends[rank] = _LEFT_EARLY if code == 0 and self.board.is_running(rank) else code
-        return any(self.ends.values())
+        failed = next((rank for rank, code in self.ends.items() if code), None)
+        if failed is not None and not had_failed and not self.board.has_exited(failed):
+            # A rank that left its stage with `sys.exit(0)` is why the other one failed, even if it needs longer to end.
+            exited = [rank for rank in handlers if self.board.has_exited(rank) and not self.ends.get(rank)]
+            self.ends = dict.fromkeys(exited, _LEFT_EARLY) | {r: c for r, c in self.ends.items() if r not in exited}
+        return failed is not None
 
     def _end_silent(self) -> bool:
         """End the remaining ranks if all have been silent for longer than their limit; return whether this happened."""

@@ -44,20 +44,22 @@ class FunctionLaunch:
                 "run again while it is imported. Put the run under `if __name__ == '__main__':`, or use strategy='ddp'."
             )
         fork = self.strategy.replace("spawn", "fork")
-        if not getattr(sys.modules["__main__"], "__file__", None):
-            raise ValueError(
-                f"strategy={self.strategy!r} starts processes that import the main script, but this session has none. "
-                f"Use strategy={fork!r}."
-            )
         try:
             # Not with multiprocessing's own pickler, which would let the processes share the memory of tensors.
-            return pickle.dumps(call)
+            pickled = pickle.dumps(call)
         except Exception as error:
             raise ValueError(
                 f"strategy={self.strategy!r} sends the task, its data and the callbacks to new processes, but they "
                 f"can't be pickled: {error}. Define classes and functions at the top level of a module, or use "
                 f"strategy={fork!r}, which sends nothing."
             ) from error
+        if b"__main__" in pickled and not getattr(sys.modules["__main__"], "__file__", None):
+            raise ValueError(
+                f"strategy={self.strategy!r} starts processes that import the main script, but this session has none "
+                f"and defines classes or functions that the run uses. Move them into a module, or use "
+                f"strategy={fork!r}."
+            )
+        return pickled
 
 
 def _call_pickled(call: bytes) -> None:

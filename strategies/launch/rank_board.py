@@ -57,6 +57,10 @@ class RankBoard:
         """Return whether a stage runs in a rank, or the rank is leaving because of a signal."""
         return self._read(local_rank)[:1] in (b"\1", b"\2")
 
+    def has_exited(self, local_rank: int) -> bool:
+        """Return whether ``sys.exit(0)`` has ended the stage of a rank."""
+        return self._read(local_rank)[:1] == b"\3"
+
     def is_leaving(self, local_rank: int) -> bool:
         """Return whether a rank has noted a signal and is leaving because of it."""
         return self._read(local_rank)[:1] == b"\2"

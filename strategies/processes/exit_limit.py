@@ -1,7 +1,8 @@
 """Time limit of the end of a process, which thread joins and ``atexit`` handlers could otherwise block forever.
 
-An example is a logger's client that waits in an ``atexit`` handler for a server that is gone. The watchdog cannot help:
-it observes the training, and stops in an ``atexit`` handler of its own, before handlers that were registered earlier.
+An example is a logger's client that waits in an ``atexit`` handler for a server that no longer answers. The watchdog
+cannot help: it observes the training, and stops in an ``atexit`` handler of its own, before handlers that were
+registered earlier.
 
 The limit counts from the end of the script, not from the last change of a stack, because a client that retries forever
 does change its stack. Only a thread that runs Treadle's code, such as an asynchronous save, extends it.

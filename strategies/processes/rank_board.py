@@ -16,12 +16,15 @@ _running: list[int] = []  # contains this process while a stage runs in it
 _signaled: list[int] = []  # contains this process once it has received a signal
 
 
-def mark_stage(running: bool) -> None:
-    """Report to the supervisor that a stage runs or has ended. Exiting during a stage counts as a failure."""
+def mark_stage(running: bool, exiting: bool = False) -> None:
+    """Report to the supervisor that a stage runs or has ended. Exiting during a stage counts as a failure.
+
+    ``exiting`` means that ``sys.exit(0)`` has ended the stage, which is the cause if another rank fails in its stage.
+    """
     _running[:] = [os.getpid()] if running else []
     if running:
         _signaled.clear()
-    _write(0, b"\1" if running else b"\0")
+    _write(0, b"\1" if running else b"\3" if exiting else b"\0")
 
 
 def mark_leaving() -> None:

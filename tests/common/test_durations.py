@@ -57,7 +57,12 @@ def test_what_is_not_a_duration(value, error, words):
 @pytest.mark.parametrize("name", TAKERS)
 @pytest.mark.parametrize(
     ("value", "error"),
-    [({"hours": "2"}, TypeError), ({"hour": 1}, TypeError), ("0:0:0:²", ValueError), ("0:0:0:0", ValueError)],
+    [
+        ({"hours": "2"}, TypeError),
+        ({"hour": 1}, TypeError),
+        ("0:0:0:²", ValueError),
+        (timedelta(seconds=-3), ValueError),
+    ],
 )
 def test_every_taker_refuses_the_same_with_the_same_words(name, value, error):
     with pytest.raises(error) as expected:

@@ -77,3 +77,19 @@ def test_it_is_a_standard_logger():
     ]
     with pytest.raises(ValueError, match="LOUD"):
         get_logger("standard", "loud")
+
+
+class Adapter(logging.LoggerAdapter):
+    """A logger adapter around another one: its records are those of its own caller."""
+
+    def log(self, level, msg, *args, **kwargs):
+        self.logger.log(level, msg, *args, stacklevel=3, **kwargs)
+
+
+def test_a_record_names_its_caller(caplog):
+    logger = get_logger("callers", "INFO")
+    logger.info("default")
+    logger.info("as in Accelerate", stacklevel=2)
+    logger.warning_once("once")
+    Adapter(logger, {}).warning("adapter")
+    assert [record.funcName for record in caplog.records] == ["test_a_record_names_its_caller"] * 4

@@ -5,8 +5,10 @@ import itertools
 import json
 
 import pytest
-from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
+from processes import run
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
+import treadle
 from treadle.data_loader import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler, SkipBatchSampler
 
 
@@ -122,3 +124,18 @@ def test_an_epoch_s_order_follows_from_the_seed():
     assert list(sampler) == first
     skipped = SkipBatchSampler(BatchSampler(range(7), 2, False), 2)
     assert (list(skipped), len(skipped), skipped.total_length) == ([[4, 5], [6]], 2, 4)
+
+
+def draw_twice():
+    treadle.seed_everything(3)
+    accelerator = treadle.Accelerator(cpu=True)
+    epochs = []
+    for _ in range(2):  # from the first batch on, each rank draws random numbers of its own
+        loader = accelerator.prepare(DataLoader(range(6), 1, sampler=SeedableRandomSampler(range(6))))
+        epochs.append([accelerator.gather(batch).tolist() for batch in loader])
+    return epochs
+
+
+def test_a_sampler_made_in_the_middle_of_a_run_has_the_seed_of_all_ranks():
+    order = [[[4, 0], [3, 2], [1, 5]]] * 2  # seed 3, as above
+    assert run(draw_twice, 2) == [order, order]

@@ -4,6 +4,7 @@ import pytest
 
 import treadle
 from treadle.tracking import (
+    LOGGER_TYPE_TO_CLASS,
     GeneralTracker,
     TensorBoardTracker,
     filter_trackers,
@@ -49,7 +50,9 @@ def test_a_registered_class(tmp_path):
         def log(self, values, step=None, **kwargs):
             self.rows.append((values, step))
 
+    assert LOGGER_TYPE_TO_CLASS["tensorboard"] is TensorBoardTracker
     register_tracker_class(Memory)
+    assert LOGGER_TYPE_TO_CLASS["memory"] is Memory
     with pytest.raises(ValueError, match="project_dir"):
         treadle.Accelerator(cpu=True, log_with="memory")
     accelerator = treadle.Accelerator(cpu=True, log_with="memory", project_dir=tmp_path)

@@ -302,14 +302,16 @@ def test_plain_schedulers_step_at_each_call():
     accelerator = cpu(step_scheduler_with_optimizer=False, gradient_accumulation_steps=2)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
+    optimizer, prepared = accelerator.prepare(optimizer, scheduler)
     rates = []
     for _ in range(2):
         with accelerator.accumulate():
             optimizer.step()
-            scheduler.step()
+            prepared.step()
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates == [0.5, 0.25]
+    assert prepared.scheduler is scheduler
+    assert accelerator.prepare(scheduler) is prepared
 
 
 def gradients_over(epochs, **options):
@@ -595,11 +597,42 @@ def test_batches_that_the_main_process_was_to_read_and_samplers_that_restart(siz
 def mesh_ranks():
     shards = utils.ParallelismConfig(dp_replicate_size=1, dp_shard_size=2)
     accelerator = cpu(parallelism_config=shards)
-    return accelerator.data_parallel_shard_rank, accelerator.is_composable_parallelism_enabled
+    mesh = shards.get_device_mesh("cpu")
+    assert shards.get_device_mesh() is mesh
+    with pytest.raises(ValueError, match="device_type='cuda' must be 'cpu'"):
+        shards.get_device_mesh("cuda")
+    names = [(mesh[name].size(), mesh[name].get_local_rank()) for name in ("dp_shard", "dp", "dp_shard_cp", "dp_cp")]
+    return accelerator.data_parallel_shard_rank, accelerator.is_composable_parallelism_enabled, names
 
 
 def test_ranks_within_a_grid():
-    assert run(mesh_ranks, 2) == [(0, True), (1, True)]
+    assert run(mesh_ranks, 2) == [(rank, True, [(2, rank)] * 4) for rank in range(2)]
+
+
+def test_a_grid_from_accelerates_variables(monkeypatch):
+    for name, size in (("DP_REPLICATE", 2), ("DP_SHARD", 4), ("TP", 3), ("CP", 1)):
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", str(size))
+    grid = utils.ParallelismConfig()
+    assert (grid.total_size, grid.data_parallel_size, grid.non_data_parallel_size) == (24, 8, 3)
+    assert grid.active_mesh_dims == ["dp_replicate", "dp_shard", "tp"]
+    assert (grid.dp_dim_names, grid.non_dp_dim_names) == (["dp_replicate", "dp_shard"], ["tp"])
+    assert (grid.tp_enabled, grid.cp_enabled, grid.sp_backend) == (True, False, "deepspeed")
+    assert utils.ParallelismConfig(dp_shard_size=1, tp_size=1).total_size == 2  # an argument counts before a variable
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "two")
+    with pytest.raises(ValueError, match="PARALLELISM_CONFIG_TP_SIZE=two must be an integer"):
+        utils.ParallelismConfig()
+    assert utils.ParallelismConfig(1, 1, 1).build_device_mesh("cpu") is None
+
+
+def test_accelerates_variable_sets_the_device(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu:1")
+    assert str(treadle.Accelerator().device) == "cpu:1"
+    assert str(cpu().device) == "cpu"  # an argument counts before a variable
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+    assert str(treadle.Accelerator().device) == "cpu"
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "gpu")
+    with pytest.raises(ValueError, match="ACCELERATE_TORCH_DEVICE"):
+        treadle.Accelerator()
 
 
 def test_reading_in_the_main_process_is_announced(capfd):

@@ -26,6 +26,9 @@ def test_nested():
     cut = u.slice_tensors(DATA, slice(1, 3))
     assert cut["a"].tolist() == [1, 2]
     assert (type(cut["b"][1]), cut["b"][1].y) == (Point, "word")
+    assert u.concatenate([{"a": "x", "b": [1]}]) == {"a": "x", "b": [1]}
+    with pytest.raises(TypeError, match="does not support a str"):
+        u.concatenate(["x", "y"])
     whole = u.concatenate([{"a": torch.ones(1, 2), "b": (torch.ones(1),)}] * 2)
     assert (whole["a"].shape, whole["b"][0].shape) == ((2, 2), (2,))
     assert u.listify({"a": torch.arange(2), "n": 3}) == {"a": [0, 1], "n": 3}
@@ -42,7 +45,8 @@ def test_nested():
 
 def test_the_users_own_module():
     model = nn.Linear(2, 2)
-    prepared = treadle.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    accelerator = treadle.Accelerator(cpu=True, mixed_precision="bf16")
+    prepared = accelerator.prepare(model)
     assert prepared is not model
     assert u.extract_model_from_parallel(prepared) is model
     compiled = torch.compile(model)
@@ -50,6 +54,10 @@ def test_the_users_own_module():
     assert u.extract_model_from_parallel(compiled) is compiled
     assert u.extract_model_from_parallel(compiled, keep_torch_compile=False) is model
     assert u.extract_model_from_parallel(torch.compile(prepared)) is model
+    parallel = torch.nn.DataParallel(model)
+    for wrapped in (parallel, torch.compile(parallel), torch.nn.DataParallel(prepared)):
+        assert u.extract_model_from_parallel(wrapped) is model
+        assert accelerator.unwrap_model(wrapped) is model
 
 
 def test_environment_comes_back():

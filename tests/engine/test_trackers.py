@@ -113,6 +113,7 @@ def test_texts(tmp_path, own, recwarn):
     for step in (1, 2):
         accelerator.log({"prompt": "a text", "loss": 0.5}, step=step)
     accelerator.log({"prompt": "only a text"}, step=3)
+    accelerator.log({"vector": torch.ones(3), "array": numpy.ones(2), "none": None, "loss": numpy.float32(0.5)}, step=4)
     accelerator.end_training()
     events = event_accumulator.EventAccumulator(str(tmp_path / "run")).Reload()
     texts = events.Tensors("prompt/text_summary")
@@ -121,10 +122,38 @@ def test_texts(tmp_path, own, recwarn):
         (2, b"a text"),
         (3, b"only a text"),
     ]
-    assert [e.value for e in events.Scalars("loss")] == [0.5, 0.5]
-    warned = [str(w.message) for w in recwarn if "Texts are left out" in str(w.message)]
-    assert len(warned) == 1
-    assert "the tracker 'csv' stores only numbers" in warned[0]
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 0.5), (2, 0.5), (4, 0.5)]
+    assert lines(Path(tmp_path) / "run" / "metrics.csv")[-1] == {"step": "4", "loss": "0.5"}
+    warned = [str(w.message).split(", but ")[1] for w in recwarn if "are left out" in str(w.message)]
+    assert warned == [
+        "the tracker 'csv' stores only numbers. Other values are left out.",
+        "the tracker 'tensorboard' stores only numbers and texts. Other values are left out.",
+    ]
+
+
+class Broken(Memory):
+    name = "broken"
+    strict = False
+
+    def log(self, values, step=None, **kwargs):
+        raise ConnectionError("the server is gone")
+
+
+def test_a_tracker_that_fails_does_not_end_training(recwarn):
+    """It is disabled with one warning, the other trackers get all values; a strict one ends the run."""
+    broken, sound = Broken(), Memory()
+    accelerator = cpu(log_with=[broken, sound])
+    accelerator.init_trackers("run")
+    for step in (1, 2):
+        accelerator.log({"loss": 0.5}, step=step)
+    assert sound.calls[1:] == [({"loss": 0.5}, 1, {}), ({"loss": 0.5}, 2, {})]
+    assert [str(w.message) for w in recwarn] == [
+        "the tracker 'broken' failed in accelerator.log, so it is disabled: ConnectionError: the server is gone"
+    ]
+    accelerator.init_trackers("again")
+    broken.strict = True
+    with pytest.raises(ConnectionError):
+        accelerator.log({"loss": 0.5}, step=3)
 
 
 def test_logging_without_trackers_is_nothing():

@@ -154,7 +154,6 @@ def test_a_loader_that_yields_nothing():
         (iter([batch, batch]), {"max_epochs": 2}, ["iterated more than once"]),  # exhausted in the first epoch
         (DataLoader(Dry()), {}, ["yielded no batch"]),
         ([], {}, ["yielded no batch"]),
-        (loader(), {"limit_train_batches": 0}, ["limit_train_batches=0 allows no batch"]),
         (
             loader(),
             {"limit_train_batches": 0.01},
@@ -574,3 +573,36 @@ def test_a_log_directory_that_can_not_be(tmp_path):
     with pytest.warns(UserWarning, match="CSVLogger"):
         run.fit(with_step(step), loader())
     assert run.global_step == 3
+
+
+def test_a_wrong_type_is_caught_as_either_kind():
+    """A script that catches Lightning's MisconfigurationException catches a ValueError."""
+
+    class Logs(Plain):
+        def training_step(self, batch, batch_idx):
+            self.log("x", None)
+
+    class Returns(Plain):
+        def training_step(self, batch, batch_idx):
+            return 1.0
+
+    class Configures(Plain):
+        def configure_optimizers(self):
+            return 1
+
+    class Saves(Plain):
+        def __init__(self, size):
+            super().__init__()
+            self.save_hyperparameters(size)
+
+    for call in (
+        lambda: trainer().fit(Logs(), loader()),
+        lambda: trainer().fit(Returns(), loader()),
+        lambda: trainer().fit(Configures(), loader()),
+        lambda: trainer().fit(Plain()),
+        lambda: trainer().predict(Plain()),
+        lambda: Saves(3),
+    ):
+        for kind in (TypeError, ValueError):
+            with pytest.raises(kind):
+                call()

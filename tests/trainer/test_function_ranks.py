@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -193,3 +195,27 @@ def test_one_process_has_a_group_only_if_its_strategy_is_distributed() -> None:
     assert found["auto"] is found["single"] is False
     for name in ("ddp", "ddp_spawn", "ddp_find_unused_parameters_true"):
         assert found[name] == (1, 1.0, 8, "Line")
+
+
+def test_a_session_without_a_script() -> None:
+    """It can spawn what modules define, as under pytest-xdist, but not what it defines itself."""
+    source = """
+    import torch, treadle
+    from treadle.compat.demos.boring_classes import BoringModel
+    class Own(BoringModel):
+        pass
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = treadle.Trainer(strategy="ddp_spawn", devices=2, accelerator="cpu", max_steps=1, **off)
+    try:
+        trainer.fit(Own())
+    except ValueError as error:
+        print(error)
+    task = BoringModel()
+    before = task.layer.weight.clone()
+    trainer.fit(task)
+    print(trainer.global_step, bool((task.layer.weight != before).any()))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=120)
+    refused, trained = done.stdout.splitlines()
+    assert re.search("this session has none .* Move them into a module, or use strategy='ddp_fork'", refused)
+    assert trained == "1 True", done.stderr

@@ -6,6 +6,7 @@ from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from treadle.callbacks import EarlyStopping, LambdaCallback
+from treadle.engine import CombinedLoader
 from treadle.loggers import CSVLogger
 from treadle.trainer.states import TrainerFn
 
@@ -277,3 +278,25 @@ def test_limits_before_fit():
     assert [type(callback).__name__ for callback in trainer.callbacks] == [
         *("ModelSummary", "TQDMProgressBar", "ModelCheckpoint", "RunReport")
     ]
+
+
+def test_numbers_of_batches_that_are_evaluated():
+    data = DataLoader(TensorDataset(torch.ones(4, 1)))
+    both = CombinedLoader({"a": data, "b": DataLoader(TensorDataset(torch.ones(3, 1)))}, "max_size")
+    for stage, name in (("validate", "num_val_batches"), ("test", "num_test_batches")):
+        trainer = treadle.Trainer(accelerator="cpu", **QUIET)
+        getattr(trainer, stage)(Line(), both)
+        assert (getattr(trainer, name), trainer.num_sanity_val_batches) == ([4, 3], [])
+    trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, limit_val_batches=0, **QUIET)
+    trainer.fit(Line(), data, data)
+    assert (trainer.num_val_batches, trainer.num_sanity_val_batches) == ([], [])
+
+
+def test_fast_dev_run_of_one_batch_is_true():
+    assert [treadle.Trainer(accelerator="cpu", fast_dev_run=n).fast_dev_run for n in (1, True, 3, False)] == [
+        True,
+        True,
+        3,
+        False,
+    ]
+    assert treadle.Trainer(accelerator="cpu", fast_dev_run=1).fast_dev_run is True

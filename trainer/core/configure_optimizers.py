@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ...common.messages import closest_name, name_type, nearest, warn
-from ...common.validation import check_int, choose
+from ...common.validation import WrongTypeError, check_int, choose
 
 _FORMS = (
     "an optimizer; a list of optimizers; two lists (optimizers, schedulers); a dict with 'optimizer' and optionally "
@@ -57,7 +57,7 @@ class SchedulerConfig:
 
     def _check_method(self, name: str) -> None:
         if not hasattr(self.scheduler, name):
-            raise TypeError(
+            raise WrongTypeError(
                 f"scheduler={self.scheduler!r:.100} must be a scheduler, an object with step() and state_dict(), but "
                 f"has no {name}(). Use one from torch.optim.lr_scheduler."
             )
@@ -85,7 +85,7 @@ def parse_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConf
     if isinstance(returned, Mapping):
         return _parse_dict(returned)
     if not isinstance(returned, Sequence):
-        raise TypeError(f"configure_optimizers returned {name_type(returned)}. It must return {_FORMS}.")
+        raise WrongTypeError(f"configure_optimizers returned {name_type(returned)}. It must return {_FORMS}.")
     parts = list(returned)
     if not parts:
         raise ValueError(f"configure_optimizers returned an empty {type(returned).__name__}. It must return {_FORMS}.")
@@ -125,7 +125,7 @@ def check_ownership(module: nn.Module, optimizers: list[Optimizer], schedulers: 
 def _check_optimizer(value: Any) -> Optimizer:
     if isinstance(value, Optimizer):
         return value
-    raise TypeError(
+    raise WrongTypeError(
         f"configure_optimizers returned {name_type(value)} where an optimizer is expected. It must return {_FORMS}."
     )
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...common.messages import nearest, warn
 from ...common.optional import is_config
+from ...common.validation import WrongTypeError
 from ...loggers import plain
 from .signatures import signature
 from .stored_hparams import (
@@ -68,7 +69,7 @@ class HyperparametersMixin:
             self._keep({name: value for name, value in values.items() if name not in ignored})
         else:
             if len(args) != 1:
-                raise TypeError(
+                raise WrongTypeError(
                     f"save_hyperparameters got {args!r:.200}. Pass names of arguments, or one object with all "
                     "hyperparameters."
                 )
@@ -157,7 +158,7 @@ def _classify(whole: Any) -> tuple[str, str]:
         return "Namespace", ""
     if isinstance(whole, Mapping):
         return ("DictConfig", "") if is_config(whole) else ("mapping", class_name(kind))
-    raise TypeError(
+    raise WrongTypeError(
         f"save_hyperparameters got {whole!r:.200}. Pass names of arguments, or a dict, Namespace, dataclass or "
         "DictConfig."
     )

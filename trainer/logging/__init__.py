@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .callback_metrics import CallbackMetrics, tensors_by_name
+    from .callback_metrics import collect_callback_metrics, tensors_by_name
     from .history import History
     from .metric_logger import Logbook, SilentLogger
 

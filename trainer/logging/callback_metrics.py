@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .metric_logger import Logbook
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
 
 
 class CallbackMetrics(dict[str, Any]):
@@ -67,6 +70,22 @@ class CallbackMetrics(dict[str, Any]):
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
+
+
+def collect_callback_metrics(trainer: Trainer) -> CallbackMetrics:
+    """Return the value of `Trainer.callback_metrics`.
+
+    Args:
+        trainer: The Trainer.
+    """
+    metrics, logbook = trainer.metrics, trainer.logbook
+    latest, wide = metrics.latest(), logbook.wide.union(metrics.wide_names())
+    values = {**latest, **logbook.callback_values, **latest}  # the task's values come first, as in Lightning
+    if trainer.stage == "fit" and not trainer.progress.epoch_is_trained:
+        evaluation = () if metrics.evaluation is None else metrics.evaluation.entries
+        newer = logbook.watch.just_measured(trainer).union(entry.name for entry in evaluation)
+        values |= {name: value for name, value in metrics.latest_of_both().items() if name not in newer}
+    return CallbackMetrics(tensors_by_name(values, wide) | logbook.other_values, logbook)
 
 
 def tensors_by_name(values: Mapping[str, Any], wide: Container[str] = ()) -> dict[str, torch.Tensor]:

@@ -115,7 +115,7 @@ class Steps:
             micro = cursor.micro
             last = micro.last  # type: ignore[union-attr]
             if batch is None:
-                self._take_none(micro, index)
+                self._take_none(micro, index)  # type: ignore[arg-type]
                 continue
             if self.may_miss:
                 self.stand_in = batch
@@ -189,7 +189,7 @@ class Steps:
             progress.samples += micro.group_samples
             progress.phase = Phase.STEP_TAKEN if progress.step > steps_before else Phase.ENDING_STEP
         for hook in self.hooks.on_train_batch_end:
-            hook({}, None, index)
+            hook(None, None, index)
 
     def _stand_in(self, micro: Micro, index: int) -> None:
         if self.stand_in is None:

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from ...common.messages import format_count, name_type, warn
+from ...common.validation import WrongTypeError
 from ...engine import Accelerator, CombinedLoader, JointLoader, Loader, check_values_match
 from ...engine.data import is_collection
 from .. import arguments
@@ -75,7 +76,7 @@ class Sources:
         if self._train is None:
             source = self._find("train")
             if source is None:
-                raise ValueError(
+                raise WrongTypeError(
                     "fit has no training dataloader. Pass train_dataloaders or a datamodule, or define "
                     "train_dataloader in the task."
                 )
@@ -210,11 +211,6 @@ class Sources:
 
     def _choose_transfer(self, number: int) -> Callable[[Any], Any] | None:
         owners = [owner for owner in (self.datamodule, self.task) if owner is not None]
-        if len(owners) == 2 and (both := [name for name in _TRANSFER if all(_overrides(o, name) for o in owners)]):
-            names = [f"{type(owner).__name__}.{both[0]}" for owner in owners]
-            if both[0] not in self._warned:
-                self._warned.add(both[0])
-                warn(f"{names[0]} is used, and {names[1]} is never called. Remove one of the two.")
         # Each hook separately: a data module may augment while the task moves.
         chosen = [next((o for o in owners if _overrides(o, name)), None) for name in _TRANSFER]
         for name, owner in zip(_TRANSFER, chosen, strict=True):
@@ -278,9 +274,6 @@ def explain_empty(loader: Loader, processes: int) -> str:
             f"than {format_count(size * processes, 'sample')} ({size} x {format_count(processes, 'process')}). Lower "
             "batch_size, or remove drop_last."
         )
-    if loader.limit == 0:
-        flag = f"limit_{'val' if loader.evaluation else 'train'}_batches"
-        return f"{flag}=0 allows no batch. Raise {flag}."
     return f"Pass an iterable that has at least one batch and can be iterated more than once, not this {kind}."
 
 

@@ -139,12 +139,10 @@ def _describe_skipped_init(owner: Any) -> str:
     """Return a sentence if the ``__init__`` of a user's callback does not call that of a callback of Treadle."""
     if not isinstance(owner, Callback):
         return ""
-    own, *inherited = [kind for kind in type(owner).__mro__ if "__init__" in vars(kind) and kind is not object] or [
-        None
-    ]
-    names = getattr(getattr(own, "__init__", None), "__code__", _describe_skipped_init.__code__).co_names
+    own, *inherited = [kind for kind in type(owner).__mro__ if "__init__" in vars(kind)]
+    names = getattr(vars(own)["__init__"], "__code__", _describe_skipped_init.__code__).co_names
     base = next((kind.__name__ for kind in inherited if kind.__module__.startswith("treadle.")), None)
-    if own is None or own.__module__.startswith("treadle.") or base is None or "__init__" in names:
+    if own.__module__.startswith("treadle.") or base is None or "__init__" in names:
         return ""
     return f"{own.__name__}.__init__ must call super().__init__() first, with the arguments of {base}."
 

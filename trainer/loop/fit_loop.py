@@ -117,7 +117,9 @@ class FitLoop:
         self.metrics.between_batches(False)
         if random_state is not None:
             set_random_state(random_state)
-        if progress.step and not progress.step_is_unfinished and (self._is_complete() or self._is_late()):
+        if not trainer.limit_train_batches:
+            warn("limit_train_batches=0, so nothing is trained.")
+        elif progress.step and not progress.step_is_unfinished and (self._is_complete() or self._is_late()):
             spent = f"{progress.seconds:.0f} s (max_time={trainer.max_seconds:.0f} s), " if self._is_late() else ""
             done = (
                 f"{format_count(progress.step, 'optimizer step')} and {format_count(progress.epoch, 'epoch')} are done"
@@ -137,6 +139,8 @@ class FitLoop:
 
     def _is_complete(self) -> bool:
         trainer, progress = self.trainer, self.progress
+        if not trainer.limit_train_batches:
+            return True
         return 0 <= trainer.max_epochs <= progress.epoch or 0 <= trainer.max_steps <= progress.step
 
     def _is_finished(self) -> bool:

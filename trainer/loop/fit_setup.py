@@ -16,7 +16,7 @@ from ...engine import isolated_random_state, list_unused
 from ..checkpointing import LastStep, explain_need_of_others
 from ..core import SchedulerConfig, TaskModule, check_ownership, endless, overrides, parse_optimizers
 from ..preflight import check_monitors, check_optimizers_match, check_storable, warn_of_untrained
-from ..profiling import measured
+from ..profiling import measured_in
 from .dataloaders import LOADER_NAMES, Sources
 from .evaluation_loop import EvaluationLoop
 from .fit_loop import FitLoop, is_validation_epoch
@@ -71,11 +71,11 @@ class Fit:
         _warn_of_evaluation_mode(task)
         warn_of_untrained(trainer, task)
         with trainer.logging_to(trainer.metrics):
-            run_validation = measured(trainer.profiler, "validation", partial(validate, trainer))
+            run_validation = measured_in(trainer, "validation", partial(validate, trainer))
             loop = FitLoop(trainer, task, model, hooks, loader, trainer.lr_scheduler_configs, run_validation)
             saves = any(callback.save_on_exception for callback in trainer.checkpoint_callbacks)
             with trainer.preemption.catching_interrupts() if saves else nullcontext():
-                measured(trainer.profiler, "training", loop.run)(random_state)
+                measured_in(trainer, "training", loop.run)(random_state)
         if idle := list_unused(task):
             warn(
                 f"torch.compile had no effect on {', '.join(idle)}, because no step called "

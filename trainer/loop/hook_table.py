@@ -191,7 +191,7 @@ def count_arguments(function: Callable[..., Any], full: int, *, several: bool) -
         several: Whether there are several dataloaders. With a single one, ``*args`` gets no ``dataloader_idx``.
     """
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # for example a builtin
         parameters = [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
     named = min(full, sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters))

@@ -41,7 +41,7 @@ class Schedules:
         if self._after_validation:
             progress = self._trainer.progress
             self._stepped_at = progress.step - progress.step_is_unfinished  # a resumed run repeats the validation
-            hooks.on_step_end = (self._end_step, *hooks.on_step_end)
+            hooks.on_step_end = (self._end_step, *hooks.on_step_end)  # type: ignore[attr-defined]  # set by name
 
     def _end_step(self) -> None:
         step = self._trainer.progress.step

@@ -89,7 +89,7 @@ class ManualSteps(Steps):
             index = progress.batch
             micro = self.cursor.micro
             if batch is None:
-                self._skip_none(micro, index)
+                self._skip_none(micro, index)  # type: ignore[arg-type]
                 continue
             self.metrics.weight = micro.samples  # type: ignore[union-attr]
             for hook in hooks.on_train_batch_start:
@@ -186,7 +186,7 @@ class ManualSteps(Steps):
         progress.samples += micro.group_samples
         progress.phase = Phase.ENDING_STEP
         for hook in self.hooks.on_train_batch_end:
-            hook({}, None, index)
+            hook(None, None, index)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass of ``manual_backward``."""

@@ -123,7 +123,9 @@ class Stage:
                 try:
                     self._tear_down()
                 finally:
-                    mark_stage(running=False)
+                    failure = self.failure
+                    exiting = isinstance(failure, SystemExit) and not isinstance(failure, Preempted)
+                    mark_stage(running=False, exiting=exiting and not failure.code)
 
     def _set_up(self) -> tuple[Hooks, Sources]:
         trainer, task, datamodule = self.trainer, self.task, self.datamodule

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...common.messages import name_type, warn
+from ...common.validation import WrongTypeError
 
 _RULE = "It must return the loss (a tensor), or a dict with the loss under 'loss'."
 
@@ -44,7 +45,7 @@ def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
             "an optimizer that calls training_step itself (L-BFGS). Return the loss. To skip a batch, return "
             "{'loss': loss, 'weight': 0.0}, except with L-BFGS."
         )
-    raise TypeError(f"training_step returned {name_type(output)}. {_RULE}")
+    raise WrongTypeError(f"training_step returned {name_type(output)}. {_RULE}")
 
 
 def warn_of_none(rank: int) -> None:

@@ -8,6 +8,6 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import stage_profiler
-    from .stage_profiler import Profiled, measured
+    from .stage_profiler import Profiled, measured_in
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ...common.messages import describe_error, warn
 from ...common.mirror import local_folder
 from ...engine import Loader
 from ...engine.profilers import PassThroughProfiler, Profiler
@@ -27,6 +28,39 @@ _LOGBOOK = {
 _STEPS = {"training_step": "forward"}
 
 
+class _SafeProfiler(Profiler):
+    """The calls of a profiler in a stage. An error disables them with a warning, unless the profiler is ``strict``."""
+
+    def __init__(self, profiler: Profiler) -> None:
+        super().__init__()
+        self.wrapped = profiler
+        self._failed = False
+
+    def _call(self, method: str, *args: Any) -> None:
+        if self._failed:
+            return
+        try:
+            getattr(self.wrapped, method)(*args)
+        except Exception as error:
+            if getattr(self.wrapped, "strict", False):
+                raise
+            self._failed = True
+            name = type(self.wrapped).__name__
+            warn(f"{name}.{method} failed, so the profiler is disabled: {describe_error(error)}")
+
+    def start(self, action_name: str) -> None:
+        self._call("start", action_name)
+
+    def stop(self, action_name: str) -> None:
+        self._call("stop", action_name)
+
+    def step(self) -> None:
+        self._call("step")
+
+    def describe(self) -> None:
+        self._call("describe")
+
+
 class Profiled:
     """Measured replacements of the functions that one stage calls.
 
@@ -38,10 +72,10 @@ class Profiled:
 
     def __init__(self, trainer: Trainer, hooks: Hooks, stage: str) -> None:
         self.trainer = trainer
-        self.profiler = trainer.profiler
+        self.profiler = _SafeProfiler(trainer.profiler)
         self.stage = stage
         self._before: list[tuple[Any, str, Any]] = []
-        accelerator, profiler = trainer.accelerator, self.profiler
+        accelerator, profiler = trainer.accelerator, trainer.profiler
         profiler.device, profiler.model = accelerator.device, trainer.task
         root = trainer.default_root_dir
         folder = trainer.logbook.agree_on_directory(root) if _needs_directory(profiler) else root
@@ -77,11 +111,12 @@ class Profiled:
                 setattr(owner, name, value)
         self._before.clear()
         self.trainer.profiled = None
+        profiler = self.trainer.profiler
         try:
             self.profiler.describe()
         finally:
-            self.profiler.teardown(stage)
-            self.profiler.model = None
+            profiler.teardown(stage)
+            profiler.model = None
 
     # -- measurements --------------------------------------------------------------------------------------------
 
@@ -125,7 +160,7 @@ class Profiled:
         self._replace(loader, "_begin", batches)
         if loader.move is not None:
             self._measure(loader, "move", f"transfer{part}")
-        self.profiler.advice[action] = _advise(loader)
+        self.trainer.profiler.advice[action] = _advise(loader)
 
     def _measure_hook(self, name: str, function: Any) -> Any:
         if function == self.trainer.update_train_epoch_values:
@@ -141,7 +176,7 @@ class Profiled:
     def _follow_steps(self, hooks: Hooks) -> None:
         """Call the profiler's ``step``, if overridden, after each training step or evaluation batch."""
         profiler = self.profiler
-        if type(profiler).step is Profiler.step:
+        if type(profiler.wrapped).step is Profiler.step:
             return
         name = {"fit": "on_step_end", "validate": "on_validation_batch_end"}.get(
             self.stage, f"on_{self.stage}_batch_end"
@@ -156,10 +191,14 @@ def begin(trainer: Trainer, hooks: Hooks, stage: str) -> None:
         setattr(hooks, "teardown", (*hooks.teardown, trainer.profiled.end))  # noqa: B010  # as `Hooks` itself sets them
 
 
+def measured_in(trainer: Trainer, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function``, measured by the Trainer's profiler; unchanged without a profiler."""
+    without = isinstance(trainer.profiler, PassThroughProfiler) or trainer.profiled is None
+    return function if without else measured(trainer.profiled.profiler, action, function)
+
+
 def measured(profiler: Profiler, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, measured as an action of ``profiler``; unchanged for the default profiler."""
-    if isinstance(profiler, PassThroughProfiler):
-        return function
+    """Return ``function``, measured as an action of ``profiler``."""
     start, stop = profiler.start, profiler.stop
 
     @functools.wraps(function)

@@ -18,6 +18,7 @@ from ...common.messages import describe_error, name_type
 from ...engine import CombinedLoader, isolated_random_state
 from ...engine.data import preserve_loader_state
 from ...engine.profilers import PassThroughProfiler
+from ...loggers import Logger
 from ...strategies.distributed import is_sharded
 from ..checkpointing import TrainerCheckpointer
 from ..logging import History, Logbook, SilentLogger
@@ -75,7 +76,8 @@ def _make_understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
     inner, accelerator, sources = copy.copy(trainer), trainer.accelerator, trainer.sources
     assert trainer.task is not None
     assert sources is not None
-    inner.callbacks, inner.stop_requests, silent = [], set(), [SilentLogger()] if trainer.loggers else []
+    silent: list[Logger] = [SilentLogger()] if trainer.loggers else []
+    inner.callbacks, inner.stop_requests = [], set()
     inner.history = History(accelerator.cursor)
     inner.logbook = Logbook(accelerator.world, accelerator.data_world, silent, inner.history)
     inner.profiler = PassThroughProfiler()

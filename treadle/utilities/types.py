@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NotRequired, Required, TypedDict
+from typing import Any, NotRequired, Required, TypeAlias, TypedDict
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -18,7 +18,8 @@ STEP_OUTPUT = Tensor | Mapping[str, Any] | None
 TRAIN_DATALOADERS = EVAL_DATALOADERS = Any
 """Dataloader or collection of dataloaders."""
 
-LRSchedulerTypeUnion = LRSchedulerType = LRScheduler | ReduceLROnPlateau
+LRSchedulerTypeUnion: TypeAlias = LRScheduler | ReduceLROnPlateau
+LRSchedulerType = LRSchedulerTypeUnion
 
 
 class LRSchedulerConfigType(TypedDict, total=False):

@@ -133,8 +133,10 @@ def test_other_errors_are_left_alone():
         find_executable_batch_size(functools.partial(lambda size, rate: None), starting_batch_size=4)(1, 2)
     with pytest.raises(TypeError, match="must have the batch size as its first parameter"):
         find_executable_batch_size(lambda: None)
-    with pytest.raises(ValueError, match="starting_batch_size=0"):
-        find_executable_batch_size(starting_batch_size=0)(hungry)
+    with pytest.raises(RuntimeError, match="starting_batch_size=0"):
+        find_executable_batch_size(starting_batch_size=0)(hungry)()
+    with pytest.raises(ValueError, match="starting_batch_size=-1"):
+        find_executable_batch_size(starting_batch_size=-1)(hungry)
 
 
 def test_nothing_of_a_failed_attempt_is_kept():

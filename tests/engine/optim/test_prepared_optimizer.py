@@ -1,7 +1,10 @@
-"""What a prepared optimizer's ``zero_grad`` does beside dropping the gradients."""
+"""Gradients dropped by a prepared optimizer's ``zero_grad``, and copies of a prepared optimizer."""
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -59,3 +62,31 @@ def test_a_profile_names_zero_grad() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         optimizer.zero_grad()
     assert "Optimizer.zero_grad#SGD.zero_grad" in {row.key for row in recorded.key_averages()}
+
+
+def copy_with_torch(optimizer: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(optimizer, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("make_copy", [lambda o: pickle.loads(pickle.dumps(o)), copy.deepcopy, copy_with_torch])
+def test_a_copy_is_the_wrapped_optimizer_with_its_state(make_copy: Any) -> None:
+    model = nn.Linear(2, 2)
+    prepared = Accelerator(cpu=True).prepare(torch.optim.Adam(model.parameters(), lr=0.1))
+    x = torch.tensor([[1.0, -2.0]])
+    model(x).square().sum().backward()
+    prepared.step()
+    copied = make_copy(prepared)
+    assert type(copied) is torch.optim.Adam
+    weight, bias = copied.param_groups[0]["params"]
+    assert torch.equal(weight, model.weight)
+    for optimizer in (prepared, copied):
+        optimizer.zero_grad()
+    nn.functional.linear(x, weight, bias).square().sum().backward()
+    copied.step()
+    assert not torch.equal(weight, model.weight)  # its parameters are its own
+    model(x).square().sum().backward()
+    prepared.step()
+    assert torch.equal(weight, model.weight)  # the moments and the step count came along

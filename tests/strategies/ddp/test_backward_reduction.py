@@ -80,6 +80,29 @@ class OnePartPerRank(Task):
         self.gradients = [None if p.grad is None else p.grad.flatten()[0].item() for p in self.net.parameters()]
 
 
+class OneExpertPerRank(Task):
+    """Each rank uses another layer without a reduction, and an optimizer per layer steps on all ranks."""
+
+    def training_step(self, batch, batch_idx):
+        self.zero_grad()
+        layer = self.net[0] if self.global_rank == 0 else self.net[1]
+        with self.trainer.strategy.block_backward_sync():
+            self.manual_backward(layer.weight.sum())
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(layer.parameters(), 0.1) for layer in self.net]
+
+
+class OneAssignedPerRank(OneExpertPerRank):
+    def training_step(self, batch, batch_idx):
+        layer = self.net[0] if self.global_rank == 0 else self.net[1]
+        layer.weight.grad = torch.ones_like(layer.weight)
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
 class AfterAnError(Task):
     """A backward pass that raised an error on the way, as one that runs out of memory does."""
 
@@ -170,6 +193,10 @@ def fit_all():
     for kind in (UpdatesBlocked, UpdatesAfterAStep, UpdatesFromAutograd):
         with pytest.raises(ValueError, match=r"net.*was updated with gradients that are not averaged, .* manual_back"):
             fit(kind())
+    start, task = Task(), fit(OneExpertPerRank(), limit_train_batches=3)
+    found["experts"] = [(task.net[n].weight - start.net[n].weight).detach() for n in range(2)]
+    with pytest.raises(ValueError, match=r"optimizer of net.0.weight is about to step on 1 of 2 ranks"):
+        fit(OneAssignedPerRank())
     with pytest.raises(ValueError, match=r"sparse gradients can't be averaged .* sparse=False"):
         fit(Sparse())
     task = fit(Task())
@@ -187,6 +214,8 @@ def test_on_two_processes():
     assert first["accumulates"] == [size + 1] * 2
     assert first["part"] == [3 * 4 + 4 + 1]
     assert first["one part per rank"] == second["one part per rank"] == [0.5, None, 0.5, None]
+    for change in (*first["experts"], *second["experts"]):  # each gradient is the mean of 1 and 0
+        assert torch.allclose(change, torch.full_like(change, -3 * 0.1 * 0.5))
     for name in ("AfterAnError", "Copies", "AttacksInValidation"):
         assert all(map(torch.equal, first[name], second[name]))
     assert all(first["after"])

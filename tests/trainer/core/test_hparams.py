@@ -492,3 +492,25 @@ def test_a_child_saves_its_own_arguments():
     parent = Parent(depth=4)
     assert dict(parent.child.hparams) == {"width": 5}
     assert dict(parent.hparams) == {"depth": 4, "width": 5}
+
+
+def test_a_value_changed_before_fit_is_logged_and_saved(tmp_path):
+    class Rate(treadle.TaskModule):
+        def __init__(self, rate=0.1):
+            super().__init__()
+            self.net = nn.Linear(2, 1)
+            self.save_hyperparameters()
+
+        def training_step(self, batch, batch_idx):
+            return self.net(batch[0]).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), self.hparams.rate)
+
+    task = Rate()
+    task.hparams.rate = 0.5
+    trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, logger=CSVLogger(tmp_path), enable_progress_bar=False)
+    trainer.fit(task, DataLoader(TensorDataset(torch.ones(4, 2))))
+    assert yaml.safe_load((Path(trainer.logger.log_dir) / "hparams.yaml").read_text()) == {"rate": 0.5}
+    assert Rate.load_from_checkpoint(trainer.checkpoint_callback.best_model_path).hparams.rate == 0.5
+    assert task.hparams_initial["rate"] == 0.1

@@ -527,6 +527,15 @@ def test_what_would_be_lost_is_an_error(how):
         trainer().fit(Task(), numbers(1, 2))
 
 
+def test_a_complex_value_is_an_error_where_it_is_logged():
+    class Task(Base):
+        def training_step(self, batch, batch_idx):
+            self.log("x", torch.tensor([1 + 2j]))
+
+    with pytest.raises(TypeError, match=r"self.log\('x'\) got a tensor of type torch.complex64, .* Log its .abs\(\)"):
+        trainer().fit(Task(), numbers(1))
+
+
 class Uneven(Base):
     """Training batches of which the last has fewer samples than there are processes."""
 

@@ -1176,3 +1176,22 @@ def test_an_epoch_without_a_gradient_is_an_error():
     with pytest.raises(ValueError, match="training_step returned None for all 6 batches of epoch 1, so nothing was"):
         fit(task, DataLoader(regression(), 4), max_epochs=3)
     assert task.current_epoch == 1
+
+
+def test_a_limit_of_zero_trains_nothing():
+    task = Line()
+    with pytest.warns(UserWarning, match="limit_train_batches=0, so nothing is trained"):
+        own = fit(task, ones(5), max_epochs=3, limit_train_batches=0)
+    assert (own.global_step, own.current_epoch) == (0, 0)
+
+
+def test_a_stop_within_an_epoch_ends_it_without_validation():
+    class Validates(Line):
+        validations = 0
+
+        def validation_step(self, batch, batch_idx):
+            self.validations += 1
+
+    task = Validates()
+    own = fit(task, ones(5), ones(2), max_epochs=4, callbacks=StopAt(7))
+    assert (own.global_step, own.current_epoch, task.validations) == (7, 1, 2)

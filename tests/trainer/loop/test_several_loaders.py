@@ -1,5 +1,7 @@
 """Several loaders in `fit`, `validate` and `predict`: forms, modes, weights, limits, and going on from any step."""
 
+import itertools
+
 import pytest
 import torch
 from processes import run
@@ -213,3 +215,14 @@ def test_the_checkpoint_of_other_loaders_is_refused(tmp_path):
         trainer(max_epochs=2).fit(Task(), [numbers(4)] * 3, ckpt_path=tmp_path / "2")
     with pytest.raises(ValueError, match="max_size_cycle"):
         trainer(max_epochs=2).fit(Task(), CombinedLoader([numbers(4)] * 2), ckpt_path=tmp_path / "2")
+
+
+def test_a_list_of_iterators_is_a_list_of_dataloaders():
+    class Task(treadle.TaskModule):
+        def predict_step(self, batch, batch_idx, dataloader_idx=0):
+            return batch, batch_idx, dataloader_idx
+
+    own = trainer(limit_predict_batches=2)
+    predicted = own.predict(Task(), [itertools.count(), iter([5, 6, 7])])
+    assert predicted == [[(0, 0, 0), (1, 1, 0)], [(5, 0, 1), (6, 1, 1)]]
+    assert own.predict(Task(), [[0, 1], [2, 3]]) == [([0, 1], 0, 0), ([2, 3], 1, 0)]

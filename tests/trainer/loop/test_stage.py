@@ -192,11 +192,18 @@ treadle.Trainer(
 
 
 @pytest.mark.guarantee
-def test_an_exit_on_one_rank_is_no_hang():
-    ended = script(EXITS)
-    assert ended.returncode == 3, ended.stderr
-    assert "rank 1 of 2 failed first: exit status 3" in ended.stderr
+@pytest.mark.parametrize(("status", "words"), [(3, "exit status 3"), (0, "exit status 0 before its stage had ended")])
+def test_an_exit_on_one_rank_is_no_hang(status, words):
+    ended = script(EXITS.replace("sys.exit(3)", f"sys.exit({status})"))
+    assert ended.returncode == (status or 1), ended.stderr
+    assert f"rank 1 of 2 failed first: {words}\n" in ended.stderr
     assert "no progress" not in ended.stderr
+
+
+def test_an_exit_with_0_on_all_ranks_is_no_failure():
+    ended = script(EXITS.replace("self.trainer.global_rank == 1", "True").replace("sys.exit(3)", "sys.exit(0)"))
+    assert ended.returncode == 0, ended.stderr
+    assert "failed first" not in ended.stderr
 
 
 # -- gradients disabled around a stage -------------------------------------------------------------------------------

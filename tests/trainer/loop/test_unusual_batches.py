@@ -27,6 +27,7 @@ class Task(treadle.TaskModule):
         return {"loss": loss, "weight": float(len(batch))} if self.weighted else loss
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
+        assert (outputs is None) == (batch is None)
         self.ends.append((batch_idx, batch is None))
 
     def configure_optimizers(self):
@@ -62,11 +63,11 @@ def gather(weight):
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
-def train_with_none(names, ranks=1, strategy="auto"):
+def train_with_none(names, ranks=1, strategy="auto", **flags):
     differences = {}
     for name, k, weighted in itertools.product(names, (1, 3), (False, True)):
         task, broken = Task(weighted), BROKEN[name]
-        fitter = trainer(accumulate_grad_batches=k, devices=ranks, strategy=strategy)
+        fitter = trainer(accumulate_grad_batches=k, devices=ranks, strategy=strategy, **flags)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fitter.fit(task, DataLoader(range(48), 4, collate_fn=collate_without(broken)))
@@ -74,15 +75,33 @@ def train_with_none(names, ranks=1, strategy="auto"):
         missed = sum(is_none for _, is_none in task.ends)
         assert len(task.ends) == 24 // ranks
         assert bool(missed) == any("yielded None instead of a batch" in str(w.message) for w in caught)
-        if not (weighted and ranks > 1 and name != "some" and k == 1):  # weights of 0 everywhere are a step of zero
-            assert fitter.global_step == steps
-            differences[name, k, weighted] = float((gather(task.net.weight) - weight).abs().max())
+        assert fitter.global_step == steps
+        differences[name, k, weighted] = float((gather(task.net.weight) - weight).abs().max())
     return differences
 
 
 @pytest.mark.guarantee
-def test_a_batch_that_is_none_leaves_the_mean_of_the_others():
-    assert max(train_with_none(BROKEN).values()) < 1e-12
+@pytest.mark.parametrize("flags", [{}, {"on_nonfinite": "ignore"}, {"strategy": "fsdp"}], ids=str)
+def test_a_batch_that_is_none_leaves_the_mean_of_the_others(flags):
+    assert max(train_with_none(BROKEN, **flags).values()) < 1e-12
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+def test_a_step_without_a_loss_adds_nothing_to_its_group(strategy):
+    class Skips(Task):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx % 2 else super().training_step(batch, batch_idx)
+
+    task, reference = Skips(), Task()
+    optimizer = reference.configure_optimizers()
+    with pytest.warns(UserWarning, match="training_step returned None"):
+        trainer(accumulate_grad_batches=2, max_epochs=1, strategy=strategy).fit(task, DataLoader(X, 4))
+    for first in range(0, 48, 8):
+        optimizer.zero_grad()
+        (reference.training_step(X[first : first + 4], 0) / 2).backward()
+        optimizer.step()
+    assert float((gather(task.net.weight) - reference.net.weight).abs().max()) < 1e-12
 
 
 @pytest.mark.guarantee
@@ -115,7 +134,7 @@ class Reading(treadle.TaskModule):
     def __init__(self, count):
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.count, self.read, self.validated = nn.Linear(1, 1), count, [], []
+        self.net, self.count, self.read, self.validated, self.received = nn.Linear(1, 1), count, [], [], []
 
     def training_step(self, dataloader_iter):
         losses = []
@@ -125,8 +144,13 @@ class Reading(treadle.TaskModule):
             losses.append(self.net(batch).mean())
         return sum(losses) / self.count
 
+    def on_validation_batch_start(self, batch, batch_idx):
+        self.received.append(batch)
+
     def validation_step(self, dataloader_iter):
-        _, batch_idx, dataloader_idx = next(dataloader_iter)
+        batch, batch_idx, dataloader_idx = next(dataloader_iter)
+        assert batch is self.received[-1]
+        assert next(dataloader_iter, None) is None
         self.validated.append((batch_idx, dataloader_idx))
 
     def configure_optimizers(self):

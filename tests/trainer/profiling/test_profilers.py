@@ -74,6 +74,26 @@ class Notes(Profiler):
         self.events.append(("step", ""))
 
 
+@pytest.mark.parametrize("method", ["start", "stop", "step", "summary"])
+def test_a_profiler_that_fails_does_not_end_training(method, tmp_path, recwarn):
+    class Broken(Notes):
+        strict = False
+
+    def fail(self, *args):
+        raise OSError("disk full")
+
+    setattr(Broken, method, fail)
+    trainer = trainer_in(tmp_path, profiler=Broken())
+    trainer.fit(Net(), loader(), loader())
+    assert trainer.global_step == 8
+    name = "describe" if method == "summary" else method
+    warned = [str(w.message) for w in recwarn if "profiler" in str(w.message)]
+    assert warned == [f"Broken.{name} failed, so the profiler is disabled: OSError: disk full"]
+    Broken.strict = True
+    with pytest.raises(OSError, match="disk full"):
+        trainer_in(tmp_path, profiler=Broken()).fit(Net(), loader())
+
+
 # -- what the Trainer measures ------------------------------------------------------------------------------------
 
 
@@ -235,7 +255,7 @@ def test_an_action_within_itself_counts_once_in_the_total(monkeypatch):
 
 def test_wrong_calls_are_errors():
     for other in (SimpleProfiler(), AdvancedProfiler(), PyTorchProfiler()):
-        with pytest.raises(ValueError, match="stop\('b'\) was called, but no action"):
+        with pytest.raises(ValueError, match=r"stop\('b'\) was called, but no action"):
             other.stop("b")
 
 
