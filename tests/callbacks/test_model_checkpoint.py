@@ -459,7 +459,7 @@ def killed(root, name):
     original = filesystem.rename
 
     def rename(source, target):
-        if target.name == f".{name}.gone":
+        if target.name.startswith(f".{name}.") and target.name.endswith(".gone"):
             os._exit(9)
         original(source, target)
 

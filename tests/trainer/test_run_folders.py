@@ -110,7 +110,7 @@ def test_the_newest_run_is_found_again(tmp_path, make):
     time.sleep(0.02)
     newest = folder_of(fit(tmp_path, make()))
     again = fit(tmp_path, make(), "last", max_epochs=2)
-    assert again.ckpt_path.parent.parent == newest
+    assert Path(again.ckpt_path).parent.parent == newest
     assert again.global_step == 8
     assert folder_of(again) != newest
     assert fit(tmp_path, make(), "auto", max_epochs=3).global_step == 12
