@@ -410,5 +410,5 @@ def test_a_transfer_hook_of_both_the_task_and_the_data_module(recwarn):
     data = Data()
     treadle.Trainer(accelerator="cpu", max_epochs=2, **QUIET).fit(Both(), datamodule=data)
     assert data.calls == 4
-    words = "Data.on_after_batch_transfer is used, because a data module takes precedence"
+    words = "precedence, and Both.on_after_batch_transfer is not called"
     assert sum(words in str(warning.message) for warning in recwarn) == 1
