@@ -25,14 +25,14 @@ class _JoinedAgreement(Agreement):
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator.world, accelerator.strategy, accelerator.cursor)
 
-    def vote(self, weight: float | Tensor | None) -> None:
+    def vote(self, weight: float | Tensor | None, missing: int = 0) -> None:
         if self._cursor.micro is None:
             raise ValueError(
                 "inside join_uneven_inputs, backward(loss, weight=...) needs batches of a prepared DataLoader. "
                 "Otherwise, a rank that has left the loop can't contribute to the sum of the weights. Prepare the "
                 "DataLoader, or remove weight=..."
             )
-        super().vote(weight)
+        super().vote(weight, missing)
 
 
 @contextmanager
