@@ -27,9 +27,21 @@ class ModelSummary(Summary):
 
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
         self.__dict__.update(vars(summarize_model(model, max_depth)))
+        self._model = model
         self._rows = self.layers
         modules = dict(model.named_modules())
         self.layers = [row for row in self.layers if row.name in modules]  # without the model's own parameters
+
+    @property
+    def total_training_modes(self) -> dict[str, int]:
+        """Numbers of modules that are in training and in evaluation mode now, without the model itself."""
+        modes = [module.training for module in self._model.modules()][1:]
+        return {"train": modes.count(True), "eval": modes.count(False)}
+
+    @property
+    def in_sizes(self) -> list[Any]:
+        """Shapes of the modules' inputs; unknown for a call without inputs."""
+        return [size or UNKNOWN_SIZE for size in super().in_sizes]
 
     @property
     def total_layer_params(self) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.compat.fabric.utilities.seed import reset_seed
 from treadle.compat.fabric.utilities.throughput import ThroughputMonitor
-from treadle.compat.utilities.model_summary.model_summary import ModelSummary, summarize
+from treadle.compat.utilities.model_summary.model_summary import UNKNOWN_SIZE, ModelSummary, summarize
 from treadle.loggers import CSVLogger
 
 import treadle
@@ -239,3 +239,12 @@ def test_the_table_of_layers() -> None:
     assert ModelSummary(Own()).layer_names == ["net"]
     with pytest.raises(ValueError, match="max_depth"):
         ModelSummary(Own(), -2)
+
+
+def test_the_table_of_layers_has_the_modes_of_now_and_unknown_sizes() -> None:
+    task = Own()
+    summary = ModelSummary(task, max_depth=-1)
+    task.net[0].eval()
+    assert summary.total_training_modes == {"train": 2, "eval": 1}
+    summary.layers[1].in_size = []  # a call without inputs
+    assert summary.in_sizes == [UNKNOWN_SIZE] * 3
