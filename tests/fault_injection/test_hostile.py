@@ -193,6 +193,7 @@ READ_NOTHING = {
     "ProfileKwargs.__init__(output_trace_dir)": "writes",
     "ModelCheckpoint.__init__(filename)": "is a pattern of names",
     "ModelCheckpoint.format_checkpoint_name(filename)": "is a pattern of names",
+    "ModelCheckpoint.to_yaml(filepath)": "writes",
     "ModelCheckpoint.file_exists(filepath)": "is only looked for",
     "disk_offload(offload_dir)": "writes anew what it then reads",
     "load_checkpoint_in_model(offload_folder)": "is not used",

@@ -83,7 +83,7 @@ def test_an_error_is_shown_whole_with_the_users_frames_before_all_others(tmp_pat
     page = page_of(one)
     shown, folded = section(page, "What ended fit")
     message = re.search(r'<p class="error">(.*?)</p>', shown, re.DOTALL)[1]
-    place = "in fit, epoch 0, after optimizer step 3, in batch 3"
+    place = "in fit, epoch 0, after optimizer step 3, in batch 3\nthe batch: [Tensor (2, 2) float32]"
     assert html.unescape(message) == "ValueError: first line <b>\nsecond line " + "x" * 300 + "\n" + place
     frames = re.search(r"<pre>(.*?)</pre>", shown, re.DOTALL)[1]
     assert re.findall(r"in (\w+)\n", frames) == ["helper"]  # of the first cause
