@@ -83,7 +83,7 @@ class NonFiniteWatch(Callback):
                     flags[1].append((f"the gradient of {strip_compile_prefix(name)}", finite))
         world = trainer.accelerator.world
         bad_names = [_find_bad(some, world.device) for some in flags]
-        if not pl_module.automatic_optimization or world.size == 1:  # no gradient is reduced
+        if trainer.accelerator.accumulation.unreduced or world.size == 1:  # as in `no_sync`, in manual optimization
             bad_by_rank = {world.rank: bad_names[0] + bad_names[1]}
         elif world.any(any(bad_names)):
             gathered = world.gather_objects(bad_names)

@@ -377,7 +377,8 @@ class Fabric:
     def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         """Run the backward pass of a loss. The arguments are those of ``Tensor.backward``, and ``model`` is ignored."""
         run = Tensor.backward if args else None
-        self._accelerator.backward(
+        # Not `Accelerator.backward`, whose checks need the list of prepared models, which Fabric keeps empty.
+        self._accelerator.accumulation.backward(
             tensor, by=None if run is None else lambda loss, **more: run(loss, *args, **more), **kwargs
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from weakref import ref
+from weakref import proxy, ref
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +124,8 @@ class Accumulation:
         self.missing = 0
         self.unreduced = strategy.unreduced
         self.adapt_closure: Callable[[Optimizer, Callable[[], Any]], Callable[[], Any]] | None = None
-        strategy.backward_note = lambda: self.agreement.taint()
+        this = proxy(self)  # the strategy holds replicas, which are freed as soon as nothing else uses them
+        strategy.backward_note = lambda: this.agreement.taint()
         self._micro_batches = plugin.num_steps
         self._watches_backward = strategy.delays_sync
         self._delays_sync = strategy.delays_sync and not plugin.sync_each_batch

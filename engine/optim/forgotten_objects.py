@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import proxy
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,7 +30,7 @@ class LoopCheck:
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+        self._accelerator = proxy(accelerator)  # whose objects are freed as soon as it is dropped
         self.reset()
 
     def reset(self) -> None:

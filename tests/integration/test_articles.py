@@ -319,11 +319,12 @@ def test_an_error_of_torch_says_where_and_why(two, mistake, said):
 
 
 def test_an_error_in_one_process_has_its_place_and_cause_only():
-    assert error_of(train, 2, task=Task("memory")).count("\n") == 2
+    assert error_of(train, 2, task=Task("memory")).count("\n") == 3
     own = Task()
     own.training_step = lambda batch, batch_idx: 1 / 0
     assert error_of(train, 2, task=own) == (
-        "ZeroDivisionError: division by zero\nin fit, epoch 0, after optimizer step 0, in batch 0"
+        "ZeroDivisionError: division by zero\nin fit, epoch 0, after optimizer step 0, in batch 0\n"
+        "the batch: [Tensor (2, 2) float32]"
     )
 
 

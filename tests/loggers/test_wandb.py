@@ -128,7 +128,10 @@ def test_the_printed_place_of_an_offline_run_holds_it(tmp_path, capsys):
     places = dict.fromkeys(line.partition(": ")[2] for line in error.splitlines() if line.startswith("logs: "))
     rows, run = map(Path, places)
     assert (rows / "metrics.csv").exists()
-    assert Run(tmp_path, loggers[1].version).history  # the service writes its file in another process
+    end = time.monotonic() + 30  # the service writes its file in another process
+    while not Run(tmp_path, loggers[1].version).history and time.monotonic() < end:
+        time.sleep(0.1)
+    assert Run(tmp_path, loggers[1].version).history
     assert (run / f"run-{loggers[1].version}.wandb").exists()
     assert run.parent == tmp_path / "wandb"
     paths = [line.partition(": ")[2] for line in error.splitlines() if line.startswith(("report", "last checkpoint"))]

@@ -74,17 +74,8 @@ class Hooks:
         if count_arguments(hook, full, several=True) == full - 1:
             self.without_loader_index.setdefault(name, hook)
         if count_arguments(hook, full, several=False) == full - 1:
-            return self._drop_single_index(hook, kind)
+            return _drop_single_index(hook, kind, self._loader_counts)
         return hook
-
-    def _drop_single_index(self, hook: Hook, kind: str) -> Hook:
-        """Return ``hook`` in a form that omits ``dataloader_idx``, its last argument, with a single dataloader."""
-
-        @wraps(hook)
-        def call(*arguments: Any) -> Any:
-            return hook(*(arguments if self._loader_counts.get(kind, 1) > 1 else arguments[:-1]))
-
-        return call
 
     def check_loader_index(self, stage: str, loaders: int) -> None:
         """Check that the batch hooks of a stage can distinguish several dataloaders.
@@ -198,6 +189,16 @@ def count_arguments(function: Callable[..., Any], full: int, *, several: bool) -
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return full if several else max(named, full - 1)
     return named
+
+
+def _drop_single_index(hook: Hook, kind: str, loader_counts: dict[str, int]) -> Hook:
+    """Return ``hook`` in a form that omits ``dataloader_idx``, its last argument, with a single dataloader."""
+
+    @wraps(hook)
+    def call(*arguments: Any) -> Any:
+        return hook(*(arguments if loader_counts.get(kind, 1) > 1 else arguments[:-1]))
+
+    return call
 
 
 def takes_iterator(step: Callable[..., Any]) -> bool:

@@ -66,8 +66,8 @@ def test_a_script(tmp_path):
     done = script(path)
     assert done.returncode == 1
     lines = after_announcement(done.stderr)
-    assert lines[-2].startswith("RuntimeError: The size of tensor a (2) must match")
-    assert lines[-1] == "in fit, epoch 0, after optimizer step 2, in batch 2"
+    assert lines[-3].startswith("RuntimeError: The size of tensor a (2) must match")
+    assert lines[-2:] == ["in fit, epoch 0, after optimizer step 2, in batch 2", "the batch: [Tensor (2, 2) float32]"]
     shown = [line for line in lines if line.startswith("  File ")]
     assert [line.split()[-1] for line in shown] == ["<module>", "main", "training_step"]
     counted = [line for line in lines if line.startswith("  ... ")]

@@ -53,7 +53,8 @@ def fit(root, task, word="auto", data=None, saver=None, **flags):
     own = treadle.Trainer(**{"max_epochs": 1, "accelerator": "cpu", **quiet, **flags}, callbacks=callbacks)
     data = data or Data()
     own.fit(task, data, ckpt_path=word)
-    return 0 if own.ckpt_path is None else int(own.ckpt_path.name.partition("step=")[2].partition(".")[0].split("-")[0])
+    name = Path(own.ckpt_path or "step=0").name
+    return int(name.partition("step=")[2].partition(".")[0].split("-")[0])
 
 
 class Colour(enum.Enum):
@@ -234,7 +235,7 @@ def main(epochs):
     quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger"), False)
     trainer = treadle.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=ModelCheckpoint("c"), **quiet)
     trainer.fit(Task(), [torch.ones(1, 2)] * 3, ckpt_path="auto")
-    return trainer.ckpt_path and trainer.ckpt_path.name
+    return trainer.ckpt_path and trainer.ckpt_path.rpartition("/")[2]
 
 if __name__ == "__main__":
     print("began with", main(int(sys.argv[1])))
