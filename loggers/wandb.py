@@ -189,7 +189,9 @@ class WandbLogger(Logger):
                 )
             return run
         os.makedirs(self._save_dir, exist_ok=True)  # W&B would write to a temporary directory instead
-        options = {"project": self._project, "name": self._requested["name"], "id": self.version, "dir": self._save_dir}
+        # Absolute, because W&B's service, which writes the files, keeps the working directory in which it was started.
+        directory = os.path.abspath(self._save_dir)
+        options = {"project": self._project, "name": self._requested["name"], "id": self.version, "dir": directory}
         if wandb.run is not None:
             options["reinit"] = "create_new"  # the default would return the active run, which was not requested
         run = wandb.init(**{**options, **self._options})
