@@ -33,7 +33,7 @@ class ModelSummary(Summary):
         self.layers = [row for row in self.layers if row.name in modules]  # without the model's own parameters
 
     @property
-    def total_training_modes(self) -> dict[str, int]:
+    def total_training_modes(self) -> dict[str, int]:  # type: ignore[override]  # those of now
         """Numbers of modules that are in training and in evaluation mode now, without the model itself."""
         modes = [module.training for module in self._model.modules()][1:]
         return {"train": modes.count(True), "eval": modes.count(False)}

@@ -627,7 +627,7 @@ def _make_directory_error(name: str) -> str:
 def _resolve_source(name: str, project: ProjectConfiguration) -> Source:
     tracker_class = LOGGER_TYPE_TO_CLASS.get(name)
     if tracker_class is not None and tracker_class not in _BUILT_IN:
-        return _resolve_registered(tracker_class, project)
+        return _resolve_registered(tracker_class, project)  # type: ignore[arg-type]  # a class of the user
     package = _LOGGERS[name]
     if package:
         require(f"log_with={name!r}", package, extra=_EXTRAS.get(name, name))

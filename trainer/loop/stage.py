@@ -125,7 +125,7 @@ class Stage:
                 finally:
                     failure = self.failure
                     exiting = isinstance(failure, SystemExit) and not isinstance(failure, Preempted)
-                    mark_stage(running=False, exiting=exiting and not failure.code)
+                    mark_stage(running=False, exiting=exiting and not getattr(failure, "code", None))
 
     def _set_up(self) -> tuple[Hooks, Sources]:
         trainer, task, datamodule = self.trainer, self.task, self.datamodule

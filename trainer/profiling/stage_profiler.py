@@ -193,8 +193,9 @@ def begin(trainer: Trainer, hooks: Hooks, stage: str) -> None:
 
 def measured_in(trainer: Trainer, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function``, measured by the Trainer's profiler; unchanged without a profiler."""
-    without = isinstance(trainer.profiler, PassThroughProfiler) or trainer.profiled is None
-    return function if without else measured(trainer.profiled.profiler, action, function)
+    if isinstance(trainer.profiler, PassThroughProfiler) or trainer.profiled is None:
+        return function
+    return measured(trainer.profiled.profiler, action, function)
 
 
 def measured(profiler: Profiler, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
