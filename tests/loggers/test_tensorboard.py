@@ -28,7 +28,8 @@ def scalars(path: str | os.PathLike[str] | None, tag: str) -> list[tuple[int, fl
 
 def put_in_order(path: str, place: int) -> None:
     """Rename the newest file: they are read in the order of names, which tell seconds, and end with .9, .10, ..."""
-    newest = max(Path(path).glob("events.*"), key=lambda file: file.stat().st_mtime_ns)
+    files = (file for file in Path(path).glob("events.*") if file.suffix != ".hparams")  # which stays the first one
+    newest = max(files, key=lambda file: file.stat().st_mtime_ns)
     newest.rename(newest.with_name(f"events.out.tfevents.{place:010d}"))
 
 
