@@ -60,6 +60,14 @@ def test_a_short_last_batch_compiles_nothing(options):
     assert counters["stats"]["unique_graphs"] <= whole
 
 
+class AsksForLosses(treadle.Callback):
+    """Reads the losses of the latest micro-batches, as the report and the progress bar do."""
+
+    def on_train_batch_end(self, trainer, task, *_):
+        recent = [float(loss) for loss in trainer.accelerator.agreement.recent_losses]
+        assert recent == [loss.item() for loss in task.losses[-len(recent) :]]
+
+
 @needs_gpu
 def test_logged_values_that_a_graph_has_made_are_kept():
     """The loss comes out of the graph itself, and stays in the epoch's mean."""
@@ -82,7 +90,8 @@ def test_logged_values_that_a_graph_has_made_are_kept():
             return self.net(*batch)
 
     _, plain = losses(Inside)
-    _, metrics = losses(Inside, compile={"mode": "reduce-overhead", "use_regional_compilation": False})
+    graphs = {"mode": "reduce-overhead", "use_regional_compilation": False}
+    _, metrics = losses(Inside, compile=graphs, enable_progress_bar=True, callbacks=AsksForLosses())
     assert metrics == pytest.approx(plain, rel=1e-3)
 
 

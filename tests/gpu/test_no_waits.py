@@ -54,6 +54,39 @@ def test_a_trainers_steps(flags, tmp_path, monkeypatch):
     assert watch.watched == 42
 
 
+class Manual(Task):
+    """Steps an optimizer that the Trainer was never shown, or the prepared one."""
+
+    automatic_optimization = False
+
+    def __init__(self, own):
+        super().__init__()
+        self.own = torch.optim.AdamW(self.parameters(), lr=0.01) if own else None
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.own or self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return None if self.own else super().configure_optimizers()
+
+
+@needs_gpu
+@pytest.mark.parametrize("own", [False, True], ids=["prepared", "own"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_manual_steps(own, precision, tmp_path):
+    watch, task = NoWaits(50), Manual(own)
+    run = trainer(callbacks=watch, precision=precision, default_root_dir=tmp_path)
+    run.fit(task, loader(50))
+    assert watch.watched == 42
+    assert run.global_step == 50
+    assert task.losses[-1] < task.losses[0]
+
+
 @needs_gpu
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_an_own_loops_steps(accumulate):

@@ -150,7 +150,8 @@ def test_set_seed_makes_matrix_products_deterministic():
 def on_default_device():
     torch.set_default_device(DEVICE)
     task = Task()
-    trainer().fit(task, DataLoader(list(loader().dataset), 4, generator=torch.Generator(DEVICE)))
+    rows = [(torch.randn(8), torch.randn(1)) for _ in range(32)]
+    trainer().fit(task, DataLoader(rows, 4, shuffle=True, generator=torch.Generator(DEVICE)))
     return [value.item() for value in task.losses]
 
 

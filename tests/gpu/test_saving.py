@@ -74,7 +74,9 @@ def test_the_slab_holds_no_more_than_the_state(tmp_path):
     optimizer.step()
     own.save_state(tmp_path / "c", blocking=False)
     own.finish_saving()
-    buffers = own.checkpointer.host_copies._buffers.values()
+    on_device = ("model.safetensors", "optimizer.safetensors")  # random states are on the host already
+    places = own.checkpointer.host_copies._buffers.items()
+    buffers = [buffer for (file, _), buffer in places if file in on_device]
     held = {buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes() for buffer in buffers}
     state = 3 * sum(parameter.nbytes for parameter in net.parameters())
     assert sum(held.values()) < 1.01 * state

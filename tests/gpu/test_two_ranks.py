@@ -1,8 +1,10 @@
 """Two ranks on one GPU, over gloo: nccl refuses two ranks of one device. On the CPU the same two ranks."""
 
+import os
+
 import pytest
 import torch
-from gpus import CUDA, DEVICE, VISIBLE, Net, accelerator, are_equal, loader, needs_gpu, weights
+from gpus import CUDA, DEVICE, VISIBLE, Net, accelerator, are_equal, loader, needs_gpu, trainer, weights
 from processes import run
 from torch import nn
 from torchmetrics import MeanMetric
@@ -15,11 +17,13 @@ from treadle.utils import InitProcessGroupKwargs
 PLACES = VISIBLE
 
 
-def open_rank(**options):
-    import os
+def open_as_a_machine_of_its_own():
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=os.environ["RANK"], GROUP_WORLD_SIZE="2")
 
+
+def open_rank(**options):
     if CUDA:
-        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=os.environ["RANK"], GROUP_WORLD_SIZE="2")
+        open_as_a_machine_of_its_own()
     return accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **options)
 
 
@@ -40,13 +44,14 @@ def by_hand():
     torch.manual_seed(0)
     net = Net().to(DEVICE)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    batches = list(loader(8, 4))
+    batches, norms = list(loader(8, 4)), []
     for first, second in zip(batches[::2], batches[1::2], strict=True):
         x, y = (torch.cat(pair).to(DEVICE) for pair in zip(first, second, strict=True))
         nn.functional.mse_loss(net(x), y).backward()
+        norms.append(nn.utils.get_total_norm(p.grad for p in net.parameters()).item())
         optimizer.step()
         optimizer.zero_grad()
-    return weights(net)
+    return weights(net), norms
 
 
 @pytest.mark.parametrize(
@@ -65,8 +70,49 @@ def test_two_ranks_train_as_one_process_does(options, tolerance):
     (first, device), (second, _) = run(trained, 2, options, env=PLACES)
     assert device == str(DEVICE)
     assert are_equal(first, second)
-    for name, value in by_hand().items():
+    for name, value in by_hand()[0].items():
         torch.testing.assert_close(first[name], value, rtol=tolerance, atol=tolerance)
+
+
+class Manual(treadle.TaskModule):
+    """Keeps its optimizer to itself, and clips by torch's own function."""
+
+    automatic_optimization = False
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+        self.own = torch.optim.SGD(self.parameters(), lr=0.05)
+        self.norms = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.manual_backward(nn.functional.mse_loss(self.net(x), y))
+        self.norms.append(nn.utils.clip_grad_norm_(self.parameters(), 1e6).item())
+        self.own.step()
+        self.own.zero_grad()
+
+    def configure_optimizers(self):
+        return None
+
+
+def stepped_by_hand():
+    open_as_a_machine_of_its_own()
+    torch.manual_seed(0)
+    task = Manual()
+    strategy = DDP(process_group_backend="gloo")
+    trainer(strategy=strategy, num_nodes=2, use_distributed_sampler=True).fit(task, loader(8, 4))
+    return weights(task.net), task.norms
+
+
+def test_gradients_of_manual_steps_are_those_of_the_joint_batch():
+    (first, norms), (second, others) = run(stepped_by_hand, 2, env=PLACES)
+    assert are_equal(first, second)
+    assert norms == others
+    expected, joint = by_hand()
+    assert norms == pytest.approx(joint, rel=1e-5)
+    for name, value in expected.items():
+        torch.testing.assert_close(first[name], value, rtol=1e-5, atol=1e-5)
 
 
 def exchanged():
