@@ -309,8 +309,8 @@ def iterate_in_process(loader: DataLoader[Any]) -> Iterator[Any]:
     It omits the profiler marks that torch's iterator records for each batch, which take time in each step.
     """
     # The seed for workers that do not exist: torch draws it in any case, so it is drawn here too; otherwise the order
-    # would differ.
-    torch.empty((), dtype=torch.int64, device="cpu").random_(generator=loader.generator)
+    # would differ. And on the default device, as torch does, which is where the loader's generator has to be.
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
     return _generate_batches(loader)
 
 
