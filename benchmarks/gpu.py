@@ -9,9 +9,9 @@ Cases: `mlp`, whose steps are bound by launches; `gpt2`, 124 M parameters in bf1
 asynchronous checkpoint takes from the training.
 
 Every arm trains the same model on the same batches from the same start, and its first losses must be those of the raw
-loop, or the program ends with status 1 and the arm's name. The arms take turns (raw, A, B, ..., raw, A, B, ...), so other
-load of the machine affects all of them. A ratio is the median of the ratios to the raw loop of the same round; above 1
-an arm is faster. The clock runs between two steps, with a device sync at both.
+loop, or the program ends with status 1 and the arm's name. The arms take turns (raw, A, B, ..., raw, A, B, ...), so
+other load of the machine affects all of them. A ratio is the median of the ratios to the raw loop of the same round;
+above 1 an arm is faster. The clock runs between two steps, with a device sync at both.
 
 The raw loop is written for speed: pinned batches that are copied without waiting, fused AdamW. The others get a plain
 AdamW and a plain DataLoader, and choose their own settings.
@@ -41,6 +41,7 @@ from overhead import CHECKED_STEPS, OFF, environment, installed, silence
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from treadle.strategies import FSDP
+from treadle.strategies.distributed.current import disconnect
 
 import treadle
 
@@ -277,8 +278,6 @@ def raw(case: Case) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    if case.sharded:
-        dist.destroy_process_group()
 
 
 def shard_by_hand(model: Any) -> nn.Module:
@@ -407,7 +406,7 @@ ARMS = [
 
 def make_cases(tiny: bool) -> dict[str, list[Case]]:
     if tiny:
-        mlp, images, rounds, warmup, steps = MLP, (3, 32, 32), 1, 1, 2
+        mlp, images, rounds, warmup, steps = MLP, (3, 32, 32), 2, 1, 2
         gpt = {"layers": 3, "width": 32, "heads": 4, "vocabulary": 64}
         llama, batch, length, image_batch, width = dict(gpt), 2, 16, 4, 16
     else:
@@ -483,6 +482,9 @@ def take_turn(arm: Arm, case: Case) -> Round:
     clock = Clock(case)
     with silence():
         arm.run(case)
+    disconnect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     clock.losses, losses = [], torch.stack(clock.losses).float().cpu()
     if not clock.seconds or clock.calls != case.warmup + case.steps + 1:
         sys.exit(f"{case.name}, {arm.name}: {clock.calls} steps, where {case.warmup + case.steps + 1} were asked for")
