@@ -71,11 +71,15 @@ def no_process_group_is_left():
     disconnect()
 
 
-@pytest.fixture(autouse=True)
-def environment_is_left_as_it_was():
-    """What a run or a package sets would be with all tests that follow, whose ranks then could not be forked."""
+def restore_environment():
     before = dict(os.environ)
     yield
     for name in [name for name in os.environ if name not in before]:
         del os.environ[name]
     os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
+# What a run or a package sets would be with all tests that follow, whose ranks then could not be forked. Per module,
+# too, for what a module's own fixtures run.
+environment_is_left_as_it_was = pytest.fixture(autouse=True)(restore_environment)
+environment_of_a_module = pytest.fixture(autouse=True, scope="module")(restore_environment)
