@@ -162,6 +162,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         *,
         save_trainable_only: bool = False,
         async_save: bool = False,
+        format: str | None = None,
     ) -> None:
         pause = train_time_interval
         interval = None if pause is None else parse_duration("train_time_interval", pause, zero=True)
@@ -192,6 +193,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self.save_on_train_epoch_end = None if at_end is None else check_bool("save_on_train_epoch_end", at_end)
         self.enable_version_counter = check_bool("enable_version_counter", enable_version_counter)
         self.async_save = check_bool("async_save", async_save)
+        self.format = None if format is None else choose("format", format, ("file", "directory"))
         self._clock = None if interval is None else AgreedInterval(interval)
         self._triggered_step = 0
         self._save_requested = False  # a trigger has fired, and the save is pending
@@ -381,7 +383,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             path = self._agree_on_path(trainer, values, replaced, last=bool(self.save_last))
         if self.save_last:
             self._top_k.last_model_path = path
-        trainer.save_checkpoint(path, self.save_weights_only, trainable_only=self.save_trainable_only)
+        self._save_checkpoint(trainer, path)
         self._top_k.saved_step = progress.step
         return path
 
@@ -401,7 +403,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             last.amend(self, last_model_path=path)
         else:
             path = self._choose_path(trainer, values, last.step)
-        last.save(as_path(path), self.save_weights_only, self.save_trainable_only)
+        last.save(as_path(path), self.save_weights_only, self.save_trainable_only, self.format)
         self._top_k.saved_step = last.step
         announce(f"{type(exception).__name__}: the run as of optimizer step {last.step} is saved as {path}")
 
@@ -493,6 +495,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
                     trainable_only=self.save_trainable_only,
                     blocking=not self.async_save,
                     also=paths[1:],
+                    format=self.format,
                 )
             else:
                 for path in paths:
@@ -507,7 +510,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         """Save one checkpoint on all ranks. May be overridden, as in Lightning."""
-        trainer.save_checkpoint(filepath, self.save_weights_only, trainable_only=self.save_trainable_only)
+        options = {"trainable_only": self.save_trainable_only, "format": self.format}
+        trainer.save_checkpoint(filepath, self.save_weights_only, **options)
 
     def _complete_job(self, trainer: Trainer, wait: bool = False) -> None:
         """Complete a background save that has ended. With ``wait``, first wait until it ends."""

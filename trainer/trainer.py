@@ -540,16 +540,19 @@ class Trainer(LightningAliases, Copyable):
         trainable_only: bool = False,
         blocking: bool = True,
         also: Sequence[str | Path] = (),
+        format: str | None = None,
     ) -> None:
         """Save a checkpoint of the task and, unless ``weights_only`` is True, of the run. Call it on all processes.
 
         Args:
-            filepath: Path or URL of the checkpoint, which is a directory.
+            filepath: Path or URL of the checkpoint.
             weights_only: Omit all state that is needed only to resume the run, such as the optimizer state. After a
                 stage other than ``fit``, this state is always omitted. Default: False.
             trainable_only: Omit frozen weights; see `Accelerator.save_state`. Default: False.
             blocking: Wait until the checkpoint is written; see `Accelerator.save_state`. Default: True.
             also: Further paths for copies of the checkpoint; see `Accelerator.save_state`. Default: none.
+            format: ``"file"``: a file that ``torch.load`` and Lightning open too. ``"directory"``: several files.
+                Default: a file where one is possible, see `ModelCheckpoint`.
 
         Raises:
             ValueError: If there is no task, or the run cannot be saved at this moment; see also
@@ -563,7 +566,7 @@ class Trainer(LightningAliases, Copyable):
             )
         check_places("save_checkpoint", {"filepath": filepath}, also)
         with self.preemption.holding_interrupts():
-            self.checkpointer.save(self.task, [filepath, *also], weights_only, trainable_only, blocking)
+            self.checkpointer.save(self.task, [filepath, *also], weights_only, trainable_only, blocking, format)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank zero, without disturbing the progress bar.

@@ -29,7 +29,8 @@ from pathlib import Path
 
 from ...strategies.processes import IDENTITY, has_ended, identify_process, is_unfinished
 from . import filesystem
-from .manifest import MANIFEST, read_manifest, verify
+from .manifest import MANIFEST, is_checkpoint, read_manifest, verify
+from .one_file import is_checkpoint_file, is_replaceable_file
 
 UNFINISHED = "unfinished.json"
 """Name of the file that marks a directory whose checkpoint is not complete yet or is being deleted."""
@@ -42,6 +43,7 @@ BESIDE = re.compile(
 Releases without ``writer`` in the names have left some, whose processes count as ended.
 """
 
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
 _TRIES = 100
 """Number of times that another run may put its own version of a checkpoint in place during a replacement."""
 _PAUSE = 0.02  # seconds
@@ -91,7 +93,7 @@ def list_versions(target: Path, *kinds: str) -> list[tuple[Path, str]]:
 def check_target(target: Path) -> None:
     """Raise a ValueError if a checkpoint must not be written to a path; see `store.check_target`."""
     for _ in range(5):
-        if not os.path.lexists(target) or os.path.isfile(target / MANIFEST) or is_empty(target):
+        if not os.path.lexists(target) or is_checkpoint(target) or is_empty(target) or is_replaceable_file(target):
             return
         time.sleep(_PAUSE)  # another run may be replacing it
     raise ValueError(f"{target} exists and is not a checkpoint, so it isn't replaced. Move it, or save elsewhere.")
@@ -104,23 +106,24 @@ def swap_in(staging: Path, target: Path) -> None:
     permits. A later failure only causes a warning.
     """
     aside = _choose_unused(target, "old")
-    manifest = filesystem.mark(staging / MANIFEST)
+    manifest, put = _mark(staging), filesystem.replace if staging.is_file() else filesystem.rename
     try:
         for attempt in range(_TRIES):
             if os.path.lexists(aside):  # by the attempt before
                 aside = _choose_unused(target, "old")
-            _set_aside(target, aside)
+            if not (staging.is_file() and target.is_file()):  # otherwise the previous file is replaced as one operation
+                _set_aside(target, aside)
             try:
-                filesystem.rename(staging, target)
+                put(staging, target)
                 break
             except OSError as error:  # another run has put its version in place since
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or attempt == _TRIES - 1:
+                if error.errno not in _TAKEN or attempt == _TRIES - 1:
                     raise
         filesystem.fsync(target.parent)
         _saved[target] = manifest
     except OSError:  # a save that is not certain does not count; a rename may have happened and still have failed
         with suppress(OSError):
-            if not os.path.lexists(staging):
+            if not os.path.lexists(staging) and (os.path.lexists(aside) or _is_folder(target)):
                 filesystem.rename(target, staging)
             if os.path.lexists(aside) and not os.path.lexists(target):
                 filesystem.rename(aside, target)
@@ -197,7 +200,7 @@ def await_swap(path: Path, directories: Iterable[Path]) -> list[tuple[Path, Path
             (directory, old, writer)
             for directory in directories
             for old, writer in list_versions(directory, "old")
-            if os.path.isfile(old / MANIFEST)
+            if is_checkpoint(old)
         ]
         # One of this process may be in progress in another thread.
         waits = any(writer == identify_process() or _is_in_use(old, writer) for _, old, writer in versions)
@@ -247,7 +250,7 @@ def recover(target: Path) -> list[str]:
             if is_staged(path):
                 done.append(f"{target}: removed a checkpoint that was never completed")
                 filesystem.delete(path, first=MANIFEST)
-        elif path.suffix == ".old" and os.path.isfile(path / MANIFEST):
+        elif path.suffix == ".old" and is_checkpoint(path):
             done.append(finish(target, path))
         elif retire(path, target) and path.suffix == ".gone":
             done.append(f"{target}: finished deleting it")
@@ -260,18 +263,14 @@ def take_away(path: Path) -> None:
     Raises:
         ValueError: See `store.remove`.
     """
-    listed_files = {*read_manifest(path).names, MANIFEST, UNFINISHED}
+    manifest = read_manifest(path)
+    listed_files = {*manifest.names, MANIFEST, UNFINISHED}
     if problem := explain_replaced(path, path):
         raise ValueError(problem)
     for gone, writer in list_versions(path, "gone"):
         if not _is_in_use(gone, writer):
             retire(gone, path)
-    if others := list(_find_foreign_entries(path, listed_files)):
-        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
-        raise ValueError(
-            f"{path} contains files that do not belong to the checkpoint ({', '.join(others[:5])}{more}), so it isn't "
-            "deleted. Move them elsewhere, or delete the directory yourself."
-        )
+    check_no_foreign_files(path, listed_files, "deleted")
     gone = _choose_unused(path, "gone")
     try:
         filesystem.rename(path, gone)
@@ -283,7 +282,23 @@ def take_away(path: Path) -> None:
         raise ValueError(problem)
     _saved.pop(path, None)
     filesystem.fsync(path.parent)
-    _clear(gone, listed_files)
+    if manifest.records is not None:
+        filesystem.unlink(gone)
+    else:
+        _clear(gone, listed_files)
+
+
+def check_no_foreign_files(path: Path, listed_files: Collection[str], action: str) -> None:
+    """Raise a ValueError if a checkpoint's directory contains files that do not belong to it.
+
+    ``action`` is what must not happen to the checkpoint, such as ``"deleted"``.
+    """
+    if others := list(_find_foreign_entries(path, listed_files)):
+        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
+        raise ValueError(
+            f"{path} contains files that do not belong to the checkpoint ({', '.join(others[:5])}{more}), so it isn't "
+            f"{action}. Move them elsewhere, or delete the directory yourself."
+        )
 
 
 def explain_replaced(path: Path, place: Path) -> str:
@@ -292,7 +307,7 @@ def explain_replaced(path: Path, place: Path) -> str:
     ``place`` is where the checkpoint currently is.
     """
     with suppress(FileNotFoundError):
-        if path in _saved and _saved[path] != filesystem.mark(place / MANIFEST):
+        if path in _saved and _saved[path] != _mark(place):
             return (
                 f"{path} was saved by this run, and another run has replaced it since. Use a separate directory for "
                 "the checkpoints of each run."
@@ -308,7 +323,7 @@ def retire(path: Path, target: Path) -> bool:
     """
     if not _is_left(path):
         return False
-    if path.is_symlink():  # its target belongs to the user
+    if path.is_symlink() or path.is_file():  # a link's target belongs to the user
         filesystem.unlink(path)
         return True
     listed_files = _read_listed_files(path, target)
@@ -318,6 +333,11 @@ def retire(path: Path, target: Path) -> bool:
         _carry_over(path, target, listed_files)
     _clear(path, listed_files)
     return True
+
+
+def _mark(path: Path) -> filesystem.Mark:
+    """Return the mark that tells one save of a checkpoint from another."""
+    return filesystem.mark(path / MANIFEST if _is_folder(path) else path)
 
 
 def is_empty(path: Path) -> bool:
@@ -340,11 +360,13 @@ def is_whole(path: Path, digests: bool = False) -> bool:
 
 
 def is_staged(path: Path) -> bool:
-    """Return whether the path is a directory that a save may have created.
+    """Return whether the path is a file or directory that a save may have created.
 
     Such a directory is empty, or contains a file that is named like a checkpoint's own files.
     """
     with suppress(OSError):
+        if path.is_file():
+            return is_checkpoint_file(path) or not path.stat().st_size
         names = os.listdir(path) if _is_folder(path) else None
         return names is not None and (
             not names or any(filesystem.FILE.fullmatch(name) and os.path.isfile(path / name) for name in names)
@@ -355,7 +377,7 @@ def is_staged(path: Path) -> bool:
 def _is_left(path: Path) -> bool:
     if not os.path.lexists(path):  # the usual case, and faster to check than its content
         return False
-    return is_empty(path) or any(os.path.isfile(path / name) for name in (MANIFEST, UNFINISHED))
+    return is_empty(path) or is_checkpoint(path) or os.path.isfile(path / UNFINISHED)
 
 
 def _is_folder(path: Path) -> bool:

@@ -6,8 +6,8 @@ import os
 import socket
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from . import save as snapshot
 from .async_save import Copying, HostCopies, Job
 from .manifest import Manifest
 from .model_check import FrozenWeights
+from .one_file import Layout, lay_out
 from .open_checkpoint import OpenCheckpoint, open_together
 from .parts import Files
 from .safetensors_file import UnreadTensor
@@ -114,8 +115,13 @@ class Checkpointer:
         trainable_only: bool = False,
         blocking: bool = True,
         also: Sequence[str | os.PathLike[str]] = (),
+        document: Callable[[Container[str]], dict[str, Any]] | None = None,
     ) -> AnyPath:
-        """Save all prepared and registered objects; see `Accelerator.save_state`."""
+        """Save all prepared and registered objects; see `Accelerator.save_state`.
+
+        If ``document`` is given, the checkpoint is one file, in which other programs find the dict that it returns on
+        rank zero for the names of the weights that are left out. The caller has asked `explain_directory`.
+        """
         if not safe_serialization:
             raise ValueError(
                 "save_state(safe_serialization=False) is not supported: checkpoints are safetensors and JSON, never "
@@ -143,13 +149,16 @@ class Checkpointer:
         with snapshot.discard_on_failure(accelerator, targets[0]), world.together():
             frozen = self.find_frozen(world) if trainable_only else ()
             files = snapshot.collect(accelerator, targets[0], parts or {}, weights_only, frozen)
+            layout: Layout | Literal[False] | None = False if document is None else None
+            if document is not None and world.is_main:
+                layout = lay_out(files, document(frozen[0] if frozen else ()))
             if not blocking:
                 optimizer_files = snapshot.select_optimizer_files(files)
                 optimizers = [prepared.optimizer for prepared in accelerator.optimizers]
                 files, copying = self.host_copies.copy_tensors(files, optimizer_files, optimizers)
         if numbering is not None:
             numbering.iteration += 1
-        self._publish(targets, files, info, numbering, copying)
+        self._publish(targets, files, info, numbering, copying, layout)
         return targets[0]
 
     def _publish(
@@ -159,6 +168,7 @@ class Checkpointer:
         info: dict[str, Any],
         numbering: ProjectConfiguration | None,
         copying: Copying | None,
+        layout: Layout | Literal[False] | None,
     ) -> None:
         """Write and commit the checkpoint at each target, then delete old checkpoints.
 
@@ -168,7 +178,7 @@ class Checkpointer:
 
         def publish(world: World) -> None:
             for target in targets:
-                snapshot.publish(world, target, files, info, hooked)
+                snapshot.publish(world, target, files, info, hooked, layout)
             if numbering is not None and numbering.total_limit is not None:
                 with world.together():
                     if world.is_main:
@@ -185,6 +195,19 @@ class Checkpointer:
             publish(world)
 
         self.saving = Job(work)
+
+    def explain_directory(self, target: AnyPath) -> str:
+        """Return the reason why a checkpoint must be a directory; "" if it can be one file."""
+        accelerator = self._accelerator
+        if isinstance(target, RemotePath):
+            return f"{target} is a URL, where a checkpoint consists of several objects"
+        if accelerator.strategy.sharded:
+            return f"strategy={accelerator.strategy.name!r} writes the shards of each process to a file of its own"
+        if any(accelerator.strategy.keeps_apart(prepared.optimizer) for prepared in accelerator.optimizers):
+            return "each process writes its shard of the optimizer's state to a file of its own"
+        if self.save_hooks:
+            return "a hook of register_save_state_pre_hook may add files"
+        return ""
 
     def poll_saving(self) -> bool:
         """Return True if no asynchronous save is in progress. Raise the error of a save that failed."""

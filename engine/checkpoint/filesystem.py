@@ -75,7 +75,7 @@ def mkdir(path: Path) -> None:
 
 def write_bytes(path: Path, data: bytes) -> Entry:
     """Write or overwrite a file, and return its entry for a manifest."""
-    with _name_file_in_errors(path):
+    with name_file_in_errors(path):
         path.write_bytes(data)
     return {"bytes": len(data), DIGEST: xxh3_128(data).hexdigest()}
 
@@ -88,7 +88,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str
     """
     size, pieces = serialize_tensors(tensors, notes)
     digested = Digested(pieces)
-    with _name_file_in_errors(path), path.open("wb", buffering=2**20) as file:
+    with name_file_in_errors(path), path.open("wb", buffering=2**20) as file:
         for piece in digested:
             file.write(piece)
     return digested.make_entry(size)
@@ -120,9 +120,7 @@ def serialize_tensors(tensors: Mapping[str, Whole], notes: dict[str, str]) -> tu
     def iterate() -> Iterator[Piece]:
         yield text
         for name in names:
-            data = _view_bytes(tensors[name][...])
-            for start in range(0, len(data), _PIECE):
-                yield data[start : start + _PIECE]
+            yield from split_tensor(tensors[name][...])
 
     return len(text) + end, iterate()
 
@@ -145,7 +143,7 @@ class Digested:
 
 
 @contextmanager
-def _name_file_in_errors(path: Path) -> Iterator[None]:
+def name_file_in_errors(path: Path) -> Iterator[None]:
     """Return a context that adds the file's name to an OSError that lacks it."""
     try:
         yield
@@ -154,9 +152,12 @@ def _name_file_in_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def _view_bytes(tensor: torch.Tensor) -> memoryview:
+def split_tensor(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in pieces of at most 4 MiB, after a copy to the host if it is on a device."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return memoryview(view_bytes(plain).numpy())  # type: ignore[arg-type]
+    data = memoryview(view_bytes(plain).numpy())  # type: ignore[arg-type]
+    for start in range(0, len(data), _PIECE):
+        yield data[start : start + _PIECE]
 
 
 def fsync(path: Path) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 from ...common.remote_path import AnyPath, RemotePath, as_path
 from . import filesystem
 from .json_codec import decode, encode
+from .one_file import Records, is_checkpoint_file, list_checked, read_manifest_record
+from .one_file import check as check_records
 
 FORMAT = 1
 """Version of the format, written into every manifest. `read_manifest` rejects a higher version."""
@@ -39,6 +41,8 @@ class Manifest:
         sequence: Number that orders checkpoints of the same step by commit.
         others: Entries of files that hooks wrote, by path, such as ``unet/config.json``.
         folder: The folder in the checkpoint that contains all these files; empty if they are next to the manifest.
+        records: The records of a checkpoint that is one file, among which ``files`` are distributed; None for a
+            directory.
         source: The content of the manifest's file; empty if it was not read from a file.
     """
 
@@ -52,6 +56,7 @@ class Manifest:
     sequence: int = 0
     others: dict[str, dict[str, Any]] = field(default_factory=dict)
     folder: str = ""
+    records: Records | None = None
     source: bytes = field(default=b"", repr=False, compare=False)
 
     @property
@@ -71,11 +76,13 @@ class Manifest:
         sequence: int,
         others: dict[str, dict[str, Any]] | None = None,
         folder: str = "",
+        records: Records | None = None,
     ) -> "Manifest":
         """Return the manifest for the arguments of `commit`. Counts that ``info`` omits get their defaults."""
         info = {"step": 0, "epoch": 0, "samples": 0, "world_size": 1, **info}
         counts = {name: info[name] for name in _COUNTS}
-        return cls(**counts, files=files, info=info, sequence=sequence, others=others or {}, folder=folder)
+        places: dict[str, Any] = {"others": others or {}, "folder": folder, "records": records}
+        return cls(**counts, files=files, info=info, sequence=sequence, **places)
 
     def to_json(self) -> bytes:
         """Return the content of ``manifest.json``.
@@ -94,9 +101,10 @@ class Manifest:
         counts = {name: getattr(self, name) for name in (*_COUNTS, "sequence")}
         folder = {"folder": self.folder} if self.folder else {}
         others = {"others": self.others} if self.others else {}
-        document = {"format": self.format, **counts, **folder, "files": self.files, **others, "info": info}
+        records = {} if self.records is None else {"records": self.records.to_json()}
+        document = {"format": self.format, **counts, **folder, "files": self.files, **others, **records, "info": info}
         _parse(document)
-        return json.dumps(document, indent=1, allow_nan=False).encode()
+        return json.dumps(document, indent=None if records else 1, allow_nan=False).encode()
 
 
 class CheckpointNotFoundError(FileNotFoundError, ValueError):
@@ -147,10 +155,18 @@ def read_source(path: AnyPath | str, name: str = MANIFEST) -> bytes:
                 f"{path}: {name} is missing, so this is not a complete checkpoint. Pass the path of a complete "
                 "checkpoint."
             ) from error
-    if not path.is_dir():
-        kind, problem = (ValueError, "is a file") if path.exists() else (CheckpointNotFoundError, "does not exist")
-        raise kind(f"{path} {problem}. A checkpoint is a directory with a {MANIFEST}. Pass such a directory.")
-    return filesystem.read_bytes(path / name, _MAX_BYTES)
+    if path.is_dir():
+        return filesystem.read_bytes(path / name, _MAX_BYTES)
+    if path.is_file():
+        return read_manifest_record(path, _MAX_BYTES)
+    kind, problem = (ValueError, "is not a file") if path.exists() else (CheckpointNotFoundError, "does not exist")
+    raise kind(f"{path} {problem}. Pass the path of a checkpoint: a file, or a directory with a {MANIFEST}.")
+
+
+def is_checkpoint(path: AnyPath | str) -> bool:
+    """Return whether a path or URL is a checkpoint, which may be damaged: a directory with a manifest, or a file."""
+    path = as_path(path)
+    return (path / MANIFEST).is_file() or (isinstance(path, Path) and is_checkpoint_file(path))
 
 
 def verify(path: Path | str, digests: bool = True) -> Manifest:
@@ -168,6 +184,9 @@ def verify(path: Path | str, digests: bool = True) -> Manifest:
 
 def check_files(path: Path, manifest: Manifest, digests: bool = True) -> None:
     """Check the files of a checkpoint whose manifest was read; see `verify`."""
+    if manifest.records is not None:
+        check_records(path, manifest.records, list(list_checked(manifest.records)) if digests else [])
+        return
     folder = path / manifest.folder
     for name, entry in manifest.files.items():
         filesystem.check_file(folder, name, entry, digests)
@@ -209,10 +228,12 @@ def _parse(document: Any) -> Manifest:
         size, digest = entry.get("bytes"), entry.get(filesystem.DIGEST)
         _require(type(size) is int and size >= 0, f"the size of {name} is not an integer of at least 0")
         _require(type(digest) is str and bool(_DIGEST.fullmatch(digest)), f"{name} has no valid digest")
+    records = Records.parse(document["records"]) if "records" in document else None
     info = decode(document.get("info"), {})
     _require(isinstance(info, dict), "it has no info")
     info = {name: counts[name] for name in _COUNTS} | info
-    return Manifest(**counts, files=files, info=info, format=version, others=others, folder=folder)
+    places: dict[str, Any] = {"others": others, "folder": folder, "records": records}
+    return Manifest(**counts, files=files, info=info, format=version, **places)
 
 
 def _require(condition: bool, rule: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,22 +13,24 @@ from ...strategies import World
 from ...strategies.processes import identify_host
 from . import filesystem, remote, store
 from .manifest import MANIFEST, CheckpointNotFoundError, Manifest, read_manifest, read_source
+from .one_file import check as check_records
+from .one_file import list_checked
 from .parts import Part, has_part, list_part_files, open_files
 
 T = TypeVar("T")
 
 
 class OpenCheckpoint:
-    """Committed checkpoint whose manifest is parsed, and whose files are opened on demand.
+    """Committed checkpoint whose manifest is parsed, and whose files or records are opened on demand.
 
     After `verify`, opening a part whose files have changed raises an error.
 
     Args:
-        path: The checkpoint's directory or URL.
+        path: The checkpoint's file, directory or URL.
         manifest: The checkpoint's manifest. Default: read from the path.
 
     Attributes:
-        path: The directory or URL.
+        path: The file, directory or URL.
         manifest: The parsed manifest of the checkpoint.
         verified: True once `verify` has succeeded.
 
@@ -55,9 +57,9 @@ class OpenCheckpoint:
 
     @property
     def folder(self) -> Path:
-        """Folder that contains the files; for a URL, the folder that they are downloaded to."""
+        """Folder that contains the files; for a URL, the folder that they are downloaded to; or the one file itself."""
         if isinstance(self.path, Path):
-            return self.path / self.manifest.folder
+            return self.path / self.manifest.folder if self.manifest.records is None else self.path
         if self._download is None:
             self._download = remote.Download(self.path, self.manifest)
         return self._download.folder
@@ -116,7 +118,7 @@ class OpenCheckpoint:
             names = list_part_files(name, self.manifest.files)
             self.fetch(names)
             self._check_marks(names)
-            self._parts[name] = open_files(self.path, self.manifest.files, name, self.folder, self)
+            self._parts[name] = open_files(self.path, self.manifest, name, self.folder, self)
         return self._parts[name]
 
     def check_unchanged(self) -> None:
@@ -156,7 +158,7 @@ class OpenCheckpoint:
         # Recorded before any rank reads: the content after a later change would not be the verified one.
         marks = _run_on_every_rank(world, self._check_and_mark)
         peers = [peer for peer, mark in enumerate(marks) if mark == marks[rank]]
-        entries = self.manifest.files | self.manifest.others
+        entries = self._list_checked()
         largest_first = sorted(entries, key=lambda name: (-entries[name]["bytes"], name))
         shares = {peer: largest_first[number :: len(peers)] for number, peer in enumerate(peers)}
         if isinstance(self.path, RemotePath):
@@ -172,11 +174,14 @@ class OpenCheckpoint:
         if isinstance(self.path, RemotePath):
             remote.check_files(self.path, self.manifest)
             return socket.gethostname(), identify_host()  # processes on one machine share downloaded files
-        names = [*self.manifest.files, *self.manifest.others]
-        self._check(names, digests=False)
-        self._marks = {name: filesystem.mark(self.folder / name) for name in names}
+        if self.manifest.records is not None:
+            self._marks, status = {"": filesystem.mark(self.path)}, self.path.stat()
+        else:
+            names = [*self.manifest.files, *self.manifest.others]
+            self._check(names, digests=False)
+            self._marks = {name: filesystem.mark(self.folder / name) for name in names}
+            status = (self.path / MANIFEST).stat()
         # The inode is not the same if each machine has a copy of its own.
-        status = (self.path / MANIFEST).stat()
         return status.st_ino, status.st_mtime_ns, status.st_size
 
     def _fetch_share(self, names: list[str]) -> Path:
@@ -191,17 +196,30 @@ class OpenCheckpoint:
                 self._download.adopt(folder, names)
             self.fetch(names)
 
+    def _list_checked(self) -> Mapping[str, filesystem.Entry]:
+        """Return the entries of all that `verify` reads: files, or records of the one file."""
+        manifest = self.manifest
+        return manifest.files | manifest.others if manifest.records is None else list_checked(manifest.records)
+
     def _check(self, names: list[str], digests: bool) -> None:
+        if self.manifest.records is not None:
+            check_records(self.folder, self.manifest.records, names)
+            return
         files, of_hooks = self.manifest.files, self.manifest.others
         for name in names:
             entry = files[name] if name in files else of_hooks[name]
             filesystem.check_file(self.folder, name, entry, digests, links=name in of_hooks)
 
     def _check_marks(self, names: list[str]) -> None:
-        for name in names if self.verified else ():
+        if not self.verified:
+            return
+        if self.manifest.records is not None:
+            names = [""]
+        for name in names:
             path = self.folder / name
             if path.exists() and filesystem.mark(path) != self._marks[name]:  # a missing file is reported elsewhere
-                raise ValueError(f"{self.path}: {name} was changed after it was verified. Load the checkpoint again.")
+                changed = f"{self.path}: {name} was" if name else f"{self.path} was"
+                raise ValueError(f"{changed} changed after it was verified. Load the checkpoint again.")
 
 
 def open_together(world: World, path: AnyPath | str | os.PathLike[str]) -> OpenCheckpoint:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...common.messages import name_type
@@ -25,8 +26,9 @@ from ...strategies.processes import note_unfinished
 from ..parameter_names import split_tied
 from . import filesystem
 from .json_codec import check_tensor, decode, encode
-from .manifest import read_manifest
-from .safetensors_file import ALIASES, OFFSETS, SHAPES, Stored, add_aliases, open_tensors
+from .manifest import Manifest, read_manifest
+from .one_file import Records, name_table, read_record
+from .safetensors_file import ALIASES, OFFSETS, SHAPES, FilePiece, Stored, add_aliases, open_tensors, read_mark
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SHARD = re.compile(r"(.+)-shard-\d{5,}")
@@ -200,14 +202,13 @@ def _report_damage(path: AnyPath, name: str) -> Iterator[None]:
         raise ValueError(f"{path}: part {name!r} is damaged: {reason}. {filesystem.RESTORE}") from error
 
 
-def open_files(
-    path: AnyPath, files: Mapping[str, filesystem.Entry], name: str, folder: Path, owner: object = None
-) -> Part:
+def open_files(path: AnyPath, manifest: Manifest, name: str, folder: Path, owner: object = None) -> Part:
     """Open one part of a checkpoint. Nothing in the files can cause an import or run code.
 
-    ``files`` contains the entries of the manifest, by file name. ``path`` is for error messages. The part keeps a
-    reference to ``owner``, so that ``folder`` is not deleted while the part exists.
+    ``folder`` contains the files; it is the file itself if the checkpoint is one. ``path`` is for error messages. The
+    part keeps a reference to ``owner``, so that ``folder`` is not deleted while the part exists.
     """
+    files, records = manifest.files, manifest.records
     names = list_part_files(name, files)
     flat = bool(_MODEL.fullmatch(name))
     if not names or (not flat and f"{name}.json" not in names):
@@ -216,14 +217,43 @@ def open_files(
             f"{path} has no part {name!r}. It contains {', '.join(parts)}. Load one of these, or use a checkpoint that "
             f"has the part {name!r}."
         )
-    for file in names:
-        filesystem.check_file(folder, file, files[file], digests=False)
-    stored, notes = open_tensors(folder / file for file in names if file.endswith(".safetensors"))
+    document: Any = None
+    with_tensors = [file for file in names if file.endswith(".safetensors")]
+    if records is not None:
+        stored, notes = _open_records(folder, records, with_tensors)
+        if not flat:
+            document = filesystem.parse_json(
+                folder / f"{name}.json", read_record(folder, records, f"treadle/{name}.json", _MAX_JSON_BYTES)
+            )
+    else:
+        for file in names:
+            filesystem.check_file(folder, file, files[file], digests=False)
+        stored, notes = open_tensors(folder / file for file in with_tensors)
+        if not flat:
+            document = filesystem.read_json(folder / f"{name}.json", _MAX_JSON_BYTES)
     if not flat:
-        document = filesystem.read_json(folder / f"{name}.json", _MAX_JSON_BYTES)
         return Part(path, name, document, stored, notes, owner)
     with _report_damage(path, name):
         return Part(path, name, None, add_aliases(stored, notes), notes, owner)
+
+
+def _open_records(path: Path, records: Records, files: list[str]) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Open the tensors of a part in a checkpoint that is one file, and return them with the part's notes."""
+    tensors: dict[str, Stored] = {}
+    notes: dict[str, str] = {}
+    with path.open("rb") as stream:
+        mark = read_mark(stream.fileno())
+    for file in files:
+        table = filesystem.parse_json(path / file, read_record(path, records, name_table(file), _MAX_JSON_BYTES))
+        with _report_damage(path, file):
+            notes = table["notes"]
+            for name, (code, shape, key) in table["tensors"].items():
+                entry, dtype, size = records.entries[f"data/{key}"], filesystem.DTYPES[code], torch.Size(shape)
+                if entry["bytes"] != size.numel() * dtype.itemsize:
+                    raise ValueError(f"tensor {name!r} does not have the size of its record")
+                tensors[name] = Stored(name, size, dtype)
+                tensors[name].add(FilePiece(path, mark, dtype, size, entry["at"], entry["bytes"]), [0] * len(shape))
+    return tensors, notes
 
 
 def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:
@@ -245,7 +275,7 @@ def read_part(path: Path | str, name: str) -> Any:
 
 def _open_alone(path: Path, name: str) -> Part:
     manifest = read_manifest(path)
-    return open_files(path, manifest.files, name, path / manifest.folder)
+    return open_files(path, manifest, name, path / manifest.folder)
 
 
 def _fold(part: str, state: Any) -> tuple[dict[str, Tensor], dict[str, str]]:

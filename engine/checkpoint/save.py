@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import Tensor, nn
 
@@ -24,9 +24,10 @@ from ..parameter_names import make_view_key, strip_compile_prefix
 from ..rng import random_state
 from . import filesystem, model_check, store
 from .json_codec import decode, encode
+from .one_file import Layout
 from .parts import Files, TensorFile, encode_part, estimate_size
 from .remote import Upload
-from .store import DiskSave
+from .store import DiskSave, FileSave
 from .train_state import (
     STATE,
     OptimizerState,
@@ -328,27 +329,47 @@ def _collect_buffers(accelerator: Accelerator) -> list[dict[str, Tensor]]:
     ]
 
 
-def publish(world: World, target: AnyPath, files: Files, info: dict[str, Any], others: bool = False) -> None:
+def publish(
+    world: World,
+    target: AnyPath,
+    files: Files,
+    info: dict[str, Any],
+    others: bool = False,
+    layout: Layout | Literal[False] | None = False,
+) -> None:
     """Write the files of `collect`, wait for all processes, and commit the checkpoint. Call it on all ranks.
+
+    ``layout`` is False for a directory. For one file, it is the layout of rank zero's tensors, and None on other ranks.
 
     If a disk operation or a request to the store fails, an earlier checkpoint remains, unless the store's response to
     the commit was lost. If someone deletes the directory during the save, it is created and written again, once.
     """
-    error, is_deleted = _write_and_commit(world, target, files, info, others)
+    error, is_deleted = _write_and_commit(world, target, files, info, others, layout)
     if any(world.gather_objects(is_deleted)) and not others:
-        error, _ = _write_and_commit(world, target, files, info, others)
+        error, _ = _write_and_commit(world, target, files, info, others, layout)
     world.raise_together(error)
 
 
 def _write_and_commit(
-    world: World, target: AnyPath, files: Files, info: dict[str, Any], others: bool
+    world: World,
+    target: AnyPath,
+    files: Files,
+    info: dict[str, Any],
+    others: bool,
+    layout: Layout | Literal[False] | None,
 ) -> tuple[Exception | None, bool]:
     """Return the error of this process, if any, and whether the reason is that its files have been deleted."""
     entries: dict[str, Any] = {}
     error: Exception | None = None
     # Before the block below, whose errors are raised together.
     name = world.broadcast(identify_process() if isinstance(target, Path) else Upload.new_folder())
-    save = DiskSave(target, name) if isinstance(target, Path) else Upload(target, name)
+    save: DiskSave | FileSave | Upload
+    if not isinstance(target, Path):
+        save = Upload(target, name)
+    elif layout is False:
+        save = DiskSave(target, name)
+    else:
+        save = FileSave(target, name, layout)
     try:
         if others and (clashing := [name for name in files if os.path.lexists(save.staging / name)]):
             raise ValueError(

@@ -1,6 +1,9 @@
 """Store that writes, commits, finds and deletes checkpoints, regardless of what their parts contain.
 
-A checkpoint is a directory of parts (see `parts`), such as ``model``, ``optimizer``, ``state``, and ``rank-00000`` for
+A checkpoint is one file (see `one_file`) or a directory. A file is written by one process to ``.last.<writer>.part``,
+fsynced and renamed to ``last``, and then the parent directory is fsynced; an earlier file is replaced by the rename.
+
+A directory consists of parts (see `parts`), such as ``model``, ``optimizer``, ``state``, and ``rank-00000`` for
 each process, and a ``manifest.json``. Tensors are stored as safetensors and other state as JSON; nothing is pickled.
 Every process writes its own files, the caller waits for all of them, and one process calls `commit`. The state of the
 disk at each stage of a save to ``last``:
@@ -23,7 +26,7 @@ import os
 import stat
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,9 @@ from ...common.remote_path import AnyPath, RemotePath, absolute, as_path
 from ...strategies.processes import forget_unfinished, note_unfinished
 from . import atomic_swap, filesystem, remote
 from .atomic_swap import UNFINISHED
-from .manifest import MANIFEST, Manifest, check_files, read_manifest, verify
+from .manifest import MANIFEST, Manifest, check_files, is_checkpoint, read_manifest, verify
+from .one_file import Layout, is_checkpoint_file
+from .one_file import write as write_one_file
 from .parts import Files, encode_part, open_part, read_part, write_files
 
 __all__ = [
@@ -46,6 +51,7 @@ __all__ = [
     "discard",
     "encode_part",
     "find_again",
+    "is_checkpoint",
     "open_part",
     "read_manifest",
     "read_part",
@@ -118,16 +124,28 @@ def commit(
     for stray in sorted(set(os.listdir(source)) - set(files)):  # left by a killed attempt, such as its manifest
         if not others:
             filesystem.delete(source / stray)
-    try:
+    with _explaining_refusal(target, source):
         filesystem.write_bytes(source / MANIFEST, data)
         filesystem.fsync(source / MANIFEST)
         if others:
             filesystem.delete(source / UNFINISHED)
         filesystem.fsync(source)
-        if problem := atomic_swap.explain_replaced(target, target):
-            warnings.warn(f"{problem} This save replaces it again.")
-        forget_unfinished(source)  # the checkpoint is complete: after a failure below, `recover` decides
-        atomic_swap.swap_in(source, target)
+        _put_in_place(source, target)
+    return target
+
+
+def _put_in_place(source: Path, target: Path) -> None:
+    if problem := atomic_swap.explain_replaced(target, target):
+        warnings.warn(f"{problem} This save replaces it again.")
+    forget_unfinished(source)  # the checkpoint is complete: after a failure below, `recover` decides
+    atomic_swap.swap_in(source, target)
+
+
+@contextmanager
+def _explaining_refusal(target: Path, source: Path) -> Iterator[None]:
+    """Return a context that deletes ``source`` and explains the error if the disk refuses an operation."""
+    try:
+        yield
     except OSError as error:
         reason = filesystem.explain_refusal(
             target.parent, error
@@ -137,7 +155,6 @@ def commit(
         if reason != error.strerror and not isinstance(error, FileNotFoundError):
             raise OSError(error.errno, f"can't save {target}: {reason}. Earlier checkpoints are kept.") from error
         raise
-    return target
 
 
 def _sync_added_files(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
@@ -243,6 +260,56 @@ class DiskSave:
             discard(self._target)
         else:
             forget_unfinished(self.staging)
+
+
+class FileSave:
+    """Save to one file, which rank zero writes with the files of all processes.
+
+    Args:
+        target: Path of the checkpoint.
+        writer: The process that commits it (`identify_process`).
+        layout: The assignment of rank zero's tensors to records; None on other ranks.
+    """
+
+    def __init__(self, target: Path, writer: str, layout: Layout | None) -> None:
+        self._target, self.staging = target, beside(target, writer)
+        self._layout = layout
+        self._files: Files = {}
+
+    def write(self, files: Files) -> Files:
+        """Return this process's files, which are small except on rank zero, for `commit`."""
+        if self._layout is None:
+            return files
+        self._files = files
+        return {}
+
+    def commit(self, files: Files, info: Mapping[str, Any], others: bool) -> None:
+        """Write the checkpoint with ``files`` of the other ranks, and put it in place; see `store.commit`."""
+        assert self._layout is not None
+        assert not others  # files of hooks need a directory
+        target, source = self._target, self.staging
+        atomic_swap.check_target(target)
+        if target.is_dir() and not atomic_swap.is_empty(target):
+            own_files = {*read_manifest(target).names, MANIFEST, UNFINISHED}
+            atomic_swap.check_no_foreign_files(target, own_files, "replaced by a file")
+        filesystem.make_directory(target.parent)
+        sequence = _find_next_sequence(target.parent)
+        with _explaining_refusal(target, source):
+            filesystem.write_bytes(source, b"")
+            note_unfinished(source)
+            write_one_file(
+                source,
+                self._layout,
+                self._files | files,
+                lambda entries, records: Manifest.build(entries, info, sequence, records=records).to_json(),
+            )
+            filesystem.fsync(source)
+            _put_in_place(source, target)
+
+    def discard(self, is_main: bool) -> None:
+        """Delete an uncommitted file. ``is_main`` is True on rank zero, which wrote it."""
+        if is_main:
+            discard(self._target)
 
 
 class CheckpointStore:
@@ -375,7 +442,7 @@ def _iterate_checkpoints(directory: Path) -> Iterator[Path]:
         path, match = directory / name, atomic_swap.BESIDE.fullmatch(name)
         if name.startswith(".") and not (match and match["kind"] == "old"):
             continue
-        if os.path.islink(path) or not os.path.isdir(path):
+        if os.path.islink(path):
             continue
         if match and atomic_swap.is_whole(directory / match["name"]):
             continue  # it is replaced, and about to be deleted
@@ -389,7 +456,7 @@ def _find_next_sequence(directory: Path) -> int:
     present = {}
     for path in _iterate_checkpoints(directory):
         with suppress(ValueError, OSError):
-            status = (path / MANIFEST).lstat()
+            status = (path / MANIFEST if path.is_dir() else path).lstat()
             version = status.st_ino, status.st_size, status.st_mtime_ns
             entry = known.get(path.name)
             if entry is None or entry[0] != version:
@@ -412,6 +479,8 @@ def _get_known_sequences(directory: Path) -> dict[str, tuple[tuple[int, ...], in
 
 
 def _looks_like_checkpoint(path: Path) -> bool:
+    if is_checkpoint_file(path):
+        return True
     with suppress(OSError):  # an unreadable directory is not a checkpoint of this run
         return os.path.isfile(path / MANIFEST) or any(
             file.endswith(".safetensors") for file in filesystem.list_names(path)

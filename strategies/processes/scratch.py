@@ -95,7 +95,7 @@ def open_scratch(job: int) -> None:
 
 
 def note_unfinished(directory: Path) -> None:
-    """Register a directory for removal if this job ends before `forget_unfinished` is called."""
+    """Register a file or directory for removal if this job ends before `forget_unfinished` is called."""
     identity = _identify(directory)
     if identity is None or directory in _unfinished:
         return
@@ -187,9 +187,14 @@ def sweep(job: int | None = None, all_ended: bool = False) -> None:
 
 
 def _remove_unfinished(directory: Path, identity: _Identity) -> None:
-    """Remove a directory, unless it no longer exists or another one has replaced it."""
-    if _identify(directory) == identity:
+    """Remove a file or directory, unless it no longer exists or another one has replaced it."""
+    if _identify(directory) != identity:
+        return
+    if directory.is_dir():
         shutil.rmtree(directory, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            directory.unlink()
 
 
 def _identify(directory: Path) -> _Identity | None:
@@ -197,7 +202,7 @@ def _identify(directory: Path) -> _Identity | None:
         status = directory.lstat()
     except OSError:
         return None
-    return (status.st_dev, status.st_ino) if stat.S_ISDIR(status.st_mode) else None
+    return (status.st_dev, status.st_ino) if stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode) else None
 
 
 def _find_link(identity: _Identity) -> Path | None:

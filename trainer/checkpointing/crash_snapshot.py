@@ -10,11 +10,12 @@ from torch import Tensor
 
 from ...common.remote_path import AnyPath
 from ...engine import Loader
-from ...engine.checkpoint import ADDED, STATE, CallbackStates, TrainState, store
+from ...engine.checkpoint import ADDED, STATE, CallbackStates, TrainState, lay_out, store
 from ...engine.checkpoint import save as snapshot
 from ...engine.metrics import metric_state, read_numbers
 from ...strategies import World
 from .before_validation import sum_parameters
+from .lightning_layout import finish_document
 from .trainer_state import collect_callback_states
 
 if TYPE_CHECKING:
@@ -163,13 +164,14 @@ class LastStep:
             return "the error occurred during a validation, while the model held other weights, such as averaged ones"
         return ""
 
-    def save(self, path: AnyPath, weights_only: bool, trainable_only: bool) -> None:
+    def save(self, path: AnyPath, weights_only: bool, trainable_only: bool, form: str | None = None) -> None:
         """Write a checkpoint of the recorded step, on rank zero without collectives.
 
         Args:
             path: Path of the checkpoint.
             weights_only: Omit everything that is needed only to resume.
             trainable_only: Omit frozen weights.
+            form: See `TrainerCheckpointer.save`. Default: None.
 
         Raises:
             ValueError: If the checkpoint must not be saved, for example because a weight is not finite.
@@ -190,7 +192,7 @@ class LastStep:
                 group.update(options)
         trainer.checkpointer.refuse_broken_weights(task, path)
         parts = trainer.checkpointer.parts(task)
-        hooked = trainer.checkpointer.call_save_hooks(task)
+        hooked = trainer.checkpointer.call_save_hooks(task, state["progress"], weights_only)
         if weights_only and hooked.added:
             parts[ADDED] = hooked.added
         with trainer.checkpointer.applying(hooked, task):
@@ -213,7 +215,10 @@ class LastStep:
         # It lacks the other processes' state, so a resume treats it as that of one process.
         info = {**snapshot.run_metadata(accelerator), **trainer.checkpointer.info(state["progress"], task)}
         info |= {"world_size": 1, "saved_by": accelerator.num_processes}
-        snapshot.publish(self._alone, path, files, info)
+        layout: Any = False
+        if trainer.checkpointer.choose_form(form, [path]):
+            layout = lay_out(files, finish_document(hooked.document(), frozen[0] if frozen else ()))
+        snapshot.publish(self._alone, path, files, info, layout=layout)
 
 
 def _copy_options(group: dict[str, Any]) -> dict[str, Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks import Callback
 from ...common.messages import warn
-from ...common.remote_path import AnyPath
+from ...common.remote_path import AnyPath, absolute
 from ...engine import isolated_random_state, random_state
 from ...engine.checkpoint import (
     ADDED,
@@ -29,6 +30,7 @@ from ...engine.checkpoint import (
 from ...engine.weights import Opened, load_opened
 from ..core import DataModule, HookedWeights, overrides, read_hook_entries, read_weights
 from . import run_identity
+from .lightning_layout import finish_document, make_document
 
 if TYPE_CHECKING:
     from ..core import TaskModule
@@ -37,12 +39,12 @@ if TYPE_CHECKING:
 
 
 class Added(dict[str, Any]):
-    """Dict that checkpoint hooks receive. Unlike Lightning's dict, it does not hold the whole checkpoint."""
+    """Dict that checkpoint hooks receive. At a load, unlike Lightning's, it does not hold the whole checkpoint."""
 
     def __missing__(self, key: str) -> Any:
         raise KeyError(
-            f"{key!r} is not available to checkpoint hooks, which get only 'state_dict', 'epoch', 'global_step', "
-            "'hyper_parameters' and the entries that hooks have added. Treadle itself saves and restores the states of "
+            f"{key!r} is not in the checkpoint. on_load_checkpoint gets only 'state_dict', 'epoch', 'global_step', "
+            "'hyper_parameters' and the entries that hooks have added, because Treadle itself restores the states of "
             "optimizers, schedulers and callbacks. To store another value, add it in on_save_checkpoint."
         )
 
@@ -54,10 +56,12 @@ class HookedState:
     Attributes:
         added: Entries that the hooks added, and the hyperparameters that they changed.
         weights: The task's state as the hooks left it; None if they did not change it.
+        document: Function that returns the dict in Lightning's layout, as the hooks left it.
     """
 
     added: dict[str, Any]
     weights: dict[str, Any] | None
+    document: Callable[[], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ class TrainerCheckpointer:
         weights_only: bool,
         trainable_only: bool = False,
         blocking: bool = True,
+        form: str | None = None,
     ) -> None:
         """Save a checkpoint of the run. Call it on all processes, between two optimizer steps.
 
@@ -120,6 +125,7 @@ class TrainerCheckpointer:
             weights_only: Omit everything that is needed only to resume.
             trainable_only: Omit frozen weights. Default: False.
             blocking: Wait until the checkpoint is written. Default: True.
+            form: ``"file"``, ``"directory"``, or None for a file where one is possible. Default: None.
 
         Raises:
             ValueError: If the run cannot be saved now, or for a reason of `Accelerator.save_state`.
@@ -139,8 +145,9 @@ class TrainerCheckpointer:
                 "current weights with weights_only=True."
             )
         accelerator.world.meet("trainer.save_checkpoint")
+        as_file = self.choose_form(form, paths)
         with accelerator.world.together():
-            hooked = self.call_save_hooks(task)
+            hooked = self.call_save_hooks(task, trainer.progress, weights_only)
         if trainer.stage is None and not accelerator.registered and not weights_only:
             warn(
                 f"{path} contains only weights, because the last stage was not fit. No run can resume from this "
@@ -151,7 +158,7 @@ class TrainerCheckpointer:
         if weights_only and hooked.added:
             parts[ADDED] = hooked.added  # otherwise it is among the callbacks' states
         with trainer.history.spending("checkpoints"), self.applying(hooked, task):
-            accelerator.save_state(
+            accelerator.checkpointer.save_state(
                 path,
                 info=self.info(trainer.progress, task),
                 parts=parts,
@@ -159,7 +166,26 @@ class TrainerCheckpointer:
                 trainable_only=trainable_only,
                 blocking=blocking,
                 also=also,
+                document=(lambda left_out: finish_document(hooked.document(), left_out)) if as_file else None,
             )
+
+    def choose_form(self, form: str | None, paths: Sequence[str | Path]) -> bool:
+        """Return whether a checkpoint is saved as one file and not as a directory.
+
+        Args:
+            form: ``"file"``, ``"directory"``, or None for a file where one is possible.
+            paths: Paths or URLs of the checkpoint.
+
+        Raises:
+            ValueError: If a file is not possible, or ``form`` is invalid.
+        """
+        if form not in (None, "file", "directory"):
+            raise ValueError(f"format={form!r} must be 'file', 'directory' or None, which chooses one.")
+        reasons = [self._trainer.accelerator.checkpointer.explain_directory(absolute(path)) for path in paths]
+        reason = next(filter(None, reasons), "")
+        if form == "file" and reason:
+            raise ValueError(f"format='file' is not possible, because {reason}. Use format=None or 'directory'.")
+        return form != "directory" and not reason
 
     def refuse_broken_weights(self, task: TaskModule, path: AnyPath) -> None:
         """Raise a ValueError if this process's shard of the weights contains NaN, or infinity in a trained parameter.
@@ -252,29 +278,34 @@ class TrainerCheckpointer:
         layouts = {name: value for callback in callbacks for name, value in callback.added_layout().items()}
         return CallbackStates(callbacks=collect_callback_states(callbacks), added=layouts)
 
-    def call_save_hooks(self, task: TaskModule) -> HookedState:
+    def call_save_hooks(self, task: TaskModule, progress: Progress, weights_only: bool) -> HookedState:
         """Call the ``on_save_checkpoint`` hooks, and return the entries they added and the weights they changed.
+
+        They receive the dict in Lightning's layout. Treadle itself restores its own records, so of the entries that
+        they change, only ``state_dict`` and ``hyper_parameters`` take effect in a run that resumes here.
 
         Args:
             task: Task whose weights the hooks receive.
+            progress: Counters of the run at the step that is saved.
+            weights_only: Omit what is needed only to resume.
         """
+        make = partial(make_document, self._trainer, task, progress, weights_only)
         hooks = self._trainer.hooks.on_save_checkpoint if self._trainer.hooks is not None else ()
         if not hooks:
-            return HookedState({}, None)
-        reserved, hparams = self._get_counts(), self._get_hparams()
+            return HookedState({}, None, make)
+        document = make()
+        reserved, hparams = {*document} - {"hyper_parameters"}, self._get_hparams()
         weights = HookedWeights(task.state_dict())
-        checkpoint = Added({**reserved, "state_dict": weights.offered})
-        if hparams:
-            checkpoint["hyper_parameters"] = dict(hparams)
+        checkpoint = Added({**document, "state_dict": weights.offered})
         for hook in hooks:
             hook(checkpoint)
-        entries = {name: value for name, value in checkpoint.items() if name not in (*reserved, "state_dict")}
+        entries = {name: value for name, value in checkpoint.items() if name not in reserved}
         if isinstance(entries.get("hyper_parameters"), Mapping):
             changed = {
                 k: v for k, v in entries.pop("hyper_parameters").items() if k not in hparams or v is not hparams[k]
             }
             entries |= {"hyper_parameters": changed} if changed else {}
-        return HookedState(entries, weights.get_edited(checkpoint))
+        return HookedState(entries, weights.get_edited(checkpoint), lambda: dict(checkpoint))
 
     @contextmanager
     def applying(self, hooked: HookedState, task: TaskModule) -> Iterator[None]:

@@ -1,0 +1,21 @@
+"""Checkpoint that is one file, in the zip format of ``torch.save``, which other programs can open too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ....common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .contents import DOCUMENT, Layout, lay_out, name_table, write
+    from .zip_reader import (
+        Records,
+        check,
+        is_checkpoint_file,
+        is_replaceable_file,
+        list_checked,
+        read_manifest_record,
+        read_record,
+    )
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

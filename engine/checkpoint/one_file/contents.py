@@ -1,0 +1,192 @@
+"""Content of a checkpoint that is one file: which records it has, and which tensors they share.
+
+The records, in this order, all in the folder ``checkpoint/`` of the zip file:
+
+===========================  ========================================================================================
+``treadle/format``           makes a truncated file recognizable
+``data.pkl``                 a dict in Lightning's layout, for ``torch.load`` and other programs. Treadle never reads it
+``.format_version``, ...     what torch's readers expect
+``data/0``, ``data/1``, ...  the bytes of each tensor, stored once although both sides name it
+``treadle/model.tensors``    for each file of tensors that a directory would have (`parts`), its tensors: dtype, shape and
+                             the number of the record in ``data``; and the notes of the file
+``treadle/state.json``, ...  the JSON files that a directory would have
+``treadle/manifest.json``    the manifest, with the position and digest of every record above
+===========================  ========================================================================================
+"""
+
+import io
+import json
+import pickle
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_128
+
+from ...parameter_names import make_view_key
+from ..filesystem import CODES, DIGEST, Entry, name_file_in_errors, split_tensor
+from .zip_reader import FIRST, MANIFEST_RECORD, Records
+from .zip_writer import ALIGNMENT, ZipWriter
+
+DOCUMENT = "document.safetensors"
+"""Name among a checkpoint's files for the tensors that only the dict for other programs contains."""
+
+_KINDS: dict[torch.dtype, type] = {
+    **{torch.float64: torch.DoubleStorage, torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage},
+    **{torch.bfloat16: torch.BFloat16Storage, torch.int64: torch.LongStorage, torch.int32: torch.IntStorage},
+    **{torch.int16: torch.ShortStorage, torch.int8: torch.CharStorage, torch.uint8: torch.ByteStorage},
+    **{torch.bool: torch.BoolStorage, torch.complex64: torch.ComplexFloatStorage},
+    torch.complex128: torch.ComplexDoubleStorage,
+}
+"""Classes by which a pickle of torch names the dtype of a storage. Newer dtypes have none."""
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """Record of a tensor's bytes, as a pickle names it."""
+
+    key: str
+    kind: type
+    count: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Assignment of tensors to records; see `lay_out`.
+
+    Attributes:
+        document: The content of ``data.pkl``.
+        places: For each record of ``data``, the file and the name of the tensor that it contains.
+        keys: For each file of tensors, the number of the record of each of its tensors, by name.
+    """
+
+    document: bytes
+    places: list[tuple[str, str]]
+    keys: dict[str, dict[str, str]]
+
+
+def lay_out(files: dict[str, Any], document: dict[str, Any]) -> Layout:
+    """Assign the tensors of a checkpoint's files and of the dict for other programs to records.
+
+    Tensors of ``document`` that are the same memory as one of ``files`` share its record. The others are added to
+    ``files`` as a further file, `DOCUMENT`. Copies of the tensors may then be written in their place.
+
+    Args:
+        files: The checkpoint's files, on which this process alone has all tensors.
+        document: The dict for other programs, of types that ``torch.load(weights_only=True)`` reads.
+    """
+    keys: dict[tuple[Any, ...], str] = {}
+    places: list[tuple[str, str]] = []
+    by_file: dict[str, dict[str, str]] = {}
+
+    def find(tensor: Tensor, file: str, name: str) -> str:
+        view = make_view_key(tensor)
+        if view not in keys:
+            keys[view] = str(len(places))
+            places.append((file, name))
+        return keys[view]
+
+    for file, content in files.items():
+        if not isinstance(content, bytes):
+            by_file[file] = {name: find(tensor, file, name) for name, tensor in content.tensors.items()}
+    extra: dict[str, Tensor] = {}
+
+    def find_extra(tensor: Tensor) -> str:
+        number, name = len(places), str(len(places))
+        key = find(tensor, DOCUMENT, name)
+        if len(places) > number:
+            extra[name] = tensor
+        return key
+
+    stream = io.BytesIO()
+    _Pickler(stream, find_extra).dump(document)
+    if extra:
+        kind = type(next(content for content in files.values() if not isinstance(content, bytes)))
+        files[DOCUMENT] = kind(extra, {})
+        by_file[DOCUMENT] = {name: name for name in extra}
+    return Layout(stream.getvalue(), places, by_file)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickler that names each tensor's record in place of its bytes, as torch.save does."""
+
+    def __init__(self, stream: io.BytesIO, find: Any) -> None:
+        super().__init__(stream, protocol=2)
+        self._find = find
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduce a tensor to a contiguous view of its record."""
+        if not isinstance(obj, Tensor):
+            return NotImplemented
+        tensor = obj.detach()
+        kind = _KINDS.get(tensor.dtype, torch.UntypedStorage)
+        count = tensor.numel() if tensor.dtype in _KINDS else tensor.nbytes
+        storage = _Storage(self._find(tensor), kind, count)
+        shape = tuple(tensor.shape)
+        view: tuple[Any, ...] = (storage, 0, shape, torch.empty(shape, device="meta").stride(), False, OrderedDict())
+        if tensor.dtype in _KINDS:
+            return torch._utils._rebuild_tensor_v2, view
+        return torch._utils._rebuild_tensor_v3, (*view, tensor.dtype, None)
+
+    def persistent_id(self, obj: Any) -> Any:
+        """Return torch's name of a storage; None for any other object."""
+        if isinstance(obj, _Storage):
+            return ("storage", obj.kind, obj.key, "cpu", obj.count)
+        return None
+
+
+def write(path: Path, layout: Layout, files: dict[str, Any], make_manifest: Any) -> None:
+    """Write a checkpoint to a new file, without an fsync.
+
+    Args:
+        path: The path of the file.
+        layout: The assignment of its tensors to records.
+        files: The checkpoint's files; their tensors may be copies of those that the layout was made for. Files that
+            it does not know come from other processes.
+        make_manifest: Function from the entries of the files, and from the records, to the content of the manifest.
+    """
+    places, keys = list(layout.places), dict(layout.keys)
+    for file, content in files.items():
+        if not isinstance(content, bytes) and file not in keys:
+            keys[file] = {name: str(len(places) + number) for number, name in enumerate(content.tensors)}
+            places += [(file, name) for name in content.tensors]
+    with name_file_in_errors(path), open(path, "wb", buffering=2**20) as stream, ThreadPoolExecutor(1) as executor:
+        writer = ZipWriter(stream, executor)
+        for name, text in (
+            (FIRST, b"1"),
+            ("data.pkl", layout.document),
+            (".format_version", b"1"),
+            (".storage_alignment", str(ALIGNMENT).encode()),
+            ("byteorder", b"little"),
+        ):
+            writer.add(name, len(text), [text])
+        for key, (file, name) in enumerate(places):
+            tensor = files[file].tensors[name]
+            writer.add(f"data/{key}", tensor.nbytes, split_tensor(tensor))
+        for name, text in (("version", b"3\n"), (".data/serialization_id", b"0" * 40)):
+            writer.add(name, len(text), [text])
+        entries = {file: _add_file(writer, file, content, keys) for file, content in files.items()}
+        records = Records(writer.records, writer.gaps, writer.end)
+        writer.close(MANIFEST_RECORD, make_manifest(entries, records))
+
+
+def _add_file(writer: ZipWriter, file: str, content: Any, keys: dict[str, dict[str, str]]) -> Entry:
+    """Add the record of one file, and return the file's entry for the manifest."""
+    if isinstance(content, bytes):
+        record = writer.add(f"treadle/{file}", len(content), [content])
+        return {"bytes": record["bytes"], DIGEST: record[DIGEST]}
+    tensors = {name: [CODES[t.dtype], list(t.shape), keys[file][name]] for name, t in content.tensors.items()}
+    text = json.dumps({"notes": content.notes, "tensors": tensors}, separators=(",", ":")).encode()
+    record = writer.add(name_table(file), len(text), [text])
+    data = [writer.records[f"data/{key}"] for key in keys[file].values()]
+    digest = xxh3_128("".join(entry[DIGEST] for entry in (record, *data)).encode()).hexdigest()
+    return {"bytes": record["bytes"] + sum(entry["bytes"] for entry in data), DIGEST: digest}
+
+
+def name_table(file: str) -> str:
+    """Return the name of the record that lists the tensors of a file, such as ``treadle/model.tensors``."""
+    return f"treadle/{file.removesuffix('.safetensors')}.tensors"

@@ -1,0 +1,194 @@
+"""Reader of a checkpoint that is one file. It reads JSON records and the bytes of tensors, and never the pickle."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_128
+
+from ..filesystem import DIGEST, RESTORE, Entry
+from .zip_writer import ROOT, TAIL_BYTES, digest_tail, read_comment
+
+FIRST = "treadle/format"
+"""First record, from which a file is recognized even if its end is missing."""
+MANIFEST_RECORD = "treadle/manifest.json"
+"""Last record."""
+_START = f"{ROOT}/{FIRST}".encode()
+_HEADER_BYTES = 30  # of a record, before its name
+_PIECE = 2**22  # bytes
+
+
+@dataclass(frozen=True)
+class Records:
+    """Records of a checkpoint file, from its manifest.
+
+    Attributes:
+        entries: Position, size and digest of each record by its name, in the order of the file.
+        gaps: Digest of all bytes before ``end`` that are not the content of a record.
+        end: Position of the manifest's header.
+    """
+
+    entries: dict[str, Entry]
+    gaps: str
+    end: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of the manifest from which `parse` makes the records."""
+        return {"entries": self.entries, "gaps": self.gaps, "end": self.end}
+
+    @classmethod
+    def parse(cls, document: Any) -> "Records":
+        """Return the records for a manifest's entry.
+
+        Raises:
+            ValueError: If it is not valid.
+        """
+        document = document if isinstance(document, dict) else {}
+        entries, gaps, end = (document.get(name) for name in ("entries", "gaps", "end"))
+        if not (isinstance(entries, dict) and isinstance(gaps, str) and type(end) is int):
+            raise ValueError("its entry 'records' is not valid")
+        position = 0
+        for name, entry in entries.items():
+            at, size, digest = (entry.get(key) if isinstance(entry, dict) else None for key in ("at", "bytes", DIGEST))
+            if not (type(at) is int and type(size) is int and size >= 0 and isinstance(digest, str) and at >= position):
+                raise ValueError(f"the entry of the record {name:.80} is not valid")
+            position = at + size
+        if position > end:
+            raise ValueError("its records extend beyond their end")
+        return cls(entries, gaps, end)
+
+
+def is_checkpoint_file(path: Path | str) -> bool:
+    """Return whether a path is a file that begins like a checkpoint of Treadle, which may be damaged."""
+    return _read_start(path).startswith(_START, _HEADER_BYTES)
+
+
+def is_replaceable_file(path: Path | str) -> bool:
+    """Return whether a save may replace a file: it is empty, or begins like a checkpoint of Treadle or ``torch.save``."""
+    start = _read_start(path)
+    return os.path.isfile(path) and (not start or start.startswith(_START, _HEADER_BYTES) or b"/data.pkl" in start)
+
+
+def _read_start(path: Path | str) -> bytes:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read(128) if os.path.isfile(path) else b""
+    except OSError:
+        return b""
+
+
+def read_manifest_record(path: Path, limit: int) -> bytes:
+    """Return the content of a checkpoint file's manifest, whose digest and position are checked.
+
+    Raises:
+        ValueError: If the file is not a checkpoint, is truncated or damaged, or the manifest exceeds ``limit`` bytes.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - TAIL_BYTES))
+            place = read_comment(file.read())
+            if place is None:
+                if is_checkpoint_file(path):
+                    raise ValueError(f"{path} is truncated, or its end is damaged. {RESTORE}")
+                raise ValueError(
+                    f"{path} is a file, but not a checkpoint that Treadle can resume from. Pass a checkpoint of "
+                    "Treadle. To load weights from a file of another library, use TaskModule.load_from_checkpoint or "
+                    "treadle.load_weights."
+                )
+            start, at, length, digest = place
+            if not start < at or at + length > size or size - start > limit:
+                raise ValueError(f"{path}: its end is damaged. {RESTORE}")
+            file.seek(start)
+            tail = _read_exactly(file, size - start)
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror or error}. Check the file and the disk.") from error
+    if digest_tail(tail, start, at, length) != digest:
+        raise ValueError(f"{path}: its manifest or its list of records is damaged. {RESTORE}")
+    return tail[at - start : at - start + length]
+
+
+def _read_exactly(file: Any, size: int) -> bytes:
+    """Read from an unbuffered file, one call of which returns at most 2 GB."""
+    data = bytearray()
+    while len(data) < size:
+        piece = file.read(size - len(data))
+        if not piece:
+            break
+        data += piece
+    return bytes(data)
+
+
+def read_record(path: Path, records: Records, name: str, limit: int) -> bytes:
+    """Return the content of a record.
+
+    Raises:
+        ValueError: If the record is missing, exceeds ``limit`` bytes or cannot be read.
+    """
+    entry = records.entries.get(name)
+    if entry is None:
+        raise ValueError(f"{path}: the record {name} is missing. {RESTORE}")
+    if entry["bytes"] > limit:
+        raise ValueError(f"{path}: the record {name} is larger than {limit:,} bytes. {RESTORE}")
+    with _open(path) as file:
+        file.seek(entry["at"])
+        data = _read_exactly(file, entry["bytes"])
+    if len(data) < entry["bytes"]:
+        raise ValueError(f"{path} is truncated: it ends within the record {name}. {RESTORE}")
+    return data
+
+
+def _open(path: Path) -> Any:
+    try:
+        return open(path, "rb", buffering=0)
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror or error}. Check the file and the disk.") from error
+
+
+STRUCTURE = "zip structure"
+"""Name under which `list_checked` lists all bytes between the records."""
+
+
+def list_checked(records: Records) -> Mapping[str, Entry]:
+    """Return an entry with its size in ``bytes`` for each part of the file that `check` reads, by name."""
+    between = records.end - sum(entry["bytes"] for entry in records.entries.values())
+    return {**records.entries, STRUCTURE: {"bytes": between}}
+
+
+def check(path: Path, records: Records, names: list[str]) -> None:
+    """Check the digests of records, and of the bytes between all records for the name `STRUCTURE`.
+
+    Raises:
+        ValueError: If one differs or cannot be read.
+    """
+    with _open(path) as file:
+        for name in names:
+            if name == STRUCTURE:
+                _check_gaps(path, file, records)
+                continue
+            entry = records.entries[name]
+            if _digest(file, entry["at"], entry["bytes"]) != entry[DIGEST]:
+                raise ValueError(f"{path}: {name} is not what was written (its digest differs). {RESTORE}")
+
+
+def _check_gaps(path: Path, file: Any, records: Records) -> None:
+    digest, position = xxh3_128(), 0
+    for entry in records.entries.values():
+        file.seek(position)
+        digest.update(_read_exactly(file, entry["at"] - position))
+        position = entry["at"] + entry["bytes"]
+    file.seek(position)
+    digest.update(_read_exactly(file, records.end - position))
+    if digest.hexdigest() != records.gaps:
+        raise ValueError(f"{path}: the zip structure between its records is damaged. {RESTORE}")
+
+
+def _digest(file: Any, at: int, size: int) -> str:
+    digest, left = xxh3_128(), size
+    file.seek(at)
+    while left and (piece := file.read(min(left, _PIECE))):
+        digest.update(piece)
+        left -= len(piece)
+    return digest.hexdigest()

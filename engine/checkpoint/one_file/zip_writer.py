@@ -1,0 +1,161 @@
+"""Writer of the zip format of ``torch.save``, from start to end and with a digest of every byte.
+
+All records are stored, not compressed, and each begins at a multiple of 64 bytes. The layout equals that of torch's own
+writer byte for byte where a reader depends on it, such as ``torch.utils.serialization.config.load.calculate_storage_offsets``.
+The records' CRC-32 are correct, because ``zipfile`` and ``unzip`` check them.
+
+Source: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT (the zip format)
+"""
+
+import struct
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import Executor
+from typing import BinaryIO
+
+from xxhash import xxh3_128
+
+from ..filesystem import DIGEST, Entry, Piece
+
+ROOT = "checkpoint"
+"""Folder that contains all records in the zip file. torch takes any name, from the first record."""
+
+ALIGNMENT = 64  # bytes
+_WIDE = 0xFFFFFFFF
+"""Sizes and positions from this value on are written in the fields of ZIP64."""
+_SIZE_FOLLOWS = 0x0808  # flags of a record: UTF-8 name; CRC and size come after the content
+_EMPTY = 0x0800  # a record of no bytes with the other flag is refused by unzip as a "zip bomb"
+_COMMENT = struct.Struct("<8sQQ32s")
+_SIGNATURE = b"treadle1"
+_UNKNOWN = b"0" * 32
+TAIL_BYTES = _COMMENT.size
+"""Length of the zip file's comment, with which the file ends."""
+
+
+class ZipWriter:
+    """Writer of a zip file, which needs only the ``write`` method of ``stream``.
+
+    Args:
+        stream: The binary file to write to.
+        executor: Executor of one thread that computes the CRC-32 of large records while this thread writes them.
+
+    Attributes:
+        records: Entry of each record: its position under ``at``, its size under ``bytes``, and its digest.
+    """
+
+    def __init__(self, stream: BinaryIO, executor: Executor) -> None:
+        self.records: dict[str, Entry] = {}
+        self._stream = stream
+        self._executor = executor
+        self._at = 0
+        self._directory: list[bytes] = []
+        self._gaps = xxh3_128()  # of all bytes outside the records' content
+
+    def add(self, name: str, size: int, pieces: Iterable[Piece]) -> Entry:
+        """Write a record of ``size`` bytes, and return its entry."""
+        path, start = f"{ROOT}/{name}".encode(), self._at
+        self._write_gap(_make_header(path, size, start))
+        entry: Entry = {"at": self._at, "bytes": size}
+        digest, crc = xxh3_128(), 0
+        for piece in pieces:
+            # zlib and the digest release the interpreter's lock.
+            sum_of_piece = self._executor.submit(zlib.crc32, piece, crc) if len(piece) >= _LARGE else None
+            digest.update(piece)
+            self._stream.write(piece)
+            self._at += len(piece)
+            crc = zlib.crc32(piece, crc) if sum_of_piece is None else sum_of_piece.result()
+        if self._at != entry["at"] + size:
+            raise ValueError(f"{name} has {self._at - entry['at']:,} bytes, but {size:,} were announced")
+        self._write_gap(_make_descriptor(crc, size, start))
+        self._directory.append(_make_directory_entry(path, crc, size, start))
+        self.records[name] = entry | {DIGEST: digest.hexdigest()}
+        return self.records[name]
+
+    @property
+    def end(self) -> int:
+        """Number of bytes written so far."""
+        return self._at
+
+    def _write_gap(self, data: bytes) -> None:
+        self._gaps.update(data)
+        self._stream.write(data)
+        self._at += len(data)
+
+    @property
+    def gaps(self) -> str:
+        """Digest of all bytes written so far that are not the content of a record."""
+        return self._gaps.hexdigest()
+
+    def close(self, name: str, content: bytes) -> None:
+        """Write the last record and the end of the file, whose comment has the digest of all bytes from there on."""
+        path, start = f"{ROOT}/{name}".encode(), self._at
+        header, crc = _make_header(path, len(content), start), zlib.crc32(content)
+        self._directory.append(_make_directory_entry(path, crc, len(content), start))
+        tail = header + content + _make_descriptor(crc, len(content), start)
+        end = _make_end(len(self._directory), b"".join(self._directory), start + len(tail))
+        place = start, start + len(header), len(content)
+        digest = xxh3_128(tail + end + _make_comment(*place, _UNKNOWN)).hexdigest().encode()
+        self._stream.write(tail + end + _make_comment(*place, digest))
+
+
+_LARGE = 2**16  # bytes of a piece from which handing it to a thread takes less time than its CRC
+
+
+def _make_header(path: bytes, size: int, start: int) -> bytes:
+    """Return the header of a record, padded so that the content begins at a multiple of 64 bytes."""
+    wide = b"".join(struct.pack("<Q", value) for value, known in ((0, size), (0, size), (start, start)) if known >= _WIDE)
+    wide = struct.pack("<HH", 1, len(wide)) + wide if wide else b""
+    padding = -(start + 30 + len(path) + len(wide) + 4) % ALIGNMENT
+    extra = wide + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    flags, later = (_SIZE_FOLLOWS if size else _EMPTY), (_WIDE if size >= _WIDE else 0)
+    fields = struct.pack("<4s5H3I2H", b"PK\3\4", 0, flags, 0, 0, 0, 0, later, later, len(path), len(extra))
+    return fields + path + extra
+
+
+def _make_descriptor(crc: int, size: int, start: int) -> bytes:
+    """Return the CRC and size that follow the content of a record."""
+    if not size:
+        return b""
+    return struct.pack("<4sI" + ("QQ" if start >= _WIDE or size >= _WIDE else "II"), b"PK\7\x08", crc, size, size)
+
+
+def _make_directory_entry(path: bytes, crc: int, size: int, start: int) -> bytes:
+    values = [size, size] * (size >= _WIDE) + [start] * (start >= _WIDE)
+    extra = struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+    short, flags = min(size, _WIDE), (_SIZE_FOLLOWS if size else _EMPTY)
+    fields = struct.pack(
+        "<4s6H3I5H2I",
+        *(b"PK\1\2", 0, 0, flags, 0, 0, 0, crc, short, short, len(path), len(extra), 0, 0, 0, 0, min(start, _WIDE)),
+    )
+    return fields + path + extra
+
+
+def _make_end(count: int, directory: bytes, start: int) -> bytes:
+    """Return the zip file's directory and the records that end it, except its comment."""
+    at = start + len(directory)
+    wide = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(directory), start)
+    place = struct.pack("<4sIQI", b"PK\6\7", 0, at, 1)
+    short = min(count, 0xFFFF), min(count, 0xFFFF), min(len(directory), _WIDE), min(start, _WIDE)
+    return directory + wide + place + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, *short, TAIL_BYTES)
+
+
+def _make_comment(start: int, at: int, size: int, digest: bytes) -> bytes:
+    """Return the comment: where the last record's header and content begin, and the digest from its header on.
+
+    The header's length is less than 2**16, so one field holds both positions.
+    """
+    return _COMMENT.pack(_SIGNATURE, start << 16 | at - start, size, digest)
+
+
+def read_comment(comment: bytes) -> tuple[int, int, int, bytes] | None:
+    """Return the arguments of `_make_comment` from the last bytes of a file, or None if they are no such comment."""
+    if len(comment) != TAIL_BYTES or not comment.startswith(_SIGNATURE):
+        return None
+    _, places, size, digest = _COMMENT.unpack(comment)
+    start = places >> 16
+    return start, start + (places & 0xFFFF), size, digest
+
+
+def digest_tail(tail: bytes, start: int, at: int, size: int) -> bytes:
+    """Return the digest that the comment of a file with these last bytes must have."""
+    return xxh3_128(tail[:-TAIL_BYTES] + _make_comment(start, at, size, _UNKNOWN)).hexdigest().encode()

@@ -1,0 +1,199 @@
+"""The dict in Lightning's layout that a checkpoint file contains for other programs. Treadle itself never reads it.
+
+Lightning needs ``pytorch-lightning_version``, ``state_dict``, ``optimizer_states``, ``lr_schedulers``, ``callbacks`` under
+its own keys, and the counters in ``loops``. With these it loads, validates and tests the task, and continues a fit after
+the saved step; it does not know the order of the remaining samples.
+
+Source: `Trainer.dump_checkpoint` and the loops' ``state_dict`` in Lightning 2.6
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections import OrderedDict, deque
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from datetime import date, time, timedelta
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...callbacks import Callback, EarlyStopping, ModelCheckpoint
+from ...engine import strip_compile_prefix
+
+if TYPE_CHECKING:
+    from ..core import TaskModule
+    from ..loop import Progress
+    from ..trainer import Trainer
+
+LAYOUT_VERSION = "2.6.6"
+"""Version of Lightning whose layout it is. Lightning refuses a file without one, and warns if its own is lower."""
+
+_DROPPED = object()
+_MOST_BITS = 8 * 250  # of an int that torch.load reads; its length in bytes is one byte
+
+
+def make_document(trainer: Trainer, task: TaskModule, progress: Progress, weights_only: bool) -> dict[str, Any]:
+    """Return the dict, with the states themselves; `make_plain` converts it.
+
+    Args:
+        trainer: The Trainer.
+        task: The task to save.
+        progress: Counters of the run at the step that is saved.
+        weights_only: Omit what is needed only to resume.
+    """
+    document: dict[str, Any] = {
+        "epoch": progress.epoch,
+        "global_step": progress.step,
+        "pytorch-lightning_version": LAYOUT_VERSION,
+        "state_dict": {strip_compile_prefix(name): value for name, value in task.state_dict().items()},
+        "loops": _make_loops(trainer, progress),
+    }
+    if not weights_only:
+        document["callbacks"] = dict(map(_translate_callback, filter(Callback.state_dict, trainer.callbacks)))
+        document["optimizer_states"] = [optimizer.state_dict() for optimizer in trainer.optimizers]
+        document["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+        if (scale := trainer.accelerator.accumulation.loss_scale) is not None:
+            document["MixedPrecision"] = scale.state_dict()
+    for owner, prefix in ((task, ""), (trainer.datamodule, "datamodule_")):
+        if owner is not None and owner.hparams:
+            document[f"{prefix}hparams_name"] = owner.hparams_name
+            document[f"{prefix}hyper_parameters"] = dict(owner.hparams)
+    if trainer.datamodule is not None and (state := trainer.datamodule.state_dict()):
+        document[type(trainer.datamodule).__qualname__] = state
+    return document
+
+
+def _count(total: int, current: int, started: bool = True, processed: bool = True) -> dict[str, dict[str, int]]:
+    """Return one of Lightning's counters: over all epochs, and in the current one."""
+    names = ("ready", "completed", *(("started",) * started), *(("processed",) * processed))
+    return {"total": dict.fromkeys(names, total), "current": dict.fromkeys(names, current)}
+
+
+def _make_loops(trainer: Trainer, progress: Progress) -> dict[str, Any]:
+    """Return the counters of Lightning's loops: within an epoch, after its last batch, or between two epochs."""
+    length = trainer.num_training_batches
+    is_between = progress.batch == 0 and progress.epoch > 0
+    is_last = is_between or progress.batch == length
+    batch = int(length) if is_between else progress.batch
+    epochs = dict.fromkeys(("ready", "completed", "started", "processed"), progress.epoch)
+    if not is_between:  # one has begun
+        epochs |= {"ready": progress.epoch + 1, "started": progress.epoch + 1, "processed": progress.epoch + is_last}
+    steps = {
+        "step": _count(progress.step, batch, started=False, processed=False),
+        "zero_grad": _count(progress.step, batch, processed=False),
+    }
+    fit = {
+        "state_dict": {},
+        "epoch_loop.state_dict": {"_batches_that_stepped": progress.step},
+        "epoch_loop.batch_progress": {**_count(progress.batches, batch), "is_last_batch": is_last},
+        "epoch_loop.scheduler_progress": _count(0, 0, started=False, processed=False),
+        "epoch_loop.automatic_optimization.state_dict": {},
+        "epoch_loop.automatic_optimization.optim_progress": {"optimizer": steps},
+        "epoch_loop.manual_optimization.state_dict": {},
+        "epoch_loop.manual_optimization.optim_step_progress": _count(progress.step, 0, started=False, processed=False),
+        "epoch_loop.val_loop.state_dict": {},
+        "epoch_loop.val_loop.batch_progress": {**_count(0, 0), "is_last_batch": False},
+        "epoch_progress": {"total": epochs, "current": dict(epochs)},
+    }
+    return {"fit_loop": fit, "validate_loop": {}, "test_loop": {}, "predict_loop": {}}
+
+
+def _translate_callback(callback: Callback) -> tuple[str, dict[str, Any]]:
+    """Return Lightning's key and state for a callback that both libraries have, and else the callback's own."""
+    state = callback.state_dict()
+    if type(callback) is EarlyStopping:
+        kept = {name: state[name] for name in ("wait_count", "stopped_epoch")}
+        key = f"EarlyStopping{ {'monitor': callback.monitor, 'mode': callback.mode}!r}"
+        return key, {**kept, "best_score": torch.as_tensor(state["best_score"]), "patience": callback.patience}
+    if type(callback) is ModelCheckpoint:
+        triggers = {
+            "every_n_train_steps": callback.every_n_train_steps,
+            "every_n_epochs": callback.every_n_epochs,
+            "train_time_interval": callback.train_time_interval,
+        }
+        key = f"ModelCheckpoint{ {'monitor': callback.monitor, 'mode': callback.mode, **triggers}!r}"
+        names = ("best_model_score", "best_model_path", "current_score", "last_model_path", "best_k_models", "dirpath")
+        kept = {name: getattr(callback, name) for name in names}
+        kth_path = callback.kth_best_model_path
+        worst = callback.best_k_models.get(kth_path, torch.tensor(torch.inf if callback.mode == "min" else -torch.inf))
+        return key, {"monitor": callback.monitor, **kept, "kth_best_model_path": kth_path, "kth_value": worst}
+    is_ours = type(callback).__module__.split(".")[0] == __name__.split(".")[0]
+    return f"treadle.{callback.state_key}" if is_ours else callback.state_key, state
+
+
+def make_plain(value: Any) -> Any:
+    """Return the nearest value that ``torch.load(weights_only=True)`` reads.
+
+    Paths become text, an Enum its value, dates ISO text, dataclasses and namespaces dicts, and NumPy's values Python's or
+    tensors. What has no such form, such as a function, is omitted.
+
+    Args:
+        value: A value, or nested containers of values.
+    """
+    plain = _convert(value)
+    return None if plain is _DROPPED else plain
+
+
+def _convert(value: Any) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, str, float, complex, bytes, bytearray, torch.Size, torch.dtype, torch.device):
+        return value
+    if kind is int:
+        return value if value.bit_length() < _MOST_BITS else str(value)
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, Enum):
+        return _convert(value.value)
+    if isinstance(value, np.generic):
+        return _convert(value.item())
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.copy()) if value.dtype.kind in "biufc" else _convert(value.tolist())
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    return _convert_container(value)
+
+
+def _convert_container(value: Any) -> Any:
+    if type(value).__module__.startswith("omegaconf"):
+        from omegaconf import OmegaConf
+
+        value = OmegaConf.to_container(value, resolve=True)
+    elif isinstance(value, Namespace):
+        value = vars(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        pairs = ((_convert(key), _convert(item)) for key, item in value.items())
+        kept = ((key, item) for key, item in pairs if key is not _DROPPED and item is not _DROPPED)
+        return OrderedDict(kept) if isinstance(value, OrderedDict) else dict(kept)
+    if isinstance(value, list | tuple | deque | range):
+        return (tuple if isinstance(value, tuple) else list)(_convert_all(value))
+    if isinstance(value, set | frozenset):
+        return set(_convert_all(value))
+    base = next((base for base in (bool, int, float, str) if isinstance(value, base)), None)
+    return _DROPPED if base is None else base(value)
+
+
+def _convert_all(values: Iterable[Any]) -> list[Any]:
+    return [item for item in map(_convert, values) if item is not _DROPPED]
+
+
+def finish_document(document: dict[str, Any], left_out: Container[str] = ()) -> dict[str, Any]:
+    """Return the dict in the form in which it is written, without the weights that the checkpoint leaves out.
+
+    Args:
+        document: Result of `make_document`, which hooks may have changed.
+        left_out: Names of the weights that the checkpoint does not contain.
+    """
+    weights = {name: value for name, value in document["state_dict"].items() if name not in left_out}
+    plain: dict[str, Any] = make_plain({**document, "state_dict": weights})
+    return plain
