@@ -159,7 +159,7 @@ class AimLogger(ServiceLogger):
         if run.artifacts_uri is None:
             run.set_artifacts_uri(self._artifacts_uri or f"file://{Path(run.repo.root_path).absolute()}/aim_artifacts")
         name = Path(path).name
-        run.log_artifacts(path, name=name, block=True)
+        (run.log_artifacts if Path(path).is_dir() else run.log_artifact)(path, name=name, block=True)
         run.set(("checkpoints", name), {**facts, "aliases": aliases}, strict=False)
 
     def _close(self, run: Any, failed: bool) -> None:

@@ -118,7 +118,8 @@ class SwanLabLogger(ServiceLogger):
         run.config.update(_name_none(params))
 
     def _write_checkpoint(self, run: Any, path: str, aliases: list[str], facts: dict[str, Any]) -> None:
-        run.save(os.path.join(glob.escape(path), "**"), base_path=os.path.dirname(path), policy="now")
+        pattern = os.path.join(glob.escape(path), "**") if os.path.isdir(path) else glob.escape(path)
+        run.save(pattern, base_path=os.path.dirname(path), policy="now")
         run.config.update({f"checkpoints/{os.path.basename(path)}": _name_none({**facts, "aliases": aliases})})
 
     def _close(self, run: Any, failed: bool) -> None:

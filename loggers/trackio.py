@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from typing import Any
@@ -100,7 +101,7 @@ class TrackioLogger(ServiceLogger):
         # Artifact names may contain no other characters.
         name = re.sub(r"[^A-Za-z0-9._-]+", "_", f"model-{self._version}")
         artifact = Artifact(name, type="model", metadata=facts)
-        artifact.add_dir(path)
+        (artifact.add_dir if os.path.isdir(path) else artifact.add_file)(path)
         run.log_artifact(artifact, aliases=aliases)
 
     def _close(self, run: Any, failed: bool) -> None:

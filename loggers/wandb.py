@@ -420,7 +420,10 @@ class WandbLogger(Logger):
 
             name = self._checkpoint_name or f"model-{self.experiment.id}"
             artifact = wandb.Artifact(name=name, type="model", metadata=facts)
-            artifact.add_dir(path, policy=self._file_policy)
+            if os.path.isdir(path):
+                artifact.add_dir(path, policy=self._file_policy)
+            else:
+                artifact.add_file(path, name="model.ckpt", policy=self._file_policy)  # Lightning's name
             best = ["best"] if path == callback.best_model_path else []
             self.experiment.log_artifact(artifact, aliases=["latest", *best])
 

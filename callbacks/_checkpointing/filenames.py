@@ -118,7 +118,7 @@ def is_replaceable(path: str) -> bool:
     In an object store, only the save checks this, because each check is a request.
     """
     place = as_path(path)
-    if isinstance(place, Path) and not (place / store.MANIFEST).is_file():
+    if isinstance(place, Path) and not store.is_checkpoint(place):
         try:
             store.check_target(place)
         except ValueError:

@@ -49,7 +49,7 @@ def finish_removing(paths: Iterable[str], directory: str, step: int, resumed: st
         step: Optimizer step of the latest checkpoint. Later checkpoints are kept.
         resumed: The checkpoint that the run resumes from, or None.
     """
-    leftovers = [path for path in paths if as_path(path).is_dir() and _read_step(path, default=step) < step]
+    leftovers = [path for path in paths if store.is_checkpoint(path) and _read_step(path, default=step) < step]
     return [path for path in leftovers if remove(path, directory, resumed)]
 
 

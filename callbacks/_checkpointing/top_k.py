@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar, overload
 from torch import Tensor
 
 from ...common.remote_path import as_path
+from ...engine.checkpoint import store
 from ..monitored_metric import is_better
 
 Value = TypeVar("Value")
@@ -190,7 +191,7 @@ def relocate(state: dict[str, Any], directory: str) -> dict[str, Any]:
         if place is None or folder not in place.parents:
             return path
         moved = as_path(directory) / str(place)[len(str(folder)) :].lstrip("/\\")
-        return str(moved) if moved.is_dir() else path
+        return str(moved) if store.is_checkpoint(moved) else path
 
     paths = {name: relocate_path(state[name]) for name in ("best_model_path", "last_model_path")}
     best = {relocate_path(path): score for path, score in state["best_k_models"].items()}

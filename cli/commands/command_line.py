@@ -151,11 +151,11 @@ def load_config(options: Options, defaults: Mapping[str, Any] | None = None) -> 
 
 def read_earlier_config(place: str | Path) -> tuple[str, str]:
     """Return the name and text of the configuration that a run saved in its folder or in one of its checkpoints."""
-    from ...engine.checkpoint import find_again
+    from ...engine.checkpoint import find_again, is_checkpoint
 
     folder = as_path(place)
     find_again(folder)
-    if (folder / "manifest.json").is_file():
+    if is_checkpoint(folder):
         return str(folder), _read_checkpoint_config(folder)
     file = folder / CONFIG if folder.is_dir() else folder
     if not file.is_file():

@@ -212,13 +212,13 @@ def _can_take_predictions(callback: Callback) -> bool:
 def _choose_weights(checked: CheckedConfig, options: Options, trainer: Trainer) -> str | None:
     """Return the checkpoint to evaluate, from ``ckpt_path`` or the earlier run; None for the task's initial weights."""
     from ...common.messages import warn
-    from ...engine.checkpoint import MANIFEST
+    from ...engine.checkpoint import is_checkpoint
 
     source = checked.config.find_source("ckpt_path")
     if source == COMMAND_LINE:
         return checked.ckpt_path
     earlier = None if options.from_run is None else as_path(options.from_run)
-    is_checkpoint = earlier is not None and (earlier / MANIFEST).is_file()
+    starts_from_one = earlier is not None and is_checkpoint(earlier)
     is_run = earlier is not None and (earlier / CONFIG).is_file()
     # The ckpt_path in the earlier run's own configuration is the checkpoint from which that run started.
     own_sources = () if earlier is None else (str(earlier / CONFIG), str(earlier))
@@ -226,7 +226,7 @@ def _choose_weights(checked: CheckedConfig, options: Options, trainer: Trainer) 
     is_start = any(origin == own or origin.endswith(f", {own}") for own in own_sources)
     if checked.ckpt_path is not None and not is_start:
         return checked.ckpt_path
-    if is_checkpoint:
+    if starts_from_one:
         return options.from_run
     if is_run:
         return "best" if any(callback.monitor is not None for callback in trainer.checkpoint_callbacks) else "last"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .load import compare_weights, load_into_memory
     from .manifest import MANIFEST, CheckpointNotFoundError, Manifest, check_files, is_checkpoint
     from .model_check import check_frozen, compute_digests, find_not_finite, read_frozen_note
-    from .one_file import lay_out
+    from .one_file import is_checkpoint_file, lay_out
     from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together
     from .parts import has_part, read_part
     from .safetensors_file import (

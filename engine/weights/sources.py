@@ -23,6 +23,7 @@ from ..checkpoint import (
     extra_part,
     filesystem,
     find_again,
+    is_checkpoint_file,
     model_part,
     read_frozen_note,
     read_whole_model,
@@ -37,8 +38,7 @@ _USUAL = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bi
 _OTHERS = {b"GGUF": "GGUF", b"\x89HDF": "HDF5", b"\x93NUM": "numpy", b"\x1f\x8b": "gzip"}
 _MAX_INDEX_BYTES = 32 * 2**20  # about 300,000 tensors
 _ACCEPTED_SOURCES = (
-    "Pass a Treadle checkpoint (a folder with a manifest.json), a safetensors file, a file written by torch.save, or "
-    "a folder with such a file"
+    "Pass a Treadle checkpoint, a safetensors file, a file written by torch.save, or a folder with such a file"
 )
 
 
@@ -132,6 +132,10 @@ def _open(path: AnyPath, sha256: str | None, *, digests: bool = True) -> Opened:
     place = str(path)
     try:
         find_again(path)
+        if isinstance(path, Path) and is_checkpoint_file(path):
+            if sha256 is not None:
+                check_digest(path, sha256)
+            return _open_checkpoint(path, digests)
         if path.is_dir():
             if sha256 is not None:
                 raise ValueError("sha256= is the digest of a file, but this is a folder. Pass a file, or remove sha256")
@@ -154,17 +158,21 @@ def _open(path: AnyPath, sha256: str | None, *, digests: bool = True) -> Opened:
         raise ValueError(text if is_complete else f"{place}: {text.rstrip('.')}.") from error
 
 
+def _open_checkpoint(path: AnyPath, digests: bool) -> Opened:
+    saved, extra = OpenCheckpoint(path), extra_part(0)
+    if digests or not isinstance(path, Path):
+        saved.verify()
+    else:
+        check_files(path, saved.manifest, digests=False)
+    others = saved.read_part(extra) if saved.has(extra) else {}
+    model = saved.part(model_part(0))
+    frozen = read_frozen_note(model.notes, path)
+    return Opened(str(path), model.unread(), others, checkpoint=saved, frozen=frozen)
+
+
 def _open_folder(path: AnyPath, digests: bool) -> Opened:
     if (path / MANIFEST).is_file():
-        saved, extra = OpenCheckpoint(path), extra_part(0)
-        if digests or not isinstance(path, Path):
-            saved.verify()
-        else:
-            check_files(path, saved.manifest, digests=False)
-        others = saved.read_part(extra) if saved.has(extra) else {}
-        model = saved.part(model_part(0))
-        frozen = read_frozen_note(model.notes, path)
-        return Opened(str(path), model.unread(), others, checkpoint=saved, frozen=frozen)
+        return _open_checkpoint(path, digests)
     assert isinstance(path, Path)
     names = filesystem.list_names(path)
     if ".metadata" in names:

@@ -91,7 +91,7 @@ class ServiceLogger(Logger):
 
     @abstractmethod
     def _write_checkpoint(self, run: Any, path: str, aliases: list[str], facts: dict[str, Any]) -> None:
-        """Upload a checkpoint, which is a folder, with its aliases and its metadata (``facts``)."""
+        """Upload a checkpoint, which is a file or a folder, with its aliases and its metadata (``facts``)."""
 
     @abstractmethod
     def _close(self, run: Any, failed: bool) -> None:

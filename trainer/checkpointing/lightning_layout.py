@@ -1,8 +1,8 @@
 """The dict in Lightning's layout that a checkpoint file contains for other programs. Treadle itself never reads it.
 
-Lightning needs ``pytorch-lightning_version``, ``state_dict``, ``optimizer_states``, ``lr_schedulers``, ``callbacks`` under
-its own keys, and the counters in ``loops``. With these it loads, validates and tests the task, and continues a fit after
-the saved step; it does not know the order of the remaining samples.
+Lightning needs ``pytorch-lightning_version``, ``state_dict``, ``optimizer_states``, ``lr_schedulers``, ``callbacks``
+under its own keys, and the counters in ``loops``. With these it loads, validates and tests the task, and continues a fit
+after the saved step; it does not know the order of the remaining samples.
 
 Source: `Trainer.dump_checkpoint` and the loops' ``state_dict`` in Lightning 2.6
 """
@@ -54,7 +54,9 @@ def make_document(trainer: Trainer, task: TaskModule, progress: Progress, weight
         "loops": _make_loops(trainer, progress),
     }
     if not weights_only:
-        document["callbacks"] = dict(map(_translate_callback, filter(Callback.state_dict, trainer.callbacks)))
+        document["callbacks"] = dict(
+            _translate_callback(callback) for callback in trainer.callbacks if callback.state_dict()
+        )
         document["optimizer_states"] = [optimizer.state_dict() for optimizer in trainer.optimizers]
         document["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
         if (scale := trainer.accelerator.accumulation.loss_scale) is not None:
@@ -129,8 +131,8 @@ def _translate_callback(callback: Callback) -> tuple[str, dict[str, Any]]:
 def make_plain(value: Any) -> Any:
     """Return the nearest value that ``torch.load(weights_only=True)`` reads.
 
-    Paths become text, an Enum its value, dates ISO text, dataclasses and namespaces dicts, and NumPy's values Python's or
-    tensors. What has no such form, such as a function, is omitted.
+    Paths become text, an Enum its value, dates ISO text, dataclasses and namespaces dicts, and NumPy's values Python's
+    or tensors. What has no such form, such as a function, is omitted.
 
     Args:
         value: A value, or nested containers of values.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _ELSEWHERE = {
     "hpc": "checkpoints saved after a scheduler's signal are ordinary checkpoints. Use 'last'",
-    "registry": "Treadle has no model registry. Pass a checkpoint's directory",
+    "registry": "Treadle has no model registry. Pass a checkpoint's path",
 }
 
 
@@ -147,7 +147,7 @@ class CheckpointResolver:
 
     def _describe_choices(self) -> str:
         words = "'last', 'best' or 'auto'" if self.stage == "fit" else "'last' or 'best'"
-        return f"a checkpoint's directory, {words}"
+        return f"a checkpoint's path, {words}"
 
     def _check_exists(self, path: AnyPath) -> None:
         """Raise a CheckpointNotFoundError on every rank if there is nothing at a path."""
@@ -160,14 +160,14 @@ class CheckpointResolver:
             raise CheckpointNotFoundError(f"ckpt_path={str(path)!r} does not exist. Pass {self._describe_choices()}.")
 
     def _check_is_checkpoint(self, path: AnyPath) -> None:
-        """Raise a ValueError if a path is a file or a folder of checkpoints."""
-        if path.is_file():
+        """Raise a ValueError if a path is a file of another library or a folder of checkpoints."""
+        if path.is_file() and not checkpoint.is_checkpoint(path):
             raise ValueError(
-                f"ckpt_path={str(path)!r} is a file, but Treadle's checkpoints are directories. To load weights from a "
-                "checkpoint file of Lightning or another library, use TaskModule.load_from_checkpoint or "
-                "treadle.load_weights."
+                f"ckpt_path={str(path)!r} is a file, but not a checkpoint that Treadle can resume from. To load "
+                "weights from a checkpoint file of Lightning or another library, use TaskModule.load_from_checkpoint "
+                "or treadle.load_weights."
             )
-        if not (path / checkpoint.MANIFEST).is_file():
+        if not checkpoint.is_checkpoint(path):
             inside = CheckpointStore(path).find() or CheckpointStore(path / CHECKPOINTS).find()
             if inside:
                 number = f" ({len(inside)} were found)" if len(inside) > 1 else ""
@@ -330,7 +330,7 @@ class CheckpointResolver:
         if not best:
             raise ValueError(f"ckpt_path='best', but {source} records no best checkpoint. Pass a path.")
         checkpoint.find_again(best)
-        if not as_path(best).is_dir():
+        if not checkpoint.is_checkpoint(best):
             raise ValueError(
                 f"ckpt_path='best', but {best}, the best checkpoint according to {source}, does not exist. Pass a path."
             )
@@ -384,9 +384,9 @@ def _recorded_best(callback: ModelCheckpoint, latest: OpenCheckpoint) -> str:
     """Return the path of the best checkpoint that the ModelCheckpoint recorded in a checkpoint; "" if none."""
     state = open_callback_states(latest)["callbacks"].get(callback.state_key, {})
     best, dirpath = state.get("best_model_path", ""), state.get("dirpath")
-    if best and dirpath and as_path(dirpath) in as_path(best).parents and not as_path(best).is_dir():
+    if best and dirpath and as_path(dirpath) in as_path(best).parents and not checkpoint.is_checkpoint(best):
         inside = best[len(dirpath) :].lstrip("/\\")
         for folder in latest.path.parents:  # the run's directory was moved
-            if (moved := folder / inside).is_dir():
+            if checkpoint.is_checkpoint(moved := folder / inside):
                 return str(moved)
     return str(best)

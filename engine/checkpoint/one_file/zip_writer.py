@@ -103,7 +103,9 @@ _LARGE = 2**16  # bytes of a piece from which handing it to a thread takes less 
 
 def _make_header(path: bytes, size: int, start: int) -> bytes:
     """Return the header of a record, padded so that the content begins at a multiple of 64 bytes."""
-    wide = b"".join(struct.pack("<Q", value) for value, known in ((0, size), (0, size), (start, start)) if known >= _WIDE)
+    wide = b"".join(
+        struct.pack("<Q", value) for value, known in ((0, size), (0, size), (start, start)) if known >= _WIDE
+    )
     wide = struct.pack("<HH", 1, len(wide)) + wide if wide else b""
     padding = -(start + 30 + len(path) + len(wide) + 4) % ALIGNMENT
     extra = wide + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
