@@ -185,7 +185,8 @@ def verify(path: Path | str, digests: bool = True) -> Manifest:
 def check_files(path: Path, manifest: Manifest, digests: bool = True) -> None:
     """Check the files of a checkpoint whose manifest was read; see `verify`."""
     if manifest.records is not None:
-        check_records(path, manifest.records, list(list_checked(manifest.records)) if digests else [])
+        if digests:
+            check_records(path, manifest.records, list(list_checked(manifest.records)))
         return
     folder = path / manifest.folder
     for name, entry in manifest.files.items():

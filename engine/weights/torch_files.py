@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import FilePiece, MemoryPiece, Piece, read_mark
-from . import pickle_reader
+from ..checkpoint.one_file import pickle_reader
 from .pickle_types import Reader, Unknown
 
 _MAX_DIRECTORY_BYTES = 32 * 2**20  # a zip file's list of entries, about 100 bytes each

@@ -8,14 +8,7 @@ from ....common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .contents import DOCUMENT, Layout, lay_out, name_table, write
-    from .zip_reader import (
-        Records,
-        check,
-        is_checkpoint_file,
-        is_replaceable_file,
-        list_checked,
-        read_manifest_record,
-        read_record,
-    )
+    from .verify import check, list_checked
+    from .zip_reader import Records, is_checkpoint_file, is_replaceable_file, read_manifest_record, read_record
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

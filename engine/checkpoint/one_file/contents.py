@@ -7,8 +7,8 @@ The records, in this order, all in the folder ``checkpoint/`` of the zip file:
 ``data.pkl``                 a dict in Lightning's layout, for ``torch.load`` and other programs. Treadle never reads it
 ``.format_version``, ...     what torch's readers expect
 ``data/0``, ``data/1``, ...  the bytes of each tensor, stored once although both sides name it
-``treadle/model.tensors``    for each file of tensors that a directory would have (`parts`), its tensors: dtype, shape and
-                             the number of the record in ``data``; and the notes of the file
+``treadle/model.tensors``    for each file of tensors that a directory would have (`parts`), its tensors: dtype, shape
+                             and the number of the record in ``data``; and the notes of the file
 ``treadle/state.json``, ...  the JSON files that a directory would have
 ``treadle/manifest.json``    the manifest, with the position and digest of every record above
 ===========================  ========================================================================================
@@ -35,7 +35,10 @@ from .zip_writer import ALIGNMENT, ZipWriter
 DOCUMENT = "document.safetensors"
 """Name among a checkpoint's files for the tensors that only the dict for other programs contains."""
 
-_KINDS: dict[torch.dtype, type] = {
+DOCUMENT_RECORD = "data.pkl"
+"""Record with the dict for other programs."""
+
+KINDS: dict[torch.dtype, type] = {
     **{torch.float64: torch.DoubleStorage, torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage},
     **{torch.bfloat16: torch.BFloat16Storage, torch.int64: torch.LongStorage, torch.int32: torch.IntStorage},
     **{torch.int16: torch.ShortStorage, torch.int8: torch.CharStorage, torch.uint8: torch.ByteStorage},
@@ -123,12 +126,12 @@ class _Pickler(pickle.Pickler):
         if not isinstance(obj, Tensor):
             return NotImplemented
         tensor = obj.detach()
-        kind = _KINDS.get(tensor.dtype, torch.UntypedStorage)
-        count = tensor.numel() if tensor.dtype in _KINDS else tensor.nbytes
+        kind = KINDS.get(tensor.dtype, torch.UntypedStorage)
+        count = tensor.numel() if tensor.dtype in KINDS else tensor.nbytes
         storage = _Storage(self._find(tensor), kind, count)
         shape = tuple(tensor.shape)
         view: tuple[Any, ...] = (storage, 0, shape, torch.empty(shape, device="meta").stride(), False, OrderedDict())
-        if tensor.dtype in _KINDS:
+        if tensor.dtype in KINDS:
             return torch._utils._rebuild_tensor_v2, view
         return torch._utils._rebuild_tensor_v3, (*view, tensor.dtype, None)
 
@@ -158,7 +161,7 @@ def write(path: Path, layout: Layout, files: dict[str, Any], make_manifest: Any)
         writer = ZipWriter(stream, executor)
         for name, text in (
             (FIRST, b"1"),
-            ("data.pkl", layout.document),
+            (DOCUMENT_RECORD, layout.document),
             (".format_version", b"1"),
             (".storage_alignment", str(ALIGNMENT).encode()),
             ("byteorder", b"little"),

@@ -1,12 +1,9 @@
 """Reader of a checkpoint that is one file. It reads JSON records and the bytes of tensors, and never the pickle."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from xxhash import xxh3_128
 
 from ..filesystem import DIGEST, RESTORE, Entry
 from .zip_writer import ROOT, TAIL_BYTES, digest_tail, read_comment
@@ -17,7 +14,6 @@ MANIFEST_RECORD = "treadle/manifest.json"
 """Last record."""
 _START = f"{ROOT}/{FIRST}".encode()
 _HEADER_BYTES = 30  # of a record, before its name
-_PIECE = 2**22  # bytes
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ def is_checkpoint_file(path: Path | str) -> bool:
 
 
 def is_replaceable_file(path: Path | str) -> bool:
-    """Return whether a save may replace a file: it is empty, or begins like a checkpoint of Treadle or ``torch.save``."""
+    """Return whether a save may replace a file: it is empty, or begins like one of Treadle or of ``torch.save``."""
     start = _read_start(path)
     return os.path.isfile(path) and (not start or start.startswith(_START, _HEADER_BYTES) or b"/data.pkl" in start)
 
@@ -102,7 +98,7 @@ def read_manifest_record(path: Path, limit: int) -> bytes:
             if not start < at or at + length > size or size - start > limit:
                 raise ValueError(f"{path}: its end is damaged. {RESTORE}")
             file.seek(start)
-            tail = _read_exactly(file, size - start)
+            tail = read_exactly(file, size - start)
     except OSError as error:
         raise ValueError(f"{path} can't be read: {error.strerror or error}. Check the file and the disk.") from error
     if digest_tail(tail, start, at, length) != digest:
@@ -110,7 +106,7 @@ def read_manifest_record(path: Path, limit: int) -> bytes:
     return tail[at - start : at - start + length]
 
 
-def _read_exactly(file: Any, size: int) -> bytes:
+def read_exactly(file: Any, size: int) -> bytes:
     """Read from an unbuffered file, one call of which returns at most 2 GB."""
     data = bytearray()
     while len(data) < size:
@@ -132,63 +128,17 @@ def read_record(path: Path, records: Records, name: str, limit: int) -> bytes:
         raise ValueError(f"{path}: the record {name} is missing. {RESTORE}")
     if entry["bytes"] > limit:
         raise ValueError(f"{path}: the record {name} is larger than {limit:,} bytes. {RESTORE}")
-    with _open(path) as file:
+    with open_file(path) as file:
         file.seek(entry["at"])
-        data = _read_exactly(file, entry["bytes"])
+        data = read_exactly(file, entry["bytes"])
     if len(data) < entry["bytes"]:
         raise ValueError(f"{path} is truncated: it ends within the record {name}. {RESTORE}")
     return data
 
 
-def _open(path: Path) -> Any:
+def open_file(path: Path) -> Any:
+    """Open a checkpoint file for unbuffered reads; raise a ValueError if that is impossible."""
     try:
         return open(path, "rb", buffering=0)
     except OSError as error:
         raise ValueError(f"{path} can't be read: {error.strerror or error}. Check the file and the disk.") from error
-
-
-STRUCTURE = "zip structure"
-"""Name under which `list_checked` lists all bytes between the records."""
-
-
-def list_checked(records: Records) -> Mapping[str, Entry]:
-    """Return an entry with its size in ``bytes`` for each part of the file that `check` reads, by name."""
-    between = records.end - sum(entry["bytes"] for entry in records.entries.values())
-    return {**records.entries, STRUCTURE: {"bytes": between}}
-
-
-def check(path: Path, records: Records, names: list[str]) -> None:
-    """Check the digests of records, and of the bytes between all records for the name `STRUCTURE`.
-
-    Raises:
-        ValueError: If one differs or cannot be read.
-    """
-    with _open(path) as file:
-        for name in names:
-            if name == STRUCTURE:
-                _check_gaps(path, file, records)
-                continue
-            entry = records.entries[name]
-            if _digest(file, entry["at"], entry["bytes"]) != entry[DIGEST]:
-                raise ValueError(f"{path}: {name} is not what was written (its digest differs). {RESTORE}")
-
-
-def _check_gaps(path: Path, file: Any, records: Records) -> None:
-    digest, position = xxh3_128(), 0
-    for entry in records.entries.values():
-        file.seek(position)
-        digest.update(_read_exactly(file, entry["at"] - position))
-        position = entry["at"] + entry["bytes"]
-    file.seek(position)
-    digest.update(_read_exactly(file, records.end - position))
-    if digest.hexdigest() != records.gaps:
-        raise ValueError(f"{path}: the zip structure between its records is damaged. {RESTORE}")
-
-
-def _digest(file: Any, at: int, size: int) -> str:
-    digest, left = xxh3_128(), size
-    file.seek(at)
-    while left and (piece := file.read(min(left, _PIECE))):
-        digest.update(piece)
-        left -= len(piece)
-    return digest.hexdigest()

@@ -1,8 +1,8 @@
 """Writer of the zip format of ``torch.save``, from start to end and with a digest of every byte.
 
 All records are stored, not compressed, and each begins at a multiple of 64 bytes. The layout equals that of torch's own
-writer byte for byte where a reader depends on it, such as ``torch.utils.serialization.config.load.calculate_storage_offsets``.
-The records' CRC-32 are correct, because ``zipfile`` and ``unzip`` check them.
+writer byte for byte where a reader depends on it, such as torch's option ``config.load.calculate_storage_offsets``. The
+records' CRC-32 are correct, because ``zipfile`` and ``unzip`` check them.
 
 Source: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT (the zip format)
 """

@@ -1,0 +1,128 @@
+"""Check of a checkpoint that is one file: every byte is what was written, and both sides name the same weights.
+
+A file that was made to deceive could show ``torch.load`` other weights than Treadle. For this check, the pickle for
+other programs is scanned: nothing in it is imported or called, and nothing is loaded from it; see `pickle_reader`.
+"""
+
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from xxhash import xxh3_128
+
+from ..filesystem import CODES, DIGEST, DTYPES, RESTORE, Entry
+from . import pickle_reader
+from .contents import DOCUMENT_RECORD, KINDS, name_table
+from .pickle_reader import MAX_BYTES, Name, UnbuiltCall
+from .zip_reader import Records, open_file, read_exactly, read_record
+
+_PIECE = 2**22  # bytes
+_ALIASES = "aliases"  # see `safetensors_file`, which imports this package's readers
+_DTYPES = {f"{kind.__module__}.{kind.__name__}": dtype for dtype, kind in KINDS.items()}
+
+
+STRUCTURE = "zip structure"
+"""Name under which `list_checked` lists all bytes between the records."""
+
+
+def list_checked(records: Records) -> Mapping[str, Entry]:
+    """Return an entry with its size in ``bytes`` for each part of the file that `check` reads, by name."""
+    between = records.end - sum(entry["bytes"] for entry in records.entries.values())
+    return {**records.entries, STRUCTURE: {"bytes": between}}
+
+
+def check(path: Path, records: Records, names: list[str]) -> None:
+    """Check the digests of records, and of the bytes between all records for the name `STRUCTURE`.
+
+    Raises:
+        ValueError: If one differs or cannot be read.
+    """
+    with open_file(path) as file:
+        for name in names:
+            if name == STRUCTURE:
+                _check_gaps(path, file, records)
+                continue
+            entry = records.entries[name]
+            if _digest(file, entry["at"], entry["bytes"]) != entry[DIGEST]:
+                raise ValueError(f"{path}: {name} is not what was written (its digest differs). {RESTORE}")
+            if name == DOCUMENT_RECORD:
+                _check_both_sides(path, records)
+
+
+def _check_gaps(path: Path, file: Any, records: Records) -> None:
+    digest, position = xxh3_128(), 0
+    for entry in records.entries.values():
+        file.seek(position)
+        digest.update(read_exactly(file, entry["at"] - position))
+        position = entry["at"] + entry["bytes"]
+    file.seek(position)
+    digest.update(read_exactly(file, records.end - position))
+    if digest.hexdigest() != records.gaps:
+        raise ValueError(f"{path}: the zip structure between its records is damaged. {RESTORE}")
+
+
+def _digest(file: Any, at: int, size: int) -> str:
+    digest, left = xxh3_128(), size
+    file.seek(at)
+    while left and (piece := file.read(min(left, _PIECE))):
+        digest.update(piece)
+        left -= len(piece)
+    return digest.hexdigest()
+
+
+def _check_both_sides(path: Path, records: Records) -> None:
+    table = name_table("model.safetensors")
+    if table not in records.entries:  # a hook has removed the model
+        return
+    try:
+        document = read_record(path, records, DOCUMENT_RECORD, MAX_BYTES)
+        difference = explain_difference(document, json.loads(read_record(path, records, table, MAX_BYTES)))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        difference = str(error) if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
+    if difference:
+        raise ValueError(
+            f"{path}: {DOCUMENT_RECORD}, which other programs read, does not agree with what Treadle reads: "
+            f"{difference.rstrip('.')}. Do not use the file; get the checkpoint from another source."
+        )
+
+
+def explain_difference(document: bytes, table: dict[str, Any]) -> str:
+    """Return how the weights of the dict for other programs differ from those of Treadle's records; "" if they do not.
+
+    Args:
+        document: The record ``data.pkl``.
+        table: The content of the record ``treadle/model.tensors``.
+
+    Raises:
+        ValueError: If the pickle is damaged or harmful.
+    """
+    content = pickle_reader.read(io.BytesIO(document))
+    state = content.get("state_dict") if isinstance(content, dict) else None
+    state = state.pairs if isinstance(state, UnbuiltCall) else state
+    if not isinstance(state, dict):
+        return "it has no state_dict"
+    found = {name: place for name, value in state.items() if (place := _read_place(value)) is not None}
+    wanted = {name: (DTYPES[code], tuple(shape), key) for name, (code, shape, key) in table["tensors"].items()}
+    wanted |= {alias: wanted[name] for alias, name in json.loads(table["notes"].get(_ALIASES, "{}")).items()}
+    if found == wanted:
+        return ""
+    names = sorted({*found, *wanted}, key=str)
+    return f"they name other values for {next(str(n) for n in names if found.get(n) != wanted.get(n)):.80}"
+
+
+def _read_place(value: Any) -> tuple[torch.dtype | None, Any, Any] | None:
+    """Return dtype, shape and record of a tensor in the scanned pickle; None for what is no tensor."""
+    if not isinstance(value, UnbuiltCall) or not value.name.startswith("torch."):
+        return None
+    storage, offset, shape, stride, *rest = value.args if len(value.args) >= 6 else (None,) * 6
+    named = storage.args[0] if isinstance(storage, UnbuiltCall) and storage.name == "persistent" else ()
+    if offset != 0 or not isinstance(named, tuple) or len(named) != 5 or not isinstance(named[1], Name):
+        return None, None, None
+    dtype = _DTYPES.get(named[1].path)
+    if dtype is None and len(rest) > 2 and isinstance(rest[2], Name):
+        dtype = next((known for known in CODES if str(known) == rest[2].path), None)
+    is_whole = isinstance(shape, tuple) and stride == torch.empty(shape, device="meta").stride()
+    return dtype, shape if is_whole else None, named[2]
