@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from ...common.messages import name_type
@@ -136,6 +137,17 @@ def serialize(content: bytes | TensorFile) -> tuple[int, Iterable[filesystem.Pie
     if isinstance(content, bytes):
         return len(content), [content]
     return filesystem.serialize_tensors(content.tensors, content.notes)
+
+
+def pack(content: TensorFile) -> tuple[bytes, dict[str, str]]:
+    """Return small tensors as bytes, to send them; torch cannot pickle tensors of some dtypes, such as uint32."""
+    return save({name: tensor.detach().cpu().contiguous() for name, tensor in content.tensors.items()}), content.notes
+
+
+def unpack(packed: tuple[bytes, dict[str, str]]) -> TensorFile:
+    """Return the tensors that `pack` got."""
+    data, notes = packed
+    return TensorFile(load(data), notes)
 
 
 def has_part(files: Iterable[str], name: str) -> bool:

@@ -38,7 +38,7 @@ from .atomic_swap import UNFINISHED
 from .manifest import MANIFEST, Manifest, check_files, is_checkpoint, read_manifest, verify
 from .one_file import Layout, is_checkpoint_file
 from .one_file import write as write_one_file
-from .parts import Files, encode_part, open_part, read_part, write_files
+from .parts import Files, encode_part, open_part, pack, read_part, unpack, write_files
 
 __all__ = [
     "MANIFEST",
@@ -276,14 +276,14 @@ class FileSave:
         self._layout = layout
         self._files: Files = {}
 
-    def write(self, files: Files) -> Files:
-        """Return this process's files, which are small except on rank zero, for `commit`."""
+    def write(self, files: Files) -> dict[str, Any]:
+        """Return this process's files for `commit`, unless this is rank zero. They are small, and sent as bytes."""
         if self._layout is None:
-            return files
+            return {name: content if isinstance(content, bytes) else pack(content) for name, content in files.items()}
         self._files = files
         return {}
 
-    def commit(self, files: Files, info: Mapping[str, Any], others: bool) -> None:
+    def commit(self, files: Mapping[str, Any], info: Mapping[str, Any], others: bool) -> None:
         """Write the checkpoint with ``files`` of the other ranks, and put it in place; see `store.commit`."""
         assert self._layout is not None
         assert not others  # files of hooks need a directory
@@ -300,7 +300,7 @@ class FileSave:
             write_one_file(
                 source,
                 self._layout,
-                self._files | files,
+                self._files | {name: c if isinstance(c, bytes) else unpack(c) for name, c in files.items()},
                 lambda entries, records: Manifest.build(entries, info, sequence, records=records).to_json(),
             )
             filesystem.fsync(source)
@@ -438,6 +438,11 @@ def _scan(directory: Path) -> tuple[list[tuple[Manifest, AnyPath]], list[str]]:
 
 def _iterate_checkpoints(directory: Path) -> Iterator[Path]:
     """Yield the paths of the checkpoints in a directory, including damaged ones."""
+    return filter(_looks_like_checkpoint, _iterate_entries(directory))
+
+
+def _iterate_entries(directory: Path) -> Iterator[Path]:
+    """Yield the entries of a directory that may be checkpoints."""
     for name in filesystem.list_names(directory):
         path, match = directory / name, atomic_swap.BESIDE.fullmatch(name)
         if name.startswith(".") and not (match and match["kind"] == "old"):
@@ -446,21 +451,22 @@ def _iterate_checkpoints(directory: Path) -> Iterator[Path]:
             continue
         if match and atomic_swap.is_whole(directory / match["name"]):
             continue  # it is replaced, and about to be deleted
-        if _looks_like_checkpoint(path):  # otherwise the directory is not a checkpoint's
-            yield path
+        yield path
 
 
 def _find_next_sequence(directory: Path) -> int:
     """Return one more than the highest sequence number in a directory; unreadable manifests are ignored."""
     known = _get_known_sequences(directory)
     present = {}
-    for path in _iterate_checkpoints(directory):
+    for path in _iterate_entries(directory):
         with suppress(ValueError, OSError):
-            status = (path / MANIFEST if path.is_dir() else path).lstat()
+            status = path.lstat()
+            if stat.S_ISDIR(status.st_mode):
+                status = (path / MANIFEST).lstat()
             version = status.st_ino, status.st_size, status.st_mtime_ns
             entry = known.get(path.name)
             if entry is None or entry[0] != version:
-                entry = version, read_manifest(path).sequence
+                entry = version, read_manifest(path).sequence if _looks_like_checkpoint(path) else 0
             present[path.name] = entry
     for name in list(known):  # copied to a list, because asynchronous saves commit in threads
         if name not in present:

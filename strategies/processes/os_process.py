@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import sys
+from functools import cache
 from pathlib import Path
 
 IDENTITY = r"[0-9a-f]{8}-\d+-\d*"
@@ -37,7 +38,11 @@ def identify_host() -> str:
 
 def identify_process() -> str:
     """Return a short name of this process, which no other process has: its machine, its PID and its start time."""
-    pid = os.getpid()
+    return _identify_own(os.getpid())
+
+
+@cache
+def _identify_own(pid: int) -> str:
     return f"{_identify_machine()}-{pid}-{'' if sys.platform == 'win32' else read_start_time(pid) or ''}"
 
 

@@ -50,7 +50,7 @@ def make_document(trainer: Trainer, task: TaskModule, progress: Progress, weight
         "epoch": progress.epoch,
         "global_step": progress.step,
         "pytorch-lightning_version": LAYOUT_VERSION,
-        "state_dict": {strip_compile_prefix(name): value for name, value in task.state_dict().items()},
+        "state_dict": task.state_dict(),
         "loops": _make_loops(trainer, progress),
     }
     if not weights_only:
@@ -196,6 +196,7 @@ def finish_document(document: dict[str, Any], left_out: Container[str] = ()) -> 
         document: Result of `make_document`, which hooks may have changed.
         left_out: Names of the weights that the checkpoint does not contain.
     """
-    weights = {name: value for name, value in document["state_dict"].items() if name not in left_out}
-    plain: dict[str, Any] = make_plain({**document, "state_dict": weights})
+    weights = {strip_compile_prefix(name): value for name, value in document["state_dict"].items()}
+    kept = {name: value for name, value in weights.items() if name not in left_out}
+    plain: dict[str, Any] = make_plain({**document, "state_dict": kept})
     return plain

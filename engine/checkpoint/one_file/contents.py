@@ -87,7 +87,7 @@ def lay_out(files: dict[str, Any], document: dict[str, Any]) -> Layout:
     by_file: dict[str, dict[str, str]] = {}
 
     def find(tensor: Tensor, file: str, name: str) -> str:
-        view = make_view_key(tensor)
+        view = make_view_key(tensor) if tensor.numel() else (tensor.dtype,)
         if view not in keys:
             keys[view] = str(len(places))
             places.append((file, name))

@@ -1,0 +1,318 @@
+"""A checkpoint that is one file: what opens it, and what is found when it is damaged or made to deceive."""
+
+import io
+import json
+import os
+import shutil
+import struct
+import zipfile
+
+import pytest
+import torch
+from quiet import QUIET
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.serialization import config
+from treadle.engine.checkpoint import OpenCheckpoint, is_checkpoint, store
+from treadle.engine.checkpoint.manifest import Manifest
+from treadle.engine.checkpoint.one_file import zip_writer
+from treadle.engine.checkpoint.one_file.contents import _Pickler, lay_out, write
+from treadle.engine.checkpoint.parts import TensorFile
+
+import treadle
+
+
+class Net(nn.Module):
+    """With a tied weight, several dtypes, a view that is not contiguous, and a tensor without elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.tied = self.first
+        self.register_buffer("strided", torch.arange(12.0).view(3, 4).t())
+        self.register_buffer("short", torch.arange(5).to(torch.bfloat16))
+        self.register_buffer("tiny", torch.arange(4.0).to(torch.float8_e4m3fn))
+        self.register_buffer("unsigned", torch.arange(4).to(torch.uint16))
+        self.register_buffer("empty", torch.empty(0, 3))
+        self.register_buffer("scalar", torch.tensor(True))
+
+
+class Task(treadle.TaskModule):
+    def __init__(self, lr=0.1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = Net()
+
+    def training_step(self, batch, batch_idx):
+        return self.net.first(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.net.parameters(), lr=self.hparams.lr)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def loader():
+    return DataLoader(TensorDataset(torch.arange(24.0).view(8, 3) / 24), 2, shuffle=True)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A whole checkpoint, one of weights only, and their task."""
+    folder = tmp_path_factory.mktemp("saved")
+    torch.manual_seed(1)
+    task, trainer = Task(), treadle.Trainer(max_epochs=1, default_root_dir=folder, **QUIET)
+    trainer.fit(task, loader())
+    trainer.save_checkpoint(folder / "whole.ckpt")
+    trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    return folder, task, trainer
+
+
+def is_equal(one, other):
+    if isinstance(one, torch.Tensor):
+        same = one.dtype == other.dtype and one.shape == other.shape
+        both = (tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (one, other))
+        return same and torch.equal(*both)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(is_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(is_equal, one, other))
+    return one == other
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("offsets", [False, True])
+def test_torch_opens_it_after_a_copy(saved, mmap, offsets, tmp_path):
+    folder, task, trainer = saved
+    moved = tmp_path / "moved-ü.pt"
+    shutil.copy(folder / "whole.ckpt", moved)
+    with config.patch("load.calculate_storage_offsets", offsets):
+        content = torch.load(moved, weights_only=True, mmap=mmap)
+    assert is_equal(content["state_dict"], dict(task.state_dict()))
+    assert is_equal(content["optimizer_states"], [trainer.optimizers[0].state_dict()])
+    assert content["state_dict"]["net.first.weight"].data_ptr() == content["state_dict"]["net.tied.weight"].data_ptr()
+    assert content["hyper_parameters"] == {"lr": 0.1}
+    assert (content["epoch"], content["global_step"]) == (1, 4)
+    assert torch.serialization.get_unsafe_globals_in_checkpoint(moved) == []
+
+
+def test_other_ways_to_open_it(saved):
+    folder, task, _ = saved
+    path = folder / "whole.ckpt"
+    from_memory = torch.load(io.BytesIO(path.read_bytes()), weights_only=True)
+    assert is_equal(from_memory["state_dict"], dict(task.state_dict()))
+    assert torch.load(path, map_location="meta")["state_dict"]["net.first.weight"].shape == (3, 3)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        names = [entry.filename for entry in archive.infolist()]
+    assert len(set(names)) == len(names)
+    assert os.path.getsize(path) == path.stat().st_size
+
+
+def test_tensors_are_stored_once_and_aligned(saved):
+    folder, task, _ = saved
+    with zipfile.ZipFile(folder / "weights.ckpt") as archive:
+        data = [entry for entry in archive.infolist() if "/data/" in entry.filename and entry.file_size]
+        for entry in data:
+            with archive.open(entry) as record:
+                assert record._orig_compress_start % 64 == 0  # where the content begins
+    distinct = {tensor.data_ptr() for tensor in task.state_dict().values() if tensor.numel()}
+    assert len(data) == len(distinct)
+
+
+def test_both_sides_name_the_same_records(saved):
+    """Also the optimizer's: what other programs read of its state are the bytes that Treadle reads."""
+    folder, task, _ = saved
+    opened = OpenCheckpoint(folder / "whole.ckpt")
+    opened.verify()
+    model = opened.read_part("model")
+    assert is_equal(model, dict(task.state_dict()))
+    content = torch.load(folder / "whole.ckpt", weights_only=True)
+    slots = opened.read_part("optimizer")["slots"]
+    by_number = content["optimizer_states"][0]["state"]
+    for number, (name, _) in enumerate(task.named_parameters()):
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(slots[name][key], by_number[number][key])
+
+
+def test_every_flipped_byte_is_found(saved, tmp_path):
+    path = tmp_path / "flipped.ckpt"
+    original = (saved[0] / "weights.ckpt").read_bytes()
+    path.write_bytes(original)
+    for position in range(len(original)):
+        with open(path, "r+b") as file:
+            file.seek(position)
+            file.write(bytes([original[position] ^ 1 << position % 8]))
+        with pytest.raises(ValueError, match=r"flipped\.ckpt"):
+            store.verify(path)
+        with open(path, "r+b") as file:
+            file.seek(position)
+            file.write(original[position : position + 1])
+    store.verify(path)
+
+
+def test_every_truncation_is_found(saved, tmp_path):
+    path = tmp_path / "cut.ckpt"
+    path.write_bytes((saved[0] / "weights.ckpt").read_bytes())
+    for size in reversed(range(path.stat().st_size)):
+        os.truncate(path, size)
+        with pytest.raises(ValueError, match=r"cut\.ckpt"):
+            store.verify(path)
+
+
+def test_what_is_added_to_it_is_found(saved, tmp_path):
+    path = tmp_path / "more.ckpt"
+    path.write_bytes((saved[0] / "weights.ckpt").read_bytes() + b"x")
+    with pytest.raises(ValueError, match="truncated, or its end is damaged"):
+        store.verify(path)
+
+
+def forge(path, files, document):
+    """Write a file with valid digests."""
+    layout = lay_out(files, document)
+    write(path, layout, files, lambda entries, records: Manifest.build(entries, {}, 1, records=records).to_json())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state | {"w": torch.ones(2)},
+        lambda state: state | {"more": torch.ones(2)},
+        lambda state: {"bias": state["bias"]},
+        lambda state: state | {"w": state["bias"]},
+        lambda state: state | {"w": state["w"][:1]},
+        lambda state: state | {"w": state["w"].view(torch.int32)},
+    ],
+)
+def test_a_file_whose_sides_differ_is_refused(change, tmp_path):
+    state = {"w": torch.zeros(2), "bias": torch.zeros(2)}
+    files = {"model.safetensors": TensorFile(state, {"format": "pt"})}
+    forge(tmp_path / "right", dict(files), {"state_dict": state})
+    store.verify(tmp_path / "right")
+    forge(tmp_path / "forged", dict(files), {"state_dict": change(state)})
+    with pytest.raises(ValueError, match="does not agree with what Treadle reads"):
+        store.verify(tmp_path / "forged")
+
+
+class Attack:
+    def __reduce__(self):
+        return os.mkdir, ("attacked",)
+
+
+def test_a_pickle_that_would_run_code_runs_nowhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    state = {"w": torch.zeros(2)}
+    forge(tmp_path / "hostile", {"model.safetensors": TensorFile(state, {})}, {"state_dict": state, "more": Attack()})
+    with pytest.raises(ValueError, match=r"asks to run posix\.mkdir"):
+        store.verify(tmp_path / "hostile")
+    with pytest.raises(ValueError, match=r"asks to run posix\.mkdir"):
+        treadle.load_weights(nn.Linear(1, 1), tmp_path / "hostile")
+    assert not (tmp_path / "attacked").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda records: records | {"end": 10},
+        lambda records: records | {"gaps": 1},
+        lambda records: records | {"entries": {"data/0": {"at": 0, "bytes": -1, "xxh3_128": "0" * 32}}},
+        lambda records: records | {"entries": records["entries"] | {"late": {"at": 0, "bytes": 1, "xxh3_128": "0"}}},
+        lambda records: [],
+    ],
+)
+def test_a_manifest_that_lies_about_records_is_refused(change, tmp_path):
+    state = {"w": torch.zeros(2)}
+    files = {"model.safetensors": TensorFile(state, {})}
+
+    def lie(entries, records):
+        document = json.loads(Manifest.build(entries, {}, 1, records=records).to_json())
+        return json.dumps({**document, "records": change(document["records"])}).encode()
+
+    write(tmp_path / "liar", lay_out(files, {"state_dict": state}), files, lie)
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+        store.verify(tmp_path / "liar")
+
+
+def test_what_is_a_checkpoint(saved, tmp_path):
+    torch.save({"state_dict": {}}, tmp_path / "torch.ckpt")
+    (tmp_path / "text").write_text("text")
+    assert is_checkpoint(saved[0] / "weights.ckpt")
+    assert not any(is_checkpoint(tmp_path / name) for name in ("torch.ckpt", "text", "missing"))
+    with pytest.raises(ValueError, match="not a checkpoint that Treadle can resume from"):
+        OpenCheckpoint(tmp_path / "torch.ckpt")
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        OpenCheckpoint(tmp_path / "missing")
+
+
+def test_what_a_save_may_replace(saved, tmp_path):
+    trainer = saved[2]
+    (tmp_path / "empty").touch()
+    torch.save({}, tmp_path / "torch")
+    trainer.save_checkpoint(tmp_path / "directory", format="directory")
+    for name in ("empty", "torch", "directory"):
+        trainer.save_checkpoint(tmp_path / name)
+        assert (tmp_path / name).is_file()
+        store.verify(tmp_path / name)
+    trainer.save_checkpoint(tmp_path / "empty", format="directory")
+    assert (tmp_path / "empty").is_dir()
+    store.verify(tmp_path / "empty")
+    (tmp_path / "text").write_text("of the user")
+    (tmp_path / "empty" / "tokenizer.json").write_text("of the user")
+    for name, reason in (("text", "is not a checkpoint"), ("empty", "tokenizer.json")):
+        with pytest.raises(ValueError, match=reason):
+            trainer.save_checkpoint(tmp_path / name)
+    assert (tmp_path / "text").read_text() == (tmp_path / "empty" / "tokenizer.json").read_text() == "of the user"
+    assert sorted(os.listdir(tmp_path)) == ["directory", "empty", "text", "torch"]
+
+
+class Sparse(io.RawIOBase):
+    """File whose zeros take no room on the disk."""
+
+    def __init__(self, path):
+        self.file = open(path, "wb")  # noqa: SIM115
+
+    def write(self, data):
+        if len(data) >= 2**20 and not any(data[:: 2**16]):
+            self.file.seek(len(data), os.SEEK_CUR)
+        else:
+            self.file.write(data)
+
+    def close(self):
+        self.file.truncate()
+        self.file.close()
+
+
+@pytest.mark.exhaustive
+def test_records_beyond_four_gigabytes(tmp_path):
+    from concurrent.futures import ThreadPoolExecutor
+
+    from treadle.engine.checkpoint.one_file.zip_reader import MANIFEST_RECORD, read_manifest_record
+
+    path, zeros = tmp_path / "large", memoryview(bytes(2**22))
+    stream = io.BytesIO()
+    tensor = torch.empty(2**32 + 2**22, dtype=torch.uint8, device="meta")
+
+    class Find:
+        keys = iter("01")
+
+        def __call__(self, tensor):
+            return next(self.keys)
+
+    _Pickler(stream, Find()).dump({"large": tensor, "after": torch.empty(3, device="meta")})
+    sparse = Sparse(path)
+    with ThreadPoolExecutor(1) as executor:
+        writer = zip_writer.ZipWriter(sparse, executor)
+        writer.add("data.pkl", len(stream.getvalue()), [stream.getvalue()])
+        for name, text in ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")):
+            writer.add(name, len(text), [text])
+        writer.add("data/0", tensor.nbytes, (zeros for _ in range(2**10 + 1)))
+        writer.add("data/1", 12, [struct.pack("<3f", 1, 2, 3)])
+        writer.add("version", 2, [b"3\n"])
+        writer.close(MANIFEST_RECORD, b"{}")
+    sparse.close()
+    assert read_manifest_record(path, 2**20) == b"{}"
+    with zipfile.ZipFile(path) as archive:
+        assert archive.read("checkpoint/data/1") == struct.pack("<3f", 1, 2, 3)
+        assert archive.getinfo("checkpoint/data/0").file_size == tensor.nbytes
+    content = torch.load(path, weights_only=True, mmap=True)
+    assert content["large"].shape == tensor.shape
+    assert content["after"].tolist() == [1, 2, 3]
