@@ -533,7 +533,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             announce(f"saved a checkpoint of optimizer step {self._top_k.saved_step} in {self._directory}")
         if trainer.is_global_zero:
             for path in self._top_k.replaced:
-                remove(path, self._directory, trainer.ckpt_path)
+                remove(path, self._directory, trainer.ckpt_path, trainer.checkpointer.plugin)
         self._top_k.replaced = []
         trainer.logbook.call("after_save_checkpoint", self)
 
@@ -631,7 +631,9 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         reserved_paths |= self._top_k.ranked_paths if last else {self.last_model_path}
         path, version = self.format_checkpoint_name(values, template), self.STARTING_VERSION
         while path in reserved_paths or (
-            self.enable_version_counter and lexists(path) and (path != replaced or not is_replaceable(path))
+            self.enable_version_counter
+            and lexists(path)
+            and (path != replaced or not (trainer.checkpointer.plugin or is_replaceable(path)))
         ):
             if path not in reserved_paths and is_abandoned(path, step, self._resumed_step):
                 break

@@ -19,7 +19,10 @@ class StrategyAliases:
 
     Attributes:
         prepared: The Accelerator's lists of prepared models and optimizers.
+        checkpoint_io: The object that the Trainer's checkpoints are written with, of Lightning's class `CheckpointIO`.
     """
+
+    checkpoint_io: Any = None
 
     world: World
     unwrap: Callable[[nn.Module], nn.Module]  # the strategy's method

@@ -15,6 +15,7 @@ from ..common.messages import format_count, nearest, warn
 from ..common.validation import check_bool, check_int, check_path, check_positive, choose
 from ..engine import TorchDynamoPlugin
 from ..strategies import LaunchEnvironment, Precision, Strategy, TorchSyncBatchNorm
+from .checkpointing import CheckpointIO, TorchCheckpointIO
 from .settings import Limit, TrainerSettings
 
 if TYPE_CHECKING:
@@ -218,9 +219,13 @@ def refuse_with_barebones(**flags: Any) -> None:
             )
 
 
-def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[Any, bool]:
-    """Return the precision and ``sync_batchnorm`` that ``plugins`` or the flags of the same names set."""
+def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[Any, bool, CheckpointIO]:
+    """Return the precision and ``sync_batchnorm`` that ``plugins`` or the flags of the same names set, and the writer.
+
+    The writer of checkpoints is a `CheckpointIO`.
+    """
     check_bool("sync_batchnorm", sync_batchnorm)
+    writer: CheckpointIO = TorchCheckpointIO()
     several = isinstance(plugins, Iterable) and not isinstance(plugins, str | Mapping)
     for plugin in plugins if several else [] if plugins is None else [plugins]:
         if isinstance(plugin, Precision):
@@ -233,13 +238,14 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[
             if sync_batchnorm:
                 raise ValueError("sync_batchnorm=True and TorchSyncBatchNorm() set the same option. Pass only one.")
             sync_batchnorm = True
+        elif isinstance(plugin, CheckpointIO):
+            writer = plugin
         elif not isinstance(plugin, LaunchEnvironment):  # a LaunchEnvironment is detected in any case
             raise TypeError(
-                f"plugins={plugin!r:.100} must be a treadle.plugins.Precision or TorchSyncBatchNorm(). Remove it. "
-                "Treadle detects the cluster, and needs no plugin for checkpoints. To write checkpoints in the "
-                "background, use ModelCheckpoint(async_save=True)."
+                f"plugins={plugin!r:.100} must be a treadle.plugins.Precision, TorchSyncBatchNorm() or CheckpointIO. "
+                "Remove it. Treadle detects the cluster."
             )
-    return precision, sync_batchnorm
+    return precision, sync_batchnorm, writer
 
 
 def set_sync_batchnorm(strategy: Strategy, enabled: bool) -> None:

@@ -137,7 +137,7 @@ class Trainer(LightningAliases, Copyable):
         profiler: Profile the actions of the loop, such as hooks, with ``"simple"``, ``"advanced"``, ``"pytorch"`` or a
             `Profiler`. Default: no profiling.
         compile: Compile the model's modules; a dict sets arguments of ``torch.compile``. Default: False.
-        plugins: A `Precision`, a ``TorchSyncBatchNorm()``, or both in a list. Default: none.
+        plugins: A `Precision`, a ``TorchSyncBatchNorm()``, a `CheckpointIO`, or several in a list. Default: none.
         enable_autolog_hparams: Send hyperparameters to the loggers when ``fit`` begins. Default: True.
         default_root_dir: Folder for logs and checkpoints for which no other folder is set. Default: the working
             directory.
@@ -231,15 +231,13 @@ class Trainer(LightningAliases, Copyable):
         if barebones:
             arguments.refuse_with_barebones(
                 fast_dev_run=fast_dev_run,
-                logger=logger,
-                enable_checkpointing=enable_checkpointing,
+                **{"logger": logger, "enable_checkpointing": enable_checkpointing, "profiler": profiler},
                 enable_progress_bar=enable_progress_bar,
                 enable_model_summary=enable_model_summary,
                 enable_report=enable_report,
                 num_sanity_val_steps=num_sanity_val_steps,
                 log_every_n_steps=log_every_n_steps,
                 detect_anomaly=detect_anomaly,
-                profiler=profiler,
             )
             logger = enable_checkpointing = enable_progress_bar = enable_model_summary = enable_report = False
             num_sanity_val_steps = log_every_n_steps = 0
@@ -283,7 +281,7 @@ class Trainer(LightningAliases, Copyable):
         self.reload_dataloaders_every_n_epochs = arguments.check_int("reload_dataloaders_every_n_epochs", every, 0)
         self.detect_anomaly = arguments.check_bool("detect_anomaly", detect_anomaly)
         self.enable_autolog_hparams = arguments.check_bool("enable_autolog_hparams", enable_autolog_hparams)
-        precision, sync_batchnorm = arguments.unpack_plugins(plugins, precision, sync_batchnorm)
+        precision, sync_batchnorm, self._writer = arguments.unpack_plugins(plugins, precision, sync_batchnorm)
         self.default_root_dir = arguments.check_directory("default_root_dir", default_root_dir)
         self.on_nonfinite = choose("on_nonfinite", on_nonfinite, ("raise", "skip", "ignore"))
         arguments.set_determinism(deterministic, benchmark)
@@ -340,7 +338,7 @@ class Trainer(LightningAliases, Copyable):
         self.hooks: Hooks | None = None
         self.sources: Sources | None = None
         self.ckpt_path: str | None = None
-        self.opened_checkpoint: OpenCheckpoint | None = None  # the checkpoint of ckpt_path, until it is restored
+        self.opened_checkpoint: OpenCheckpoint | None = None  # of ckpt_path, until it is restored
         self.last_step: LastStep | None = None
         self.steps: Steps | None = None
 
@@ -349,7 +347,8 @@ class Trainer(LightningAliases, Copyable):
         self.accelerator = self.build_accelerator()
         if self.accelerator.watchdog is not None:
             self.accelerator.watchdog.follow(self, locate, find_directory)
-        arguments.set_sync_batchnorm(self.accelerator.strategy, self.sync_batchnorm)
+        arguments.set_sync_batchnorm(self.strategy, self.sync_batchnorm)
+        self.strategy.checkpoint_io = self._writer
         self.preemption = Preemption(self.accelerator, self.grace_seconds)
         self.checkpointer = TrainerCheckpointer(self)
         if "logbook" in vars(self):  # in a copy

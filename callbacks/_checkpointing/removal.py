@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from ...common.messages import warn
 from ...common.remote_path import AnyPath, as_path
 from ...engine.checkpoint import store
 
 
-def remove(path: str, directory: str, resumed: str | None) -> bool:
+def remove(path: str, directory: str, resumed: str | None, plugin: Any = None) -> bool:
     """Delete a checkpoint if it exists, and return whether it was deleted. Warn if it cannot be deleted.
 
     The checkpoint that the run was resumed from is never deleted, nor are checkpoints in other directories.
@@ -20,6 +21,7 @@ def remove(path: str, directory: str, resumed: str | None) -> bool:
         path: Path of the checkpoint.
         directory: Directory of the callback's checkpoints.
         resumed: The checkpoint that the run was resumed from, or None.
+        plugin: The user's ``CheckpointIO``, which has written the checkpoint. Default: none.
     """
     place = as_path(path)
     if as_path(directory) not in place.parents:
@@ -27,7 +29,10 @@ def remove(path: str, directory: str, resumed: str | None) -> bool:
     try:
         if not place.exists() or (resumed is not None and _is_same(as_path(resumed), place)):
             return False
-        store.remove(path)
+        if plugin is None or store.is_checkpoint(path):
+            store.remove(path)
+        else:
+            plugin.remove_checkpoint(path)
     except (OSError, ValueError) as error:  # the new checkpoint is saved, so a leftover must not end the run
         warn(f"{path} is no longer among the checkpoints to keep, but cannot be deleted: {error}")
         return False

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .model_check import check_frozen, compute_digests, find_not_finite, read_frozen_note
     from .one_file import is_checkpoint_file, lay_out
     from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together
-    from .parts import has_part, read_part
+    from .parts import Files, TensorFile, encode_part, has_part, pack, read_part, unpack
     from .safetensors_file import (
         FilePiece,
         MemoryPiece,
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
         UnreadTensor,
         Weights,
         abbreviate,
+        add_aliases,
         read_mark,
         read_safetensors,
         read_tensor,
         read_whole_model,
     )
     from .save import check_places
-    from .store import CheckpointStore, find_again
+    from .store import CheckpointStore, FileSave, Save, find_again
     from .train_state import (
         ADDED,
         CONFIG,

@@ -7,7 +7,8 @@ import socket
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -26,10 +27,10 @@ from . import save as snapshot
 from .async_save import Copying, HostCopies, Job
 from .manifest import Manifest
 from .model_check import FrozenWeights
-from .one_file import Layout, lay_out
 from .open_checkpoint import OpenCheckpoint, open_together
 from .parts import Files
 from .safetensors_file import UnreadTensor
+from .store import Save
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
@@ -115,12 +116,12 @@ class Checkpointer:
         trainable_only: bool = False,
         blocking: bool = True,
         also: Sequence[str | os.PathLike[str]] = (),
-        document: Callable[[Container[str]], dict[str, Any]] | None = None,
+        choose_save: Callable[[Files, Container[str]], Callable[[Path, str], Save]] | None = None,
     ) -> AnyPath:
         """Save all prepared and registered objects; see `Accelerator.save_state`.
 
-        If ``document`` is given, the checkpoint is one file, in which other programs find the dict that it returns on
-        rank zero for the names of the weights that are left out. The caller has asked `explain_directory`.
+        If ``choose_save`` is given, it returns, for this process's files and the names of the weights that are left
+        out, a function that makes the `Save`. The caller has asked `explain_directory`.
         """
         if not safe_serialization:
             raise ValueError(
@@ -149,16 +150,14 @@ class Checkpointer:
         with snapshot.discard_on_failure(accelerator, targets[0]), world.together():
             frozen = self.find_frozen(world) if trainable_only else ()
             files = snapshot.collect(accelerator, targets[0], parts or {}, weights_only, frozen)
-            layout: Layout | Literal[False] | None = False if document is None else None
-            if document is not None and world.is_main:
-                layout = lay_out(files, document(frozen[0] if frozen else ()))
+            make_save = None if choose_save is None else choose_save(files, frozen[0] if frozen else ())
             if not blocking:
                 optimizer_files = snapshot.select_optimizer_files(files)
                 optimizers = [prepared.optimizer for prepared in accelerator.optimizers]
                 files, copying = self.host_copies.copy_tensors(files, optimizer_files, optimizers)
         if numbering is not None:
             numbering.iteration += 1
-        self._publish(targets, files, info, numbering, copying, layout)
+        self._publish(targets, files, info, numbering, copying, make_save)
         return targets[0]
 
     def _publish(
@@ -168,7 +167,7 @@ class Checkpointer:
         info: dict[str, Any],
         numbering: ProjectConfiguration | None,
         copying: Copying | None,
-        layout: Layout | Literal[False] | None,
+        make_save: Callable[[Path, str], Save] | None,
     ) -> None:
         """Write and commit the checkpoint at each target, then delete old checkpoints.
 
@@ -178,7 +177,7 @@ class Checkpointer:
 
         def publish(world: World) -> None:
             for target in targets:
-                snapshot.publish(world, target, files, info, hooked, layout)
+                snapshot.publish(world, target, files, info, hooked, make_save)
             if numbering is not None and numbering.total_limit is not None:
                 with world.together():
                     if world.is_main:

@@ -6,10 +6,10 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
@@ -24,10 +24,9 @@ from ..parameter_names import make_view_key, strip_compile_prefix
 from ..rng import random_state
 from . import filesystem, model_check, store
 from .json_codec import decode, encode
-from .one_file import Layout
 from .parts import Files, TensorFile, encode_part, estimate_size
 from .remote import Upload
-from .store import DiskSave, FileSave
+from .store import DiskSave, Save
 from .train_state import (
     STATE,
     OptimizerState,
@@ -335,18 +334,18 @@ def publish(
     files: Files,
     info: dict[str, Any],
     others: bool = False,
-    layout: Layout | Literal[False] | None = False,
+    make_save: Callable[[Path, str], Save] | None = None,
 ) -> None:
     """Write the files of `collect`, wait for all processes, and commit the checkpoint. Call it on all ranks.
 
-    ``layout`` is False for a directory. For one file, it is the layout of rank zero's tensors, and None on other ranks.
+    ``make_save`` makes the `Save` for a target and the name of its writer. The default writes a directory or uploads.
 
     If a disk operation or a request to the store fails, an earlier checkpoint remains, unless the store's response to
     the commit was lost. If someone deletes the directory during the save, it is created and written again, once.
     """
-    error, is_deleted = _write_and_commit(world, target, files, info, others, layout)
+    error, is_deleted = _write_and_commit(world, target, files, info, others, make_save)
     if any(world.gather_objects(is_deleted)) and not others:
-        error, _ = _write_and_commit(world, target, files, info, others, layout)
+        error, _ = _write_and_commit(world, target, files, info, others, make_save)
     world.raise_together(error)
 
 
@@ -356,20 +355,14 @@ def _write_and_commit(
     files: Files,
     info: dict[str, Any],
     others: bool,
-    layout: Layout | Literal[False] | None,
+    make_save: Callable[[Path, str], Save] | None,
 ) -> tuple[Exception | None, bool]:
     """Return the error of this process, if any, and whether the reason is that its files have been deleted."""
     entries: dict[str, Any] = {}
     error: Exception | None = None
     # Before the block below, whose errors are raised together.
     name = world.broadcast(identify_process() if isinstance(target, Path) else Upload.new_folder())
-    save: DiskSave | FileSave | Upload
-    if not isinstance(target, Path):
-        save = Upload(target, name)
-    elif layout is False:
-        save = DiskSave(target, name)
-    else:
-        save = FileSave(target, name, layout)
+    save: Save = (make_save or DiskSave)(target, name) if isinstance(target, Path) else Upload(target, name)
     try:
         if others and (clashing := [name for name in files if os.path.lexists(save.staging / name)]):
             raise ValueError(

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ...common.remote_path import AnyPath, RemotePath, absolute, as_path
 from ...strategies.processes import forget_unfinished, note_unfinished
@@ -240,6 +240,22 @@ def remove(path: AnyPath | str) -> None:
     atomic_swap.take_away(path)
 
 
+class Save(Protocol):
+    """One way to save a checkpoint: each process writes, and then one commits."""
+
+    staging: Path
+    """Path of what is not committed yet."""
+
+    def write(self, files: Files) -> dict[str, Any]:
+        """Write this process's files, and return what `commit` must know of each."""
+
+    def commit(self, files: dict[str, Any], info: Mapping[str, Any], others: bool) -> None:
+        """Commit the checkpoint, with the results of `write` on all processes."""
+
+    def discard(self, is_main: bool) -> None:
+        """Delete what is not committed; ``is_main`` is True on rank zero."""
+
+
 class DiskSave:
     """Save to a directory: every process writes its own files, and one commits them. `remote.Upload` saves to a URL."""
 
@@ -305,6 +321,10 @@ class FileSave:
             )
             filesystem.fsync(source)
             _put_in_place(source, target)
+
+    def save(self, files: Files, info: Mapping[str, Any]) -> None:
+        """Write and commit a checkpoint that one process saves alone."""
+        self.commit(self.write(files), info, False)
 
     def discard(self, is_main: bool) -> None:
         """Delete an uncommitted file. ``is_main`` is True on rank zero, which wrote it."""

@@ -8,6 +8,7 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .before_validation import BeforeValidation
+    from .checkpoint_io import CheckpointIO, TorchCheckpointIO
     from .crash_snapshot import LastStep, explain_need_of_others
     from .resolve import CheckpointResolver
     from .trainer_state import TrainerCheckpointer, collect_callback_states

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from ...common.remote_path import AnyPath
 from ...engine import Loader
-from ...engine.checkpoint import ADDED, STATE, CallbackStates, TrainState, lay_out, store
+from ...engine.checkpoint import ADDED, STATE, CallbackStates, TrainState, store
 from ...engine.checkpoint import save as snapshot
 from ...engine.metrics import metric_state, read_numbers
 from ...strategies import World
 from .before_validation import sum_parameters
-from .lightning_layout import finish_document
 from .trainer_state import collect_callback_states
 
 if TYPE_CHECKING:
@@ -215,10 +214,10 @@ class LastStep:
         # It lacks the other processes' state, so a resume treats it as that of one process.
         info = {**snapshot.run_metadata(accelerator), **trainer.checkpointer.info(state["progress"], task)}
         info |= {"world_size": 1, "saved_by": accelerator.num_processes}
-        layout: Any = False
-        if trainer.checkpointer.choose_form(form, [path]):
-            layout = lay_out(files, finish_document(hooked.document(), frozen[0] if frozen else ()))
-        snapshot.publish(self._alone, path, files, info, layout=layout)
+        make_save = None
+        if trainer.checkpointer.is_one_file(form, [str(path)]):
+            make_save = trainer.checkpointer.choose_save(hooked, files, frozen[0] if frozen else ())
+        snapshot.publish(self._alone, path, files, info, make_save=make_save)
 
 
 def _copy_options(group: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The dict in Lightning's layout that a checkpoint file contains for other programs. Treadle itself never reads it.
 
 Lightning needs ``pytorch-lightning_version``, ``state_dict``, ``optimizer_states``, ``lr_schedulers``, ``callbacks``
-under its own keys, and the counters in ``loops``. With these it loads, validates and tests the task, and continues a fit
-after the saved step; it does not know the order of the remaining samples.
+under its own keys, and the counters in ``loops``. With these it loads, validates and tests the task, and continues a
+fit after the saved step; it does not know the order of the remaining samples.
 
 Source: `Trainer.dump_checkpoint` and the loops' ``state_dict`` in Lightning 2.6
 """

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks import Checkpoint, ModelCheckpoint, folders
@@ -28,6 +29,7 @@ from ...engine.checkpoint import store as checkpoint
 from ...loggers import DirectoryLogger
 from ..runs import CHECKPOINTS, RECORD
 from ..runs import read as read_run
+from .checkpoint_dict import open_dict
 from .run_identity import configuration, differences
 from .words import WORDS_FOR_CHECKPOINTS
 
@@ -129,8 +131,27 @@ class CheckpointResolver:
         return opened
 
     def _open(self, path: AnyPath) -> OpenCheckpoint:
+        if isinstance(path, Path) and path.is_file() and not checkpoint.is_checkpoint(path):
+            return self._open_dict(path)
         opened = open_together(self.world, self.world.broadcast(path))
         opened.verify(self.world)
+        return opened
+
+    def _open_dict(self, path: Path) -> OpenCheckpoint:
+        """Open a file that a `CheckpointIO` plugin or another library has written, on each rank by itself."""
+        with self.world.together():
+            try:
+                opened = open_dict(self.trainer.strategy.checkpoint_io.load_checkpoint(path), str(path))
+            except UnpicklingError as error:
+                raise ValueError(
+                    f"ckpt_path={str(path)!r} contains more than data. Its weights can be loaded with "
+                    "TaskModule.load_from_checkpoint or treadle.load_weights, which run no code."
+                ) from error
+            if self.stage == "fit" and not opened.has(STATE):
+                raise ValueError(
+                    f"ckpt_path={str(path)!r} contains weights of another library and nothing that Treadle can resume "
+                    "from. Load its weights with TaskModule.load_from_checkpoint, and call fit without ckpt_path."
+                )
         return opened
 
     def _check_arguments(self) -> None:
@@ -160,14 +181,8 @@ class CheckpointResolver:
             raise CheckpointNotFoundError(f"ckpt_path={str(path)!r} does not exist. Pass {self._describe_choices()}.")
 
     def _check_is_checkpoint(self, path: AnyPath) -> None:
-        """Raise a ValueError if a path is a file of another library or a folder of checkpoints."""
-        if path.is_file() and not checkpoint.is_checkpoint(path):
-            raise ValueError(
-                f"ckpt_path={str(path)!r} is a file, but not a checkpoint that Treadle can resume from. To load "
-                "weights from a checkpoint file of Lightning or another library, use TaskModule.load_from_checkpoint "
-                "or treadle.load_weights."
-            )
-        if not checkpoint.is_checkpoint(path):
+        """Raise a ValueError if a path is a folder of checkpoints."""
+        if path.is_dir() and not checkpoint.is_checkpoint(path):
             inside = CheckpointStore(path).find() or CheckpointStore(path / CHECKPOINTS).find()
             if inside:
                 number = f" ({len(inside)} were found)" if len(inside) > 1 else ""
@@ -330,7 +345,7 @@ class CheckpointResolver:
         if not best:
             raise ValueError(f"ckpt_path='best', but {source} records no best checkpoint. Pass a path.")
         checkpoint.find_again(best)
-        if not checkpoint.is_checkpoint(best):
+        if not (checkpoint.is_checkpoint(best) or as_path(best).is_file()):
             raise ValueError(
                 f"ckpt_path='best', but {best}, the best checkpoint according to {source}, does not exist. Pass a path."
             )

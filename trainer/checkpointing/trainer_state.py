@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +19,13 @@ from ...engine.checkpoint import (
     DATAMODULE_HPARAMS,
     HPARAMS,
     CallbackStates,
+    Files,
+    FileSave,
     OpenCheckpoint,
+    Save,
     TrainerStates,
     find_not_finite,
+    lay_out,
     load_into_memory,
     model_part,
     open_registered,
@@ -30,6 +34,8 @@ from ...engine.checkpoint import (
 from ...engine.weights import Opened, load_opened
 from ..core import DataModule, HookedWeights, overrides, read_hook_entries, read_weights
 from . import run_identity
+from .checkpoint_dict import DictSave
+from .checkpoint_io import CheckpointIO, TorchCheckpointIO
 from .lightning_layout import finish_document, make_document
 
 if TYPE_CHECKING:
@@ -145,7 +151,7 @@ class TrainerCheckpointer:
                 "current weights with weights_only=True."
             )
         accelerator.world.meet("trainer.save_checkpoint")
-        as_file = self.choose_form(form, paths)
+        as_file = self.is_one_file(form, paths)
         with accelerator.world.together():
             hooked = self.call_save_hooks(task, trainer.progress, weights_only)
         if trainer.stage is None and not accelerator.registered and not weights_only:
@@ -164,13 +170,34 @@ class TrainerCheckpointer:
                 parts=parts,
                 weights_only=weights_only,
                 trainable_only=trainable_only,
-                blocking=blocking,
+                blocking=blocking or self.plugin is not None,  # it gets the run's own tensors
                 also=also,
-                document=(lambda left_out: finish_document(hooked.document(), left_out)) if as_file else None,
+                choose_save=partial(self.choose_save, hooked) if as_file else None,
             )
 
-    def choose_form(self, form: str | None, paths: Sequence[str | Path]) -> bool:
-        """Return whether a checkpoint is saved as one file and not as a directory.
+    def choose_save(self, hooked: HookedState, files: Files, left_out: Container[str]) -> Callable[[Path, str], Save]:
+        """Return the function that makes the `Save` of a checkpoint that is one file or a plugin's.
+
+        Args:
+            hooked: Result of `call_save_hooks`.
+            files: This process's files.
+            left_out: Names of the weights that the checkpoint does not contain.
+        """
+        is_main, plugin = self._trainer.is_global_zero, self.plugin
+        document = finish_document(hooked.document(), left_out) if is_main else None
+        if plugin is not None:
+            return lambda target, writer: DictSave(target, plugin.save_checkpoint, document)
+        layout = None if document is None else lay_out(files, document)
+        return lambda target, writer: FileSave(target, writer, layout)
+
+    @property
+    def plugin(self) -> CheckpointIO | None:
+        """The user's `CheckpointIO`, which then writes the checkpoints; None for Treadle's own writer."""
+        plugin = self._trainer.strategy.checkpoint_io
+        return None if type(plugin) is TorchCheckpointIO else plugin
+
+    def is_one_file(self, form: str | None, paths: Sequence[str | Path]) -> bool:
+        """Return whether a checkpoint is saved as one file (or by a plugin) and not as a directory.
 
         Args:
             form: ``"file"``, ``"directory"``, or None for a file where one is possible.
@@ -183,9 +210,10 @@ class TrainerCheckpointer:
             raise ValueError(f"format={form!r} must be 'file', 'directory' or None, which chooses one.")
         reasons = [self._trainer.accelerator.checkpointer.explain_directory(absolute(path)) for path in paths]
         reason = next(filter(None, reasons), "")
-        if form == "file" and reason:
-            raise ValueError(f"format='file' is not possible, because {reason}. Use format=None or 'directory'.")
-        return form != "directory" and not reason
+        if (form == "file" or self.plugin is not None) and reason:
+            asked = "format='file'" if self.plugin is None else f"the plugin {type(self.plugin).__name__}"
+            raise ValueError(f"{asked} cannot save this checkpoint, because {reason}. Use format=None or 'directory'.")
+        return (form != "directory" or self.plugin is not None) and not reason
 
     def refuse_broken_weights(self, task: TaskModule, path: AnyPath) -> None:
         """Raise a ValueError if this process's shard of the weights contains NaN, or infinity in a trained parameter.

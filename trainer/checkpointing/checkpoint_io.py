@@ -1,4 +1,4 @@
-"""Lightning's classes for single-file checkpoints. The Trainer does not use them."""
+"""Lightning's classes that write, read and remove checkpoints, one of which a user may pass to the Trainer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from ..strategies import apply_nested
-from ..trainer import load_checkpoint
+from ...engine import make_view_key
+from ...strategies import apply_nested
+from ..core import load_checkpoint
 
 __all__ = ["AsyncCheckpointIO", "CheckpointIO", "TorchCheckpointIO"]
 
@@ -109,7 +110,15 @@ class AsyncCheckpointIO(CheckpointIO):
         self._raise_failures(Future.done)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1)
-        copied = apply_nested(checkpoint, torch.Tensor, lambda t: t.detach().clone())
+        copies: dict[tuple[Any, ...], torch.Tensor] = {}  # a tensor that is in the dict twice is copied once
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            key = make_view_key(tensor)
+            if key not in copies:
+                copies[key] = tensor.detach().clone()
+            return copies[key]
+
+        copied = apply_nested(checkpoint, torch.Tensor, copy)
         self._writes.append(
             self._executor.submit(self.checkpoint_io.save_checkpoint, copied, path, storage_options=storage_options)
         )
