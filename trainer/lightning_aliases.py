@@ -20,6 +20,7 @@ from .loop_aliases import DataConnectorView, EvaluationLoopView, FitLoopView, Lo
 from .states import RunningStage, TrainerFn, TrainerState
 
 if TYPE_CHECKING:
+    from .checkpointing import TrainerCheckpointer
     from .trainer import Trainer
 
 
@@ -75,6 +76,11 @@ class LightningAliases:
         for name, value in (("device", accelerator.device.type), ("scaler", accelerator.scaler)):
             object.__setattr__(precision, name, value)  # the class is frozen
         return precision
+
+    @property
+    def _checkpoint_connector(self) -> TrainerCheckpointer:
+        """Object with the method ``dump_checkpoint``."""
+        return self._trainer.checkpointer
 
     @property
     def _accelerator_connector(self) -> SimpleNamespace:

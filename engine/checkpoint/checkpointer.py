@@ -22,7 +22,7 @@ from ..configuration import ProjectConfiguration
 from ..optim import check_schedule
 from ..parameter_names import strip_compile_prefix
 from ..weights import save as export
-from . import automatic_naming, load
+from . import automatic_naming, load, store
 from . import save as snapshot
 from .async_save import Copying, HostCopies, Job
 from .manifest import Manifest
@@ -140,6 +140,9 @@ class Checkpointer:
             path = output_dir if output_dir is not None else automatic_naming.choose_next_target(project)
             targets = [absolute(target) for target in (path, *also)]
             snapshot.check(accelerator, targets, parts or {}, weights_only)
+            if choose_save is None and world.is_main:  # otherwise the `Save` decides
+                for target in targets:
+                    store.check_target(target)
         _check_equal_targets(targets, world)
         if self.save_hooks and len(targets) > 1:
             raise ValueError(

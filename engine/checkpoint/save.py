@@ -121,10 +121,10 @@ def check_places(call: str, places: Mapping[str, Any], also: Any) -> None:
 
 
 def check(accelerator: Accelerator, targets: list[AnyPath], parts: dict[str, Any], weights_only: bool) -> None:
-    """Check that a checkpoint can be saved: part names, target paths, and finite values.
+    """Check that a checkpoint can be saved: part names, and finite values.
 
     Raises:
-        ValueError: If a part's name is reserved, a target is refused, or values are not finite.
+        ValueError: If a part's name is reserved, or values are not finite.
         TypeError: If ``parts`` is not a dict of states by name.
     """
     if not isinstance(parts, Mapping) or not all(isinstance(name, str) for name in parts):
@@ -136,9 +136,6 @@ def check(accelerator: Accelerator, targets: list[AnyPath], parts: dict[str, Any
                 "optimizer, optimizer-*, extra-*, rank-*, state, manifest, unfinished). Choose another name, such as "
                 f"'my_{name}'."
             )
-    if accelerator.is_main_process:
-        for target in targets:
-            store.check_target(target)
     _refuse_not_finite(accelerator, targets[0], weights_only)
 
 

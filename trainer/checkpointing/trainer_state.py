@@ -196,6 +196,15 @@ class TrainerCheckpointer:
         plugin = self._trainer.strategy.checkpoint_io
         return None if type(plugin) is TorchCheckpointIO else plugin
 
+    def finish_plugin(self, stage: str) -> None:
+        """Let the user's `CheckpointIO` complete its writes, at the end of each stage.
+
+        Args:
+            stage: Name of the stage.
+        """
+        if self.plugin is not None:
+            self.plugin.teardown()
+
     def is_one_file(self, form: str | None, paths: Sequence[str | Path]) -> bool:
         """Return whether a checkpoint is saved as one file (or by a plugin) and not as a directory.
 
@@ -334,6 +343,17 @@ class TrainerCheckpointer:
             }
             entries |= {"hyper_parameters": changed} if changed else {}
         return HookedState(entries, weights.get_edited(checkpoint), lambda: dict(checkpoint))
+
+    def dump_checkpoint(self, weights_only: bool = False) -> dict[str, Any]:
+        """Return the run's checkpoint as a dict in Lightning's layout, after the ``on_save_checkpoint`` hooks.
+
+        Args:
+            weights_only: Omit what is needed only to resume. Default: False.
+        """
+        trainer = self._trainer
+        if trainer.task is None:
+            raise ValueError("dump_checkpoint needs a task. Call fit or another stage first.")
+        return self.call_save_hooks(trainer.task, trainer.progress, weights_only).document()
 
     @contextmanager
     def applying(self, hooked: HookedState, task: TaskModule) -> Iterator[None]:

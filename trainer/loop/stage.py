@@ -196,7 +196,8 @@ class Stage:
         trainer, failure = self.trainer, self.failure
         errors: list[BaseException] = []
         owners = () if self.datamodule is None else (pass_by_keyword(self.datamodule.teardown, "stage"),)
-        for clean_up in (*owners, *(trainer.hooks.teardown if trainer.hooks is not None else ())):
+        of_hooks = trainer.hooks.teardown if trainer.hooks is not None else ()
+        for clean_up in (*owners, *of_hooks, trainer.checkpointer.finish_plugin):
             try:
                 clean_up(TrainerFn(self.name))
             except BaseException as error:
