@@ -321,6 +321,7 @@ class FileSave:
             )
             filesystem.fsync(source)
             _put_in_place(source, target)
+            _get_known_sequences(target.parent)[target.name] = _read_version(target), sequence
 
     def save(self, files: Files, info: Mapping[str, Any]) -> None:
         """Write and commit a checkpoint that one process saves alone."""
@@ -480,10 +481,7 @@ def _find_next_sequence(directory: Path) -> int:
     present = {}
     for path in _iterate_entries(directory):
         with suppress(ValueError, OSError):
-            status = path.lstat()
-            if stat.S_ISDIR(status.st_mode):
-                status = (path / MANIFEST).lstat()
-            version = status.st_ino, status.st_size, status.st_mtime_ns
+            version = _read_version(path)
             entry = known.get(path.name)
             if entry is None or entry[0] != version:
                 entry = version, read_manifest(path).sequence if _looks_like_checkpoint(path) else 0
@@ -493,6 +491,14 @@ def _find_next_sequence(directory: Path) -> int:
             known.pop(name, None)
     known.update(present)
     return max((sequence for _, sequence in present.values()), default=0) + 1
+
+
+def _read_version(path: Path) -> tuple[int, ...]:
+    """Return numbers that change when the checkpoint at a path is saved anew."""
+    status = path.lstat()
+    if stat.S_ISDIR(status.st_mode):
+        status = (path / MANIFEST).lstat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 # Each commit needs the sequence numbers of all checkpoints next to it. With many kept checkpoints, reading their
