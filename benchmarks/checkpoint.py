@@ -2,9 +2,10 @@
 
 The state is that of a model and its AdamW, written and read by one process. Each library has its own process. Every
 round first writes the same number of bytes plainly (and fsyncs them), and then with a digest of them beside the write,
-so each ratio is of two neighbouring times on the same disk. "treadle, file" is a checkpoint of the Trainer, "treadle" one
-of the Accelerator, a directory. Peak memory is the memory beyond the state itself, as multiples of it: private memory of the process
-(RssAnon), sampled; pages of mapped files, which the system takes back when it needs them, are counted separately.
+so each ratio is of two neighbouring times on the same disk. "treadle, file" is a checkpoint of the Trainer, "treadle"
+one of the Accelerator, a directory. Peak memory is the memory beyond the state itself, as multiples of it: private
+memory of the process (RssAnon), sampled; pages of mapped files, which the system takes back when it needs them, are
+counted separately.
 
     python benchmarks/checkpoint.py                  # 1 GB
     python benchmarks/checkpoint.py --mb 100 --rounds 3
