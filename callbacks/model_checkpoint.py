@@ -30,7 +30,7 @@ from ._checkpointing import (
     finish_removing,
     folders,
     is_abandoned,
-    is_replaceable,
+    is_taken,
     relocate,
     remove,
 )
@@ -84,8 +84,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             the epoch (False). Default: None, which selects False in a run with validation if ``val_check_interval`` is
             not 1.0 or ``check_val_every_n_epoch`` is not 1, and True otherwise.
         enable_version_counter: Append ``-v1``, ``-v2``, ... to the name if it is taken by a checkpoint that this save
-            does not replace. If False, replace the existing checkpoint, unless it is this callback's ``last.ckpt`` or
-            belongs to another ModelCheckpoint of this run. Default: True.
+            does not replace, or that another run on this machine is writing. If False, replace the existing checkpoint,
+            unless it is this callback's ``last.ckpt`` or belongs to another ModelCheckpoint of this run. Default: True.
         async_save: Write the checkpoint in the background, from a copy of the state in host memory. If the save fails,
             the error is raised at a later step or at the end of ``fit``. The directory at ``best_model_path`` may not
             exist until the save is complete. Default: False.
@@ -632,8 +632,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         path, version = self.format_checkpoint_name(values, template), self.STARTING_VERSION
         while path in reserved_paths or (
             self.enable_version_counter
-            and lexists(path)
-            and (path != replaced or not (trainer.checkpointer.plugin or is_replaceable(path)))
+            and not (path == replaced and trainer.checkpointer.plugin)  # which may write anything
+            and is_taken(path, replaced)
         ):
             if path not in reserved_paths and is_abandoned(path, step, self._resumed_step):
                 break

@@ -90,6 +90,11 @@ def list_versions(target: Path, *kinds: str) -> list[tuple[Path, str]]:
     ]
 
 
+def is_being_written(target: Path) -> bool:
+    """Return whether another process of this machine that runs is writing or replacing a checkpoint at a path."""
+    return any(_runs(writer) for _, writer in list_versions(target, "part", "old"))
+
+
 def check_target(target: Path) -> None:
     """Raise a ValueError if a checkpoint must not be written to a path; see `store.check_target`."""
     for _ in range(5):
