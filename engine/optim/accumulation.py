@@ -335,9 +335,7 @@ class Accumulation:
             loss = loss * scale
         else:
             group.unweighted = not self.sync_gradients
-            micro = self.cursor.micro
-            follows_loader = micro is not None and self._factor is None and self.groups_end_with_loader
-            scale = micro.scale if follows_loader else self._scale_of(micro)  # type: ignore[union-attr]
+            scale = self._scale_of(self.cursor.micro)
             if scale != 1.0:
                 loss = loss * scale
         if self.loss_scale is not None:
@@ -408,23 +406,12 @@ class Accumulation:
 
     def finish_gradients(self) -> None:
         """Divide the group's gradients by the total weight over all processes, if that has not been done yet."""
-        agreement = self.agreement
-        if not self.unfinished:
+        if self.group.weight is None or self.group.total is not None:
             return
-        if not (self.always_agree or self.watches_gradients):
+        if self.always_agree or self.watches_gradients:
+            self._divide(self._collect_votes())  # `agree` follows, and reads them
+        else:
             self.agree()
-            return
-        # `agree` follows, and reads the votes.
-        if self.watches_gradients:
-            agreement.watch_gradients(self.optimizers)
-        if not agreement.has_voted and not agreement.alone:
-            agreement.vote(self.group.weight, self.missing)
-        self._divide(agreement.collect())
-
-    @property
-    def unfinished(self) -> bool:
-        """True if the gradients are weighted sums that have not been divided by the total weight yet."""
-        return self.group.weight is not None and self.group.total is None
 
     def use_weights(self) -> None:
         """Finish the gradients before an optimizer step, and discard the weights."""
@@ -485,16 +472,20 @@ class Accumulation:
         """
         agreement = self.agreement
         if not agreement.collected:
-            if self.watches_gradients:
-                agreement.watch_gradients(self.optimizers)
-            if not agreement.has_voted and not agreement.alone:
-                agreement.vote(self.group.weight, self.missing)
+            self._collect_votes()
         total = agreement.count()
         if agreement.missing and agreement.immediate:  # otherwise they are those of the previous step
             self.missing = agreement.missing
-        if self.group.weight is not None:
-            self._divide(total)
+        self._divide(total)
         return agreement
+
+    def _collect_votes(self) -> Tensor | None:
+        agreement = self.agreement
+        if self.watches_gradients:
+            agreement.watch_gradients(self.optimizers)
+        if not agreement.has_voted and not agreement.alone:
+            agreement.vote(self.group.weight, self.missing)
+        return agreement.collect()
 
     def _divide(self, total: Tensor | None) -> None:
         group = self.group
@@ -512,7 +503,10 @@ class Accumulation:
             False if no sample is left, so that no step can be taken.
         """
         left, self.missing = samples - self.missing, 0
-        if left and self.group.weight is None:  # weights do not include these samples
+        if self.group.weight is not None:  # weights do not include these samples
+            # On accelerators, only ranks with such batches wait for the total. If it is zero, these are all ranks.
+            return bool((self.group.weight if self.group.total is None else self.group.total) > 0)
+        if left:
             scale_gradients(self._iter_trained_parameters(), samples, left)
         return left > 0
 

@@ -205,7 +205,7 @@ class Agreement:
         self.local_finite = not self.bad_losses
 
     def collect(self) -> Tensor | None:
-        """Sum the votes over the processes after the last backward pass of a step; `count` reads them.
+        """Sum the votes over the processes after the last backward pass of a step. `count` reads them afterwards.
 
         Returns:
             The total weight over all processes, as a 0-d tensor on the device; None with a world size of one.
@@ -215,11 +215,8 @@ class Agreement:
         return None if self._summed is None else self._summed[_WEIGHT]
 
     def count(self) -> Tensor | None:
-        """Read the votes of `collect`, or those of the previous step if not ``immediate``, and return its result."""
-        if self.collected:
-            summed, self._summed = self._summed, None
-        else:
-            summed = None if self.alone else self._strategy.agreement()
+        """Read the votes of `collect`, or those of the previous step if not ``immediate``, and return their weight."""
+        summed, self._summed = self._summed, None
         self.has_voted = self.collected = False
         if self._on_host:
             if summed is not None:

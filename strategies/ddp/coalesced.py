@@ -44,6 +44,12 @@ def broadcast(tensors: Iterable[Tensor], world: World, source: int) -> None:
         _scatter(world.broadcast_tensor(_flatten(bucket), source), bucket)
 
 
+def count_ranks(flags: list[list[bool]], world: World) -> list[list[int]]:
+    """Return on how many ranks each flag is set. They are exchanged on the host, where this waits for no device."""
+    counts: list[list[int]] = world.all_reduce(torch.tensor(flags, dtype=torch.int32, device="cpu")).tolist()
+    return counts
+
+
 def average_gradients(parameters: list[Tensor], world: World, note: Tensor | None = None) -> Tensor:
     """Replace each gradient with its mean over the ranks. A missing gradient counts as zero.
 

@@ -276,7 +276,8 @@ class FitLoop:
             trainer.history.measure(progress, read_learning_rates(trainer))
         for hook in self.hooks.on_step_end:
             hook()
-        if stop and self._may_stop(stop):  # a request that min_epochs or min_steps hold back may still be withdrawn
+        # A request that min_epochs or min_steps held back may have been withdrawn since the ranks voted.
+        if stop and self._may_stop(stop) and self._agree_to_stop():
             trainer.should_stop = True
             return True
         return 0 <= trainer.max_steps <= progress.step
