@@ -5,11 +5,8 @@ from __future__ import annotations
 import inspect
 import io
 import os
-import pickle
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +22,7 @@ from ...engine.weights import make_parent
 from ...loggers import Logger
 from ...strategies import Strategy, apply_nested, plan_function_launch
 from ...strategies.distributed import Devices, LaunchEnvironment, cut_like, device_type, parse_devices
-from ...strategies.launch import notebook_launcher, supervisor
+from ...strategies.launch import FunctionLaunch, supervisor
 from ...trainer import TaskModule
 from ...trainer.arguments import unpack_plugins
 from ...trainer.core import warn_of_code
@@ -184,18 +181,12 @@ class Fabric:
             )
         if self._opened is not None:
             return function(self, *args, **kwargs)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "result"
 
-            def run() -> None:
-                self._opened = self._open()
-                result = function(self, *args, **kwargs)
-                if self.is_global_zero:
-                    path.write_bytes(pickle.dumps(result))
+        def run() -> Any:
+            self._opened = self._open()
+            return function(self, *args, **kwargs)
 
-            notebook_launcher(run, num_processes=self._process_count)
-            # Written by this process's own fork, in a folder that only this user can write to.
-            return pickle.loads(path.read_bytes())
+        return FunctionLaunch(str(self._options["strategy"]), self._process_count, "fork").run(run)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the local rank zero of each machine."""
