@@ -42,6 +42,7 @@ from .optim import (
     PreparedOptimizer,
     PreparedScheduler,
     join_uneven_inputs,
+    list_parameters,
     replica_check,
 )
 from .preemption import Preemption, preemptible
@@ -744,7 +745,7 @@ class Accelerator(Process):
         Raises:
             ValueError: If ``static_graph`` of `DDP` is set and no backward pass has reduced gradients yet.
         """
-        return self.accumulation.no_sync(model)
+        return self.strategy.no_sync(model)  # type: ignore[no-any-return]
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward passes reduce gradients, even if the forward pass ran in `no_sync`.
@@ -755,7 +756,7 @@ class Accelerator(Process):
         Raises:
             ValueError: If ``static_graph`` or ``find_unused_parameters`` of `DDP` is set.
         """
-        return self.accumulation.trigger_sync_in_backward(model)
+        return self.strategy.sync_in_backward(model)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return the autocast context of the run's precision, for computations outside of a prepared model.
@@ -811,11 +812,7 @@ class Accelerator(Process):
         """
         if not self.accumulation.sync_gradients:
             return None
-        if self.accumulation.loss_scale is not None and len(self.accumulation.optimizers) > 1:
-            parameters = self._unscale_owners(parameters)
-        else:
-            self.unscale_gradients()
-        return self.strategy.clip_grad_norm_(parameters, max_norm, norm_type)
+        return self.strategy.clip_grad_norm_(self._unscale_owners(parameters), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp every gradient element to ``[-clip_value, clip_value]`` in place, at the end of an accumulation group.
@@ -825,24 +822,20 @@ class Accelerator(Process):
             clip_value: The largest absolute value.
         """
         if self.accumulation.sync_gradients:
-            if self.accumulation.loss_scale is not None and len(self.accumulation.optimizers) > 1:
-                parameters = self._unscale_owners(parameters)
-            else:
-                self.unscale_gradients()
-            self.strategy.clip_grad_value_(parameters, clip_value)
+            self.strategy.clip_grad_value_(self._unscale_owners(parameters), clip_value)
 
-    def _unscale_owners(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    def _unscale_owners(self, parameters: Iterable[Tensor] | Tensor) -> Iterable[Tensor] | Tensor:
         """Unscale the gradients of the optimizers that have any of ``parameters``, and return the parameters.
 
         Other optimizers may be in the middle of their own groups, whose later gradients are still scaled.
         """
+        if self.accumulation.loss_scale is None or len(self.accumulation.optimizers) < 2:
+            self.unscale_gradients()
+            return parameters
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids = set(map(id, chosen))
-        owners = [
-            optimizer
-            for optimizer in self.accumulation.optimizers
-            if any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"])
-        ]
+        optimizers = self.accumulation.optimizers
+        owners = [o for o in optimizers if not ids.isdisjoint(map(id, list_parameters(o)))]
         for owner in owners or (None,):
             self.unscale_gradients(owner)
         return chosen

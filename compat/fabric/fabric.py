@@ -91,12 +91,11 @@ class Fabric:
         self._callbacks: list[Any] = _as_list(callbacks)
         self._loggers: list[Logger] = _as_list(loggers)
         # If no script can be run again, processes start with a function.
-        indices = parse_devices(device_type(accelerator), devices)
         launch = plan_function_launch(strategy, accelerator, devices, num_nodes)
-        forks = indices is not None and len(indices) > 1 and LaunchEnvironment.read() is None
         self._process_count = 0 if launch is None else launch.count
-        if launch is None and indices is not None and forks and not supervisor.has_script():
-            self._process_count = len(indices)
+        if launch is None and LaunchEnvironment.read() is None and not supervisor.has_script():
+            indices = parse_devices(device_type(accelerator), devices) or ()
+            self._process_count = len(indices) if len(indices) > 1 else 0
         self._opened: Accelerator | None = None if self._process_count else self._open()
 
     def _open(self) -> Accelerator:

@@ -305,14 +305,6 @@ class Accumulation:
         # Rarely evaluated.
         return any(p.grad is not None and bool(p.grad.any()) for p in self._iter_trained_parameters())
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which gradients are not reduced over the processes."""
-        return self.strategy.no_sync(_unwrap_compiled(model))
-
-    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which the backward pass reduces the gradients over the processes."""
-        return self.strategy.sync_in_backward(_unwrap_compiled(model))
-
     def backward(
         self,
         loss: Tensor,
@@ -523,8 +515,3 @@ class Accumulation:
             models = [m for m in self.models if m not in grouped or m in group.models]  # type: ignore[union-attr]
             return (p for model in models for p in self.strategy.unwrap(model).parameters())
         return (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
-
-
-def _unwrap_compiled(model: nn.Module) -> nn.Module:
-    compiled = model._modules.get("_orig_mod")  # a model that was compiled after it was prepared
-    return model if compiled is None else compiled

@@ -51,42 +51,18 @@ class Agreement:
     """
 
     def __init__(self, world: World, strategy: Strategy, cursor: Cursor) -> None:
-        self.stop_vote = False
-        self.stop = False
-        self.leave_vote = False
-        self.leaves = 0
-        self.missing = 0
         self.signal_vote = False
-        self.signaled = False
-        self.has_voted = False
-        self.collected = False
-        self._summed: Tensor | None = None
-        self.finite = True
-        self.local_finite = True
         self.watch_finite = False
-        self.not_finite: Tensor | None = None
         self.alone = world.size == 1
+        self.immediate = world.device.type == "cpu"
+        self.recent_losses: deque[float | Tensor] = deque(maxlen=1)
         self._world = world
         self._cursor = cursor
-        self._outlook: Outlook | None = None  # the outlook that the votes of the current step describe
-        self.immediate = world.device.type == "cpu"
-        self.next_place: Any = None
-        self._read_place: Any = None
-        self.bad_losses: list[int] = []
-        self.micro_batches = 0
-        self.recent_losses: deque[float | Tensor] = deque(maxlen=1)
         self._device = world.device
         self._on_host = world.device.type == "cpu"
         self._strategy = strategy
-        self._taints: list[Tensor] = []  # one per micro-batch: 0 for a finite loss, NaN for any other
-        self._gradients_finite = True  # as far as the host knows
-        self._norms: list[Tensor] = []
         self._are_finite = HostCheck()
-        # The optimizers whose gradients were checked last, on the host.
-        self._watched_optimizers: Sequence[PreparedOptimizer] = ()
-        self._watched: list[Tensor] = []  # the parameters whose gradients were checked last, on a device
-        self._bad_parameters: list[Tensor] | None = None
-        self._pending: Ballots | None = None
+        self.reset()
 
     def keep_losses(self, number: int) -> None:
         """Discard ``recent_losses``, and keep this number of losses from now on."""
@@ -270,20 +246,29 @@ class Agreement:
 
     def forget_losses(self) -> None:
         """Discard the recorded checks of losses and gradients, and votes that were cast but not read."""
-        self.finite = self.local_finite = self._gradients_finite = True
+        self.finite = self.local_finite = True
+        self._gradients_finite = True  # as far as the host knows
         self.has_voted = self.collected = False
-        self.bad_losses, self.micro_batches = [], 0
-        self._taints, self._norms, self._watched, self._bad_parameters = [], [], [], None
-        self._watched_optimizers = ()
+        self._summed: Tensor | None = None
+        self.bad_losses: list[int] = []
+        self.micro_batches = 0
+        self._taints: list[Tensor] = []  # one per micro-batch: 0 for a finite loss, NaN for any other
+        self._norms: list[Tensor] = []
+        self._watched: list[Tensor] = []  # the parameters whose gradients were checked last, on a device
+        self._bad_parameters: list[Tensor] | None = None
+        self._watched_optimizers: Sequence[PreparedOptimizer] = ()  # whose gradients were checked last, on the host
 
     def reset(self) -> None:
         """Discard the votes of the previous run, except a signal that this process received."""
         self.forget_losses()
         self.stop_vote = self.stop = self.leave_vote = False
         self.signaled = self.signal_vote and self.alone  # a signal that was received before the first step counts
-        self.leaves = 0
-        self._read_place = self.next_place = self._outlook = None
-        self._pending = self.not_finite = None
+        self.leaves = self.missing = 0
+        self.next_place: Any = None
+        self._read_place: Any = None
+        self._outlook: Outlook | None = None  # the outlook that the votes of the current step describe
+        self._pending: Ballots | None = None
+        self.not_finite: Tensor | None = None
 
 
 class Ballots:

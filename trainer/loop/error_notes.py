@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...callbacks import Callback
 from ...common.messages import read_text
 from ...engine import Loader
-from ...engine.optim import is_out_of_memory
+from ...engine.optim import is_out_of_memory, nonfinite
 from ...strategies.distributed import PeerFailed
 from ..core import DataModule, TaskModule
 from .automatic import Steps
@@ -204,7 +204,7 @@ def _describe_mismatch(error: BaseException, task: nn.Module) -> str:
     tensor_lines = [
         f"{key}: {_describe_format(value)}"
         for name, local in frame.f_locals.items()
-        for key, value in _iterate_tensors(name, local)
+        for key, value in nonfinite.iterate_tensors(local, name, _DEPTH)
     ]
     return "\n  ".join([*lines, *tensor_lines[:_SHOWN]])
 
@@ -214,16 +214,6 @@ def _iterate_frames(error: BaseException) -> Iterator[FrameType]:
     while trace is not None:
         yield trace.tb_frame
         trace = trace.tb_next
-
-
-def _iterate_tensors(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in a local variable, each with an expression for it, such as ``batch['labels']``."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif depth < _DEPTH and isinstance(value, Mapping | list | tuple):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
-            yield from _iterate_tensors(f"{name}[{key!r}]", item, depth + 1)
 
 
 def _describe_format(tensor: Tensor) -> str:

@@ -139,14 +139,11 @@ class FitLoop:
 
     def _is_complete(self) -> bool:
         trainer, progress = self.trainer, self.progress
-        if not trainer.limit_train_batches:
-            return True
-        return 0 <= trainer.max_epochs <= progress.epoch or 0 <= trainer.max_steps <= progress.step
+        has_reached = 0 <= trainer.max_epochs <= progress.epoch or 0 <= trainer.max_steps <= progress.step
+        return has_reached or not trainer.limit_train_batches
 
     def _is_finished(self) -> bool:
-        if self._is_complete():
-            return True
-        return self._agree_to_stop()
+        return self._is_complete() or self._agree_to_stop()
 
     def _agree_to_stop(self) -> bool:
         """Return whether to stop, as agreed by all ranks between two steps. After a signal, save and end the run."""
