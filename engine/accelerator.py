@@ -812,7 +812,11 @@ class Accelerator(Process):
         """
         if not self.accumulation.sync_gradients:
             return None
-        return self.strategy.clip_grad_norm_(self._unscale_owners(parameters), max_norm, norm_type)
+        if self.accumulation.loss_scale is not None and len(self.accumulation.optimizers) > 1:
+            parameters = self._unscale_owners(parameters)
+        else:
+            self.unscale_gradients()
+        return self.strategy.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp every gradient element to ``[-clip_value, clip_value]`` in place, at the end of an accumulation group.
@@ -822,16 +826,17 @@ class Accelerator(Process):
             clip_value: The largest absolute value.
         """
         if self.accumulation.sync_gradients:
-            self.strategy.clip_grad_value_(self._unscale_owners(parameters), clip_value)
+            if self.accumulation.loss_scale is not None and len(self.accumulation.optimizers) > 1:
+                parameters = self._unscale_owners(parameters)
+            else:
+                self.unscale_gradients()
+            self.strategy.clip_grad_value_(parameters, clip_value)
 
-    def _unscale_owners(self, parameters: Iterable[Tensor] | Tensor) -> Iterable[Tensor] | Tensor:
+    def _unscale_owners(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
         """Unscale the gradients of the optimizers that have any of ``parameters``, and return the parameters.
 
         Other optimizers may be in the middle of their own groups, whose later gradients are still scaled.
         """
-        if self.accumulation.loss_scale is None or len(self.accumulation.optimizers) < 2:
-            self.unscale_gradients()
-            return parameters
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids = set(map(id, chosen))
         optimizers = self.accumulation.optimizers

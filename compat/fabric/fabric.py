@@ -336,10 +336,7 @@ class Fabric:
         return prepared
 
     def _call_after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        for callback in self._callbacks:
-            hook = getattr(callback, "on_after_optimizer_step", None)
-            if callable(hook):
-                hook(strategy=self.strategy, optimizer=optimizer)
+        self.call("on_after_optimizer_step", strategy=self.strategy, optimizer=optimizer)
 
     def setup_dataloaders(
         self, *dataloaders: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
@@ -366,11 +363,8 @@ class Fabric:
 
     def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         """Run the backward pass of a loss. The arguments are those of ``Tensor.backward``, and ``model`` is ignored."""
-        run = Tensor.backward if args else None
         # Not `Accelerator.backward`, whose checks need the list of prepared models, which Fabric keeps empty.
-        self._accelerator.accumulation.backward(
-            tensor, by=None if run is None else lambda loss, **more: run(loss, *args, **more), **kwargs
-        )
+        self._accelerator.accumulation.backward(tensor, *args, **kwargs)
 
     def clip_gradients(
         self,

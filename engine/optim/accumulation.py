@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any
 from weakref import proxy, ref
 
@@ -22,6 +23,7 @@ from .loss_scaling import LossScale, scale_gradients
 from .prepared_optimizer import PreparedOptimizer
 
 _NO_CONTEXT = nullcontext()
+_get_wrapped = attrgetter("optimizer")
 
 
 class _Group:
@@ -40,11 +42,6 @@ class _Group:
         loss_before: The last loss before that call.
         entries: Number of batches of the loader's group for which it was called; 0 after the last one.
     """
-
-    __slots__ = (
-        *("models", "position", "items", "unit", "divisor", "weight", "unweighted", "total"),
-        *("entered", "loss_before", "entries"),
-    )
 
     def __init__(self, models: tuple[nn.Module, ...]) -> None:
         self.models = models
@@ -327,7 +324,9 @@ class Accumulation:
             loss = loss * scale
         else:
             group.unweighted = not self.sync_gradients
-            scale = self._scale_of(self.cursor.micro)
+            micro = self.cursor.micro
+            follows_loader = micro is not None and self._factor is None and self.groups_end_with_loader
+            scale = micro.scale if follows_loader else self._scale_of(micro)  # type: ignore[union-attr]
             if scale != 1.0:
                 loss = loss * scale
         if self.loss_scale is not None:
@@ -398,12 +397,8 @@ class Accumulation:
 
     def finish_gradients(self) -> None:
         """Divide the group's gradients by the total weight over all processes, if that has not been done yet."""
-        if self.group.weight is None or self.group.total is not None:
-            return
-        if self.always_agree or self.watches_gradients:
-            self._divide(self._collect_votes())  # `agree` follows, and reads them
-        else:
-            self.agree()
+        if self.group.weight is not None and self.group.total is None:
+            self.agree(later=self.always_agree or self.watches_gradients)
 
     def use_weights(self) -> None:
         """Finish the gradients before an optimizer step, and discard the weights."""
@@ -457,33 +452,25 @@ class Accumulation:
         self.agreement.watch_finite = finite
         self.agreement.immediate = at_once or on_cpu
 
-    def agree(self) -> Agreement:
+    def agree(self, *, later: bool = False) -> Agreement:
         """Exchange votes, divide gradients that are weighted sums by the total weight, and return the agreement.
 
-        If `watches_gradients` is set, first check whether the gradients are finite.
+        If `watches_gradients` is set, first check whether the gradients are finite. With ``later``, the votes are not
+        read before the next call.
         """
-        agreement = self.agreement
+        agreement, group = self.agreement, self.group
         if not agreement.collected:
-            self._collect_votes()
-        total = agreement.count()
-        if agreement.missing and agreement.immediate:  # otherwise they are those of the previous step
+            if self.watches_gradients:
+                agreement.watch_gradients(tuple(map(_get_wrapped, self.optimizers)))
+            if not agreement.has_voted and not agreement.alone:
+                agreement.vote(group.weight, self.missing)
+        total = agreement.collect() if later else agreement.count()
+        if agreement.missing and agreement.immediate and not later:  # otherwise they are those of the previous step
             self.missing = agreement.missing
-        self._divide(total)
-        return agreement
-
-    def _collect_votes(self) -> Tensor | None:
-        agreement = self.agreement
-        if self.watches_gradients:
-            agreement.watch_gradients(self.optimizers)
-        if not agreement.has_voted and not agreement.alone:
-            agreement.vote(self.group.weight, self.missing)
-        return agreement.collect()
-
-    def _divide(self, total: Tensor | None) -> None:
-        group = self.group
         if group.weight is not None and group.total is None:
             group.total = group.weight if total is None else total
             scale_gradients(self._iter_trained_parameters(group), self.world.size, group.total)
+        return agreement
 
     def close_gap(self, samples: int) -> bool:
         """Weight the gradients as if the group had only contained the batches that were not None.

@@ -9,21 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ...strategies import BALLOT_SIZE, Strategy, World
 from ..data import Cursor
-from .gradient_check import (
-    HostCheck,
-    collect_gradients,
-    find_bad,
-    flag_not_finite,
-    largest_elements,
-    list_parameters,
-)
+from .gradient_check import HostCheck, collect_gradients, find_bad, flag_not_finite, largest_elements
+from .optimizer_state import list_parameters
 
 if TYPE_CHECKING:
     from ..data import Outlook
-    from .prepared_optimizer import PreparedOptimizer
 
 _WEIGHT, _MISSING, _STOP, _TAINT, _LEAVE, _SIGNAL, _FULL, _ENDED = range(BALLOT_SIZE)
 
@@ -108,7 +102,7 @@ class Agreement:
         self.micro_batches += 1
         return finite
 
-    def watch_gradients(self, optimizers: Sequence[PreparedOptimizer]) -> None:
+    def watch_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Check whether the reduced gradients that optimizers are about to apply are finite."""
         if self._on_host:
             self._watched_optimizers = optimizers
@@ -193,6 +187,8 @@ class Agreement:
     def count(self) -> Tensor | None:
         """Read the votes of `collect`, or those of the previous step if not ``immediate``, and return their weight."""
         summed, self._summed = self._summed, None
+        if not (self.collected or self.alone):
+            summed = self._strategy.agreement()
         self.has_voted = self.collected = False
         if self._on_host:
             if summed is not None:
@@ -242,7 +238,8 @@ class Agreement:
         """Return the parameters whose gradients were not finite on this process, in the step that was read last."""
         if self._bad_parameters is not None:
             return self._bad_parameters
-        return find_bad(list_parameters(self._watched_optimizers) if self._on_host else self._watched)
+        watched = (p for optimizer in self._watched_optimizers for p in list_parameters(optimizer))
+        return find_bad(watched if self._on_host else self._watched)
 
     def forget_losses(self) -> None:
         """Discard the recorded checks of losses and gradients, and votes that were cast but not read."""
@@ -256,7 +253,7 @@ class Agreement:
         self._norms: list[Tensor] = []
         self._watched: list[Tensor] = []  # the parameters whose gradients were checked last, on a device
         self._bad_parameters: list[Tensor] | None = None
-        self._watched_optimizers: Sequence[PreparedOptimizer] = ()  # whose gradients were checked last, on the host
+        self._watched_optimizers: Sequence[Optimizer] = ()  # whose gradients were checked last, on the host
 
     def reset(self) -> None:
         """Discard the votes of the previous run, except a signal that this process received."""

@@ -138,7 +138,15 @@ class Steps:
                     self.missing_losses += output is None
                 if loss.ndim or not loss.requires_grad:
                     check_loss(loss)
-                self.run_backward(loss, weight, batch, last)
+                for hook in hooks.on_before_backward:
+                    hook(loss)
+                if not self.agreement.watch(loss):
+                    self.note_batch(batch)
+                if last and not self.alone:
+                    self.agreement.stop_vote = self.wants_to_stop()
+                accumulation.backward(loss, weight=weight, by=self.custom_backward)
+                for hook in hooks.on_after_backward:
+                    hook()
             progress.batch = index + 1
             progress.batches += 1
             if last:
@@ -149,25 +157,6 @@ class Steps:
                 outputs = for_hooks(output)
                 for hook in hooks.on_train_batch_end:
                     hook(outputs, batch, index)
-
-    def run_backward(self, loss: Tensor, weight: Any, batch: Any, last: bool) -> None:
-        """Run the backward pass of a micro-batch, with its hooks.
-
-        Args:
-            loss: Loss of the micro-batch.
-            weight: Weight that ``training_step`` returned, or None.
-            batch: The micro-batch.
-            last: Whether it is the last one of its group.
-        """
-        for hook in self.hooks.on_before_backward:
-            hook(loss)
-        if not self.agreement.watch(loss):
-            self.note_batch(batch)
-        if last and not self.alone:
-            self.agreement.stop_vote = self.wants_to_stop()
-        self.accumulation.backward(loss, weight=weight, by=self.custom_backward)
-        for hook in self.hooks.on_after_backward:
-            hook()
 
     def _leave_epoch(self, batch: Any, batches: Iterator[Any], index: int) -> None:
         if not self.alone:

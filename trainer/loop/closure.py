@@ -114,7 +114,8 @@ class ClosureSteps(Steps):
             yield batch
 
     def _forward_and_backward(self, batch: Any, index: int, last: bool) -> tuple[Any, Tensor]:
-        with self.accumulation.accumulate(self.model):
+        accumulation, hooks = self.accumulation, self.hooks
+        with accumulation.accumulate(self.model):
             output = self.step(batch, index) if self.takes_index else self.step(batch)
             loss, weight = (output, None) if isinstance(output, Tensor) else loss_in(output)
             check_loss(loss)
@@ -124,7 +125,15 @@ class ClosureSteps(Steps):
                     f"training_step returned a weight, but {name} steps with a closure, whose losses cannot be "
                     "weighted. Return only the loss."
                 )
-            self.run_backward(loss, None, batch, last)
+            for hook in hooks.on_before_backward:
+                hook(loss)
+            if not self.agreement.watch(loss):
+                self.note_batch(batch)
+            if last and not self.alone:
+                self.agreement.stop_vote = self.wants_to_stop()
+            accumulation.backward(loss, by=self.custom_backward)
+            for hook in hooks.on_after_backward:
+                hook()
         return output, loss
 
     def _compute_mean_loss(self, losses: list[tuple[Tensor, Any]]) -> Tensor:

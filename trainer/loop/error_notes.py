@@ -165,24 +165,20 @@ def _describe_value(value: Any, depth: int = 0) -> str:
         on_device = "" if value.device.type == "cpu" else f" on {value.device}"
         return f"{kind} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{on_device}"
     if isinstance(value, Mapping) and depth < _DEPTH:
-        text = f"{kind} with {_join_items(value.items(), len(value), depth)}"
+        text = f"{kind} with {_join_items(((f'{key} ', item) for key, item in value.items()), len(value), depth)}"
         return f"({text})" if depth else text
     if isinstance(value, list | tuple) and depth < _DEPTH:
         fields = getattr(value, "_fields", None)
-        items = ((f"{field}=", item) for field, item in zip(fields, value, strict=True)) if fields else enumerate(value)
-        inner = _join_items(items, len(value), depth)
+        labels = [f"{field}=" for field in fields] if fields else itertools.repeat("")
+        inner = _join_items(zip(labels, value, strict=False), len(value), depth)
         return f"{kind}({inner})" if fields else f"[{inner}]" if isinstance(value, list) else f"({inner})"
     if isinstance(getattr(value, "shape", None), tuple):  # such as a NumPy array
         return f"{kind} {tuple(value.shape)} {getattr(value, 'dtype', '')}".rstrip()
     return kind
 
 
-def _join_items(items: Iterable[tuple[Any, Any]], count: int, depth: int) -> str:
-    shown = itertools.islice(items, _SHOWN)
-    texts = []
-    for key, item in shown:
-        label = "" if isinstance(key, int) else str(key) if str(key).endswith("=") else f"{key} "
-        texts.append(label + _describe_value(item, depth + 1))
+def _join_items(items: Iterable[tuple[str, Any]], count: int, depth: int) -> str:
+    texts = [label + _describe_value(item, depth + 1) for label, item in itertools.islice(items, _SHOWN)]
     return ", ".join([*texts, f"and {count - _SHOWN} more"] if count > _SHOWN else texts)
 
 

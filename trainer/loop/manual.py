@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -237,7 +237,7 @@ class ManualSteps(Steps):
             self.leave_out(False, optimizer)
             return False
         if self.watches_gradients:
-            agreement.watch_gradients((_Stepped(optimizer),))  # type: ignore[arg-type]
+            agreement.watch_gradients((optimizer,))
         if not agreement.finite_so_far(self.strategy.agreed_note):
             self.refuse(optimizer, batch=self.batch)
             return False
@@ -342,12 +342,6 @@ class ManualSteps(Steps):
             return loss
         total = torch.as_tensor(loss, device=self.task.device).detach() * self.strategy.backward_weight
         return self.accelerator.world.all_reduce(total, "mean")
-
-
-class _Stepped(NamedTuple):
-    """An optimizer in place of its wrapper, for checks of gradients."""
-
-    optimizer: Optimizer
 
 
 def _refuse_flags(trainer: Any) -> None:
