@@ -263,7 +263,7 @@ class ThroughputMonitor(BestEffortCallback):
             self._safely(self._write_evaluation, trainer, stage, seconds, counted)
 
     on_test_start = on_predict_start = on_validation_start
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]  # names differ
     on_test_end = on_predict_end = on_validation_end
 
     def _write_evaluation(self, trainer: Trainer, stage: str, seconds: float, counted: list[float]) -> None:

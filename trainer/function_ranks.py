@@ -55,8 +55,8 @@ class FunctionRanks:
         flags = self._flags | {"callbacks": trainer.callbacks, "logger": trainer.loggers or False}
         plain = (bool, int, float, str, Path, type(None))
         flag_names = type(trainer).__init__.__kwdefaults__ or {}
-        state = {n: v for n, v in vars(trainer).items() if n in flag_names and isinstance(v, plain)}
-        state |= {"progress": trainer.progress, "task": trainer.task, "datamodule": trainer.datamodule}
+        changed = {n: v for n, v in vars(trainer).items() if n in flag_names and isinstance(v, plain)}
+        state = {**changed, "progress": trainer.progress, "task": trainer.task, "datamodule": trainer.datamodule}
         arguments["model"] = task
         outcome = self._launch.run(_run_stage, type(trainer), flags, state, random_state(), method, arguments)
         _apply(trainer, trainer.task if task is None else task, outcome)

@@ -309,7 +309,7 @@ class DrawnBar(ProgressBar):
             self._shown = trainer.progress.batch
             self._pace.restart(self._shown)
 
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]  # names differ
     on_test_end = on_predict_end = on_validation_end
 
 

@@ -58,6 +58,32 @@ class Agreement:
         self._are_finite = HostCheck()
         self.reset()
 
+    def forget_losses(self) -> None:
+        """Discard the recorded checks of losses and gradients, and votes that were cast but not read."""
+        self.finite = self.local_finite = True
+        self._gradients_finite = True  # as far as the host knows
+        self.has_voted = self.collected = False
+        self._summed: Tensor | None = None
+        self.bad_losses: list[int] = []
+        self.micro_batches = 0
+        self._taints: list[Tensor] = []  # one per micro-batch: 0 for a finite loss, NaN for any other
+        self._norms: list[Tensor] = []
+        self._watched: list[Tensor] = []  # the parameters whose gradients were checked last, on a device
+        self._bad_parameters: list[Tensor] | None = None
+        self._watched_optimizers: Sequence[Optimizer] = ()  # whose gradients were checked last, on the host
+
+    def reset(self) -> None:
+        """Discard the votes of the previous run, except a signal that this process received."""
+        self.forget_losses()
+        self.stop_vote = self.stop = self.leave_vote = False
+        self.signaled = self.signal_vote and self.alone  # a signal that was received before the first step counts
+        self.leaves = self.missing = 0
+        self.next_place: Any = None
+        self._read_place: Any = None
+        self._outlook: Outlook | None = None  # the outlook that the votes of the current step describe
+        self._pending: Ballots | None = None
+        self.not_finite: Tensor | None = None
+
     def keep_losses(self, number: int) -> None:
         """Discard ``recent_losses``, and keep this number of losses from now on."""
         self.recent_losses = deque(maxlen=number)
@@ -240,32 +266,6 @@ class Agreement:
             return self._bad_parameters
         watched = (p for optimizer in self._watched_optimizers for p in list_parameters(optimizer))
         return find_bad(watched if self._on_host else self._watched)
-
-    def forget_losses(self) -> None:
-        """Discard the recorded checks of losses and gradients, and votes that were cast but not read."""
-        self.finite = self.local_finite = True
-        self._gradients_finite = True  # as far as the host knows
-        self.has_voted = self.collected = False
-        self._summed: Tensor | None = None
-        self.bad_losses: list[int] = []
-        self.micro_batches = 0
-        self._taints: list[Tensor] = []  # one per micro-batch: 0 for a finite loss, NaN for any other
-        self._norms: list[Tensor] = []
-        self._watched: list[Tensor] = []  # the parameters whose gradients were checked last, on a device
-        self._bad_parameters: list[Tensor] | None = None
-        self._watched_optimizers: Sequence[Optimizer] = ()  # whose gradients were checked last, on the host
-
-    def reset(self) -> None:
-        """Discard the votes of the previous run, except a signal that this process received."""
-        self.forget_losses()
-        self.stop_vote = self.stop = self.leave_vote = False
-        self.signaled = self.signal_vote and self.alone  # a signal that was received before the first step counts
-        self.leaves = self.missing = 0
-        self.next_place: Any = None
-        self._read_place: Any = None
-        self._outlook: Outlook | None = None  # the outlook that the votes of the current step describe
-        self._pending: Ballots | None = None
-        self.not_finite: Tensor | None = None
 
 
 class Ballots:
