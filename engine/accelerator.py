@@ -42,6 +42,7 @@ from .optim import (
     PreparedOptimizer,
     PreparedScheduler,
     join_uneven_inputs,
+    list_parameters,
     replica_check,
 )
 from .preemption import Preemption, preemptible
@@ -744,7 +745,7 @@ class Accelerator(Process):
         Raises:
             ValueError: If ``static_graph`` of `DDP` is set and no backward pass has reduced gradients yet.
         """
-        return self.accumulation.no_sync(model)
+        return self.strategy.no_sync(model)  # type: ignore[no-any-return]
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward passes reduce gradients, even if the forward pass ran in `no_sync`.
@@ -755,7 +756,7 @@ class Accelerator(Process):
         Raises:
             ValueError: If ``static_graph`` or ``find_unused_parameters`` of `DDP` is set.
         """
-        return self.accumulation.trigger_sync_in_backward(model)
+        return self.strategy.sync_in_backward(model)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return the autocast context of the run's precision, for computations outside of a prepared model.
@@ -838,11 +839,8 @@ class Accelerator(Process):
         """
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids = set(map(id, chosen))
-        owners = [
-            optimizer
-            for optimizer in self.accumulation.optimizers
-            if any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"])
-        ]
+        optimizers = self.accumulation.optimizers
+        owners = [o for o in optimizers if not ids.isdisjoint(map(id, list_parameters(o)))]
         for owner in owners or (None,):
             self.unscale_gradients(owner)
         return chosen

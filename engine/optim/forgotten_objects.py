@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ...common.messages import format_count, name_type, warn
 from ...strategies import is_wrapped_by_user
+from .optimizer_state import list_parameters
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
@@ -75,16 +76,12 @@ class LoopCheck:
     def _check_reach(self, loss: Tensor) -> None:
         accelerator = self._accelerator
         prepared = self._list_prepared()
-        stray = [
-            p
-            for optimizer in accelerator.optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None and isinstance(p, nn.Parameter) and id(p) not in prepared
-        ]
-        if stray and accelerator.world.size == 1 and any(p.grad is not None for p in prepared.values()):
+        optimized = [p for p in self._list_optimized() if p.grad is not None and isinstance(p, nn.Parameter)]
+        stray = [p for p in optimized if id(p) not in prepared]
+        is_reached = any(p.grad is not None for p in prepared.values())
+        if stray and is_reached and accelerator.world.size == 1:
             return  # for example a registered loss module
-        if not stray and not any(p.grad is not None for p in prepared.values()):
+        if not (stray or is_reached):
             # The graph shows parameters whose gradients were used and removed in hooks.
             leaves = list(_iter_leaves(loss))
             known = {id(leaf) for model in accelerator.models for leaf, _ in accelerator.strategy.graph_leaves(model)}
@@ -115,7 +112,7 @@ class LoopCheck:
 
     def _check_optimizer(self) -> None:
         accelerator = self._accelerator
-        covered = {id(p) for prepared in accelerator.optimizers for g in prepared.param_groups for p in g["params"]}
+        covered = set(map(id, self._list_optimized()))
         trained = {key: p for key, p in self._list_prepared().items() if p.grad is not None and key not in covered}
         if self._optimizer is None and trained and self._passes <= _SEARCHED_PASSES:
             self._optimizer = _find_optimizer(trained)
@@ -140,6 +137,9 @@ class LoopCheck:
                 "save_state saves no model and no optimizer, because none is prepared. Pass them to prepare before the "
                 "loop.",
             )
+
+    def _list_optimized(self) -> list[Tensor]:
+        return [p for optimizer in self._accelerator.optimizers for p in list_parameters(optimizer)]
 
     def _list_prepared(self) -> dict[int, Tensor]:
         return {id(p): p for model in self._accelerator.unwrapped_models for p in model.parameters()}
@@ -180,6 +180,6 @@ def _find_optimizer(parameters: Mapping[int, Tensor]) -> Optimizer | None:
     for value in gc.get_objects():
         if not issubclass(type(value), Optimizer) or "param_groups" not in vars(value):  # isinstance wakes up proxies
             continue
-        if any(id(p) in parameters for group in value.param_groups for p in group["params"]):
+        if any(id(p) in parameters for p in list_parameters(value)):
             return value
     return None
