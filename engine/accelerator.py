@@ -529,9 +529,9 @@ class Accelerator(Process):
             on_begin=self.rng.draw_apart,
         )
         if shard:
-            sources = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
-            check_loaders_match(sources, self.data_world)
+            check_loaders_match(loader.flattened if isinstance(loader, CombinedLoader) else [loader], self.data_world)
         prepared.agree(self.data_world)
+        prepared.dispatch_batches = self.dispatch_batches
         self.loaders.append(prepared)
         return prepared
 
