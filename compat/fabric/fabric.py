@@ -35,6 +35,10 @@ from .wrappers import FabricDataLoader, FabricModule, is_wrapped, unwrap
 __all__ = ["Fabric", "is_wrapped", "seed_everything"]
 
 
+def _do_nothing(fabric: Fabric) -> None:
+    """Stand for the function that ``launch()`` was not given."""
+
+
 class Fabric:
     """Lightning Fabric's interface to devices, precision, processes and checkpoints, for a custom training loop.
 
@@ -156,7 +160,7 @@ class Fabric:
         """Return whether this process is rank zero."""
         return self._accelerator.is_main_process
 
-    def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any] = _do_nothing, *args: Any, **kwargs: Any) -> Any:
         """Run a function on every process, and return its result. Without a function, return None.
 
         The function is called as ``function(fabric, *args, **kwargs)``. It is required if this call has to start
@@ -165,7 +169,7 @@ class Fabric:
         Raises:
             ValueError: If this call cannot fork processes, for example because the session has used a GPU.
         """
-        if function is None:
+        if function is _do_nothing:
             if self._opened is None:
                 raise TypeError(
                     f"launch() needs a function, because it must start {self._process_count} processes. Pass the "

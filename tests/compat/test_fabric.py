@@ -166,8 +166,9 @@ def test_errors() -> None:
         fabric.setup_dataloaders([1])
     with pytest.raises(ValueError, match="Pass exactly one of them"):
         fabric.clip_gradients(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    with pytest.raises(TypeError, match="without calling it"):
-        fabric.launch(3)
+    for result in (3, None):  # of a function that was called instead of passed
+        with pytest.raises(TypeError, match="without calling it"):
+            fabric.launch(result)
     with pytest.raises(ValueError, match="filter has keys that are not in state"):
         fabric.save("x", {}, filter={"model": lambda k, v: True})
     model(torch.ones(1, 64)).sum().mul(float("inf")).backward()
