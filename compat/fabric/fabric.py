@@ -319,6 +319,7 @@ class Fabric:
         accelerator = self._accelerator
         prepared = accelerator.prepare_model(module, move_to_device)
         accelerator.models.clear()  # a script may set up and release any number of models, for example one per fold
+        accelerator.loop_check.set_up.add(prepared)
         return FabricModule(prepared, accelerator.strategy.unwrap(prepared), accelerator)
 
     def _connect(self, prepared: FabricModule, optimizers: Sequence[PreparedOptimizer] = ()) -> None:
@@ -379,12 +380,22 @@ class Fabric:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Run the backward pass of a loss. The arguments are those of ``Tensor.backward``, and ``model`` is ignored."""
+        """Run the backward pass of a loss. The arguments are those of ``Tensor.backward``, and ``model`` is ignored.
+
+        Raises:
+            ValueError: If gradients of parameters that are not part of a model that was set up would make the ranks
+                diverge.
+        """
         run = Tensor.backward if args else None
-        # Not `Accelerator.backward`, whose checks need the list of prepared models, which Fabric keeps empty.
-        self._accelerator.accumulation.backward(
+        accelerator = self._accelerator
+        # Not `Accelerator.backward`, which also checks what a Fabric does not count.
+        accelerator.accumulation.backward(
             tensor, by=None if run is None else lambda loss, **more: run(loss, *args, **more), **kwargs
         )
+        check = accelerator.loop_check
+        if check.active and accelerator.world.size > 1:
+            check.method = "setup"
+            check.after_backward(tensor, models_only=True)
 
     def clip_gradients(
         self,
