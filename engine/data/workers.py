@@ -112,11 +112,10 @@ class _PythonGenerator:
     ``random.getstate`` takes 14 µs, a draw from each of the two 0.1 µs.
     """
 
+    seed = staticmethod(random.seed)
+
     def __init__(self) -> None:
         self._twin = random.Random()
-
-    def seed(self, seed: int) -> None:
-        random.seed(seed)
 
     def watch(self, seed: int) -> None:
         random.seed(seed)
@@ -146,8 +145,7 @@ class _NumpyGenerator:
 class _TorchGenerator:
     """Default CPU generator of torch, and its state after it was seeded; see `_PythonGenerator`."""
 
-    def seed(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
+    seed = torch.default_generator.manual_seed
 
     def watch(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
