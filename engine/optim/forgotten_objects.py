@@ -75,7 +75,7 @@ class LoopCheck:
             ValueError: With several ranks, if the gradients of trained parameters are not reduced.
         """
         self._passes += 1
-        self._check_reach(loss)
+        self._check_reach(loss, models_only)
         if not models_only:
             self._check_accumulation()
             self._check_optimizer()
@@ -83,7 +83,7 @@ class LoopCheck:
             self.active = False
             self._optimizer, self._marks = None, []
 
-    def _check_reach(self, loss: Tensor) -> None:
+    def _check_reach(self, loss: Tensor, models_only: bool) -> None:
         accelerator = self._accelerator
         prepared = self._list_prepared()
         optimized = [p for p in self._list_optimized() if p.grad is not None and isinstance(p, nn.Parameter)]
@@ -97,6 +97,8 @@ class LoopCheck:
             known = {id(leaf) for model in self._list_models() for leaf, _ in accelerator.strategy.graph_leaves(model)}
             if not any(id(leaf) in known for leaf in leaves):
                 stray = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+            if models_only and _find_optimizer({id(p): p for p in stray}) is None:
+                stray = []  # a copy whose gradients the script moves itself, as in meta-learning
         if stray and not is_wrapped_by_user(stray):
             shapes = ", ".join(str(tuple(p.shape)) for p in stray[:3])
             self._report(

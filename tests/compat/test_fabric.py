@@ -236,6 +236,7 @@ def test_a_sharded_model_is_saved_whole_and_loaded(tmp_path) -> None:
 def trained_raw() -> list[str]:
     fabric = Fabric(accelerator="cpu", devices=2)
     prepared, raw, messages = fabric.setup(nn.Linear(2, 1)), nn.Linear(2, 1), []
+    optimizer = torch.optim.SGD(raw.parameters(), 0.1)  # without one, nothing would diverge
     cases = {"raw": lambda x: raw(x), "prepared": prepared, "its own module": prepared.module, "raw again": raw}
     for name, model in cases.items():
         try:
@@ -245,6 +246,7 @@ def trained_raw() -> list[str]:
         prepared.zero_grad()
     prepared(torch.ones(1, 2) * fabric.global_rank).sum().backward()
     assert prepared.weight.grad.tolist() == [[0.5, 0.5]]
+    del optimizer
     return messages
 
 
