@@ -95,7 +95,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         best_model_score: Value of ``monitor`` for the best checkpoint, a 0-d tensor, or None.
         best_k_models: Values of ``monitor`` for the kept checkpoints, by path; empty without a monitor.
         last_model_path: Path of the latest ``last.ckpt``, or "".
-        current_score: Latest value of ``monitor`` that was compared with those of the kept checkpoints, or None.
+        current_score: Value of ``monitor`` for the latest checkpoint that was among the best, or None.
 
     Raises:
         ValueError, TypeError: If an argument is invalid or more than one trigger is set. In ``fit``, if ``monitor`` was
@@ -473,8 +473,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             )
             if score is not None and score.isnan():  # worse than any number
                 score = torch.tensor(math.inf if self.mode == "min" else -math.inf, dtype=torch.float64, device="cpu")
-            top_k.current_score = score
             if score is None or self.check_monitor_top_k(trainer, score):
+                top_k.current_score = score
                 replaced = top_k.next_replaced
                 paths.append(self._agree_on_path(trainer, values, replaced))
                 top_k.add(paths[0], score, replaced)

@@ -255,8 +255,8 @@ class Accelerator(Process):
         )
         self._gradient_guard = GradientGuard(self.on_nonfinite, self.loaders, on_host=self.device.type == "cpu")
         self.accumulation.guard = None if self.on_nonfinite == "ignore" else self._gradient_guard
-        self._loop_check = LoopCheck(self)
-        self.accumulation.check_models = self._loop_check.check_models
+        self.loop_check = LoopCheck(self)
+        self.accumulation.check_models = self.loop_check.check_models
         self.checkpointer = Checkpointer(self)
         self.tracking = trackers
         self.dataloader_config.announce_differences()
@@ -530,9 +530,9 @@ class Accelerator(Process):
             on_begin=self.rng.draw_apart,
         )
         if shard:
-            sources = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
-            check_loaders_match(sources, self.data_world)
+            check_loaders_match(loader.flattened if isinstance(loader, CombinedLoader) else [loader], self.data_world)
         prepared.agree(self.data_world)
+        prepared.dispatch_batches = self.dispatch_batches
         self.loaders.append(prepared)
         return prepared
 
@@ -794,8 +794,8 @@ class Accelerator(Process):
                 not part of a prepared model would make the ranks diverge.
         """
         self.accumulation.backward(loss, weight=weight, by=by, **kwargs)
-        if self._loop_check.active:
-            self._loop_check.after_backward(loss)
+        if self.loop_check.active:
+            self.loop_check.after_backward(loss)
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
@@ -1028,7 +1028,7 @@ class Accelerator(Process):
             TypeError: If an argument has the wrong type, or a state contains something that cannot be saved.
             OSError: If a disk operation or an upload fails.
         """
-        self._loop_check.warn_if_nothing_is_saved()
+        self.loop_check.warn_if_nothing_is_saved()
         return self.checkpointer.save_state(
             output_dir,
             safe_serialization,
@@ -1313,7 +1313,7 @@ class Accelerator(Process):
             prepared.clear()  # type: ignore[attr-defined]
         self.cursor.micro = self.rng.stream = None
         self._compared = False
-        self._loop_check.reset()
+        self.loop_check.reset()
         self._trained.clear()
         self.checkpointer.forget_prepared()
         self.accumulation.reset()

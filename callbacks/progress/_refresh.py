@@ -180,7 +180,7 @@ class DrawnBar(ProgressBar):
             self._due = self._began + self.line_every
 
     def _begin_epoch(self, trainer: Trainer, done: int) -> None:
-        self._open_epoch(self._describe_epoch(trainer), done, _drop_infinite(self.total_train_batches))
+        self._open_epoch(self._describe_epoch(trainer), done, drop_infinite(self.total_train_batches))
         self._due = 0.0
 
     def _describe_epoch(self, trainer: Trainer) -> str:
@@ -259,7 +259,7 @@ class DrawnBar(ProgressBar):
     ) -> None:
         self._due = time.monotonic() + self.line_every
         shown = [f"{name} = {text}" for name, text in self._format_values(values).items()]
-        announce(", ".join([position, *self._pace.describe(done, _drop_infinite(total), left), *shown]))
+        announce(", ".join([position, *self._pace.describe(done, drop_infinite(total), left), *shown]))
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
@@ -338,10 +338,11 @@ def is_terminal(stream: Any) -> bool:
         return False
 
 
-def _drop_infinite(total: int | float | None) -> int | None:
+def drop_infinite(total: int | float | None) -> int | None:
+    """Return a number of batches, or None if it is unknown."""
     return None if total is None or math.isinf(total) else int(total)
 
 
 def _format_share(done: int, total: int | float | None) -> str:
-    finite_total = _drop_infinite(total)
+    finite_total = drop_infinite(total)
     return str(done) if finite_total is None or finite_total < 0 else f"{done}/{finite_total}"

@@ -32,6 +32,10 @@ from .wrappers import FabricDataLoader, FabricModule, is_wrapped, unwrap
 __all__ = ["Fabric", "is_wrapped", "seed_everything"]
 
 
+def _do_nothing(fabric: Fabric) -> None:
+    """Stand for the function that ``launch()`` was not given."""
+
+
 class Fabric:
     """Lightning Fabric's interface to devices, precision, processes and checkpoints, for a custom training loop.
 
@@ -152,7 +156,7 @@ class Fabric:
         """Return whether this process is rank zero."""
         return self._accelerator.is_main_process
 
-    def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any] = _do_nothing, *args: Any, **kwargs: Any) -> Any:
         """Run a function on every process, and return its result. Without a function, return None.
 
         The function is called as ``function(fabric, *args, **kwargs)``. It is required if this call has to start
@@ -161,7 +165,7 @@ class Fabric:
         Raises:
             ValueError: If this call cannot fork processes, for example because the session has used a GPU.
         """
-        if function is None:
+        if function is _do_nothing:
             if self._opened is None:
                 raise TypeError(
                     f"launch() needs a function, because it must start {self._process_count} processes. Pass the "
@@ -305,6 +309,7 @@ class Fabric:
         accelerator = self._accelerator
         prepared = accelerator.prepare_model(module, move_to_device)
         accelerator.models.clear()  # a script may set up and release any number of models, for example one per fold
+        accelerator.loop_check.set_up.add(prepared)
         return FabricModule(prepared, accelerator.strategy.unwrap(prepared), accelerator)
 
     def _connect(self, prepared: FabricModule, optimizers: Sequence[PreparedOptimizer] = ()) -> None:
@@ -362,9 +367,19 @@ class Fabric:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Run the backward pass of a loss. The arguments are those of ``Tensor.backward``, and ``model`` is ignored."""
+        """Run the backward pass of a loss. The arguments are those of ``Tensor.backward``, and ``model`` is ignored.
+
+        Raises:
+            ValueError: If gradients of parameters that are not part of a model that was set up would make the ranks
+                diverge.
+        """
+        accelerator = self._accelerator
         # Not `Accelerator.backward`, whose checks need the list of prepared models, which Fabric keeps empty.
-        self._accelerator.accumulation.backward(tensor, *args, **kwargs)
+        accelerator.accumulation.backward(tensor, *args, **kwargs)
+        check = accelerator.loop_check
+        if check.active and accelerator.world.size > 1:
+            check.method = "setup"
+            check.after_backward(tensor, models_only=True)
 
     def clip_gradients(
         self,

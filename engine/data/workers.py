@@ -129,8 +129,7 @@ class _TwinnedGenerator:
 class _TorchGenerator:
     """Default CPU generator of torch, and its state after it was seeded; see `_TwinnedGenerator`."""
 
-    def seed(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
+    seed = torch.default_generator.manual_seed
 
     def watch(self, seed: int) -> None:
         self.seed(seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
-from weakref import proxy
+from weakref import WeakSet, proxy
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,10 +28,15 @@ class LoopCheck:
 
     Attributes:
         active: Whether backward passes are still checked.
+        method: Name of the method that prepares models, for messages.
+        set_up: Prepared models that are not in the Accelerator's list, as those of a `Fabric`.
     """
+
+    method = "prepare"
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = proxy(accelerator)  # whose objects are freed as soon as it is dropped
+        self.set_up: WeakSet[nn.Module] = WeakSet()
         self.reset()
 
     def reset(self) -> None:
@@ -59,21 +64,26 @@ class LoopCheck:
                     diverges=True,
                 )
 
-    def after_backward(self, loss: Tensor) -> None:
+    def after_backward(self, loss: Tensor, models_only: bool = False) -> None:
         """Check the gradients of a backward pass.
+
+        Args:
+            loss: The loss.
+            models_only: Whether to check for forgotten models only. Default: False.
 
         Raises:
             ValueError: With several ranks, if the gradients of trained parameters are not reduced.
         """
         self._passes += 1
-        self._check_reach(loss)
-        self._check_accumulation()
-        self._check_optimizer()
+        self._check_reach(loss, models_only)
+        if not models_only:
+            self._check_accumulation()
+            self._check_optimizer()
         if self._passes >= _WATCHED_PASSES + self._accelerator.gradient_accumulation_steps:
             self.active = False
             self._optimizer, self._marks = None, []
 
-    def _check_reach(self, loss: Tensor) -> None:
+    def _check_reach(self, loss: Tensor, models_only: bool) -> None:
         accelerator = self._accelerator
         prepared = self._list_prepared()
         optimized = [p for p in self._list_optimized() if p.grad is not None and isinstance(p, nn.Parameter)]
@@ -84,17 +94,19 @@ class LoopCheck:
         if not (stray or is_reached):
             # The graph shows parameters whose gradients were used and removed in hooks.
             leaves = list(_iter_leaves(loss))
-            known = {id(leaf) for model in accelerator.models for leaf, _ in accelerator.strategy.graph_leaves(model)}
+            known = {id(leaf) for model in self._list_models() for leaf, _ in accelerator.strategy.graph_leaves(model)}
             if not any(id(leaf) in known for leaf in leaves):
                 stray = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+            if models_only and _find_optimizer({id(p): p for p in stray}) is None:
+                stray = []  # a copy whose gradients the script moves itself, as in meta-learning
         if stray and not is_wrapped_by_user(stray):
             shapes = ", ".join(str(tuple(p.shape)) for p in stray[:3])
             self._report(
                 "model",
                 f"backward computed gradients of {format_count(len(stray), 'parameter')} (shapes {shapes}) that "
                 f"{'is' if len(stray) == 1 else 'are'} not part of a prepared model, so {self._consequence()}. Pass "
-                "the module to prepare, and use the module that prepare returns. If each process trains a model of "
-                "its own, call loss.backward().",
+                f"the module to {self.method}, and use the module that {self.method} returns. If each process trains "
+                "a model of its own, call loss.backward().",
                 diverges=True,
             )
 
@@ -141,8 +153,12 @@ class LoopCheck:
     def _list_optimized(self) -> list[Tensor]:
         return [p for optimizer in self._accelerator.optimizers for p in list_parameters(optimizer)]
 
+    def _list_models(self) -> list[nn.Module]:
+        return [*self._accelerator.models, *self.set_up]
+
     def _list_prepared(self) -> dict[int, Tensor]:
-        return {id(p): p for model in self._accelerator.unwrapped_models for p in model.parameters()}
+        unwrap = self._accelerator.strategy.unwrap
+        return {id(p): p for model in self._list_models() for p in unwrap(model).parameters()}
 
     def _consequence(self) -> str:
         size = self._accelerator.world.size

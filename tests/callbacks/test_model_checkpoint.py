@@ -81,6 +81,21 @@ def test_a_time_interval_asks_seldom_and_saves_when_it_is_over(tmp_path):
     assert 2 <= len(names(tmp_path / "c")) <= max(2, (time.monotonic() - began) // 0.4)
 
 
+def test_a_save_at_the_last_step_of_an_epoch_follows_its_validation(tmp_path):
+    order = []
+    notes = LambdaCallback(
+        on_validation_end=lambda trainer, task: order.append("validated"),
+        on_train_epoch_end=lambda trainer, task: order.append("epoch ended"),
+        on_save_checkpoint=lambda trainer, task, checkpoint: order.append(trainer.global_step),
+    )
+    kept = ModelCheckpoint(tmp_path / "c", every_n_train_steps=5, save_top_k=1)
+    fit(tmp_path, kept, notes, values=[1.0], max_epochs=1)
+    assert order == ["validated", "epoch ended", 5]
+    order.clear()
+    fit(tmp_path, notes, values=[1.0, 1.0], max_epochs=2, ckpt_path=kept.best_model_path, enable_checkpointing=False)
+    assert order == ["validated", "epoch ended"]  # of the second epoch
+
+
 def test_the_weights_are_those_of_the_step(tmp_path):
     steps = Steps()
     kept = ModelCheckpoint(tmp_path / "c", filename="{step}", save_top_k=-1, every_n_train_steps=2, save_last=True)
@@ -141,6 +156,22 @@ def test_the_best_are_kept(tmp_path, mode, top, values, kept_epochs, best, worst
     assert kept.best_model_score.ndim == kept.current_score.ndim == 0
     assert {v.ndim for v in kept.best_k_models.values()} == {0}
     assert seen == [False, True, True, True]
+
+
+def test_the_scores_of_lightning_where_some_are_nan(tmp_path):
+    nan, inf = float("nan"), float("inf")
+    cases = {  # values: Lightning's best epoch, its score and current_score by mode and save_top_k
+        (nan, 1.0, 2.0): {("min", 1): (1, 1, 1), ("min", 2): (1, 1, 2), ("max", 1): (2, 2, 2), ("max", 2): (2, 2, 2)},
+        (1.0, nan, 0.5): {("min", 1): (2, 0.5, 0.5), ("max", 1): (0, 1, 1), ("max", 2): (0, 1, 0.5)},
+        (nan, nan, nan): {("min", 1): (0, inf, inf), ("max", 1): (0, -inf, -inf)},
+    }
+    for number, (values, modes) in enumerate(cases.items()):
+        for (mode, top), (epoch, best, current) in modes.items():
+            folder = tmp_path / f"{number}{mode}{top}"
+            kept = ModelCheckpoint(folder, "{epoch}", monitor="val_loss", mode=mode, save_top_k=top)
+            fit(tmp_path, kept, values=values, max_epochs=3)
+            assert kept.best_model_path == str(folder / f"epoch={epoch}.ckpt"), (values, mode, top)
+            assert (float(kept.best_model_score), float(kept.current_score)) == (best, current), (values, mode, top)
 
 
 def test_without_a_monitor_the_newest_is_best(tmp_path):

@@ -40,7 +40,7 @@ from treadle.engine.checkpoint.store import CheckpointStore
 from treadle.engine.configuration import ProjectConfiguration
 from treadle.engine.weights.sources import open_weights
 from treadle.strategies import FSDP
-from treadle.strategies.processes import IDENTITY
+from treadle.strategies.processes import IDENTITY, identify_process
 
 import treadle
 from treadle.testing.faults import Fault, FaultPlan, disk_points, forked
@@ -636,7 +636,8 @@ def test_weights_for_others_are_on_the_disk_before_the_index_and_the_index_befor
     new, index = [f"model-v1-0000{n}-of-00002.safetensors" for n in (1, 2)], "model.safetensors.index.json"
     expected = []
     for write, name in [("write_tensors", new[0]), ("write_tensors", new[1]), ("write_bytes", index)]:
-        expected += [(write, f".{name}.part"), ("fsync", f".{name}.part"), ("replace", f".{name}.part"), ("fsync", ".")]
+        part = f".{name}.{identify_process()}.part"
+        expected += [(write, part), ("fsync", part), ("replace", part), ("fsync", ".")]
     assert done == [*expected, *(("unlink", name.replace("-v1", "")) for name in new)]
 
 

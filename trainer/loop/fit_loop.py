@@ -197,7 +197,7 @@ class FitLoop:
             self.schedules.after_epoch()
         if self.steps.skip_rest or progress.epoch_is_trained:
             self.loader.end_epoch()
-            progress.phase = Phase.EPOCH_END
+            progress.end_epoch(refused=self.steps.skip_rest)
         metrics.between_batches(True)
         trainer.update_train_epoch_values()
         if progress.epoch_is_over:
