@@ -36,7 +36,7 @@ from ...strategies.processes import forget_unfinished, note_unfinished
 from . import atomic_swap, filesystem, remote
 from .atomic_swap import UNFINISHED
 from .manifest import MANIFEST, Manifest, check_files, is_checkpoint, read_manifest, verify
-from .one_file import Layout, is_checkpoint_file
+from .one_file import Layout, is_checkpoint_file, is_replaceable_file
 from .one_file import write as write_one_file
 from .parts import Files, encode_part, open_part, pack, read_part, unpack, write_files
 
@@ -294,17 +294,16 @@ class FileSave:
             atomic_swap.check_no_foreign_files(target, own_files, "replaced by a file")
         filesystem.make_directory(target.parent)
         sequence = _find_next_sequence(target.parent)
-        with _explaining_refusal(target, source):
-            filesystem.write_bytes(source, b"")
-            note_unfinished(source)
-            write_one_file(
-                source,
-                self._layout,
-                self._files | {name: c if isinstance(c, bytes) else unpack(c) for name, c in files.items()},
-                lambda entries, records: Manifest.build(entries, info, sequence, records=records).to_json(),
-            )
-            filesystem.fsync(source)
-            _put_in_place(source, target)
+        filesystem.write_bytes(source, b"")
+        note_unfinished(source)
+        write_one_file(
+            source,
+            self._layout,
+            self._files | {name: c if isinstance(c, bytes) else unpack(c) for name, c in files.items()},
+            lambda entries, records: Manifest.build(entries, info, sequence, records=records).to_json(),
+        )
+        filesystem.fsync(source)
+        _put_in_place(source, target)
 
     def discard(self, is_main: bool) -> None:
         """Delete an uncommitted file. ``is_main`` is True on rank zero, which wrote it."""
@@ -485,8 +484,8 @@ def _get_known_sequences(directory: Path) -> dict[str, tuple[tuple[int, ...], in
 
 
 def _looks_like_checkpoint(path: Path) -> bool:
-    if is_checkpoint_file(path):
-        return True
+    if is_checkpoint_file(path) or (path.suffix == ".ckpt" and is_replaceable_file(path)):
+        return True  # an empty file, or one of another library, is named among those that are skipped
     with suppress(OSError):  # an unreadable directory is not a checkpoint of this run
         return os.path.isfile(path / MANIFEST) or any(
             file.endswith(".safetensors") for file in filesystem.list_names(path)
