@@ -130,15 +130,17 @@ def commit(
         if others:
             filesystem.delete(source / UNFINISHED)
         filesystem.fsync(source)
-        _put_in_place(source, target)
+        _put_in_place(source, target, sequence)
     return target
 
 
-def _put_in_place(source: Path, target: Path) -> None:
+def _put_in_place(source: Path, target: Path, sequence: int) -> None:
     if problem := atomic_swap.explain_replaced(target, target):
         warnings.warn(f"{problem} This save replaces it again.")
     forget_unfinished(source)  # the checkpoint is complete: after a failure below, `recover` decides
+    version = _identify_version(source)
     atomic_swap.swap_in(source, target)
+    _get_known_sequences(target.parent)[target.name] = version, sequence
 
 
 @contextmanager
@@ -303,7 +305,7 @@ class FileSave:
             lambda entries, records: Manifest.build(entries, info, sequence, records=records).to_json(),
         )
         filesystem.fsync(source)
-        _put_in_place(source, target)
+        _put_in_place(source, target, sequence)
 
     def discard(self, is_main: bool) -> None:
         """Delete an uncommitted file. ``is_main`` is True on rank zero, which wrote it."""
@@ -459,10 +461,7 @@ def _find_next_sequence(directory: Path) -> int:
     present = {}
     for path in _iterate_entries(directory):
         with suppress(ValueError, OSError):
-            status = path.lstat()
-            if stat.S_ISDIR(status.st_mode):
-                status = (path / MANIFEST).lstat()
-            version = status.st_ino, status.st_size, status.st_mtime_ns
+            version = _identify_version(path)
             entry = known.get(path.name)
             if entry is None or entry[0] != version:
                 entry = version, read_manifest(path).sequence if _looks_like_checkpoint(path) else 0
@@ -472,6 +471,14 @@ def _find_next_sequence(directory: Path) -> int:
             known.pop(name, None)
     known.update(present)
     return max((sequence for _, sequence in present.values()), default=0) + 1
+
+
+def _identify_version(path: Path) -> tuple[int, ...]:
+    """Return a value that changes with each save to a path."""
+    status = path.lstat()
+    if stat.S_ISDIR(status.st_mode):
+        status = (path / MANIFEST).lstat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 # Each commit needs the sequence numbers of all checkpoints next to it. With many kept checkpoints, reading their

@@ -1,8 +1,8 @@
 """The dict in Lightning's layout that a checkpoint file contains for other programs. Treadle itself never reads it.
 
 Lightning needs ``pytorch-lightning_version``, ``state_dict``, ``optimizer_states``, ``lr_schedulers``, ``callbacks``
-under its own keys, and the counters in ``loops``. With these it loads, validates and tests the task, and continues a fit
-after the saved step; it does not know the order of the remaining samples.
+under its own keys, and the counters in ``loops``. With these it loads, validates and tests the task, and continues a
+fit after the saved step; it does not know the order of the remaining samples.
 
 Source: `Trainer.dump_checkpoint` and the loops' ``state_dict`` in Lightning 2.6
 """
@@ -35,6 +35,9 @@ LAYOUT_VERSION = "2.6.6"
 
 _DROPPED = object()
 _MOST_BITS = 8 * 250  # of an int that torch.load reads; its length in bytes is one byte
+
+
+_PLAIN = frozenset({bool, str, float, complex, bytes, bytearray, torch.Size, torch.dtype, torch.device})
 
 
 def make_document(trainer: Trainer, task: TaskModule, progress: Progress, weights_only: bool) -> dict[str, Any]:
@@ -143,7 +146,7 @@ def make_plain(value: Any) -> Any:
 
 def _convert(value: Any) -> Any:
     kind = type(value)
-    if value is None or kind in (bool, str, float, complex, bytes, bytearray, torch.Size, torch.dtype, torch.device):
+    if value is None or kind in _PLAIN:
         return value
     if kind is int:
         return value if value.bit_length() < _MOST_BITS else str(value)
@@ -174,9 +177,13 @@ def _convert_container(value: Any) -> Any:
     elif is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
-        pairs = ((_convert(key), _convert(item)) for key, item in value.items())
-        kept = ((key, item) for key, item in pairs if key is not _DROPPED and item is not _DROPPED)
-        return OrderedDict(kept) if isinstance(value, OrderedDict) else dict(kept)
+        kept: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        for key, item in value.items():
+            plain_key = key if type(key) is str else _convert(key)
+            plain = item if item is None or type(item) in _PLAIN else _convert(item)
+            if plain_key is not _DROPPED and plain is not _DROPPED:
+                kept[plain_key] = plain
+        return kept
     if isinstance(value, list | tuple | deque | range):
         return (tuple if isinstance(value, tuple) else list)(_convert_all(value))
     if isinstance(value, set | frozenset):

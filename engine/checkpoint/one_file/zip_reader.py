@@ -47,7 +47,8 @@ class Records:
             raise ValueError("its entry 'records' is not valid")
         position = 0
         for name, entry in entries.items():
-            at, size, digest = (entry.get(key) if isinstance(entry, dict) else None for key in ("at", "bytes", DIGEST))
+            entry = entry if isinstance(entry, dict) else {}
+            at, size, digest = entry.get("at"), entry.get("bytes"), entry.get(DIGEST)
             if not (type(at) is int and type(size) is int and size >= 0 and isinstance(digest, str) and at >= position):
                 raise ValueError(f"the entry of the record {name:.80} is not valid")
             position = at + size

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.serialization import config
 from treadle.engine.checkpoint import OpenCheckpoint, is_checkpoint, store
 from treadle.engine.checkpoint.manifest import Manifest
-from treadle.engine.checkpoint.one_file import zip_writer
+from treadle.engine.checkpoint.one_file import contents, zip_writer
 from treadle.engine.checkpoint.one_file.contents import _Pickler, lay_out, write
 from treadle.engine.checkpoint.parts import TensorFile
 
@@ -134,6 +134,25 @@ def test_both_sides_name_the_same_records(saved):
             assert torch.equal(slots[name][key], by_number[number][key])
 
 
+class Copying(Task):
+    """Its ``state_dict`` returns other tensors from each call."""
+
+    def state_dict(self, *args, **kwargs):
+        return {name: value.clone() for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_state_dict_of_copies_is_stored_once(saved, tmp_path, blocking):
+    task, trainer = Copying(), treadle.Trainer(max_epochs=1, default_root_dir=tmp_path, **QUIET)
+    trainer.fit(task, loader())
+    trainer.save_checkpoint(tmp_path / "copies", blocking=blocking)
+    trainer.accelerator.finish_saving()
+    store.verify(tmp_path / "copies")
+    assert is_equal(torch.load(tmp_path / "copies")["state_dict"], task.state_dict())
+    treadle.load_weights(Task(), tmp_path / "copies")
+    trainer.fit(Copying(), loader(), ckpt_path=tmp_path / "copies")
+
+
 def test_every_flipped_byte_is_found(saved, tmp_path):
     path = tmp_path / "flipped.ckpt"
     original = (saved[0] / "weights.ckpt").read_bytes()
@@ -167,8 +186,10 @@ def test_what_is_added_to_it_is_found(saved, tmp_path):
 
 
 def forge(path, files, document):
-    """Write a file with valid digests."""
-    layout = lay_out(files, document)
+    """Write a file with valid digests, whose sides need not name the same weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contents, "_take_weights", lambda state, files: state)
+        layout = lay_out(files, document)
     write(path, layout, files, lambda entries, records: Manifest.build(entries, {}, 1, records=records).to_json())
 
 
