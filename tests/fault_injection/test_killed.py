@@ -72,6 +72,8 @@ def tree(root):
             with zipfile.ZipFile(root / name) as archive:
                 found[name] = {record: archive.read(record) for record in archive.namelist()}
             del found[name]["checkpoint/treadle/manifest.json"]
+            # A pickle depends on which equal strings are one object; its tensors are other records.
+            found[name]["checkpoint/data.pkl"] = str(torch.load(root / name, weights_only=True))
         else:
             found[name] = content(root / name)
         found[name]["manifest.json"] = checkpoint.read_manifest(root / name).info
