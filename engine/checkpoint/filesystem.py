@@ -1,7 +1,8 @@
 """File operations of checkpoints: durable writes and checked reads.
 
 Code that saves, recovers or deletes a checkpoint on a disk changes files through `mkdir`, `write_bytes`,
-`write_tensors`, `write_stream`, `fsync`, `rename`, `replace`, `unlink` and `rmdir`, so a test can stop the process at each of them.
+`write_tensors`, `write_stream`, `fsync`, `rename`, `replace`, `unlink` and `rmdir`, so a test can stop the process at
+each of them.
 """
 
 import errno
