@@ -476,7 +476,7 @@ def test_checkpoints_that_are_none(tmp_path):
     for path, words, at_load in [
         ("nowhere", ["nowhere", "does not exist"], "does not exist"),
         ("file.ckpt", ["file.ckpt", "not a checkpoint that Treadle can resume from"], "torch.save"),
-        ("empty", ["manifest.json is missing"], "manifest.json"),
+        ("empty", ["manifest.json is missing"], "contains no files"),
         ("hostile", ["manifest.json is damaged"], "manifest.json"),
     ]:
         with says(ValueError, *words):
