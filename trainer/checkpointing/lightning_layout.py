@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ...callbacks import Callback, EarlyStopping, ModelCheckpoint
 from ...engine import strip_compile_prefix
-from ...engine.checkpoint.json_codec import check_tensor
+from ...engine.checkpoint import check_tensor
 
 if TYPE_CHECKING:
     from ..core import TaskModule

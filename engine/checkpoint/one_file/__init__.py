@@ -8,6 +8,7 @@ from ....common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .contents import DOCUMENT, Layout, lay_out, name_table, write
+    from .pickle_reader import Name, UnbuiltCall
     from .verify import check, list_checked
     from .zip_reader import (
         Records,
