@@ -498,7 +498,8 @@ def test_one_form_replaces_another(tmp_path, action, before, after):
         assert seen == sorted(seen)
     else:  # only the cleaning fails when the new one is in place; or what follows a rename that replaced a file
         late = {"unlink", "rmdir"} | ({"replace", "fsync"} if after == "file" != "directory" != before else set())
-        assert {point.operation for point, is_new in zip(points, seen, strict=True) if is_new} <= late
+        done = [point for point, is_new in zip(points, seen, strict=True) if is_new]
+        assert {point.operation for point in done if not point.path.endswith(".old/manifest.json")} <= late
 
 
 # -- two processes ---------------------------------------------------------------------------------------------------
