@@ -37,14 +37,14 @@ def names(folder):
 @pytest.mark.parametrize("cut", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
 def test_the_best_stays_the_bests(tmp_path, monkeypatch, beside, cut):
     """The second's retention would remove it, or the first's record would be of nothing yet on the disk."""
-    write = filesystem.write_tensors
+    write = filesystem.write_stream
 
     def slow(*args):
         time.sleep(0.01)
         return write(*args)
 
     if beside:
-        monkeypatch.setattr(filesystem, "write_tensors", slow)
+        monkeypatch.setattr(filesystem, "write_stream", slow)
     if cut:
         fit(tmp_path, *pair(tmp_path / "c", async_save=beside), task=ByEpoch(), max_epochs=cut)
     best, newest = pair(tmp_path / "c", async_save=beside)
