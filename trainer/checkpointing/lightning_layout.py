@@ -70,7 +70,8 @@ def make_document(trainer: Trainer, task: TaskModule, progress: Progress, weight
     for owner, prefix in ((task, ""), (trainer.datamodule, "datamodule_")):
         if owner is not None and owner.hparams:
             document[f"{prefix}hparams_name"] = owner.hparams_name
-            document[f"{prefix}hyper_parameters"] = dict(owner.hparams)
+            stored = owner.stored_hparams().values  # without what is not data, or secret
+            document[f"{prefix}hyper_parameters"] = {k: v for k, v in owner.hparams.items() if k in stored}
     if trainer.datamodule is not None and (state := trainer.datamodule.state_dict()):
         document[type(trainer.datamodule).__qualname__] = state
     return document

@@ -247,8 +247,8 @@ def test_a_checkpoint_has_the_bytes_of_a_real_one(here):
     trainer = treadle.Trainer(accelerator="cpu", max_steps=1, **FLAGS)
     trainer.fit(planned_task.Task(width=64))
     trainer.save_checkpoint("saved")
-    written = sum(file.stat().st_size for file in here.glob("saved/**/*.safetensors"))
-    assert made.checkpoint <= written < made.checkpoint + 50_000  # what is saved beside: names, random states
+    written = (here / "saved").stat().st_size
+    assert made.checkpoint <= written < made.checkpoint + 80_000  # what is saved beside: names, random states
 
 
 def test_machines_are_those_of_the_configuration(here, capsys):

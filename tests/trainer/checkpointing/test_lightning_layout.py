@@ -54,7 +54,7 @@ class Point:
         (OrderedDict(b=1, a=Color.RED), OrderedDict(b=1, a="red")),
         (deque([1, range(2)]), [1, [0, 1]]),
         (frozenset({1}), {1}),
-        ({"keep": 1, "drop": print, ("a", print): 2}, {"keep": 1, ("a",): 2}),
+        ({"keep": 1, "drop": print, ("a", Color.RED): 2}, {"keep": 1, ("a", "red"): 2}),
         (print, None),
     ],
     ids=lambda value: type(value).__name__,
