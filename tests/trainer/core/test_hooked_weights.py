@@ -173,15 +173,21 @@ def test_callbacks_get_the_weights_too(tmp_path):
 
 class ReadsOptimizers(Captioner):
     def on_save_checkpoint(self, checkpoint):
+        super().on_save_checkpoint(checkpoint)
+        self.at_save = checkpoint["optimizer_states"]
+
+    def on_load_checkpoint(self, checkpoint):
         return checkpoint["optimizer_states"]
 
 
-def test_other_keys_are_an_error(tmp_path):
+def test_other_keys_are_there_at_a_save_and_an_error_at_a_load(tmp_path):
+    task = ReadsOptimizers()
+    trainer = fitted(task, tmp_path / "c")
+    assert task.at_save == [trainer.optimizers[0].state_dict()]
     with pytest.raises(
-        KeyError,
-        match="'optimizer_states' is not available to checkpoint hooks, which get only 'state_dict', 'epoch', ",
+        KeyError, match=r"'optimizer_states' is not in the checkpoint\. on_load_checkpoint gets only 'st"
     ):
-        fitted(ReadsOptimizers(), tmp_path / "c")
+        fitted(ReadsOptimizers(), tmp_path / "d", 2, tmp_path / "c")
 
 
 def distributed_round_trip(folder, strategy):
