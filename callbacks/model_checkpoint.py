@@ -44,9 +44,10 @@ if TYPE_CHECKING:
 class ModelCheckpoint(CheckpointAliases, Checkpoint):
     """Callback that saves checkpoints between optimizer steps and keeps the best ones.
 
-    A checkpoint is one file, which ``torch.load`` and Lightning open too. It is a directory at a URL, with sharded state
-    (FSDP, ``DDP(zero=True)``), and if a hook of ``register_save_state_pre_hook`` may add files. Incomplete checkpoints
-    are never loaded. A run may have several ModelCheckpoints that differ in ``monitor``, ``mode`` or their triggers.
+    A checkpoint is one file, which ``torch.load`` and Lightning open too. It is a directory at a URL, with sharded
+    state (FSDP, ``DDP(zero=True)``), and if a hook of ``register_save_state_pre_hook`` may add files. Incomplete
+    checkpoints are never loaded. A run may have several ModelCheckpoints that differ in ``monitor``, ``mode`` or their
+    triggers.
 
     A value from a validation is used to rank a checkpoint only if the checkpoint contains the validated weights. If a
     save is due while ``monitor`` has no value for the current weights, the ranked checkpoint is saved once the next

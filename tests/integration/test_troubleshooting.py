@@ -404,6 +404,17 @@ def another_model():
 
 
 @provokes
+def another_library():
+    torch.save({"state_dict": Net().state_dict(), "epoch": 1, "global_step": 2}, "lightning.ckpt")
+    fit(Net(), ckpt_path="lightning.ckpt")
+
+
+@provokes
+def no_file_possible():
+    fit(Net(), strategy="fsdp").save_checkpoint("a.ckpt", format="file")
+
+
+@provokes
 def damaged_checkpoint():
     task = Net()
     fit(task).save_checkpoint("a.ckpt")
