@@ -1,9 +1,11 @@
 """Measure how long a run stops to save and to load its state, and the memory needed, for Treadle and other libraries.
 
 The state is that of a model and its AdamW, written and read by one process. Each library has its own process. Every
-round first writes the same number of bytes plainly (and fsyncs them), so each ratio is of two neighbouring times on the
-same disk. Peak memory is the memory beyond the state itself, as multiples of it: private memory of the process
-(RssAnon), sampled; pages of mapped files, which the system takes back when it needs them, are counted separately.
+round first writes the same number of bytes plainly (and fsyncs them), and then with a digest of them beside the write,
+so each ratio is of two neighbouring times on the same disk. "treadle, file" is a checkpoint of the Trainer, "treadle"
+one of the Accelerator, a directory. Peak memory is the memory beyond the state itself, as multiples of it: private
+memory of the process (RssAnon), sampled; pages of mapped files, which the system takes back when it needs them, are
+counted separately.
 
     python benchmarks/checkpoint.py                  # 1 GB
     python benchmarks/checkpoint.py --mb 100 --rounds 3
@@ -29,9 +31,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from xxhash import xxh3_128
 
 WIDTH = 1024
-LIBRARIES = ("treadle", "torch.save", "DCP", "Lightning")
+LIBRARIES = ("treadle, file", "treadle", "torch.save", "DCP", "Lightning")
 
 
 class Stack(nn.Module):
@@ -78,11 +81,13 @@ class Peak:
         return found["RssAnon"] + found["RssShmem"], found["RssFile"]
 
 
-def plainly(path: Path, data: memoryview) -> float:
+def plainly(path: Path, data: memoryview, digest: bool = False) -> float:
     """Return the seconds to write a number of bytes to disk."""
-    clock = time.perf_counter()
+    clock, hashed = time.perf_counter(), xxh3_128()
     with path.open("wb", buffering=0) as file:
         for start in range(0, len(data), 2**22):
+            if digest:
+                hashed.update(data[start : start + 2**22])
             file.write(data[start : start + 2**22])
         os.fsync(file.fileno())
     seconds = time.perf_counter() - clock
@@ -110,6 +115,29 @@ def with_treadle(model: nn.Module, optimizer: torch.optim.Optimizer) -> Operatio
         "save": accelerator.save_state,
         "load": accelerator.load_state,
         "start": lambda path: accelerator.save_state(path, blocking=False),
+        "finish": lambda _: accelerator.finish_saving(),
+    }
+
+
+def with_one_file(model: nn.Module, optimizer: torch.optim.Optimizer) -> Operations:
+    from treadle.engine.checkpoint import FileSave, lay_out
+
+    import treadle
+
+    accelerator = treadle.Accelerator(cpu=True)
+    accelerator.prepare(model, optimizer)
+
+    def choose(files: Any, left_out: Any) -> Any:
+        layout = lay_out(files, {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]})
+        return lambda target, writer: FileSave(target, writer, layout)
+
+    def save(path: Path, **options: Any) -> None:
+        accelerator.checkpointer.save_state(path, choose_save=choose, **options)
+
+    return {
+        "save": save,
+        "load": accelerator.load_state,
+        "start": lambda path: save(path, blocking=False),
         "finish": lambda _: accelerator.finish_saving(),
     }
 
@@ -164,7 +192,7 @@ def with_lightning(model: nn.Module, optimizer: torch.optim.Optimizer) -> Operat
     return {"save": save, "load": lambda path: fabric.load(path, state)}
 
 
-WITH = dict(zip(LIBRARIES, (with_treadle, with_torch, with_dcp, with_lightning), strict=True))
+WITH = dict(zip(LIBRARIES, (with_one_file, with_treadle, with_torch, with_dcp, with_lightning), strict=True))
 
 
 def timed(operation: Callable[[Path], Any], path: Path) -> float:
@@ -191,6 +219,7 @@ def one(library: str, layers: int, rounds: int, folder: Path) -> None:
 
     for number in range(rounds + 1):
         raw = plainly(folder / "raw", data)
+        digested = plainly(folder / "raw", data, digest=True)
         path = folder / f"save-{number}"
         save = timed(operations["save"], path)
         load = timed(operations["load"], path)
@@ -198,6 +227,7 @@ def one(library: str, layers: int, rounds: int, folder: Path) -> None:
             note("raw_s", raw)
             note("save_s", save)
             note("save", save / raw)
+            note("save_digested", save / digested)
             note("load_s", load)
             note("load", load / raw)
         if "start" in operations:
@@ -210,7 +240,7 @@ def one(library: str, layers: int, rounds: int, folder: Path) -> None:
                 note("async_s", stall + rest)
             else:
                 note("first_stall_s", stall)
-            shutil.rmtree(beside)
+            shutil.rmtree(beside) if beside.is_dir() else beside.unlink()
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     del data
     path = folder / "memory"
@@ -254,10 +284,11 @@ def main() -> None:
         rows[library] = json.loads(done.stdout.splitlines()[-1])
     size = next(iter(rows.values()))["size"]
     print(f"{size / 2**20:.0f} MiB; x is the time of writing as many bytes plainly; {given.rounds} rounds\n")
-    print("| | save, x | load, x | save, s | load, s | async: stall, x save | stall, s | in all, s | first stall, s |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    heads = "save, x | save, x with digest | load, x | save, s | load, s | async: stall, x save | stall, s | in all, s"
+    print(f"| | {heads} | first stall, s |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for library, result in rows.items():
-        names = ("save", "load", "save_s", "load_s", "stall", "stall_s", "async_s", "first_stall_s")
+        names = ("save", "save_digested", "load", "save_s", "load_s", "stall", "stall_s", "async_s", "first_stall_s")
         print(f"| {library} | " + " | ".join(cell(result, name) for name in names) + " |")
     print("\n| peak memory beside the state, x its size | saving | with mapped files | loading | with mapped files |")
     print("|---|---|---|---|---|")

@@ -30,7 +30,7 @@ from ._checkpointing import (
     finish_removing,
     folders,
     is_abandoned,
-    is_replaceable,
+    is_taken,
     relocate,
     remove,
 )
@@ -86,8 +86,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             the epoch (False). Default: None, which selects False in a run with validation if ``val_check_interval`` is
             not 1.0 or ``check_val_every_n_epoch`` is not 1, and True otherwise.
         enable_version_counter: Append ``-v1``, ``-v2``, ... to the name if it is taken by a checkpoint that this save
-            does not replace. If False, replace the existing checkpoint, unless it is this callback's ``last.ckpt`` or
-            belongs to another ModelCheckpoint of this run. Default: True.
+            does not replace, or that another run on this machine is writing. If False, replace the existing checkpoint,
+            unless it is this callback's ``last.ckpt`` or belongs to another ModelCheckpoint of this run. Default: True.
         async_save: Write the checkpoint in the background, from a copy of the state in host memory. If the save fails,
             the error is raised at a later step or at the end of ``fit``. ``best_model_path`` may not exist until the
             save is complete. Default: False.
@@ -99,7 +99,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         best_model_score: Value of ``monitor`` for the best checkpoint, a 0-d tensor, or None.
         best_k_models: Values of ``monitor`` for the kept checkpoints, by path; empty without a monitor.
         last_model_path: Path of the latest ``last.ckpt``, or "".
-        current_score: Latest value of ``monitor`` that was compared with those of the kept checkpoints, or None.
+        current_score: Value of ``monitor`` for the latest checkpoint that was among the best, or None.
 
     Raises:
         ValueError, TypeError: If an argument is invalid or more than one trigger is set. In ``fit``, if ``monitor`` was
@@ -199,12 +199,11 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self.async_save = check_bool("async_save", async_save)
         self.format = None if format is None else choose("format", format, ("file", "directory"))
         self._clock = None if interval is None else AgreedInterval(interval)
-        self._triggered_step = 0
+        self._triggered_step = self._first_step = 0  # of the latest trigger, and at which the run started
         self._save_requested = False  # a trigger has fired, and the save is pending
         self._waiting = False  # the ranked save waits for its value
         self._continues = False  # the run resumes in the same directory
         self._resumed_step: int | None = None
-        self._first_step = 0  # the step at which the run started
         self._before: dict[str, Any] = {}  # the record before the checkpoint that is being saved
         self._job: Job | None = None  # the save in the background
 
@@ -477,8 +476,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             )
             if score is not None and score.isnan():  # worse than any number
                 score = torch.tensor(math.inf if self.mode == "min" else -math.inf, dtype=torch.float64, device="cpu")
-            top_k.current_score = score
             if score is None or self.check_monitor_top_k(trainer, score):
+                top_k.current_score = score
                 replaced = top_k.next_replaced
                 paths.append(self._agree_on_path(trainer, values, replaced))
                 top_k.add(paths[0], score, replaced)
@@ -636,8 +635,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         path, version = self.format_checkpoint_name(values, template), self.STARTING_VERSION
         while path in reserved_paths or (
             self.enable_version_counter
-            and lexists(path)
-            and (path != replaced or not (trainer.checkpointer.plugin or is_replaceable(path)))
+            and not (path == replaced and trainer.checkpointer.plugin)  # which may write anything
+            and is_taken(path, replaced)
         ):
             if path not in reserved_paths and is_abandoned(path, step, self._resumed_step):
                 break

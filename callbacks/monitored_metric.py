@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 MODES = ("min", "max")
 
 
+class NeverLoggedError(ValueError, RuntimeError):
+    """Error about a monitored name that was never logged.
+
+    Lightning raises a RuntimeError in EarlyStopping and a MisconfigurationException, here ValueError, elsewhere.
+    """
+
+
 class LatestValidation:
     """Names that the latest validation logged, and the optimizer step of that validation.
 
@@ -96,7 +103,7 @@ def read_monitored_metric(
         keep: Names for which the latest training step's value is ignored. Default: none.
 
     Raises:
-        ValueError: If the name was never logged and ``strict`` is set.
+        NeverLoggedError: If the name was never logged and ``strict`` is set.
     """
     values = read_logged_metrics(trainer, keep)
     if name not in values and strict:
@@ -138,7 +145,7 @@ def read_new_value(trainer: Trainer, name: str, consumer: str, strict: bool = Tr
         The value, identical on every rank; None if no new value is available.
 
     Raises:
-        ValueError: If ``strict`` is set and the name was never logged.
+        NeverLoggedError: If ``strict`` is set and the name was never logged.
     """
     watch = trainer.logbook.watch
     if name in watch.stale(trainer):
@@ -152,7 +159,7 @@ def read_new_value(trainer: Trainer, name: str, consumer: str, strict: bool = Tr
     return value
 
 
-def make_never_logged_error(trainer: Trainer, name: str, consumer: str, logged: Iterable[str]) -> ValueError:
+def make_never_logged_error(trainer: Trainer, name: str, consumer: str, logged: Iterable[str]) -> NeverLoggedError:
     """Return the error for a name that was never logged.
 
     Args:
@@ -172,10 +179,12 @@ def make_never_logged_error(trainer: Trainer, name: str, consumer: str, logged: 
         elif trainer.sources is not None and trainer.sources.evaluation("val"):
             fix = "Define validation_step"
         other = f", or monitor a logged value: {', '.join(names)}." if names else "."
-        return ValueError(f"{consumer} {name!r} was never logged, because this run has no validation. {fix}{other}")
+        return NeverLoggedError(
+            f"{consumer} {name!r} was never logged, because this run has no validation. {fix}{other}"
+        )
     of_validation = [n for n in names if not (name.startswith("val") and n.startswith("train"))]
     hint = explain_returned(trainer, name) or nearest(name, of_validation)
-    return ValueError(
+    return NeverLoggedError(
         f"{consumer} {name!r} was never logged. Logged so far: {', '.join(names) or 'nothing'}.{hint}"
         f"{validation} Call self.log({name!r}, ...) in the step or hook that measures the value."
     )

@@ -234,19 +234,24 @@ class ThroughputMonitor(BestEffortCallback):
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
-    def _begin(self, trainer: Trainer) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Start the clock of the evaluation."""
         if not trainer.sanity_checking:
             self._safely(_wait_for, trainer)
             self._evaluation_began, self._evaluated = time.perf_counter(), 0
             self._local_evaluation_counts = [0.0, 0.0, 0.0]
 
-    def _tick(self, trainer: Trainer, task: TaskModule, batch: Any) -> None:
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        """Count the samples and items of the batch."""
         if self._evaluation_began is not None:
             self._evaluated += trainer.accelerator.cursor.micro.everyone  # type: ignore[union-attr]
             if self._must_count:
-                self._count(trainer, task, batch, self._local_evaluation_counts)
+                self._count(trainer, pl_module, batch, self._local_evaluation_counts)
 
-    def _end(self, trainer: Trainer, stage: str) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Log the throughput of the evaluation."""
         if self._evaluation_began is None:
             return
         self._safely(_wait_for, trainer)
@@ -254,7 +259,12 @@ class ThroughputMonitor(BestEffortCallback):
         self._paused += seconds
         counted = self._average_counts(trainer, self._local_evaluation_counts) if self._must_count else [0.0, 0.0, 0.0]
         if counted is not None:
+            stage = "validate" if trainer.stage == "fit" else str(trainer.stage)
             self._safely(self._write_evaluation, trainer, stage, seconds, counted)
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]  # names differ
+    on_test_end = on_predict_end = on_validation_end
 
     def _write_evaluation(self, trainer: Trainer, stage: str, seconds: float, counted: list[float]) -> None:
         # Without operations, because flops_per_batch is that of a training batch.
@@ -264,44 +274,6 @@ class ThroughputMonitor(BestEffortCallback):
         throughput.update(time=0.0, batches=0, samples=0, lengths=none)
         throughput.update(time=seconds, batches=trainer.evaluation_batch + 1, samples=samples, lengths=lengths)
         self._write(trainer, stage, throughput)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the validation clock."""
-        self._begin(trainer)
-
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, *_: Any
-    ) -> None:
-        """Count the samples and items of the batch."""
-        self._tick(trainer, pl_module, batch)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Log the throughput of the validation."""
-        self._end(trainer, "validate")
-
-    def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the test clock."""
-        self._begin(trainer)
-
-    def on_test_batch_end(self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, *_: Any) -> None:
-        """Count the samples and items of the batch."""
-        self._tick(trainer, pl_module, batch)
-
-    def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Log the throughput of the test."""
-        self._end(trainer, "test")
-
-    def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Start the prediction clock."""
-        self._begin(trainer)
-
-    def on_predict_batch_end(self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, *_: Any) -> None:
-        """Count the samples and items of the batch."""
-        self._tick(trainer, pl_module, batch)
-
-    def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Log the throughput of the prediction."""
-        self._end(trainer, "predict")
 
 
 def _as_number(value: Any) -> Any:

@@ -119,38 +119,6 @@ class WeightAveraging(Averaging):
 
     # -- in the model --------------------------------------------------------------------------------------------
 
-    def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the averages, if any, into the model."""
-        self._begin(trainer, pl_module)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Restore the model's own weights."""
-        self._end()
-
-    def leave_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Restore the model's own weights."""
-        self._end()
-
-    def return_to_validation(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the averages, if any, into the model."""
-        self._begin(trainer, pl_module)
-
-    def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the averages of the evaluated checkpoint, if any, into the model."""
-        self._begin(trainer, pl_module)
-
-    def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Restore the model's own weights."""
-        self._end()
-
-    def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Put the averages of the evaluated checkpoint, if any, into the model."""
-        self._begin(trainer, pl_module)
-
-    def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Restore the model's own weights."""
-        self._end()
-
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Put the averages, if any, into the model."""
         averages = self._averages
@@ -158,7 +126,8 @@ class WeightAveraging(Averaging):
             self._ended = True
             _apply_averages(trainer, averages)
 
-    def _begin(self, trainer: Trainer, pl_module: TaskModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Put the averages, if any, into the model; outside of ``fit``, those of the evaluated checkpoint."""
         if trainer.stage == "fit":
             if self._averages is not None and self._averages.count:
                 _apply_averages(trainer, self._averages)
@@ -171,6 +140,13 @@ class WeightAveraging(Averaging):
                 self._borrowed = Averages(pl_module, self._use_buffers)
                 self._borrowed.load_state_dict(saved)
             self._borrowed.apply_to_model()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Restore the model's own weights."""
+        self._end()
+
+    return_to_validation = on_test_start = on_predict_start = on_validation_start
+    leave_validation = on_test_end = on_predict_end = on_validation_end
 
     def _end(self) -> None:
         super()._end()

@@ -29,6 +29,22 @@ def check_bool(name: str, value: Any) -> bool:
     return value
 
 
+def parse_truth(name: str, value: str) -> bool:
+    """Return whether a word, such as the value of an environment variable, means True.
+
+    Args:
+        name: Name of the variable, for the error.
+        value: Word, of any case.
+
+    Raises:
+        ValueError: If the word means neither True nor False.
+    """
+    true, false = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")
+    if value.lower() not in true + false:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(true + false)}.")
+    return value.lower() in true
+
+
 def check_bool_or_word(name: str, value: Any, words: Iterable[str]) -> bool:
     """Return True for True and for words that mean True, and False for False.
 

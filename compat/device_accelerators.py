@@ -86,8 +86,10 @@ class Accelerator(str, metaclass=_Kind):
         return list(range(cls.auto_device_count())) if indices is None else indices
 
     @classmethod
-    def get_parallel_devices(cls, devices: int | Sequence[int]) -> list[torch.device]:
+    def get_parallel_devices(cls, devices: int | str | Sequence[int]) -> list[torch.device]:
         """Return the devices with these indices, or the first ``devices`` devices."""
+        if isinstance(devices, str):
+            devices = cls.parse_devices(devices)
         return [device_of(cls.kind, index) for index in (range(devices) if isinstance(devices, int) else devices)]
 
     @classmethod

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..common.messages import warn
+from ..common.validation import parse_truth
 from ..strategies.distributed import current_place, variables_set
 
 
@@ -115,24 +116,13 @@ def write_basic_config(*args: Any, **kwargs: Any) -> NoReturn:
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     """Return 1 for ``y, yes, t, true, on, 1`` and 0 for ``n, no, f, false, off, 0``; with ``to_bool``, a bool."""
-    truth = _parse_truth("value", value)
+    truth = parse_truth("value", value)
     return truth if to_bool else int(truth)
-
-
-def _parse_truth(name: str, value: str) -> bool:
-    word = value.lower()
-    if word not in _TRUE_WORDS and word not in _FALSE_WORDS:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join((*_TRUE_WORDS, *_FALSE_WORDS))}.")
-    return word in _TRUE_WORDS
-
-
-_TRUE_WORDS = ("y", "yes", "t", "true", "on", "1")
-_FALSE_WORDS = ("n", "no", "f", "false", "off", "0")
 
 
 def parse_flag_from_env(key: str, default: Any = False) -> bool:
     """Return the truth value of an environment variable, or of ``default`` if it is not set; see `str_to_bool`."""
-    return _parse_truth(key, os.environ.get(key, str(default)))
+    return parse_truth(key, os.environ.get(key, str(default)))
 
 
 def parse_choice_from_env(key: str, default: Any = "no") -> str:

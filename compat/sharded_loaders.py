@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from ..common.optional import is_installed
-from ..engine import GradientState, PartialState
+from ..engine import GradientState, Loader, PartialState
+from ..engine.data.skip_batches import SkippedLoader
 from ..engine.nested import concatenate, find_batch_size, send_to_device, slice_tensors
 from .operations import synchronize_rng_states
 from .shard_samplers import (
@@ -46,7 +47,20 @@ def get_sampler(dataloader: Any) -> Any:
     return getattr(holder, "sampler", None)
 
 
-class DataLoaderStateMixin:
+class _KindOfLoader(type):
+    """Metaclass that counts a dataloader of `treadle.Accelerator` as an instance of the class of Accelerate's."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        loader = instance.loader if type(instance) is SkippedLoader else instance
+        if not issubclass(type(loader), Loader):
+            return super().__instancecheck__(instance)
+        dispatches = loader.dispatch_batches
+        if dispatches is None:
+            dispatches = isinstance(getattr(loader, "dataset", None), IterableDataset)
+        return issubclass(DataLoaderDispatcher if dispatches else DataLoaderShard, cls)
+
+
+class DataLoaderStateMixin(metaclass=_KindOfLoader):
     """State of a dataloader that `GradientState` reports.
 
     Attributes:
@@ -80,7 +94,7 @@ class DataLoaderStateMixin:
         self.gradient_state._remove_dataloader(self)
 
 
-class DataLoaderAdapter:
+class DataLoaderAdapter(metaclass=_KindOfLoader):
     """Base class of dataloaders that wrap a ``DataLoader`` (or torchdata's ``StatefulDataLoader``).
 
     An adapter counts as an instance of the wrapped dataloader's class, and has its attributes.

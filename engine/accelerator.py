@@ -42,6 +42,7 @@ from .optim import (
     PreparedOptimizer,
     PreparedScheduler,
     join_uneven_inputs,
+    list_parameters,
     replica_check,
 )
 from .preemption import Preemption, preemptible
@@ -254,8 +255,8 @@ class Accelerator(Process):
         )
         self._gradient_guard = GradientGuard(self.on_nonfinite, self.loaders, on_host=self.device.type == "cpu")
         self.accumulation.guard = None if self.on_nonfinite == "ignore" else self._gradient_guard
-        self._loop_check = LoopCheck(self)
-        self.accumulation.check_models = self._loop_check.check_models
+        self.loop_check = LoopCheck(self)
+        self.accumulation.check_models = self.loop_check.check_models
         self.checkpointer = Checkpointer(self)
         self.tracking = trackers
         self.dataloader_config.announce_differences()
@@ -529,9 +530,9 @@ class Accelerator(Process):
             on_begin=self.rng.draw_apart,
         )
         if shard:
-            sources = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
-            check_loaders_match(sources, self.data_world)
+            check_loaders_match(loader.flattened if isinstance(loader, CombinedLoader) else [loader], self.data_world)
         prepared.agree(self.data_world)
+        prepared.dispatch_batches = self.dispatch_batches
         self.loaders.append(prepared)
         return prepared
 
@@ -744,7 +745,7 @@ class Accelerator(Process):
         Raises:
             ValueError: If ``static_graph`` of `DDP` is set and no backward pass has reduced gradients yet.
         """
-        return self.accumulation.no_sync(model)
+        return self.strategy.no_sync(model)  # type: ignore[no-any-return]
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward passes reduce gradients, even if the forward pass ran in `no_sync`.
@@ -755,7 +756,7 @@ class Accelerator(Process):
         Raises:
             ValueError: If ``static_graph`` or ``find_unused_parameters`` of `DDP` is set.
         """
-        return self.accumulation.trigger_sync_in_backward(model)
+        return self.strategy.sync_in_backward(model)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return the autocast context of the run's precision, for computations outside of a prepared model.
@@ -793,8 +794,8 @@ class Accelerator(Process):
                 not part of a prepared model would make the ranks diverge.
         """
         self.accumulation.backward(loss, weight=weight, by=by, **kwargs)
-        if self._loop_check.active:
-            self._loop_check.after_backward(loss)
+        if self.loop_check.active:
+            self.loop_check.after_backward(loss)
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
@@ -838,11 +839,8 @@ class Accelerator(Process):
         """
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids = set(map(id, chosen))
-        owners = [
-            optimizer
-            for optimizer in self.accumulation.optimizers
-            if any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"])
-        ]
+        optimizers = self.accumulation.optimizers
+        owners = [o for o in optimizers if not ids.isdisjoint(map(id, list_parameters(o)))]
         for owner in owners or (None,):
             self.unscale_gradients(owner)
         return chosen
@@ -1030,7 +1028,7 @@ class Accelerator(Process):
             TypeError: If an argument has the wrong type, or a state contains something that cannot be saved.
             OSError: If a disk operation or an upload fails.
         """
-        self._loop_check.warn_if_nothing_is_saved()
+        self.loop_check.warn_if_nothing_is_saved()
         return self.checkpointer.save_state(
             output_dir,
             safe_serialization,
@@ -1315,7 +1313,7 @@ class Accelerator(Process):
             prepared.clear()  # type: ignore[attr-defined]
         self.cursor.micro = self.rng.stream = None
         self._compared = False
-        self._loop_check.reset()
+        self.loop_check.reset()
         self._trained.clear()
         self.checkpointer.forget_prepared()
         self.accumulation.reset()

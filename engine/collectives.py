@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from ..common.messages import format_count, name_type
 from ..common.validation import choose
-from ..strategies import DistributedOperationException, World, apply_nested
+from ..strategies import DistributedOperationException, World, apply_nested, iter_tensors
 from .data import share
 
 REDUCTIONS = ("sum", "mean", "max", "min", "none")
@@ -136,16 +136,11 @@ def all_gather(value: Any, world: World, sync_grads: bool = False) -> Any:
     """Stack the tensors of all processes along a new first dimension. With a world size of 1, return ``value``."""
     if world.size == 1:
         return value
-    local_forms: list[str] = []
-    apply_nested(value, Tensor, lambda t: local_forms.append(_describe_form(t, sync_grads)))
-    forms = world.gather_objects(local_forms)
-    if any(form != local_forms for form in forms):
-        by_rank = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))
-        raise ShapesDiffer(
-            f"all_gather needs tensors of the same shapes and dtypes on every process, but got {by_rank}. Use "
-            "Accelerator.gather to concatenate batches of different sizes, or DataLoader(drop_last=True) to skip the "
-            "short last batch."
-        )
+    fix = (
+        "Use Accelerator.gather to concatenate batches of different sizes, or DataLoader(drop_last=True) to skip the "
+        "short last batch."
+    )
+    _check_forms("all_gather", value, world, fix, sync_grads)
 
     def gather_tensor(tensor: Tensor) -> Tensor:
         if sync_grads and tensor.requires_grad:
@@ -206,9 +201,7 @@ def _rebuild(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
 
 def holds_tensor(value: Any) -> bool:
     """Return whether a nested value contains a tensor."""
-    tensors: list[Tensor] = []
-    apply_nested(value, Tensor, tensors.append)
-    return bool(tensors)
+    return next(iter_tensors(value), None) is not None
 
 
 def _to_items(value: Any) -> list[Any]:
@@ -306,15 +299,16 @@ def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
     return apply_nested(value, Tensor, reduce_tensor)
 
 
-def _check_forms(name: str, value: Any, world: World) -> None:
-    local_forms: list[str] = []
-    apply_nested(value, Tensor, lambda t: local_forms.append(_describe_form(t, False)))
+_PAD = "Convert or pad the tensors first, for example with pad_across_processes."
+
+
+def _check_forms(name: str, value: Any, world: World, fix: str = _PAD, sync_grads: bool = False) -> None:
+    local_forms = [_describe_form(tensor, sync_grads) for tensor in iter_tensors(value)]
     forms = world.gather_objects(local_forms)
     if any(form != local_forms for form in forms):
         by_rank = "; ".join(f"rank {rank}: {', '.join(form) or 'no tensor'}" for rank, form in enumerate(forms))
         raise ShapesDiffer(
-            f"{name} needs tensors of the same shapes and dtypes on every process, but got {by_rank}. Convert or pad "
-            "the tensors first, for example with pad_across_processes."
+            f"{name} needs tensors of the same shapes and dtypes on every process, but got {by_rank}. {fix}"
         )
 
 
@@ -322,8 +316,7 @@ def pad_across_processes(value: Any, world: World, dim: int, pad_index: float, p
     """Pad tensors to the length of the longest one on any process; see `Accelerator.pad_across_processes`."""
     if world.size == 1:
         return value
-    tensors: list[Tensor] = []
-    apply_nested(value, Tensor, tensors.append)
+    tensors = list(iter_tensors(value))
     shapes = world.gather_objects([tuple(t.shape) for t in tensors])
     if any([len(shape) for shape in rank_shapes] != [t.ndim for t in tensors] for rank_shapes in shapes):
         by_rank = "; ".join(

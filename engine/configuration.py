@@ -13,7 +13,7 @@ from torch import nn
 
 from ..common.durations import parse_duration
 from ..common.messages import announce, name_type, nearest, warn
-from ..common.validation import check_int, check_optional_type, check_path, choose
+from ..common.validation import check_int, check_optional_type, check_path, choose, parse_truth
 from ..strategies import Precision, ReplicaKwargs, Strategy, repeated_blocks
 from .modules import Compiler, compile_modules, forget
 
@@ -291,6 +291,10 @@ class ProfileKwargs(KwargsHandler):
 class TorchDynamoPlugin(KwargsHandler):
     """Arguments of ``torch.compile`` for prepared models.
 
+    Defaults come from the variables that ``accelerate launch`` sets: ``ACCELERATE_DYNAMO_BACKEND``,
+    ``ACCELERATE_DYNAMO_MODE``, ``ACCELERATE_DYNAMO_USE_FULLGRAPH``, ``ACCELERATE_DYNAMO_USE_DYNAMIC`` and
+    ``ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION``.
+
     Args:
         backend: A backend of ``torch.compile``; ``"no"`` disables compilation. Default: ``"no"``.
         mode: A mode of ``torch.compile``, such as ``"max-autotune"``.
@@ -307,7 +311,7 @@ class TorchDynamoPlugin(KwargsHandler):
         >>> accelerator = Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager"))
     """
 
-    backend: Any = "no"
+    backend: Any = None
     mode: str | None = None
     fullgraph: bool | None = None
     dynamic: bool | None = None
@@ -316,8 +320,21 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        backend = getattr(self.backend, "value", self.backend)
-        self.backend = backend.lower() if isinstance(backend, str) else backend or "no"
+        prefix = "ACCELERATE_DYNAMO_"
+        backend = getattr(self.backend, "value", self.backend) or os.environ.get(f"{prefix}BACKEND", "no")
+        self.backend = backend.lower() if isinstance(backend, str) else backend
+        self.mode = self.mode or os.environ.get(f"{prefix}MODE")
+        for name in ("fullgraph", "dynamic", "use_regional_compilation"):
+            variable = f"{prefix}USE_{name.removeprefix('use_').upper()}"
+            if getattr(self, name) is None and variable in os.environ:
+                setattr(self, name, parse_truth(variable, os.environ[variable]))
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the arguments of ``torch.compile`` that differ from its defaults."""
+        defaults = {"backend": "no", "mode": "default", "fullgraph": False}
+        arguments = super().to_kwargs()
+        arguments.pop("use_regional_compilation", None)  # not an argument of torch.compile
+        return {name: value for name, value in arguments.items() if defaults.get(name) != value}
 
     def compile(self, model: nn.Module, strategy: Strategy) -> None:
         """Compile ``model`` in place unless ``backend`` is ``"no"``.

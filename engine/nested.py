@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.messages import name_type
-from ..strategies import SingleDevice
+from ..strategies import SingleDevice, iter_tensors
 from .collectives import describe_no_tensor, with_items
 
 
@@ -105,12 +105,6 @@ def send_to_device(
     return tensor.to(device) if hasattr(tensor, "to") else tensor
 
 
-def _list_tensors(data: Any) -> list[Tensor]:
-    tensors: list[Tensor] = []
-    recursively_apply(tensors.append, data)
-    return tensors
-
-
 def find_batch_size(data: Any) -> int | None:
     """Return the size of dimension 0 of the first tensor that is not 0-d; None if all tensors are 0-d.
 
@@ -120,7 +114,7 @@ def find_batch_size(data: Any) -> int | None:
     Raises:
         TypeError: If ``data`` contains no tensor.
     """
-    tensors = _list_tensors(data)
+    tensors = list(iter_tensors(data))
     if not tensors:
         raise TypeError(
             f"find_batch_size needs tensors, but got {describe_no_tensor(data)}. Pass a batch that contains a tensor."
@@ -134,7 +128,7 @@ def find_device(data: Any) -> torch.device | None:
     Args:
         data: Tensors in a nested structure.
     """
-    return next((tensor.device for tensor in _list_tensors(data)), None)
+    return next((tensor.device for tensor in iter_tensors(data)), None)
 
 
 def slice_tensors(

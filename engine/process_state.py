@@ -193,16 +193,15 @@ class Process:
         """
         micro = self.cursor.micro
         stand_in = micro is not None and not micro.samples
-        if use_gather_object or not collectives.holds_tensor(input_data):
+        items = use_gather_object or not collectives.holds_tensor(input_data)
+        if items:
             gathered = collectives.gather_items(input_data, self.data_world, empty=stand_in)
         else:
             if micro is not None and (batch_size := self._get_batch_size()) not in (None, micro.samples):
                 input_data = collectives.resize_repeated(input_data, batch_size, micro.samples)
             samples = None if micro is None else micro.samples
             gathered = collectives.gather(input_data, self.data_world, empty=stand_in, samples=samples)
-        if micro is not None:
-            return gathered
-        return _drop_repeated(gathered, items=use_gather_object or not collectives.holds_tensor(input_data))
+        return gathered if micro is not None else _drop_repeated(gathered, items)
 
     def _get_batch_size(self) -> int | None:
         """Return this rank's number of samples in a full batch of the current DataLoader, or None if unknown."""

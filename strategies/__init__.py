@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .fsdp.fsdp import FSDP as ModelParallelStrategy
     from .fsdp.recompute import Recompute
     from .model_init import built_in_place
-    from .nested_data import apply_nested
+    from .nested_data import apply_nested, iter_tensors
     from .precision import Precision, cast_floating
     from .registry import (
         plan_function_launch,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -12,6 +13,15 @@ from torch.optim import Optimizer
 
 from ..common.messages import format_count
 from .distributed import World
+
+
+def unattached_world(device: torch.device) -> World:
+    """Return the rank, size and device that a strategy reports before a run.
+
+    Args:
+        device: The device.
+    """
+    return cast(World, SimpleNamespace(rank=0, local_rank=0, size=1, is_main=True, device=device))
 
 
 class StrategyAliases:
@@ -24,7 +34,7 @@ class StrategyAliases:
 
     checkpoint_io: Any = None
 
-    world: World
+    world: World = unattached_world(torch.device("cpu"))
     unwrap: Callable[[nn.Module], nn.Module]  # the strategy's method
     no_sync: Callable[[nn.Module], AbstractContextManager[None]]  # the strategy's method
     place: Callable[[nn.Module], nn.Module]  # the strategy's method

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 
 
 @runtime_checkable
@@ -48,3 +49,18 @@ def _visit_dataclass(value: Any, kind: Any, function: Callable[[Any], Any]) -> A
             if isinstance(attribute, cached_property):
                 vars(result).pop(name, None)  # it was computed from the previous values
     return result
+
+
+def iter_tensors(data: Any) -> Iterator[Tensor]:
+    """Yield the tensors in mappings, sequences and dataclasses, in the order in which `apply_nested` visits them."""
+    if isinstance(data, Tensor):
+        yield data
+    elif isinstance(data, Mapping):
+        for item in data.values():
+            yield from iter_tensors(item)
+    elif isinstance(data, Sequence) and not isinstance(data, str):
+        for item in data:
+            yield from iter_tensors(item)
+    elif hasattr(data, "__dataclass_fields__") and not isinstance(data, type):
+        for field in fields(data):
+            yield from iter_tensors(getattr(data, field.name, None))

@@ -19,7 +19,7 @@ from ..common.durations import parse_duration
 from ..common.messages import warn
 from .distributed import World
 from .forward_router import Router, routed
-from .lightning_aliases import StrategyAliases
+from .lightning_aliases import StrategyAliases, unattached_world
 from .model_init import built_in_place
 from .precision import Precision
 from .wrap_policy import split_into_blocks
@@ -625,6 +625,8 @@ class SingleDevice(Strategy):
 
     def __init__(self, device: torch.device | str | int | None = None) -> None:
         self.requested_device = None if device is None else torch.device(device)
+        if self.requested_device is not None:
+            self.world = unattached_world(self.requested_device)
 
 
 def move_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:

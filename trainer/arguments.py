@@ -262,8 +262,8 @@ def set_sync_batchnorm(strategy: Strategy, enabled: bool) -> None:
         )
 
 
-def parse_compilation(setting: Any) -> TorchDynamoPlugin | None:
-    """Return the compilation settings of the flag ``compile``, or None if it is False."""
+def parse_compilation(setting: Any) -> TorchDynamoPlugin:
+    """Return the compilation settings of the flag ``compile``."""
     if isinstance(setting, Mapping):
         valid_names = [field.name for field in fields(TorchDynamoPlugin)]
         for name in setting:
@@ -275,7 +275,7 @@ def parse_compilation(setting: Any) -> TorchDynamoPlugin | None:
         return TorchDynamoPlugin(**{"backend": "inductor", **setting})
     if not isinstance(setting, bool):
         raise TypeError(f"compile={setting!r} must be True, False or a dict of arguments of torch.compile.")
-    return TorchDynamoPlugin(backend="inductor") if setting else None
+    return TorchDynamoPlugin(backend="inductor" if setting else "no")
 
 
 def describe_settings(trainer: Trainer) -> dict[str, Any]:

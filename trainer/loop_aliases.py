@@ -100,18 +100,20 @@ class EpochLoopView(LoopView):
         # While the optimizer steps, the loop has already counted the batch, which Lightning counts after the step.
         counted = in_step and sources is not None and sources.has_train and sources.train.batches <= progress.batch
         begun, over = in_step and not counted, -1 if counted else 0
+        total = _count(progress.batches + progress.refused + begun, progress.batches + over)
+        if progress.epoch_is_over or not (progress.batch or begun):  # Lightning resets these before the next batch
+            current = _count(progress.last_batch + progress.last_refused, progress.last_batch)
+        else:
+            current = _count(progress.batch + begun, progress.batch + over)
         return SimpleNamespace(
-            current=_count(progress.batch + begun, progress.batch + over),
-            total=_count(progress.batches + begun, progress.batches + over),
+            current=current,
+            total=total,
             is_last_batch=self._trainer.is_last_batch,
         )
 
     @property
     def batch_idx(self) -> int:
         """Index of the current or latest micro-batch in the epoch; 0 before the first."""
-        progress, length = self._trainer.progress, self._trainer.num_training_batches
-        if not progress.in_step and not progress.batch and isinstance(length, int):  # between two epochs or after fit
-            return max(0, min(length, progress.batches) - 1)
         return int(max(0, self.batch_progress.current.ready - 1))
 
     @property

@@ -398,7 +398,9 @@ class Trainer(LightningAliases, Copyable):
             )
         loaders = {"train": train_dataloaders, "val": val_dataloaders}
         if self.function_ranks is not None:
-            return self.function_ranks.fit(self, model, loaders, datamodule, ckpt_path=ckpt_path, schedule=schedule)
+            more = {f"{kind}_dataloaders": value for kind, value in loaders.items()}
+            more |= {"datamodule": datamodule, "ckpt_path": ckpt_path, "schedule": schedule}
+            return self.function_ranks.run(self, "fit", model, **more)
         began = time.time()
         stage = Stage(self, "fit", model, loaders, datamodule, ckpt_path)
         with self.preemption.watching():
@@ -493,8 +495,8 @@ class Trainer(LightningAliases, Copyable):
         """
         warn_of_code(weights_only)
         if self.function_ranks is not None:
-            more = {"return_predictions": return_predictions, "ckpt_path": ckpt_path}
-            return self.function_ranks.evaluate(self, "predict", model, dataloaders, datamodule, **more)
+            more = {"return_predictions": return_predictions, "ckpt_path": ckpt_path, "datamodule": datamodule}
+            return self.function_ranks.run(self, "predict", model, dataloaders=dataloaders, **more)
         keep = return_predictions is not False
         stage = Stage(self, "predict", model, {"predict": dataloaders}, datamodule, ckpt_path)
         with self.preemption.watching():
@@ -505,8 +507,8 @@ class Trainer(LightningAliases, Copyable):
         self, stage: str, model: TaskModule | None, loaders: Any, datamodule: Any, ckpt_path: Any, verbose: bool
     ) -> list[dict[str, float]]:
         if self.function_ranks is not None:
-            more = {"ckpt_path": ckpt_path, "verbose": verbose}
-            return self.function_ranks.evaluate(self, stage, model, loaders, datamodule, **more)
+            more = {"datamodule": datamodule, "ckpt_path": ckpt_path, "verbose": verbose}
+            return self.function_ranks.run(self, stage, model, dataloaders=loaders, **more)
         by_kind = {KIND_OF_STAGE[stage]: loaders}
         evaluation = Stage(self, stage, model, by_kind, datamodule, ckpt_path)
         with self.preemption.watching():

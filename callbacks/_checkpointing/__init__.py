@@ -8,7 +8,7 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .disk_space import estimate_checkpoint_bytes
-    from .filenames import CheckpointFilenames, check_place, folders, is_replaceable
+    from .filenames import CheckpointFilenames, check_place, folders, is_taken
     from .intervals import AgreedInterval, check_triggers
     from .lightning_aliases import CheckpointAliases
     from .removal import finish_removing, is_abandoned, remove

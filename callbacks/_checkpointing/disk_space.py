@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from ...strategies import iter_tensors
+
 if TYPE_CHECKING:
     from ...trainer import Trainer
 
@@ -48,7 +50,7 @@ def estimate_checkpoint_bytes(trainer: Trainer, weights_only: bool, trainable_on
 
 def _count_optimizer_bytes(optimizer: Optimizer) -> int:
     """Return the size of an optimizer's state in bytes, or an estimate if the state has not been created yet."""
-    state_bytes = sum(_count_bytes(value) for state in optimizer.state.values() for value in _collect_tensors(state))
+    state_bytes = sum(_count_bytes(value) for state in optimizer.state.values() for value in iter_tensors(state))
     if state_bytes:
         return state_bytes
     kind = next((c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim.")), "")
@@ -59,11 +61,6 @@ def _count_optimizer_bytes(optimizer: Optimizer) -> int:
         for parameter in group["params"]
         if parameter.requires_grad
     )
-
-
-def _collect_tensors(state: Any) -> list[Tensor]:
-    values = state.values() if isinstance(state, dict) else ()
-    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _count_bytes(tensor: Tensor) -> int:

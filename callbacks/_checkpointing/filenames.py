@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ...common.messages import name_type, nearest, warn
-from ...common.remote_path import AnyPath, as_path
-from ...engine.checkpoint import filesystem, store
+from ...common.remote_path import AnyPath, as_path, lexists
+from ...engine.checkpoint import atomic_swap, filesystem, store
 
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
@@ -112,18 +112,22 @@ class CheckpointFilenames:
         return f"{name}{suffix}{self.extension}"
 
 
-def is_replaceable(path: str) -> bool:
-    """Return whether a local path is a checkpoint or free. A checkpoint that lost its manifest is neither.
+def is_taken(path: str, replaced: str) -> bool:
+    """Return whether a path belongs to another checkpoint, which another run may still be writing.
 
-    In an object store, only the save checks this, because each check is a request.
+    ``replaced`` is the path of this run's checkpoint that may be overwritten, unless it lost its manifest or another
+    run has replaced it. In an object store, only the save checks this, because each check is a request.
     """
     place = as_path(path)
-    if isinstance(place, Path) and not store.is_checkpoint(place):
-        try:
-            store.check_target(place)
-        except ValueError:
-            return False
-    return True
+    if not isinstance(place, Path):
+        return path != replaced and lexists(path)
+    if path != replaced:
+        return os.path.lexists(path) or atomic_swap.is_being_written(place)
+    try:
+        store.check_target(place)
+    except ValueError:
+        return True
+    return bool(atomic_swap.explain_replaced(place, place))
 
 
 def folders(directory: str | AnyPath, levels: int) -> list[AnyPath]:

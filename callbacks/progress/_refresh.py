@@ -180,7 +180,7 @@ class DrawnBar(ProgressBar):
             self._due = self._began + self.line_every
 
     def _begin_epoch(self, trainer: Trainer, done: int) -> None:
-        self._open_epoch(self._describe_epoch(trainer), done, _drop_infinite(self.total_train_batches))
+        self._open_epoch(self._describe_epoch(trainer), done, drop_infinite(self.total_train_batches))
         self._due = 0.0
 
     def _describe_epoch(self, trainer: Trainer) -> str:
@@ -259,7 +259,7 @@ class DrawnBar(ProgressBar):
     ) -> None:
         self._due = time.monotonic() + self.line_every
         shown = [f"{name} = {text}" for name, text in self._format_values(values).items()]
-        announce(", ".join([position, *self._pace.describe(done, _drop_infinite(total), left), *shown]))
+        announce(", ".join([position, *self._pace.describe(done, drop_infinite(total), left), *shown]))
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
@@ -271,10 +271,6 @@ class DrawnBar(ProgressBar):
         elif self._due < math.inf:
             self._pace.restart(0)
 
-    def _tick(self, trainer: Trainer) -> None:
-        if time.monotonic() >= self._due:
-            self._safely(self._draw_evaluation, trainer)
-
     def _draw_evaluation(self, trainer: Trainer) -> None:
         done, total = trainer.evaluation_batch + 1, trainer.evaluation_total
         if not self._terminal:
@@ -285,13 +281,6 @@ class DrawnBar(ProgressBar):
             self._shown = done
             self._show_evaluation(done)
 
-    def _end(self, trainer: Trainer) -> None:
-        if self._terminal:
-            self._safely(self._close_evaluation, trainer.evaluation_batch + 1)
-        if trainer.stage == "fit":
-            self._shown = trainer.progress.batch
-            self._pace.restart(self._shown)
-
     def on_validation_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Start the bar of the validation."""
         if trainer.sanity_checking:
@@ -299,37 +288,29 @@ class DrawnBar(ProgressBar):
         else:
             self._begin(trainer, "validation", self.validation_description)
 
-    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Redraw, if this is due."""
-        self._tick(trainer)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Close the bar of the validation."""
-        self._end(trainer)
-
     def on_test_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Start the bar of the test."""
         self._begin(trainer, "test", self.test_description)
-
-    def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Redraw, if this is due."""
-        self._tick(trainer)
-
-    def on_test_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Close the bar of the test."""
-        self._end(trainer)
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Start the bar of the prediction."""
         self._begin(trainer, "predict", self.predict_description)
 
-    def on_predict_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Redraw, if this is due."""
-        self._tick(trainer)
+        if time.monotonic() >= self._due:
+            self._safely(self._draw_evaluation, trainer)
 
-    def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Close the bar of the prediction."""
-        self._end(trainer)
+    def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Close the bar of the evaluation."""
+        if self._terminal:
+            self._safely(self._close_evaluation, trainer.evaluation_batch + 1)
+        if trainer.stage == "fit":
+            self._shown = trainer.progress.batch
+            self._pace.restart(self._shown)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end  # type: ignore[assignment]  # names differ
+    on_test_end = on_predict_end = on_validation_end
 
 
 class _Pace:
@@ -357,10 +338,11 @@ def is_terminal(stream: Any) -> bool:
         return False
 
 
-def _drop_infinite(total: int | float | None) -> int | None:
+def drop_infinite(total: int | float | None) -> int | None:
+    """Return a number of batches, or None if it is unknown."""
     return None if total is None or math.isinf(total) else int(total)
 
 
 def _format_share(done: int, total: int | float | None) -> str:
-    finite_total = _drop_infinite(total)
+    finite_total = drop_infinite(total)
     return str(done) if finite_total is None or finite_total < 0 else f"{done}/{finite_total}"

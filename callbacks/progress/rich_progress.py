@@ -75,7 +75,7 @@ class RichProgressBar(DrawnBar):
             can be drawn.
 
     Attributes:
-        progress: The ``rich.progress.Progress`` that is drawn, or None.
+        progress: The ``rich.progress.Progress`` that is drawn. While none is, it is a disabled one.
 
     Raises:
         ModuleNotFoundError: If ``rich`` is not installed.
@@ -102,12 +102,17 @@ class RichProgressBar(DrawnBar):
         if theme is not None and not isinstance(theme, RichProgressBarTheme):
             raise TypeError(f"theme={theme!r} must be a RichProgressBarTheme, not {name_type(theme)}.")
         self.theme = theme or RichProgressBarTheme()
-        self.progress: Progress | None = None
+        self._drawn: Progress | None = None
         self._console_kwargs = dict(console_kwargs or {})
         self._every = max(self._every, 1 / max(1, refresh_rate))
         self._epoch: TaskID | None = None
         self._evaluation: TaskID | None = None
         self._leaves_evaluation = False
+
+    @property
+    def progress(self) -> Progress:
+        """The ``rich.progress.Progress`` that is drawn. While none is, a disabled one."""
+        return _make_disabled() if self._drawn is None else self._drawn
 
     def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
         """Return the columns of the bar, from left to right. The logged values are shown after them.
@@ -137,11 +142,11 @@ class RichProgressBar(DrawnBar):
         return console.is_terminal or console.is_jupyter
 
     def _start_progress(self) -> Progress:
-        if self.progress is None:
+        if self._drawn is None:
             from rich.progress import Progress
 
             metrics = _make_words_column()(lambda task: task.fields.get("metrics", ""), self.theme.metrics)
-            self.progress = Progress(
+            self._drawn = Progress(
                 *self.configure_columns(self.trainer),
                 metrics,
                 console=_make_console(self._console_kwargs),
@@ -149,9 +154,9 @@ class RichProgressBar(DrawnBar):
                 redirect_stdout=False,  # the process's streams stay unchanged
                 redirect_stderr=False,
             )
-            self.progress.live.transient = True  # erased when stopped, which `_clear` relies on
-        self.progress.start()
-        return self.progress
+            self._drawn.live.transient = True  # erased when stopped, which `_clear` relies on
+        self._drawn.start()
+        return self._drawn
 
     def _open_epoch(self, text: str, done: int, total: int | None) -> None:
         progress = self._start_progress()
@@ -197,20 +202,27 @@ class RichProgressBar(DrawnBar):
             progress.refresh()
 
     def _clear(self) -> None:
-        if self.progress is not None:
-            self.progress.stop()
+        if self._drawn is not None:
+            self._drawn.stop()
 
     def _come_back(self) -> None:
-        if self.progress is not None:
+        if self._drawn is not None:
             self._start_progress().refresh()
 
     def _close(self) -> None:
-        progress, self.progress = self.progress, None
+        progress, self._drawn = self._drawn, None
         self._epoch = self._evaluation = None
         if progress is not None:
             progress.live.transient = False
             progress.start()  # it may have been erased
             progress.stop()
+
+
+@cache
+def _make_disabled() -> Progress:
+    from rich.progress import Progress
+
+    return Progress(disable=True)
 
 
 @cache

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from ...common.validation import check_int
-from ._refresh import DrawnBar
+from ._refresh import DrawnBar, drop_infinite
 
 _SHORTEST = 4  # minimum characters of the bar, below which values next to it are omitted
 
@@ -45,8 +45,8 @@ class TQDMProgressBar(DrawnBar):
             can be drawn.
 
     Attributes:
-        train_progress_bar: The epoch's bar, or None.
-        val_progress_bar: The bar of the running evaluation, or None.
+        train_progress_bar: The epoch's bar. While none is drawn, it is a disabled one.
+        val_progress_bar: The bar of the running evaluation, likewise.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
@@ -73,8 +73,31 @@ class TQDMProgressBar(DrawnBar):
         if self._refresh_rate and (least := os.environ.get("TQDM_MINITERS", "")).isdecimal():
             self._refresh_rate = max(self._refresh_rate, int(least))
         self._batches = max(1, self._refresh_rate)
-        self.train_progress_bar: Any = None
-        self.val_progress_bar: Any = None
+        self._epoch_bar: Any = None
+        self._evaluation_bar: Any = None
+
+    @property
+    def train_progress_bar(self) -> Any:
+        """The epoch's bar. While none is drawn, a disabled one with the epoch's numbers."""
+        if self._epoch_bar is not None:
+            return self._epoch_bar
+        trainer = self._trainer
+        if trainer is None or trainer.sources is None or not trainer.sources.has_train:
+            return _make_disabled()
+        return _make_disabled(trainer.progress.batch, drop_infinite(self.total_train_batches))
+
+    @train_progress_bar.setter
+    def train_progress_bar(self, bar: Any) -> None:
+        self._epoch_bar = bar
+
+    @property
+    def val_progress_bar(self) -> Any:
+        """Bar of the running evaluation. While none is drawn, a disabled one."""
+        return _make_disabled() if self._evaluation_bar is None else self._evaluation_bar
+
+    @val_progress_bar.setter
+    def val_progress_bar(self, bar: Any) -> None:
+        self._evaluation_bar = bar
 
     @property
     def process_position(self) -> int:
@@ -83,12 +106,12 @@ class TQDMProgressBar(DrawnBar):
 
     @property
     def test_progress_bar(self) -> Any:
-        """Bar of the running evaluation, or None."""
+        """Bar of the running evaluation; see `val_progress_bar`."""
         return self.val_progress_bar
 
     @property
     def predict_progress_bar(self) -> Any:
-        """Bar of the running evaluation, or None."""
+        """Bar of the running evaluation; see `val_progress_bar`."""
         return self.val_progress_bar
 
     # -- methods that may be overridden --------------------------------------------------------------------------
@@ -103,7 +126,7 @@ class TQDMProgressBar(DrawnBar):
 
     def init_validation_tqdm(self) -> Any:
         """Return a new bar for a validation."""
-        return self._make_tqdm(self.validation_description, leave=self.train_progress_bar is None)
+        return self._make_tqdm(self.validation_description, leave=self._epoch_bar is None)
 
     def init_test_tqdm(self) -> Any:
         """Return a new bar for a test."""
@@ -118,7 +141,7 @@ class TQDMProgressBar(DrawnBar):
 
         return tqdm(
             desc=text,
-            position=self.process_position + (self.train_progress_bar is not None),
+            position=self.process_position + (self._epoch_bar is not None),
             leave=leave,
             **_choose_size(),
             file=sys.stderr,
@@ -130,9 +153,9 @@ class TQDMProgressBar(DrawnBar):
     # -- drawing -------------------------------------------------------------------------------------------------
 
     def _open_epoch(self, text: str, done: int, total: int | None) -> None:
-        bar = self.train_progress_bar
+        bar = self._epoch_bar
         if bar is None:
-            bar = self.train_progress_bar = self.init_train_tqdm()
+            bar = self._epoch_bar = self.init_train_tqdm()
             bar.initial = bar.n = bar.last_print_n = done
         else:
             bar.initial = 0
@@ -142,27 +165,27 @@ class TQDMProgressBar(DrawnBar):
         bar.set_description_str(text, refresh=False)
 
     def _show_epoch(self, done: int, values: dict[str, Any]) -> None:
-        if (bar := self.train_progress_bar) is not None:
+        if (bar := self._epoch_bar) is not None:
             bar.set_postfix(values, refresh=False)
             _fit_postfix(bar)
             if not bar.update(done - bar.n):
                 bar.refresh()
 
     def _close_epoch(self) -> None:
-        if self.train_progress_bar is not None:
-            self.train_progress_bar.close()
-            self.train_progress_bar = None
+        if self._epoch_bar is not None:
+            self._epoch_bar.close()
+            self._epoch_bar = None
 
     def _open_evaluation(self, kind: str, text: str, total: int | None) -> None:
-        self.val_progress_bar = getattr(self, f"init_{kind}_tqdm")()
-        self.val_progress_bar.total = total
+        self._evaluation_bar = getattr(self, f"init_{kind}_tqdm")()
+        self._evaluation_bar.total = total
 
     def _show_evaluation(self, done: int) -> None:
-        if (bar := self.val_progress_bar) is not None:
+        if (bar := self._evaluation_bar) is not None:
             bar.update(done - bar.n)
 
     def _close_evaluation(self, done: int) -> None:
-        bar, self.val_progress_bar = self.val_progress_bar, None
+        bar, self._evaluation_bar = self._evaluation_bar, None
         if bar is not None:
             if bar.leave:
                 bar.update(done - bar.n)
@@ -170,7 +193,7 @@ class TQDMProgressBar(DrawnBar):
 
     @property
     def _bars(self) -> list[Any]:
-        return [bar for bar in (self.val_progress_bar, self.train_progress_bar) if bar is not None]
+        return [bar for bar in (self._evaluation_bar, self._epoch_bar) if bar is not None]
 
     def _clear(self) -> None:
         for bar in self._bars:
@@ -182,10 +205,17 @@ class TQDMProgressBar(DrawnBar):
 
     def _close(self) -> None:
         bars = self._bars
-        self.train_progress_bar = self.val_progress_bar = None
+        self._epoch_bar = self._evaluation_bar = None
         for bar in bars:
             with contextlib.suppress(Exception):  # so that the other bar is closed too
                 bar.close()
+
+
+def _make_disabled(done: int = 0, total: int | None = None) -> Any:
+    """Return a bar that draws nothing."""
+    from tqdm.auto import tqdm
+
+    return tqdm(initial=done, total=total, disable=True)
 
 
 def _choose_size() -> dict[str, Any]:

@@ -72,15 +72,7 @@ class RunRecord(BestEffortCallback):
         if time.monotonic() >= self._due:
             self._safely(self._tell, trainer, {})
 
-    def on_validation_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report the run's state if a report is due."""
-        if time.monotonic() >= self._due:
-            self._safely(self._tell, trainer, {})
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Report the run's state if a report is due."""
-        if time.monotonic() >= self._due:
-            self._safely(self._tell, trainer, {})
+    on_validation_end = on_train_epoch_end = on_step_end
 
     def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
         """Report the error on every rank."""

@@ -5,11 +5,8 @@ from __future__ import annotations
 import inspect
 import io
 import os
-import pickle
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +22,7 @@ from ...engine.weights import make_parent
 from ...loggers import Logger
 from ...strategies import Strategy, apply_nested, plan_function_launch
 from ...strategies.distributed import Devices, LaunchEnvironment, cut_like, device_type, parse_devices
-from ...strategies.launch import notebook_launcher, supervisor
+from ...strategies.launch import FunctionLaunch, supervisor
 from ...trainer import TaskModule
 from ...trainer.arguments import unpack_plugins
 from ...trainer.core import warn_of_code
@@ -33,6 +30,10 @@ from .task_trainer import TaskTrainer
 from .wrappers import FabricDataLoader, FabricModule, is_wrapped, unwrap
 
 __all__ = ["Fabric", "is_wrapped", "seed_everything"]
+
+
+def _do_nothing(fabric: Fabric) -> None:
+    """Stand for the function that ``launch()`` was not given."""
 
 
 class Fabric:
@@ -94,12 +95,11 @@ class Fabric:
         self._callbacks: list[Any] = _as_list(callbacks)
         self._loggers: list[Logger] = _as_list(loggers)
         # If no script can be run again, processes start with a function.
-        indices = parse_devices(device_type(accelerator), devices)
         launch = plan_function_launch(strategy, accelerator, devices, num_nodes)
-        forks = indices is not None and len(indices) > 1 and LaunchEnvironment.read() is None
         self._process_count = 0 if launch is None else launch.count
-        if launch is None and indices is not None and forks and not supervisor.has_script():
-            self._process_count = len(indices)
+        if launch is None and LaunchEnvironment.read() is None and not supervisor.has_script():
+            indices = parse_devices(device_type(accelerator), devices) or ()
+            self._process_count = len(indices) if len(indices) > 1 else 0
         self._opened: Accelerator | None = None if self._process_count else self._open()
 
     def _open(self) -> Accelerator:
@@ -156,7 +156,7 @@ class Fabric:
         """Return whether this process is rank zero."""
         return self._accelerator.is_main_process
 
-    def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any] = _do_nothing, *args: Any, **kwargs: Any) -> Any:
         """Run a function on every process, and return its result. Without a function, return None.
 
         The function is called as ``function(fabric, *args, **kwargs)``. It is required if this call has to start
@@ -165,7 +165,7 @@ class Fabric:
         Raises:
             ValueError: If this call cannot fork processes, for example because the session has used a GPU.
         """
-        if function is None:
+        if function is _do_nothing:
             if self._opened is None:
                 raise TypeError(
                     f"launch() needs a function, because it must start {self._process_count} processes. Pass the "
@@ -184,18 +184,12 @@ class Fabric:
             )
         if self._opened is not None:
             return function(self, *args, **kwargs)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "result"
 
-            def run() -> None:
-                self._opened = self._open()
-                result = function(self, *args, **kwargs)
-                if self.is_global_zero:
-                    path.write_bytes(pickle.dumps(result))
+        def run() -> Any:
+            self._opened = self._open()
+            return function(self, *args, **kwargs)
 
-            notebook_launcher(run, num_processes=self._process_count)
-            # Written by this process's own fork, in a folder that only this user can write to.
-            return pickle.loads(path.read_bytes())
+        return FunctionLaunch(str(self._options["strategy"]), self._process_count, "fork").run(run)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the local rank zero of each machine."""
@@ -315,6 +309,7 @@ class Fabric:
         accelerator = self._accelerator
         prepared = accelerator.prepare_model(module, move_to_device)
         accelerator.models.clear()  # a script may set up and release any number of models, for example one per fold
+        accelerator.loop_check.set_up.add(prepared)
         return FabricModule(prepared, accelerator.strategy.unwrap(prepared), accelerator)
 
     def _connect(self, prepared: FabricModule, optimizers: Sequence[PreparedOptimizer] = ()) -> None:
@@ -346,10 +341,7 @@ class Fabric:
         return prepared
 
     def _call_after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        for callback in self._callbacks:
-            hook = getattr(callback, "on_after_optimizer_step", None)
-            if callable(hook):
-                hook(strategy=self.strategy, optimizer=optimizer)
+        self.call("on_after_optimizer_step", strategy=self.strategy, optimizer=optimizer)
 
     def setup_dataloaders(
         self, *dataloaders: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
@@ -375,12 +367,19 @@ class Fabric:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Run the backward pass of a loss. The arguments are those of ``Tensor.backward``, and ``model`` is ignored."""
-        run = Tensor.backward if args else None
+        """Run the backward pass of a loss. The arguments are those of ``Tensor.backward``, and ``model`` is ignored.
+
+        Raises:
+            ValueError: If gradients of parameters that are not part of a model that was set up would make the ranks
+                diverge.
+        """
+        accelerator = self._accelerator
         # Not `Accelerator.backward`, whose checks need the list of prepared models, which Fabric keeps empty.
-        self._accelerator.accumulation.backward(
-            tensor, by=None if run is None else lambda loss, **more: run(loss, *args, **more), **kwargs
-        )
+        accelerator.accumulation.backward(tensor, *args, **kwargs)
+        check = accelerator.loop_check
+        if check.active and accelerator.world.size > 1:
+            check.method = "setup"
+            check.after_backward(tensor, models_only=True)
 
     def clip_gradients(
         self,

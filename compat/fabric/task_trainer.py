@@ -34,13 +34,9 @@ class TaskTrainer:
         return _WithOptimizers(self.fabric.accelerator, self.optimizers)
 
     @property
-    def steps(self) -> TaskTrainer:
-        """This object, whose `backward` the task's ``manual_backward`` calls."""
-        return self
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the Fabric's backward pass."""
-        self.fabric.backward(loss, *args, **kwargs)
+    def steps(self) -> Any:
+        """The Fabric, whose `backward` the task's ``manual_backward`` calls."""
+        return self.fabric
 
     def log_dict(self, values: Mapping[str, Any], logger: bool | None) -> None:
         """Send the values that a task logs to the Fabric's loggers, unless ``logger`` is False.

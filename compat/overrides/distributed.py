@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, DistributedSampler
 
-from ...strategies import apply_nested
+from ...strategies import iter_tensors
 
 __all__ = ["UnrepeatedDistributedSampler", "UnrepeatedDistributedSamplerWrapper", "prepare_for_backward"]
 
@@ -25,11 +24,9 @@ def prepare_for_backward(model: DistributedDataParallel, output: Any) -> None:
     """
     model.require_forward_param_sync = bool(torch.is_grad_enabled() and model.require_backward_grad_sync)
     if model.require_forward_param_sync:
-        tensors: list[Tensor] = []
-        if model.find_unused_parameters and not model.static_graph:
-            apply_nested(output, Tensor, tensors.append)
+        traced = model.find_unused_parameters and not model.static_graph
         model.reducer._rebuild_buckets()
-        model.reducer.prepare_for_backward(tensors)
+        model.reducer.prepare_for_backward(list(iter_tensors(output)) if traced else [])
 
 
 class UnrepeatedDistributedSampler(DistributedSampler[Any]):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...strategies import apply_nested
+from ...strategies import apply_nested, iter_tensors
 from ..checkpoint import MemoryPiece, Piece
 from .module_tensors import copy_attributes, is_buffer, set_tensor
 
@@ -26,7 +26,7 @@ class StandIn(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(not (isinstance(tensor, cls) or tensor.is_meta) for tensor in _iter_tensors((args, kwargs))):
+        if any(not (isinstance(tensor, cls) or tensor.is_meta) for tensor in iter_tensors((args, kwargs))):
             raise ValueError(
                 "an offloaded weight was used outside the forward pass of its own module, but has values only during "
                 "that pass. Add the class of the module that uses the weight to preload_module_classes."
@@ -213,7 +213,7 @@ class Home:
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Move the inputs to the model's main device before the forward pass."""
-        first = next(_iter_tensors((args, kwargs)), None)
+        first = next(iter_tensors((args, kwargs)), None)
         self._get_device_stack().append(None if first is None else first.device)
         return move(args, self.device, ()), move(kwargs, self.device, self.skip)
 
@@ -245,7 +245,7 @@ def move(data: Any, device: torch.device, skip: Collection[str]) -> Any:
     """
     if isinstance(data, Tensor):
         return data if data.device == device else data.to(device)
-    if all(tensor.device == device for tensor in _iter_tensors(data)):
+    if all(tensor.device == device for tensor in iter_tensors(data)):
         return data  # the usual case; the object itself is returned
     if skip and isinstance(data, Mapping):
         moved = apply_nested(
@@ -258,17 +258,3 @@ def move(data: Any, device: torch.device, skip: Collection[str]) -> Any:
 
 def _move_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor if tensor.device == device else tensor.to(device)
-
-
-def _iter_tensors(data: Any) -> Iterator[Tensor]:
-    if isinstance(data, Tensor):
-        yield data
-    elif isinstance(data, Mapping):
-        for item in data.values():
-            yield from _iter_tensors(item)
-    elif isinstance(data, list | tuple):
-        for item in data:
-            yield from _iter_tensors(item)
-    elif hasattr(data, "__dataclass_fields__") and not isinstance(data, type):
-        for field in data.__dataclass_fields__:
-            yield from _iter_tensors(getattr(data, field, None))

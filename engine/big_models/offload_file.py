@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from ...common.messages import nearest
 from ..checkpoint import FilePiece, Piece, Weights, abbreviate, filesystem, read_mark, read_whole_model
+from ..weights import choose_part
 
 INDEX = "index.json"
 
@@ -102,8 +101,7 @@ def write_weights(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor])
     """
     path = Path(folder).absolute() / "offload.safetensors"
     filesystem.make_directory(path.parent)
-    _clear_dead(path)
-    part = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.part")
+    part = choose_part(path)
     try:
         filesystem.write_tensors(part, tensors, {"format": "pt"})
         filesystem.replace(part, path)
@@ -112,18 +110,3 @@ def write_weights(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor])
             filesystem.delete(part)
         raise
     return read_whole_model(path)
-
-
-def _clear_dead(path: Path) -> None:
-    """Delete the unfinished files that killed processes of this machine left next to ``path``."""
-    if os.name != "posix":  # on other systems a process cannot be checked without affecting it
-        return
-    of_a_process = re.compile(rf"\.{re.escape(path.name)}\.{re.escape(socket.gethostname())}-(\d+)\.part")
-    for name in filesystem.list_names(path.parent):
-        if match := of_a_process.fullmatch(name):
-            try:
-                os.kill(int(match[1]), 0)
-            except ProcessLookupError:
-                filesystem.delete(path.with_name(name))
-            except OSError:  # it belongs to another user
-                pass

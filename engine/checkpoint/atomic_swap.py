@@ -30,7 +30,7 @@ from pathlib import Path
 from ...strategies.processes import IDENTITY, has_ended, identify_process, is_unfinished
 from . import filesystem
 from .manifest import MANIFEST, is_checkpoint, read_manifest, verify
-from .one_file import is_checkpoint_file, is_replaceable_file
+from .one_file import is_checkpoint_file, is_replaceable_file, is_unfinished_file
 
 UNFINISHED = "unfinished.json"
 """Name of the file that marks a directory whose checkpoint is not complete yet or is being deleted."""
@@ -90,10 +90,15 @@ def list_versions(target: Path, *kinds: str) -> list[tuple[Path, str]]:
     ]
 
 
+def is_being_written(target: Path) -> bool:
+    """Return whether another process of this machine that runs is writing or replacing a checkpoint at a path."""
+    return any(_runs(writer) for _, writer in list_versions(target, "part", "old"))
+
+
 def check_target(target: Path) -> None:
     """Raise a ValueError if a checkpoint must not be written to a path; see `store.check_target`."""
     for _ in range(5):
-        if not os.path.lexists(target) or is_checkpoint(target) or is_empty(target) or is_replaceable_file(target):
+        if not os.path.lexists(target) or is_empty(target) or _is_previous(target):
             return
         time.sleep(_PAUSE)  # another run may be replacing it
     raise ValueError(f"{target} exists and is not a checkpoint, so it isn't replaced. Move it, or save elsewhere.")
@@ -103,15 +108,17 @@ def swap_in(staging: Path, target: Path) -> None:
     """Put a complete checkpoint in place, move foreign files of the previous one into it, and delete the previous one.
 
     If a disk operation fails before the new checkpoint is durably in place, the previous one is put back if the disk
-    permits. A later failure only causes a warning.
+    permits; but a file that has replaced a file stays. A later failure only causes a warning.
     """
     aside = _choose_unused(target, "old")
     manifest, put = _mark(staging), filesystem.replace if staging.is_file() else filesystem.rename
+    replaces_file = False
     try:
         for attempt in range(_TRIES):
             if os.path.lexists(aside):  # by the attempt before
                 aside = _choose_unused(target, "old")
-            if not (staging.is_file() and target.is_file()):  # otherwise the previous file is replaced as one operation
+            replaces_file = staging.is_file() and target.is_file()  # as one operation
+            if not replaces_file:
                 _set_aside(target, aside)
             try:
                 put(staging, target)
@@ -123,10 +130,12 @@ def swap_in(staging: Path, target: Path) -> None:
         _saved[target] = manifest
     except OSError:  # a save that is not certain does not count; a rename may have happened and still have failed
         with suppress(OSError):
-            if not os.path.lexists(staging) and (os.path.lexists(aside) or _is_folder(target)):
+            if not os.path.lexists(staging) and not replaces_file:
                 filesystem.rename(target, staging)
             if os.path.lexists(aside) and not os.path.lexists(target):
                 filesystem.rename(aside, target)
+        if replaces_file and not os.path.lexists(staging):
+            _saved[target] = manifest
         raise
     try:
         for path, writer in list_versions(target, "old", "gone"):
@@ -200,7 +209,7 @@ def await_swap(path: Path, directories: Iterable[Path]) -> list[tuple[Path, Path
             (directory, old, writer)
             for directory in directories
             for old, writer in list_versions(directory, "old")
-            if is_checkpoint(old)
+            if _is_previous(old)
         ]
         # One of this process may be in progress in another thread.
         waits = any(writer == identify_process() or _is_in_use(old, writer) for _, old, writer in versions)
@@ -250,7 +259,7 @@ def recover(target: Path) -> list[str]:
             if is_staged(path):
                 done.append(f"{target}: removed a checkpoint that was never completed")
                 filesystem.delete(path, first=MANIFEST)
-        elif path.suffix == ".old" and is_checkpoint(path):
+        elif path.suffix == ".old" and _is_previous(path):
             done.append(finish(target, path))
         elif retire(path, target) and path.suffix == ".gone":
             done.append(f"{target}: finished deleting it")
@@ -366,7 +375,7 @@ def is_staged(path: Path) -> bool:
     """
     with suppress(OSError):
         if path.is_file():
-            return is_checkpoint_file(path) or not path.stat().st_size
+            return is_checkpoint_file(path) or is_unfinished_file(path)
         names = os.listdir(path) if _is_folder(path) else None
         return names is not None and (
             not names or any(filesystem.FILE.fullmatch(name) and os.path.isfile(path / name) for name in names)
@@ -374,10 +383,15 @@ def is_staged(path: Path) -> bool:
     return False
 
 
+def _is_previous(path: Path) -> bool:
+    """Return whether a version is one that a save replaces: a checkpoint, or a file of ``torch.save``."""
+    return is_checkpoint(path) or is_replaceable_file(path)
+
+
 def _is_left(path: Path) -> bool:
     if not os.path.lexists(path):  # the usual case, and faster to check than its content
         return False
-    return is_empty(path) or is_checkpoint(path) or os.path.isfile(path / UNFINISHED)
+    return is_empty(path) or _is_previous(path) or os.path.isfile(path / UNFINISHED)
 
 
 def _is_folder(path: Path) -> bool:

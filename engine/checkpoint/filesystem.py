@@ -1,7 +1,8 @@
 """File operations of checkpoints: durable writes and checked reads.
 
 Code that saves, recovers or deletes a checkpoint on a disk changes files through `mkdir`, `write_bytes`,
-`write_tensors`, `fsync`, `rename`, `replace`, `unlink` and `rmdir`, so a test can stop the process at each of them.
+`write_tensors`, `write_stream`, `fsync`, `rename`, `replace`, `unlink` and `rmdir`, so a test can stop the process at
+each of them.
 """
 
 import errno
@@ -10,10 +11,10 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from xxhash import xxh3_128
@@ -92,6 +93,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str
         for piece in digested:
             file.write(piece)
     return digested.make_entry(size)
+
+
+def write_stream(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Write or overwrite a file by a function that gets the open file."""
+    with name_file_in_errors(path), path.open("wb", buffering=2**20) as file:
+        write(file)
 
 
 Piece = bytes | memoryview

@@ -1,6 +1,7 @@
 """Manifest of a committed checkpoint, and the check of its files."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -166,7 +167,9 @@ def read_source(path: AnyPath | str, name: str = MANIFEST) -> bytes:
 def is_checkpoint(path: AnyPath | str) -> bool:
     """Return whether a path or URL is a checkpoint, which may be damaged: a directory with a manifest, or a file."""
     path = as_path(path)
-    return (path / MANIFEST).is_file() or (isinstance(path, Path) and is_checkpoint_file(path))
+    if isinstance(path, RemotePath):
+        return (path / MANIFEST).is_file()
+    return os.path.isfile(path / MANIFEST) or is_checkpoint_file(path)
 
 
 def verify(path: Path | str, digests: bool = True) -> Manifest:

@@ -376,7 +376,7 @@ def _write_and_commit(
                 merged = {name: entry for written, _ in of_ranks for name, entry in written.items()}
                 save.commit(merged, info, others)
         except Exception as caught:
-            error = error or caught
+            error = error or (_explain_error(caught, target, files) if isinstance(save, FileSave) else caught)
     is_deleted = (
         isinstance(error, FileNotFoundError | ValueError)
         and isinstance(target, Path)

@@ -36,7 +36,7 @@ from ...strategies.processes import forget_unfinished, note_unfinished
 from . import atomic_swap, filesystem, remote
 from .atomic_swap import UNFINISHED
 from .manifest import MANIFEST, Manifest, check_files, is_checkpoint, read_manifest, verify
-from .one_file import Layout, is_checkpoint_file
+from .one_file import Layout, is_checkpoint_file, is_replaceable_file
 from .one_file import write as write_one_file
 from .parts import Files, encode_part, open_part, pack, read_part, unpack, write_files
 
@@ -130,15 +130,17 @@ def commit(
         if others:
             filesystem.delete(source / UNFINISHED)
         filesystem.fsync(source)
-        _put_in_place(source, target)
+        _put_in_place(source, target, sequence)
     return target
 
 
-def _put_in_place(source: Path, target: Path) -> None:
+def _put_in_place(source: Path, target: Path, sequence: int) -> None:
     if problem := atomic_swap.explain_replaced(target, target):
         warnings.warn(f"{problem} This save replaces it again.")
     forget_unfinished(source)  # the checkpoint is complete: after a failure below, `recover` decides
+    version = _identify_version(source)
     atomic_swap.swap_in(source, target)
+    _get_known_sequences(target.parent)[target.name] = version, sequence
 
 
 @contextmanager
@@ -310,18 +312,16 @@ class FileSave:
             atomic_swap.check_no_foreign_files(target, own_files, "replaced by a file")
         filesystem.make_directory(target.parent)
         sequence = _find_next_sequence(target.parent)
-        with _explaining_refusal(target, source):
-            filesystem.write_bytes(source, b"")
-            note_unfinished(source)
-            write_one_file(
-                source,
-                self._layout,
-                self._files | {name: c if isinstance(c, bytes) else unpack(c) for name, c in files.items()},
-                lambda entries, records: Manifest.build(entries, info, sequence, records=records).to_json(),
-            )
-            filesystem.fsync(source)
-            _put_in_place(source, target)
-            _get_known_sequences(target.parent)[target.name] = _read_version(target), sequence
+        filesystem.write_bytes(source, b"")
+        note_unfinished(source)
+        write_one_file(
+            source,
+            self._layout,
+            self._files | {name: c if isinstance(c, bytes) else unpack(c) for name, c in files.items()},
+            lambda entries, records: Manifest.build(entries, info, sequence, records=records).to_json(),
+        )
+        filesystem.fsync(source)
+        _put_in_place(source, target, sequence)
 
     def save(self, files: Files, info: Mapping[str, Any]) -> None:
         """Write and commit a checkpoint that one process saves alone."""
@@ -481,7 +481,7 @@ def _find_next_sequence(directory: Path) -> int:
     present = {}
     for path in _iterate_entries(directory):
         with suppress(ValueError, OSError):
-            version = _read_version(path)
+            version = _identify_version(path)
             entry = known.get(path.name)
             if entry is None or entry[0] != version:
                 entry = version, read_manifest(path).sequence if _looks_like_checkpoint(path) else 0
@@ -493,8 +493,8 @@ def _find_next_sequence(directory: Path) -> int:
     return max((sequence for _, sequence in present.values()), default=0) + 1
 
 
-def _read_version(path: Path) -> tuple[int, ...]:
-    """Return numbers that change when the checkpoint at a path is saved anew."""
+def _identify_version(path: Path) -> tuple[int, ...]:
+    """Return a value that changes with each save to a path."""
     status = path.lstat()
     if stat.S_ISDIR(status.st_mode):
         status = (path / MANIFEST).lstat()
@@ -511,8 +511,8 @@ def _get_known_sequences(directory: Path) -> dict[str, tuple[tuple[int, ...], in
 
 
 def _looks_like_checkpoint(path: Path) -> bool:
-    if is_checkpoint_file(path):
-        return True
+    if is_checkpoint_file(path) or (path.suffix == ".ckpt" and is_replaceable_file(path)):
+        return True  # an empty file, or one of another library, is named among those that are skipped
     with suppress(OSError):  # an unreadable directory is not a checkpoint of this run
         return os.path.isfile(path / MANIFEST) or any(
             file.endswith(".safetensors") for file in filesystem.list_names(path)

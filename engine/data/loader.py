@@ -93,6 +93,8 @@ class Loader:
         [4, 5] True
     """
 
+    dispatch_batches: bool | None = None  # `Accelerator.dispatch_batches`, which has no effect
+
     def __init__(
         self,
         source: Iterable[Any],

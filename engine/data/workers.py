@@ -106,51 +106,33 @@ def iter_epoch_owners(dataset: Any, nested: bool = True) -> Iterator[Any]:
             yield from iter_epoch_owners(inner)
 
 
-class _PythonGenerator:
-    """Global generator of Python's ``random``, and a twin whose state is the same unless someone else draws.
+class _TwinnedGenerator:
+    """Global generator of Python or NumPy, and a twin whose state is the same unless someone else draws.
 
-    ``random.getstate`` takes 14 µs, a draw from each of the two 0.1 µs.
+    ``random.getstate`` takes 14 µs, a draw from each of the two 0.1 µs. ``modulus`` limits the seeds.
     """
 
-    def __init__(self) -> None:
-        self._twin = random.Random()
+    def __init__(self, generator: Any, twin: Any, modulus: int) -> None:
+        self._generator, self._twin, self._modulus = generator, twin, modulus
 
     def seed(self, seed: int) -> None:
-        random.seed(seed)
+        self._generator.seed(seed % self._modulus)
 
     def watch(self, seed: int) -> None:
-        random.seed(seed)
-        self._twin.seed(seed)
+        self.seed(seed)
+        self._twin.seed(seed % self._modulus)
 
     def has_moved(self) -> bool:
-        return random.getrandbits(64) != self._twin.getrandbits(64)
-
-
-class _NumpyGenerator:
-    """Global generator of NumPy and a twin; see `_PythonGenerator`."""
-
-    def __init__(self) -> None:
-        self._twin = np.random.RandomState()
-
-    def seed(self, seed: int) -> None:
-        np.random.seed(seed % 2**32)
-
-    def watch(self, seed: int) -> None:
-        np.random.seed(seed % 2**32)
-        self._twin.seed(seed % 2**32)
-
-    def has_moved(self) -> bool:
-        return np.random.random_sample() != self._twin.random_sample()
+        return bool(self._generator.random() != self._twin.random())
 
 
 class _TorchGenerator:
-    """Default CPU generator of torch, and its state after it was seeded; see `_PythonGenerator`."""
+    """Default CPU generator of torch, and its state after it was seeded; see `_TwinnedGenerator`."""
 
-    def seed(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
+    seed = torch.default_generator.manual_seed
 
     def watch(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
+        self.seed(seed)
         self._state = torch.default_generator.get_state()
 
     def has_moved(self) -> bool:
@@ -158,7 +140,11 @@ class _TorchGenerator:
 
 
 _TORCH = _TorchGenerator()
-_GENERATORS = _PythonGenerator(), _NumpyGenerator(), _TORCH
+_GENERATORS: tuple[Any, ...] = (
+    _TwinnedGenerator(random, random.Random(), 2**63),
+    _TwinnedGenerator(np.random, np.random.RandomState(), 2**32),
+    _TORCH,
+)
 
 Item = tuple[tuple[int, int], int, Any]
 """The seed and the number of an epoch, the position of a sample in it, and the index of the sample."""

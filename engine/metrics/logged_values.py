@@ -6,6 +6,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -522,6 +523,7 @@ Place = tuple[int, int]
 FOLD = 64  # 0-d tensors kept before they are summed: stacking them in one call is cheaper than adding each
 
 
+@dataclass(slots=True, eq=False)
 class Entry:
     """Values recorded under one logged name, and their reduction.
 
@@ -545,55 +547,24 @@ class Entry:
         'loss_step'
     """
 
-    __slots__ = (
-        "batches",
-        "last",
-        "last_weight",
-        "logger",
-        "metric",
-        "name",
-        "on_epoch",
-        "on_step",
-        "prog_bar",
-        "reduction",
-        "spec",
-        "suffix",
-        "total",
-        "total_weight",
-        "values",
-        "weights",
-        "wide",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        spec: tuple[Any, ...] | None,
-        *,
-        on_step: bool,
-        on_epoch: bool,
-        reduction: str,
-        prog_bar: bool,
-        logger: bool,
-        suffix: str = "",
-    ) -> None:
-        self.name = name
-        self.suffix = suffix
-        self.spec = spec
-        self.on_step = on_step
-        self.on_epoch = on_epoch
-        self.reduction = reduction
-        self.prog_bar = prog_bar
-        self.logger = logger
-        self.metric: Any = None
-        self.batches: BatchValues | None = None
-        self.last: Any = None
-        self.last_weight: float = 0.0
-        self.values: list[Any] = []
-        self.weights: list[float] = []
-        self.total: Any = None
-        self.total_weight = 0.0
-        self.wide = False
+    name: str
+    spec: tuple[Any, ...] | None
+    _: KW_ONLY
+    on_step: bool
+    on_epoch: bool
+    reduction: str
+    prog_bar: bool
+    logger: bool
+    suffix: str = ""
+    metric: Any = None
+    batches: BatchValues | None = None
+    last: Any = None
+    last_weight: float = 0.0
+    values: list[Any] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    total: Any = None
+    total_weight: float = 0.0
+    wide: bool = False
 
     def fold(self) -> None:
         """Merge the recorded values into the total, and discard the individual values."""

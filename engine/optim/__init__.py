@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .gradient_guard import GradientGuard
     from .join import join_uneven_inputs
     from .loss_scaling import LossScale
+    from .optimizer_state import list_parameters
     from .prepared_optimizer import PreparedOptimizer, PreparedScheduler, can_skip_on_device
     from .resume_options import SCHEDULES, LoadedOptimizer, check_schedule
 

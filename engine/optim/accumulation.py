@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any
 from weakref import proxy, ref
 
@@ -22,6 +23,7 @@ from .loss_scaling import LossScale, scale_gradients
 from .prepared_optimizer import PreparedOptimizer
 
 _NO_CONTEXT = nullcontext()
+_get_wrapped = attrgetter("optimizer")
 
 
 class _Group:
@@ -40,11 +42,6 @@ class _Group:
         loss_before: The last loss before that call.
         entries: Number of batches of the loader's group for which it was called; 0 after the last one.
     """
-
-    __slots__ = (
-        *("models", "position", "items", "unit", "divisor", "weight", "unweighted", "total"),
-        *("entered", "loss_before", "entries"),
-    )
 
     def __init__(self, models: tuple[nn.Module, ...]) -> None:
         self.models = models
@@ -305,14 +302,6 @@ class Accumulation:
         # Rarely evaluated.
         return any(p.grad is not None and bool(p.grad.any()) for p in self._iter_trained_parameters())
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which gradients are not reduced over the processes."""
-        return self.strategy.no_sync(_unwrap_compiled(model))
-
-    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which the backward pass reduces the gradients over the processes."""
-        return self.strategy.sync_in_backward(_unwrap_compiled(model))
-
     def backward(
         self,
         loss: Tensor,
@@ -408,23 +397,8 @@ class Accumulation:
 
     def finish_gradients(self) -> None:
         """Divide the group's gradients by the total weight over all processes, if that has not been done yet."""
-        agreement = self.agreement
-        if not self.unfinished:
-            return
-        if not (self.always_agree or self.watches_gradients):
-            self.agree()
-            return
-        # `agree` follows, and reads the votes.
-        if self.watches_gradients:
-            agreement.watch_gradients(self.optimizers)
-        if not agreement.has_voted and not agreement.alone:
-            agreement.vote(self.group.weight, self.missing)
-        self._divide(agreement.collect())
-
-    @property
-    def unfinished(self) -> bool:
-        """True if the gradients are weighted sums that have not been divided by the total weight yet."""
-        return self.group.weight is not None and self.group.total is None
+        if self.group.weight is not None and self.group.total is None:
+            self.agree(later=self.always_agree or self.watches_gradients)
 
     def use_weights(self) -> None:
         """Finish the gradients before an optimizer step, and discard the weights."""
@@ -478,29 +452,25 @@ class Accumulation:
         self.agreement.watch_finite = finite
         self.agreement.immediate = at_once or on_cpu
 
-    def agree(self) -> Agreement:
+    def agree(self, *, later: bool = False) -> Agreement:
         """Exchange votes, divide gradients that are weighted sums by the total weight, and return the agreement.
 
-        If `watches_gradients` is set, first check whether the gradients are finite.
+        If `watches_gradients` is set, first check whether the gradients are finite. With ``later``, the votes are not
+        read before the next call.
         """
-        agreement = self.agreement
+        agreement, group = self.agreement, self.group
         if not agreement.collected:
             if self.watches_gradients:
-                agreement.watch_gradients(self.optimizers)
+                agreement.watch_gradients(tuple(map(_get_wrapped, self.optimizers)))
             if not agreement.has_voted and not agreement.alone:
-                agreement.vote(self.group.weight, self.missing)
-        total = agreement.count()
-        if agreement.missing and agreement.immediate:  # otherwise they are those of the previous step
+                agreement.vote(group.weight, self.missing)
+        total = agreement.collect() if later else agreement.count()
+        if agreement.missing and agreement.immediate and not later:  # otherwise they are those of the previous step
             self.missing = agreement.missing
-        if self.group.weight is not None:
-            self._divide(total)
-        return agreement
-
-    def _divide(self, total: Tensor | None) -> None:
-        group = self.group
         if group.weight is not None and group.total is None:
             group.total = group.weight if total is None else total
             scale_gradients(self._iter_trained_parameters(group), self.world.size, group.total)
+        return agreement
 
     def close_gap(self, samples: int) -> bool:
         """Weight the gradients as if the group had only contained the batches that were not None.
@@ -512,7 +482,10 @@ class Accumulation:
             False if no sample is left, so that no step can be taken.
         """
         left, self.missing = samples - self.missing, 0
-        if left and self.group.weight is None:  # weights do not include these samples
+        if self.group.weight is not None:  # weights do not include these samples
+            # On accelerators, only ranks with such batches wait for the total. If it is zero, these are all ranks.
+            return bool((self.group.weight if self.group.total is None else self.group.total) > 0)
+        if left:
             scale_gradients(self._iter_trained_parameters(), samples, left)
         return left > 0
 
@@ -529,8 +502,3 @@ class Accumulation:
             models = [m for m in self.models if m not in grouped or m in group.models]  # type: ignore[union-attr]
             return (p for model in models for p in self.strategy.unwrap(model).parameters())
         return (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
-
-
-def _unwrap_compiled(model: nn.Module) -> nn.Module:
-    compiled = model._modules.get("_orig_mod")  # a model that was compiled after it was prepared
-    return model if compiled is None else compiled

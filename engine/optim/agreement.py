@@ -9,21 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ...strategies import BALLOT_SIZE, Strategy, World
 from ..data import Cursor
-from .gradient_check import (
-    HostCheck,
-    collect_gradients,
-    find_bad,
-    flag_not_finite,
-    largest_elements,
-    list_parameters,
-)
+from .gradient_check import HostCheck, collect_gradients, find_bad, flag_not_finite, largest_elements
+from .optimizer_state import list_parameters
 
 if TYPE_CHECKING:
     from ..data import Outlook
-    from .prepared_optimizer import PreparedOptimizer
 
 _WEIGHT, _MISSING, _STOP, _TAINT, _LEAVE, _SIGNAL, _FULL, _ENDED = range(BALLOT_SIZE)
 
@@ -51,42 +45,44 @@ class Agreement:
     """
 
     def __init__(self, world: World, strategy: Strategy, cursor: Cursor) -> None:
-        self.stop_vote = False
-        self.stop = False
-        self.leave_vote = False
-        self.leaves = 0
-        self.missing = 0
         self.signal_vote = False
-        self.signaled = False
-        self.has_voted = False
-        self.collected = False
-        self._summed: Tensor | None = None
-        self.finite = True
-        self.local_finite = True
         self.watch_finite = False
-        self.not_finite: Tensor | None = None
         self.alone = world.size == 1
+        self.immediate = world.device.type == "cpu"
+        self.recent_losses: deque[float | Tensor] = deque(maxlen=1)
         self._world = world
         self._cursor = cursor
-        self._outlook: Outlook | None = None  # the outlook that the votes of the current step describe
-        self.immediate = world.device.type == "cpu"
-        self.next_place: Any = None
-        self._read_place: Any = None
-        self.bad_losses: list[int] = []
-        self.micro_batches = 0
-        self.recent_losses: deque[float | Tensor] = deque(maxlen=1)
         self._device = world.device
         self._on_host = world.device.type == "cpu"
         self._strategy = strategy
-        self._taints: list[Tensor] = []  # one per micro-batch: 0 for a finite loss, NaN for any other
-        self._gradients_finite = True  # as far as the host knows
-        self._norms: list[Tensor] = []
         self._are_finite = HostCheck()
-        # The optimizers whose gradients were checked last, on the host.
-        self._watched_optimizers: Sequence[PreparedOptimizer] = ()
+        self.reset()
+
+    def forget_losses(self) -> None:
+        """Discard the recorded checks of losses and gradients, and votes that were cast but not read."""
+        self.finite = self.local_finite = True
+        self._gradients_finite = True  # as far as the host knows
+        self.has_voted = self.collected = False
+        self._summed: Tensor | None = None
+        self.bad_losses: list[int] = []
+        self.micro_batches = 0
+        self._taints: list[Tensor] = []  # one per micro-batch: 0 for a finite loss, NaN for any other
+        self._norms: list[Tensor] = []
         self._watched: list[Tensor] = []  # the parameters whose gradients were checked last, on a device
         self._bad_parameters: list[Tensor] | None = None
+        self._watched_optimizers: Sequence[Optimizer] = ()  # whose gradients were checked last, on the host
+
+    def reset(self) -> None:
+        """Discard the votes of the previous run, except a signal that this process received."""
+        self.forget_losses()
+        self.stop_vote = self.stop = self.leave_vote = False
+        self.signaled = self.signal_vote and self.alone  # a signal that was received before the first step counts
+        self.leaves = self.missing = 0
+        self.next_place: Any = None
+        self._read_place: Any = None
+        self._outlook: Outlook | None = None  # the outlook that the votes of the current step describe
         self._pending: Ballots | None = None
+        self.not_finite: Tensor | None = None
 
     def keep_losses(self, number: int) -> None:
         """Discard ``recent_losses``, and keep this number of losses from now on."""
@@ -132,7 +128,7 @@ class Agreement:
         self.micro_batches += 1
         return finite
 
-    def watch_gradients(self, optimizers: Sequence[PreparedOptimizer]) -> None:
+    def watch_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Check whether the reduced gradients that optimizers are about to apply are finite."""
         if self._on_host:
             self._watched_optimizers = optimizers
@@ -205,7 +201,7 @@ class Agreement:
         self.local_finite = not self.bad_losses
 
     def collect(self) -> Tensor | None:
-        """Sum the votes over the processes after the last backward pass of a step; `count` reads them.
+        """Sum the votes over the processes after the last backward pass of a step. `count` reads them afterwards.
 
         Returns:
             The total weight over all processes, as a 0-d tensor on the device; None with a world size of one.
@@ -215,11 +211,10 @@ class Agreement:
         return None if self._summed is None else self._summed[_WEIGHT]
 
     def count(self) -> Tensor | None:
-        """Read the votes of `collect`, or those of the previous step if not ``immediate``, and return its result."""
-        if self.collected:
-            summed, self._summed = self._summed, None
-        else:
-            summed = None if self.alone else self._strategy.agreement()
+        """Read the votes of `collect`, or those of the previous step if not ``immediate``, and return their weight."""
+        summed, self._summed = self._summed, None
+        if not (self.collected or self.alone):
+            summed = self._strategy.agreement()
         self.has_voted = self.collected = False
         if self._on_host:
             if summed is not None:
@@ -269,24 +264,8 @@ class Agreement:
         """Return the parameters whose gradients were not finite on this process, in the step that was read last."""
         if self._bad_parameters is not None:
             return self._bad_parameters
-        return find_bad(list_parameters(self._watched_optimizers) if self._on_host else self._watched)
-
-    def forget_losses(self) -> None:
-        """Discard the recorded checks of losses and gradients, and votes that were cast but not read."""
-        self.finite = self.local_finite = self._gradients_finite = True
-        self.has_voted = self.collected = False
-        self.bad_losses, self.micro_batches = [], 0
-        self._taints, self._norms, self._watched, self._bad_parameters = [], [], [], None
-        self._watched_optimizers = ()
-
-    def reset(self) -> None:
-        """Discard the votes of the previous run, except a signal that this process received."""
-        self.forget_losses()
-        self.stop_vote = self.stop = self.leave_vote = False
-        self.signaled = self.signal_vote and self.alone  # a signal that was received before the first step counts
-        self.leaves = 0
-        self._read_place = self.next_place = self._outlook = None
-        self._pending = self.not_finite = None
+        watched = (p for optimizer in self._watched_optimizers for p in list_parameters(optimizer))
+        return find_bad(watched if self._on_host else self._watched)
 
 
 class Ballots:

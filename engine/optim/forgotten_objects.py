@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
-from weakref import proxy
+from weakref import WeakSet, proxy
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...common.messages import format_count, name_type, warn
 from ...strategies import is_wrapped_by_user
+from .optimizer_state import list_parameters
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
@@ -27,10 +28,15 @@ class LoopCheck:
 
     Attributes:
         active: Whether backward passes are still checked.
+        method: Name of the method that prepares models, for messages.
+        set_up: Prepared models that are not in the Accelerator's list, as those of a `Fabric`.
     """
+
+    method = "prepare"
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = proxy(accelerator)  # whose objects are freed as soon as it is dropped
+        self.set_up: WeakSet[nn.Module] = WeakSet()
         self.reset()
 
     def reset(self) -> None:
@@ -58,46 +64,49 @@ class LoopCheck:
                     diverges=True,
                 )
 
-    def after_backward(self, loss: Tensor) -> None:
+    def after_backward(self, loss: Tensor, models_only: bool = False) -> None:
         """Check the gradients of a backward pass.
+
+        Args:
+            loss: The loss.
+            models_only: Whether to check for forgotten models only. Default: False.
 
         Raises:
             ValueError: With several ranks, if the gradients of trained parameters are not reduced.
         """
         self._passes += 1
-        self._check_reach(loss)
-        self._check_accumulation()
-        self._check_optimizer()
+        self._check_reach(loss, models_only)
+        if not models_only:
+            self._check_accumulation()
+            self._check_optimizer()
         if self._passes >= _WATCHED_PASSES + self._accelerator.gradient_accumulation_steps:
             self.active = False
             self._optimizer, self._marks = None, []
 
-    def _check_reach(self, loss: Tensor) -> None:
+    def _check_reach(self, loss: Tensor, models_only: bool) -> None:
         accelerator = self._accelerator
         prepared = self._list_prepared()
-        stray = [
-            p
-            for optimizer in accelerator.optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None and isinstance(p, nn.Parameter) and id(p) not in prepared
-        ]
-        if stray and accelerator.world.size == 1 and any(p.grad is not None for p in prepared.values()):
+        optimized = [p for p in self._list_optimized() if p.grad is not None and isinstance(p, nn.Parameter)]
+        stray = [p for p in optimized if id(p) not in prepared]
+        is_reached = any(p.grad is not None for p in prepared.values())
+        if stray and is_reached and accelerator.world.size == 1:
             return  # for example a registered loss module
-        if not stray and not any(p.grad is not None for p in prepared.values()):
+        if not (stray or is_reached):
             # The graph shows parameters whose gradients were used and removed in hooks.
             leaves = list(_iter_leaves(loss))
-            known = {id(leaf) for model in accelerator.models for leaf, _ in accelerator.strategy.graph_leaves(model)}
+            known = {id(leaf) for model in self._list_models() for leaf, _ in accelerator.strategy.graph_leaves(model)}
             if not any(id(leaf) in known for leaf in leaves):
                 stray = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+            if models_only and _find_optimizer({id(p): p for p in stray}) is None:
+                stray = []  # a copy whose gradients the script moves itself, as in meta-learning
         if stray and not is_wrapped_by_user(stray):
             shapes = ", ".join(str(tuple(p.shape)) for p in stray[:3])
             self._report(
                 "model",
                 f"backward computed gradients of {format_count(len(stray), 'parameter')} (shapes {shapes}) that "
                 f"{'is' if len(stray) == 1 else 'are'} not part of a prepared model, so {self._consequence()}. Pass "
-                "the module to prepare, and use the module that prepare returns. If each process trains a model of "
-                "its own, call loss.backward().",
+                f"the module to {self.method}, and use the module that {self.method} returns. If each process trains "
+                "a model of its own, call loss.backward().",
                 diverges=True,
             )
 
@@ -115,7 +124,7 @@ class LoopCheck:
 
     def _check_optimizer(self) -> None:
         accelerator = self._accelerator
-        covered = {id(p) for prepared in accelerator.optimizers for g in prepared.param_groups for p in g["params"]}
+        covered = set(map(id, self._list_optimized()))
         trained = {key: p for key, p in self._list_prepared().items() if p.grad is not None and key not in covered}
         if self._optimizer is None and trained and self._passes <= _SEARCHED_PASSES:
             self._optimizer = _find_optimizer(trained)
@@ -141,8 +150,15 @@ class LoopCheck:
                 "loop.",
             )
 
+    def _list_optimized(self) -> list[Tensor]:
+        return [p for optimizer in self._accelerator.optimizers for p in list_parameters(optimizer)]
+
+    def _list_models(self) -> list[nn.Module]:
+        return [*self._accelerator.models, *self.set_up]
+
     def _list_prepared(self) -> dict[int, Tensor]:
-        return {id(p): p for model in self._accelerator.unwrapped_models for p in model.parameters()}
+        unwrap = self._accelerator.strategy.unwrap
+        return {id(p): p for model in self._list_models() for p in unwrap(model).parameters()}
 
     def _consequence(self) -> str:
         size = self._accelerator.world.size
@@ -180,6 +196,6 @@ def _find_optimizer(parameters: Mapping[int, Tensor]) -> Optimizer | None:
     for value in gc.get_objects():
         if not issubclass(type(value), Optimizer) or "param_groups" not in vars(value):  # isinstance wakes up proxies
             continue
-        if any(id(p) in parameters for group in value.param_groups for p in group["params"]):
+        if any(id(p) in parameters for p in list_parameters(value)):
             return value
     return None

@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ...strategies.distributed import is_sharded, local
-
-if TYPE_CHECKING:
-    from .prepared_optimizer import PreparedOptimizer
+from .optimizer_state import list_parameters
 
 _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
@@ -27,11 +25,11 @@ class HostCheck:
     def __init__(self) -> None:
         self._found = torch.zeros((), dtype=torch.float32, device="cpu")  # creating one for each call takes 1 us
 
-    def __call__(self, optimizers: Iterable[PreparedOptimizer], sharded: bool) -> bool:
+    def __call__(self, optimizers: Iterable[Optimizer], sharded: bool) -> bool:
         """Return whether all gradients of ``optimizers`` are finite. If ``sharded``, check only their local shards."""
         gradients = []
         for optimizer in optimizers:
-            for group in optimizer.optimizer.param_groups:
+            for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     gradient = parameter.grad
                     if gradient is not None:
@@ -51,16 +49,10 @@ class HostCheck:
         return False
 
 
-def collect_gradients(optimizers: Iterable[PreparedOptimizer]) -> tuple[list[Tensor], list[Tensor]]:
+def collect_gradients(optimizers: Iterable[Optimizer]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the parameters of ``optimizers`` that have gradients, and these gradients as real, dense tensors."""
-    parameters = list_parameters(optimizers)
+    parameters = [p for optimizer in optimizers for p in list_parameters(optimizer) if p.grad is not None]
     return parameters, [real_values(p.grad) for p in parameters if p.grad is not None]
-
-
-def list_parameters(optimizers: Iterable[PreparedOptimizer]) -> list[Tensor]:
-    """Return the parameters of ``optimizers`` that have gradients."""
-    groups = (group for optimizer in optimizers for group in optimizer.optimizer.param_groups)
-    return [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
 
 
 def largest_elements(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

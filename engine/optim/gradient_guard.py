@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ...common.messages import announce
 from .agreement import Ballots
-from .gradient_check import HostCheck, collect_gradients, find_bad, largest_elements, list_parameters
+from .gradient_check import HostCheck, collect_gradients, find_bad, largest_elements
 from .nonfinite import SPOILED, Evidence, describe_group, describe_origin, list_samples, order_by_backward
+from .optimizer_state import list_parameters
 
 if TYPE_CHECKING:
     from .accumulation import Accumulation
@@ -50,16 +51,16 @@ class GradientGuard:
         strategy, world = accumulation.strategy, accumulation.world
         if not (self.immediate and self._on_host):
             return self._look_on_device(optimizer)
-        finite = self._are_finite((optimizer,), strategy.sharded)
+        finite = self._are_finite((optimizer.optimizer,), strategy.sharded)
         if strategy.sharded:
             finite = world.all(finite)
         if not finite:
-            self._refuse(optimizer, find_bad(list_parameters((optimizer,))), accumulation.steps_of(optimizer) + 1)
+            self._refuse(optimizer, find_bad(list_parameters(optimizer)), accumulation.steps_of(optimizer) + 1)
         return finite
 
     def _look_on_device(self, optimizer: PreparedOptimizer) -> bool:
         accumulation = optimizer.accumulation
-        parameters, gradients = collect_gradients((optimizer,))
+        parameters, gradients = collect_gradients((optimizer.optimizer,))
         device = accumulation.world.device
         norms = largest_elements(gradients, device) if gradients else torch.zeros(0, device=device)
         taint = None

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ...strategies import Strategy
 from ...strategies.distributed import local
+from .optimizer_state import list_parameters
 
 
 class LossScale:
@@ -80,7 +81,9 @@ class LossScale:
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
         """Divide the optimizers' gradients by the scale, unless they have already been divided in this step."""
         for optimizer in optimizers:
-            if id(optimizer) in self._unscaled or self.scaler._scale is None or not _has_gradients(optimizer):
+            if id(optimizer) in self._unscaled or self.scaler._scale is None:
+                continue
+            if all(p.grad is None for p in list_parameters(optimizer)):
                 continue
             same = self._find_unscaled(optimizer) if self._unscaled else None
             if same is not None:
@@ -93,8 +96,8 @@ class LossScale:
 
     def _find_unscaled(self, optimizer: Optimizer) -> Optimizer | None:
         """Return an unscaled optimizer of the same parameters, such as one that wraps ``optimizer`` (as SAM does)."""
-        parameters = set(_list_parameters(optimizer))
-        return next((o for o in self._unscaled.values() if parameters <= set(_list_parameters(o))), None)
+        parameters = set(list_parameters(optimizer))
+        return next((o for o in self._unscaled.values() if parameters <= set(list_parameters(o))), None)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
         """Call the optimizer's ``step`` with the arguments, unless a gradient has overflowed.
@@ -153,21 +156,10 @@ class LossScale:
         self.scaler._per_optimizer_states.clear()
 
 
-def _list_parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _list_gradients(optimizer: Optimizer) -> list[Tensor]:
-    return [p.grad for p in _list_parameters(optimizer) if p.grad is not None]
-
-
-def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-
-
 def _list_norms(optimizer: Optimizer) -> list[str]:
     """Return the gradients' norms as text, in which NaN equals NaN. It waits for the device."""
-    gradients = [g.coalesce().values() if g.is_sparse else local(g) for g in _list_gradients(optimizer)]
+    gradients = [p.grad for p in list_parameters(optimizer) if p.grad is not None]
+    gradients = [g.coalesce().values() if g.is_sparse else local(g) for g in gradients]
     return [str(torch.linalg.vector_norm(gradient).item()) for gradient in gradients]
 
 

@@ -157,7 +157,7 @@ def describe_batch(batch: Any, indices: Sequence[Any] | None) -> tuple[str, bool
         such a tensor.
     """
     parts = [f"{_name_samples(indices)} of the dataset"] if indices else []
-    bad = [(path, tensor) for path, tensor in _iterate_tensors(batch, "batch") if not torch.isfinite(tensor).all()]
+    bad = [(path, tensor) for path, tensor in iterate_tensors(batch, "batch") if not torch.isfinite(tensor).all()]
     for path, tensor in bad[:1]:
         kind = "NaN" if torch.isnan(tensor).any() else "infinity"
         where = ""
@@ -188,13 +188,10 @@ def _name_samples(indices: Sequence[Any]) -> str:
     return f"sample{'s' * (len(indices) != 1)} {', '.join(map(str, indices[:_MOST_SAMPLES]))}{more}"
 
 
-def _iterate_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+def iterate_tensors(value: Any, path: str, depth: int = 8) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in a nested value, each with an expression for it, such as ``batch['labels']``."""
     if isinstance(value, Tensor):
-        if value.is_floating_point() or value.is_complex():
-            yield path, value.detach()
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _iterate_tensors(item, f"{path}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from _iterate_tensors(item, f"{path}[{number}]")
+        yield path, value.detach()
+    elif depth and isinstance(value, Mapping | list | tuple):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from iterate_tensors(item, f"{path}[{key!r}]", depth - 1)

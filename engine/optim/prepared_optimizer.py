@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ...common.messages import warn
 from .built_options import choose_fused, copy_plain_options
+from .optimizer_state import list_parameters
 
 if TYPE_CHECKING:
     from .accumulation import Accumulation
@@ -174,14 +175,9 @@ class PreparedOptimizer(Optimizer):
             sync_grad: Whether backward passes in the context average gradients over the processes. False accumulates
                 them on each process. Default: True.
         """
-        trained = {id(parameter) for group in self.param_groups for parameter in group["params"]}
-        toggled = [
-            parameter
-            for other in self._all_optimizers
-            for group in other.param_groups
-            for parameter in group["params"]
-            if id(parameter) not in trained and parameter.requires_grad
-        ]
+        trained = set(map(id, list_parameters(self)))
+        others = [parameter for other in self._all_optimizers for parameter in list_parameters(other)]
+        toggled = [parameter for parameter in others if id(parameter) not in trained and parameter.requires_grad]
         for parameter in toggled:
             parameter.requires_grad = False
         try:

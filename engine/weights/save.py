@@ -24,6 +24,7 @@ from ...common.byte_sizes import parse_bytes
 from ...common.messages import name_type, warn
 from ...common.remote_path import AnyPath, RemotePath, absolute, lexists
 from ...strategies.distributed import Whole, is_sharded
+from ...strategies.processes import IDENTITY, has_ended, identify_process
 from ..checkpoint import MANIFEST, UnreadTensor, check_tensor, encode, filesystem
 from ..parameter_names import split_tied
 
@@ -98,7 +99,7 @@ def write_atomically(path: AnyPath, write: Callable[[str], object]) -> None:
             path.upload(file)
         return
     path = Path(os.path.abspath(path))
-    beside = path.parent / f".{path.name}.part"
+    beside = choose_part(path)
     try:
         write(str(beside))
         filesystem.fsync(beside)
@@ -107,6 +108,24 @@ def write_atomically(path: AnyPath, write: Callable[[str], object]) -> None:
         _clear([beside])
         raise
     filesystem.fsync(path.parent)
+
+
+def choose_part(path: Path) -> Path:
+    """Return the path next to a file to which this process alone writes it, and delete those of killed processes.
+
+    Two runs may write the same file at the same time. The last one to complete it wins.
+    """
+    for name in filesystem.list_names(path.parent):
+        if _is_abandoned(name, re.escape(path.name)):
+            with suppress(FileNotFoundError):  # another process has deleted it
+                filesystem.delete(path.with_name(name))
+    return path.with_name(f".{path.name}.{identify_process()}.part")
+
+
+def _is_abandoned(name: str, file: str) -> bool:
+    """Return whether a name is that of an unfinished file, whose writer has ended. ``file`` is a pattern."""
+    match = re.fullmatch(rf"\.({file})\.(?P<writer>{IDENTITY})\.part", name)
+    return match is not None and has_ended(match["writer"]) is True
 
 
 def make_parent(path: AnyPath) -> None:
@@ -263,15 +282,15 @@ def write_file(path: Path, tensors: Mapping[str, Whole], aliases: Mapping[str, s
 
 def _drop_others(directory: AnyPath, stem: str, ending: str, new_files: set[str]) -> None:
     """Delete the files that the new files replace, and files that killed processes left behind."""
-    ours = re.compile(rf"{stem}(-v\d+)?(-\d{{5}}-of-\d{{5}})?\.{ending}(\.index\.json)?")
+    ours = rf"{stem}(-v\d+)?(-\d{{5}}-of-\d{{5}})?\.{ending}(\.index\.json)?"
     entries = {f"{stem}.{ending}", f"{stem}.{ending}.index.json"} - new_files
     existing = filesystem.list_names(directory)
     for name in entries.intersection(existing):  # loaders would take it for the weights, so it is removed
         _delete(directory / name)
         if isinstance(directory, Path):
             filesystem.fsync(directory)
-    left = [name for name in existing if name not in new_files | entries and ours.fullmatch(name)]
-    left += [name for name in existing if name[:1] == "." and name[-5:] == ".part" and ours.fullmatch(name[1:-5])]
+    left = [name for name in existing if name not in new_files | entries and re.fullmatch(ours, name)]
+    left += [name for name in existing if _is_abandoned(name, ours)]
     try:
         for name in left:
             _delete(directory / name)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.weak import TensorWeakRef
 
-from .coalesced import average_gradients, broadcast
+from .coalesced import average_gradients, broadcast, count_ranks
 
 if TYPE_CHECKING:
     from ..strategy import Strategy
@@ -125,10 +125,10 @@ class BackwardReduction:
         strategy, world = self.strategy, self.strategy.world
         moved = self._find_moved()
         remaining = self.unreduced.keys() - chosen.keys()
-        # A rank may have used other parameters than the rest. Exchanged on the host, where it waits for no device.
+        # A rank may have used other parameters than the rest.
         none = [False] * len(self._names)
         flags = [[p in some for p in self._names] if some else none for some in (chosen, moved, remaining, asked)]
-        is_chosen, is_moved, is_unreduced, is_asked = world.all_reduce(torch.tensor(flags, device="cpu").int()).tolist()
+        is_chosen, is_moved, is_unreduced, is_asked = count_ranks(flags, world)
         for name, count in zip(self._names.values(), is_asked, strict=True):
             if 0 < count < world.size:
                 raise ValueError(

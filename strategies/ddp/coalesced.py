@@ -44,14 +44,20 @@ def broadcast(tensors: Iterable[Tensor], world: World, source: int) -> None:
         _scatter(world.broadcast_tensor(_flatten(bucket), source), bucket)
 
 
-def average_gradients(parameters: list[Tensor], world: World, note: Tensor | None = None) -> Tensor:
+def count_ranks(flags: list[list[bool]], world: World) -> list[list[int]]:
+    """Return on how many ranks each flag is set. They are exchanged on the host, where this waits for no device."""
+    counts: list[list[int]] = world.all_reduce(torch.tensor(flags, dtype=torch.int32, device="cpu")).tolist()
+    return counts
+
+
+def average_gradients(parameters: list[Tensor], world: World, note: Tensor | None = None) -> Tensor | None:
     """Replace each gradient with its mean over the ranks. A missing gradient counts as zero.
 
     Apart from rounding, averaging does not change gradients that are already equal on all ranks. Must be called on all
     ranks with the same parameters.
 
     Returns:
-        The mean of ``note``, a 0-d tensor, over the ranks. None counts as zero.
+        The mean of ``note``, a 0-d tensor, over the ranks, in the gradients' dtype; None without a note on all ranks.
 
     Raises:
         ValueError: If a gradient is sparse.
@@ -66,8 +72,9 @@ def average_gradients(parameters: list[Tensor], world: World, note: Tensor | Non
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradients.append(parameter.grad)
-    note = torch.zeros((), device=world.device) if note is None else note.clone()
-    packed = [(bucket, _flatten(bucket)) for bucket in buckets([*gradients, note])]
+    if note is not None:  # in the dtype of gradients, so that it is sent with them
+        note = note.to(next((g.dtype for g in gradients if g.is_floating_point()), note.dtype), copy=True)
+    packed = [(bucket, _flatten(bucket)) for bucket in buckets(gradients if note is None else [*gradients, note])]
     works = [world.start_all_reduce(flat) for _, flat in packed]
     for work, (bucket, flat) in zip(works, packed, strict=True):
         if work is not None:

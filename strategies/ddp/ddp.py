@@ -23,7 +23,7 @@ from ..strategy import Strategy, make_group_options
 from .backward_reduction import BackwardReduction
 from .batch_norm import synchronize
 from .bucket_order import ReadyOrder
-from .coalesced import average_gradients
+from .coalesced import average_gradients, count_ranks
 from .comm_hooks import CommHook
 from .errors import explain_reducer_error
 from .join import joined
@@ -47,8 +47,7 @@ class _Replica(DistributedDataParallel):
         self._advance = advance
         names = [name for name, p in router.named_parameters() if p.requires_grad]  # the reducer's order
         self._names = [name.replace("_orig_mod.", "") for name in names]
-        trained = [p for p in router.module.parameters() if p.requires_grad]
-        self.ends = trained[0], trained[-1]
+        self.trained = [p for p in router.module.parameters() if p.requires_grad]
         # Whether torch's reducer reduces the next backward pass. A list, because setting an attribute of a module takes
         # a microsecond.
         self.is_armed = [False]
@@ -363,10 +362,13 @@ class DDP(Strategy):
 
     def before_backward(self) -> Any:
         """See `Strategy.before_backward`."""
-        return [
-            (replica, [(p.grad, p.grad is not None and p.grad._version) for p in replica.ends])
-            for replica in self._replicas
-        ]
+        marks = []
+        for replica in self._replicas:
+            watched = replica.trained
+            if replica.is_armed[0] and not (replica.find_unused_parameters or replica.static_graph):
+                watched = [watched[0], watched[-1]]  # torch reduces all of them, or raises an error
+            marks.append((replica, [(p, p.grad, p.grad is not None and p.grad._version) for p in watched]))
+        return marks
 
     def after_backward(self, before: Any) -> None:
         """See `Strategy.after_backward`.
@@ -376,19 +378,13 @@ class DDP(Strategy):
         is still exact, because what was reduced earlier is equal on all of them.
         """
         for replica, marks in before:
-            if all(
-                p.grad is grad and (grad is None or grad._version == version)
-                for p, (grad, version) in zip(replica.ends, marks, strict=True)
-            ):
+            if all(p.grad is grad and (grad is None or grad._version == version) for p, grad, version in marks):
                 continue  # this pass did not reach the model
             if replica.is_armed[0]:
                 replica.is_armed[0] = False
             elif replica.require_backward_grad_sync and not replica.apart and not replica._join_config.enable:
-                trained = [p for p in replica.module.parameters() if p.requires_grad]
-                # A rank may have used other parameters than the rest.
-                held = torch.tensor([p.grad is not None for p in trained], device="cpu").int()
-                counts = self.world.all_reduce(held).tolist()
-                average_gradients([p for p, count in zip(trained, counts, strict=True) if count], self.world)
+                (counts,) = count_ranks([[p.grad is not None for p in replica.trained]], self.world)  # on some rank
+                average_gradients([p for p, count in zip(replica.trained, counts, strict=True) if count], self.world)
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:

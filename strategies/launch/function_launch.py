@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .notebook import run_in_processes
@@ -26,16 +29,21 @@ class FunctionLaunch:
     count: int
     start_method: str
 
-    def run(self, function: Callable[..., Any], *args: Any) -> None:
-        """Run a function of a module in each process, with the environment variables of its rank.
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a function in each process, with the environment variables of its rank, and return rank zero's result.
+
+        With ``"spawn"``, it must be a function of a module.
 
         Raises:
             ValueError: If the processes cannot be started, or the arguments cannot be sent to them.
             RuntimeError: If a process fails. The message contains its traceback, signal or exit status.
         """
-        if self.start_method == "spawn":
-            function, args = _call_pickled, (self._pickle((function, args)),)
-        run_in_processes(function, args, self.count, self.start_method)
+        call = self._pickle((function, args)) if self.start_method == "spawn" else (function, args)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "result"
+            run_in_processes(_run, (call, path), self.count, self.start_method)
+            # Written by this process's own child, in a folder that only this user can write to.
+            return pickle.loads(path.read_bytes())
 
     def _pickle(self, call: Any) -> bytes:
         if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -62,6 +70,8 @@ class FunctionLaunch:
         return pickled
 
 
-def _call_pickled(call: bytes) -> None:
-    function, args = pickle.loads(call)  # by this process's parent
-    function(*args)
+def _run(call: Any, path: Path) -> None:
+    function, args = pickle.loads(call) if isinstance(call, bytes) else call  # by this process's parent
+    result = function(*args)
+    if os.environ["RANK"] == "0":
+        path.write_bytes(pickle.dumps(result))

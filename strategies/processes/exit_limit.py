@@ -90,16 +90,13 @@ def postpone_exit_limit() -> None:
 def _collect_own_frames() -> list[FrameType]:
     """Return the frames of Treadle's threads that the interpreter waits for."""
     waited = {thread.ident for thread in threading.enumerate() if not thread.daemon} - {threading.main_thread().ident}
-    frames: list[FrameType] = []
-    for ident, innermost in sys._current_frames().items():
-        frame: FrameType | None = innermost if ident in waited else None
-        stack: list[FrameType] = []
-        while frame is not None:
-            stack.append(frame)
-            frame = frame.f_back
-        if any(str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE for frame in stack):
-            frames += stack
-    return frames
+    innermost = (frame for ident, frame in sys._current_frames().items() if ident in waited)
+    stacks = ([frame for frame, _ in traceback.walk_stack(frame)] for frame in innermost)
+    return [frame for stack in stacks if any(map(_is_own, stack)) for frame in stack]
+
+
+def _is_own(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE
 
 
 def _set_alarm(seconds: float) -> None:

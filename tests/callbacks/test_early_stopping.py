@@ -121,8 +121,14 @@ def test_the_state_of_an_older_release():
 
 @pytest.mark.parametrize("flags", [{}, {"validate": False}, {"limit_val_batches": 0}])
 def test_a_value_that_was_never_logged(tmp_path, flags):
-    with pytest.raises(ValueError, match=r"^EarlyStopping's monitor 'train_los' was never logged.*mean 'train_loss'"):
+    # A RuntimeError in Lightning.
+    words = r"^EarlyStopping's monitor 'train_los' was never logged.*mean 'train_loss'"
+    with pytest.raises(RuntimeError, match=words) as raised:
         fit(tmp_path, EarlyStopping("train_los"), values=[1.0], **flags)
+    assert isinstance(raised.value, ValueError)
+    if flags:
+        with pytest.raises(RuntimeError, match="'val_loss' was never logged, because this run has no validation"):
+            fit(tmp_path, EarlyStopping("val_loss"), values=[1.0], **flags)
     with pytest.warns(UserWarning, match="skips a check"):
         fit(tmp_path, EarlyStopping("train_los", strict=False), values=[1.0], **flags)
 

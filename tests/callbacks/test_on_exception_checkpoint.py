@@ -311,7 +311,8 @@ def test_weights_only(tmp_path):
     with pytest.raises(RuntimeError):
         made(tmp_path, Fails("forward", 3), saver(tmp_path, save_weights_only=True)).fit(Task(), *loaders())
     (path,) = (tmp_path / "c").iterdir()
-    assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "model.safetensors"]
+    assert [*store.read_manifest(path).files] == ["model.safetensors"]
+    store.verify(path)
 
 
 def test_no_error_no_checkpoint_and_no_fit_no_checkpoint(tmp_path):

@@ -8,8 +8,16 @@ import pytest
 import torch
 from processes import run
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import treadle
+from treadle.data_loader import (
+    DataLoaderAdapter,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    DataLoaderStateMixin,
+    SkipDataLoader,
+)
 from treadle.state import AcceleratorState, GradientState, PartialState, is_initialized
 from treadle.utils import DistributedOperationException
 from treadle.utils.dataclasses import (
@@ -113,6 +121,47 @@ def test_what_prepare_returns():
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     assert isinstance(optimizer, AcceleratedOptimizer)
     assert isinstance(scheduler, AcceleratedScheduler)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from range(4)
+
+
+@pytest.mark.parametrize("dispatches", [None, False, True])
+def test_the_kind_of_a_prepared_dataloader(dispatches):
+    kinds = (DataLoaderShard, DataLoaderDispatcher, DataLoaderAdapter, DataLoaderStateMixin, SkipDataLoader)
+    config = treadle.utils.DataLoaderConfiguration(dispatch_batches=dispatches)
+    accelerator = treadle.Accelerator(cpu=True, dataloader_config=config)
+    for dataset in (range(4), Stream()):
+        prepared = accelerator.prepare(DataLoader(dataset, 2))
+        # Accelerate's answers. By default it dispatches streams only.
+        dispatched = isinstance(dataset, Stream) if dispatches is None else dispatches
+        expected = [not dispatched, dispatched, True, True, False]
+        assert [isinstance(prepared, kind) for kind in kinds] == expected
+        assert [isinstance(treadle.skip_first_batches(prepared, 1), kind) for kind in kinds] == expected
+        assert not any(isinstance(DataLoader(dataset, 2), kind) for kind in kinds)
+
+
+def test_compilation_settings_of_the_environment(monkeypatch):
+    plain = treadle.utils.TorchDynamoPlugin(backend="eager", mode="default", fullgraph=False)
+    assert (treadle.utils.TorchDynamoPlugin().to_kwargs(), plain.to_kwargs()) == ({}, {"backend": "eager"})
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "true")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "0")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "1")
+    plugin = treadle.Accelerator(cpu=True).dynamo_plugin
+    assert plugin.use_regional_compilation is True
+    environment = {"mode": "reduce-overhead", "fullgraph": True, "dynamic": False}
+    assert plugin.to_kwargs() == {"backend": "aot_eager", **environment}
+    assert treadle.utils.TorchDynamoPlugin(backend="no").to_kwargs() == environment
+    explicit = treadle.utils.TorchDynamoPlugin(mode="default", fullgraph=False, dynamic=True)
+    assert explicit.to_kwargs() == {"backend": "aot_eager", "dynamic": True}
+    assert treadle.Trainer(accelerator="cpu", logger=False).accelerator.dynamo_plugin.backend == "no"
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "maybe")
+    with pytest.raises(ValueError, match="ACCELERATE_DYNAMO_USE_DYNAMIC='maybe' must be one of y"):
+        treadle.utils.TorchDynamoPlugin()
 
 
 def test_reading_the_environment(monkeypatch):

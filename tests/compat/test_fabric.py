@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 
 import pytest
@@ -166,8 +167,9 @@ def test_errors() -> None:
         fabric.setup_dataloaders([1])
     with pytest.raises(ValueError, match="Pass exactly one of them"):
         fabric.clip_gradients(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    with pytest.raises(TypeError, match="without calling it"):
-        fabric.launch(3)
+    for result in (3, None):  # of a function that was called instead of passed
+        with pytest.raises(TypeError, match="without calling it"):
+            fabric.launch(result)
     with pytest.raises(ValueError, match="filter has keys that are not in state"):
         fabric.save("x", {}, filter={"model": lambda k, v: True})
     model(torch.ones(1, 64)).sum().mul(float("inf")).backward()
@@ -229,6 +231,30 @@ def sharded(folder: str) -> float:
 def test_a_sharded_model_is_saved_whole_and_loaded(tmp_path) -> None:
     first, second = run(sharded, 2, str(tmp_path))
     assert first == second
+
+
+def trained_raw() -> list[str]:
+    fabric = Fabric(accelerator="cpu", devices=2)
+    prepared, raw, messages = fabric.setup(nn.Linear(2, 1)), nn.Linear(2, 1), []
+    optimizer = torch.optim.SGD(raw.parameters(), 0.1)  # without one, nothing would diverge
+    cases = {"raw": lambda x: raw(x), "prepared": prepared, "its own module": prepared.module, "raw again": raw}
+    for name, model in cases.items():
+        try:
+            fabric.backward(model(torch.ones(4, 2) * (fabric.global_rank + 1)).sum())
+        except ValueError as error:
+            messages.append(f"{name}: {error}")
+        prepared.zero_grad()
+    prepared(torch.ones(1, 2) * fabric.global_rank).sum().backward()
+    assert prepared.weight.grad.tolist() == [[0.5, 0.5]]
+    del optimizer
+    return messages
+
+
+def test_a_model_that_was_not_set_up_is_told_where_ranks_would_diverge() -> None:
+    words = r"raw.*: backward computed gradients of 2 parameters .*over the 2 processes.*use the module that setup ret"
+    for messages in run(trained_raw, 2):
+        assert [message.partition(":")[0] for message in messages] == ["raw", "raw again"]
+        assert all(re.match(words, message) for message in messages)
 
 
 def test_launch_starts_processes_where_no_script_can_be_run_again() -> None:

@@ -86,6 +86,7 @@ def test_kinds_of_devices_as_objects() -> None:
     )
     assert CPUAccelerator.parse_devices(2) == 2
     assert CPUAccelerator.get_parallel_devices(2) == [torch.device("cpu")] * 2
+    assert CPUAccelerator.get_parallel_devices("3") == [torch.device("cpu")] * 3
     assert "cpu_percent" in CPUAccelerator().get_device_stats("cpu")
     with pytest.raises(ValueError, match="device='cuda:0' must be of type 'cpu' for CPUAccelerator"):
         CPUAccelerator().setup_device(torch.device("cuda", 0))

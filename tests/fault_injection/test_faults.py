@@ -300,6 +300,7 @@ def test_each_disk_point(tmp_path, point):
     arguments = {
         "write_bytes": (b"12345678",),
         "write_tensors": (STATE, {}),
+        "write_stream": (lambda file: file.write(b"12345678"),),
         "rename": (other,),
         "replace": (other,),
     }.get(operation, ())
@@ -307,6 +308,7 @@ def test_each_disk_point(tmp_path, point):
         "mkdir": True,
         "write_bytes": True,
         "write_tensors": True,
+        "write_stream": True,
         "unlink": False,
         "rmdir": False,
         "rename": False,
@@ -332,6 +334,14 @@ def test_what_was_only_delayed_half_way_is_whole(tmp_path, operation):
         entry = getattr(filesystem, operation)(tmp_path / "x", *arguments)
     assert sizes == [entry["bytes"] // 2]
     assert filesystem.describe(tmp_path / "x") == entry
+
+
+def test_a_stream_that_was_only_delayed_half_way_is_whole(tmp_path):
+    sizes = []
+    with FaultPlan([Fault("disk:write_stream:half", lambda firing: sizes.append(os.path.getsize(firing.path)))]):
+        filesystem.write_stream(tmp_path / "x", lambda file: file.write(b"12345678"))
+    assert sizes == [4]
+    assert (tmp_path / "x").read_bytes() == b"12345678"
 
 
 def test_a_file_can_be_named(tmp_path):
@@ -657,4 +667,4 @@ def test_a_plan_takes_faults_only():
 def test_the_disk_has_these_operations():
     """Every function of `disk` that changes something is a point: those that its docstring names."""
     assert all(f"`{name}`" in filesystem.__doc__ for name in faults.OPERATIONS)
-    assert json.dumps(faults.POINTS).count("disk:") == 2 * len(faults.OPERATIONS) + 2
+    assert json.dumps(faults.POINTS).count("disk:") == 2 * len(faults.OPERATIONS) + 3

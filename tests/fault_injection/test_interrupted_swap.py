@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EMAWeightAveraging, ModelCheckpoint, averaged_weights
 from treadle.cli.commands.command_line import read_earlier_config
 from treadle.cli.commands.export import export
+from treadle.engine.checkpoint import store
 
 import treadle
 
@@ -50,8 +51,13 @@ def loader():
     return DataLoader(TensorDataset(torch.ones(4, 2)), 2)
 
 
-def trainer(folder, steps=2):
-    saving = ModelCheckpoint(folder, "best", monitor="loss", save_last=True)
+def form_of(folder):
+    """The form of the checkpoints in a folder, also while they have other names."""
+    return "directory" if any(path.is_dir() for path in folder.iterdir() if ".ckpt" in path.name) else "file"
+
+
+def trainer(folder, steps=2, form=None):
+    saving = ModelCheckpoint(folder, "best", monitor="loss", save_last=True, format=form or form_of(folder))
     return treadle.Trainer(
         max_steps=steps, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[saving, EMAWeightAveraging()],
@@ -79,7 +85,7 @@ def looked_at(stage, ckpt_path=None):
 def after_the_fit(path):
     """The best one, which the callback of this process has saved."""
     folder = path.parent / "own"
-    own = trainer(folder)
+    own = trainer(folder, form=form_of(path.parent))
     own.fit(Task(), Data())
     interrupt(folder / "best.ckpt", finished=False)
     return own.validate(dataloaders=loader(), ckpt_path="best")
@@ -119,48 +125,58 @@ DOORS = {
     "export": exported,
     "--from-run": started_from,
 }
+FORMS = ("file", "directory")
 ALIKE = ("test", "predict", "validate last", "data", "load_checkpoint", "load_checkpoint_in_model", "averaged_weights")
 
 
 def interrupt(target, finished):
-    """Leave what a kill between the renames leaves; with ``finished``, the next checkpoint is whole."""
-    assert target.is_dir()
+    """Leave what a kill between the renames leaves; with ``finished``, the next checkpoint is whole.
+
+    A directory is renamed before any replacement, and a file before that by a directory.
+    """
+    assert store.is_checkpoint(target)
     if finished:
-        shutil.copytree(target, target.with_name(f".{target.name}.part"))
+        copy = shutil.copytree if target.is_dir() else shutil.copy
+        copy(target, target.with_name(f".{target.name}.part"))
     target.rename(target.with_name(f".{target.name}.old"))
 
 
-def make_run(folder):
-    trainer(folder).fit(Task(), Data())
+def make_run(folder, form):
+    trainer(folder, form=form).fit(Task(), Data())
     assert sorted(os.listdir(folder)) == ["best.ckpt", "last.ckpt"]
     return folder
 
 
 @pytest.mark.guarantee
 @pytest.mark.parametrize(
-    ("door", "finished"),
+    ("door", "finished", "form"),
     [
-        # Each door with one of both by default, and of doors that find it alike one.
+        # Each door with one of both, and with one form, by default, and of doors that find it alike one.
         pytest.param(
             door,
             finished,
-            id=f"{door}-{name}",
-            marks=() if (n + finished) % 2 and door not in ALIKE else pytest.mark.exhaustive,
+            form,
+            id=f"{door}-{name}-{form}",
+            marks=()
+            if (n + finished) % 2 and door not in ALIKE and form == FORMS[n // 2 % 2]
+            else pytest.mark.exhaustive,
         )
         for n, door in enumerate(DOORS)
         for finished, name in ((False, "old"), (True, "part"))
+        for form in FORMS
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_every_door_finds_a_checkpoint_whose_replacement_was_killed(tmp_path, door, finished):
-    whole, killed = make_run(tmp_path / "whole"), make_run(tmp_path / "killed")
+def test_every_door_finds_a_checkpoint_whose_replacement_was_killed(tmp_path, door, finished, form):
+    whole, killed = make_run(tmp_path / "whole", form), make_run(tmp_path / "killed", form)
     name = "best.ckpt" if door == "best" else "last.ckpt"
     expected = DOORS[door](whole / name)
     interrupt(killed / name, finished)
     found = DOORS[door](killed / name)
     assert json.dumps(found, default=str) == json.dumps(expected, default=str)
     if door not in ("after the fit", "validate last"):  # which reads it where it is
-        assert (killed / name).is_dir()
+        assert (killed / name).is_dir() == (form == "directory")
+        store.verify(killed / name)
         assert not any(entry.startswith((".last", ".best")) for entry in os.listdir(killed))
 
 
@@ -169,8 +185,9 @@ def read_at_once(path):
     return Task.load_from_checkpoint(path).weight.tolist()
 
 
-def test_several_processes_find_it_again_at_once(tmp_path):
-    make_run(tmp_path / "ckpt")
+@pytest.mark.parametrize("form", ["file", pytest.param("directory", marks=pytest.mark.exhaustive)])
+def test_several_processes_find_it_again_at_once(tmp_path, form):
+    make_run(tmp_path / "ckpt", form)
     interrupt(tmp_path / "ckpt" / "last.ckpt", finished=True)
     first, second = run(read_at_once, 2, tmp_path / "ckpt" / "last.ckpt")
     assert first == second

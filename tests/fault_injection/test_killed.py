@@ -21,6 +21,7 @@ import tempfile
 import time
 import traceback
 import warnings
+import zipfile
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -34,13 +35,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, ModelCheckpoint
 from treadle.cli.commands.export import export
 from treadle.engine.big_models.offload_file import write_weights
+from treadle.engine.checkpoint import lay_out, parts
+from treadle.engine.checkpoint import save as snapshot
 from treadle.engine.checkpoint import store as checkpoint
 from treadle.engine.checkpoint.atomic_swap import BESIDE
-from treadle.engine.checkpoint.store import CheckpointStore
+from treadle.engine.checkpoint.store import CheckpointStore, FileSave
 from treadle.engine.configuration import ProjectConfiguration
 from treadle.engine.weights.sources import open_weights
-from treadle.strategies import FSDP
-from treadle.strategies.processes import IDENTITY
+from treadle.strategies import FSDP, World
+from treadle.strategies.processes import IDENTITY, identify_process
 
 import treadle
 from treadle.testing.faults import Fault, FaultPlan, disk_points, forked
@@ -56,6 +59,8 @@ LIVE = Fault("disk:*", "delay:0")
 
 def content(path):
     """A checkpoint as it lies there, to the byte."""
+    if path.is_file():
+        return {"": path.read_bytes()}
     return {name: (path / name).read_bytes() for name in sorted(os.listdir(path))}
 
 
@@ -63,7 +68,14 @@ def tree(root):
     """All that stands in a directory of checkpoints. The order of their commits differs after a crash."""
     found = {}
     for name in sorted(os.listdir(root)):
-        found[name] = content(root / name)
+        if (root / name).is_file():
+            with zipfile.ZipFile(root / name) as archive:
+                found[name] = {record: archive.read(record) for record in archive.namelist()}
+            del found[name]["checkpoint/treadle/manifest.json"]
+            # A pickle depends on which equal strings are one object; its tensors are other records.
+            found[name]["checkpoint/data.pkl"] = str(torch.load(root / name, weights_only=True))
+        else:
+            found[name] = content(root / name)
         found[name]["manifest.json"] = checkpoint.read_manifest(root / name).info
     return found
 
@@ -127,21 +139,29 @@ class Door:
 
     def go_on(self, keep=False):
         """Do the work, noting each commit that returned."""
-        commit = checkpoint.commit
+        commit_directory, commit_file = checkpoint.commit, FileSave.commit
 
-        def noted(target, files, info, *args, **kwargs):
-            path = commit(target, files, info, *args, **kwargs)
+        def note(path, info):
             with self.log.open("a") as log:
                 log.write(f"{info['step']}\n")
             if keep:
-                shutil.copytree(path, self.aside / "known" / f"{path.name}@{info['step']}")
+                copy = shutil.copytree if path.is_dir() else shutil.copy
+                copy(path, self.aside / "known" / f"{path.name}@{info['step']}")
+
+        def noted(target, files, info, *args, **kwargs):
+            path = commit_directory(target, files, info, *args, **kwargs)
+            note(path, info)
             return path
 
-        checkpoint.commit = noted
+        def noted_file(save, files, info, others):
+            commit_file(save, files, info, others)
+            note(save._target, info)
+
+        checkpoint.commit, FileSave.commit = noted, noted_file
         try:
             self.work()
         finally:
-            checkpoint.commit = commit
+            checkpoint.commit, FileSave.commit = commit_directory, commit_file
 
     def committed(self):
         return [int(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
@@ -178,7 +198,7 @@ class Door:
         assert hidden(self.root) == []
         assert self.newest() >= found
 
-    def kill_everywhere(self, reference, resumed, every=1):
+    def kill_everywhere(self, reference, resumed, every=1, form="directory"):
         """Kill at every point, and resume from each ``resumed``-th of them; ``reference`` was never interrupted."""
         seen = set()
         for number, point in enumerate(self.points[::every]):
@@ -190,11 +210,12 @@ class Door:
                 assert all(torch.equal(weights[name], value) for name, value in reference[0].items()), point
                 assert files == reference[1], point
         assert seen == set(self.steps)
+        writes, others, count = OPERATIONS[form]
         assert {(point.moment, point.operation) for point in self.points} >= {
-            *itertools.product(["before", "half", "after"], ["write_bytes", "write_tensors"]),
-            *itertools.product(["before", "after"], ["fsync", "rename", "unlink", "rmdir"]),
+            *itertools.product(["before", "half", "after"], writes),
+            *itertools.product(["before", "after"], others),
         }
-        assert len(self.points) > 60
+        assert len(self.points) > count
 
     def refuse_everywhere(self, every=1):
         """Let the disk refuse at every point: an error, or a warning where only what is replaced can't be deleted."""
@@ -233,6 +254,13 @@ class Door:
         CheckpointStore(self.root).recover()
         for path in CheckpointStore(self.root).find():
             checkpoint.verify(path)
+
+
+OPERATIONS = {
+    "directory": (["write_bytes", "write_tensors"], ["fsync", "rename", "unlink", "rmdir"], 60),
+    "file": (["write_bytes", "write_stream"], ["fsync", "replace", "rename", "unlink"], 24),
+}
+"""What a save writes with, what else it does, and how many points it has at least."""
 
 
 # -- own loops -------------------------------------------------------------------------------------------------------
@@ -354,12 +382,13 @@ class Moment(Callback):
             self.explore(trainer, pl_module)
 
 
-def fit(root, *callbacks, seed=0, ckpt_path=None):
+def fit(root, form, *callbacks, seed=0, ckpt_path=None):
     """Two epochs of three steps, a save of the two best and of the last after each."""
     torch.manual_seed(seed)
     keeper = ModelCheckpoint(
-        root, "{step}", monitor="score", save_top_k=2, save_last=True, every_n_train_steps=1, every_n_epochs=None
-    )
+        root, "{step}", monitor="score", save_top_k=2, save_last=True, every_n_train_steps=1, every_n_epochs=None,
+        format=form,
+    )  # fmt: skip
     trainer = treadle.Trainer(
         accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[*callbacks, keeper],
@@ -371,34 +400,106 @@ def fit(root, *callbacks, seed=0, ckpt_path=None):
     return {name: value.clone() for name, value in task.state_dict().items()}
 
 
-def explored(root, aside, explore):
+def explored(root, form, aside, explore):
     """Fit; before the saves of the fifth step, ``explore(door, reference)``."""
-    reference = ending(lambda: fit(root), root, aside)
+    reference = ending(lambda: fit(root, form), root, aside)
     shutil.rmtree(root)
     doors = []
 
     def at_moment(trainer, task):
         keeper = trainer.checkpoint_callback
-        resume = lambda: fit(root, seed=7, ckpt_path="auto")  # noqa: E731
+        resume = lambda: fit(root, form, seed=7, ckpt_path="auto")  # noqa: E731
         doors.append(Door(root, aside, lambda: keeper.on_step_end(trainer, task), resume, again=resume))
         explore(doors[0], reference)
         doors[0].start_over()
 
-    weights = fit(root, Moment(5, at_moment))
+    weights = fit(root, form, Moment(5, at_moment))
     assert all(torch.equal(weights[name], value) for name, value in reference[0].items())
     assert len(doors) == 1
 
 
+TRAINER_FORMS = ["file", pytest.param("directory", marks=pytest.mark.exhaustive)]
+
+
+@pytest.mark.parametrize("form", TRAINER_FORMS)
 @pytest.mark.parametrize(
     ("resumed", "every"), [pytest.param(16, 3, id="some"), pytest.param(1, 1, id="all", marks=pytest.mark.slow)]
 )
-def test_trainer_killed(tmp_path, aside, resumed, every):
-    explored(tmp_path / "run", aside, lambda door, reference: door.kill_everywhere(reference, resumed, every))
+def test_trainer_killed(tmp_path, aside, resumed, every, form):
+    def explore(door, reference):
+        door.kill_everywhere(reference, resumed, every if form == "directory" else 1, form)
+
+    explored(tmp_path / "run", form, aside, explore)
 
 
+@pytest.mark.parametrize("form", TRAINER_FORMS)
 @pytest.mark.parametrize("every", [pytest.param(7, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)])
-def test_trainer_refused_by_the_disk(tmp_path, aside, every):
-    explored(tmp_path / "run", aside, lambda door, reference: door.refuse_everywhere(every))
+def test_trainer_refused_by_the_disk(tmp_path, aside, every, form):
+    explored(tmp_path / "run", form, aside, lambda door, reference: door.refuse_everywhere(every))
+
+
+# -- one form for the other ------------------------------------------------------------------------------------------
+
+
+def save_as(form, target, step, size=2**7):
+    """Save the step's number, in each element of six tensors."""
+    weights = {name: torch.full((size,), float(step)) for name in "abcdef"}
+    if form == "torch":
+        torch.save(weights, target)
+    elif form == "empty":
+        target.touch()
+    else:
+        files = parts.encode_part("model", weights) | parts.encode_part("state", {"step": step})
+        layout = lay_out(files, {"state_dict": weights}) if form == "file" else False
+        snapshot.publish(World(), target, files, {"step": step}, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("file", "file"),
+        ("file", "directory"),
+        ("directory", "file"),
+        ("torch", "directory"),
+        pytest.param("torch", "file", marks=pytest.mark.exhaustive),
+        pytest.param("empty", "file", marks=pytest.mark.exhaustive),
+        pytest.param("empty", "directory", marks=pytest.mark.exhaustive),
+    ],
+)
+@pytest.mark.parametrize("action", ["kill", pytest.param("oserror:ENOSPC", marks=pytest.mark.exhaustive)])
+@pytest.mark.filterwarnings("ignore:.*another run has replaced it")
+def test_one_form_replaces_another(tmp_path, action, before, after):
+    target, start = tmp_path / "run" / "last", tmp_path / "start"
+    start.mkdir()
+    save_as(before, start / "last", 1)
+    old, store = content(start / "last"), CheckpointStore(target.parent)
+    reset(start, target.parent)
+    points = disk_points(lambda: save_as(after, target, 2))
+    new, seen = content(target), []
+    for point in points:
+        reset(start, target.parent)
+        status = forked(lambda: save_as(after, target, 2), point.fault(action))
+        assert (status == -signal.SIGKILL) if action == "kill" else (status in (0, 1)), point
+        if before in ("file", "directory"):
+            path, skipped = store.latest()
+            assert skipped == []
+            assert content(path) in (old, new), point
+        store.recover()
+        assert os.listdir(target.parent) == ["last"], point
+        assert content(target) in (old, new), point
+        seen.append(content(target) == new)
+        assert status != 0 or seen[-1], point
+        save_as(after, target, 2)  # a new run saves
+        checkpoint.verify(target)
+        assert os.listdir(target.parent) == ["last"], point
+    assert not seen[0]
+    assert seen[-1]
+    if action == "kill":
+        assert seen == sorted(seen)
+    else:  # only the cleaning fails when the new one is in place; or what follows a rename that replaced a file
+        late = {"unlink", "rmdir"} | ({"replace", "fsync"} if after == "file" != "directory" != before else set())
+        done = [point for point, is_new in zip(points, seen, strict=True) if is_new]
+        assert {point.operation for point in done if not point.path.endswith(".old/manifest.json")} <= late
 
 
 # -- two processes ---------------------------------------------------------------------------------------------------
@@ -636,20 +737,18 @@ def test_weights_for_others_are_on_the_disk_before_the_index_and_the_index_befor
     new, index = [f"model-v1-0000{n}-of-00002.safetensors" for n in (1, 2)], "model.safetensors.index.json"
     expected = []
     for write, name in [("write_tensors", new[0]), ("write_tensors", new[1]), ("write_bytes", index)]:
-        expected += [(write, f".{name}.part"), ("fsync", f".{name}.part"), ("replace", f".{name}.part"), ("fsync", ".")]
+        part = f".{name}.{identify_process()}.part"
+        expected += [(write, part), ("fsync", part), ("replace", part), ("fsync", ".")]
     assert done == [*expected, *(("unlink", name.replace("-v1", "")) for name in new)]
 
 
 # -- killed from outside ---------------------------------------------------------------------------------------------
 
 
-def keep_saving(target, begin):
-    """Save 3 MB for ever: the step's number, in each of the tensors."""
+def keep_saving(form, target, begin):
+    """Save 3 MB for ever."""
     for step in itertools.count(begin):
-        state = {name: torch.full((2**17,), float(step)) for name in "abcdef"}
-        files = checkpoint.write_part(target, "model", state)
-        files |= checkpoint.write_part(target, "state", {"step": step})
-        checkpoint.commit(target, files, {"step": step})
+        save_as(form, target, step, size=2**17)
 
 
 def is_half_written(target, sizes):
@@ -660,18 +759,19 @@ def is_half_written(target, sizes):
     return False
 
 
+@pytest.mark.parametrize("form", ["file", "directory"])
 @pytest.mark.parametrize("kills", [15, pytest.param(50, marks=pytest.mark.exhaustive)])
-def test_killed_from_outside(tmp_path, kills):
+def test_killed_from_outside(tmp_path, kills, form):
     """Half of the signals come at any moment, half when a half-written file is seen, which is mostly not too late."""
     chance, halves, target, step = random.Random(1), 0, tmp_path / "run" / "last", 0
     store = CheckpointStore(target.parent)
-    sizes = {"model.safetensors": 6 * 2**19}
+    sizes = {"model.safetensors" if form == "directory" else "": 6 * 2**19}
     for number in range(kills):
         child = os.fork()
         if child == 0:
             try:
                 torch.set_num_threads(1)  # OpenMP's other threads are not in the copy
-                keep_saving(target, step + 1)
+                keep_saving(form, target, step + 1)
             finally:
                 os._exit(1)
         deadline = time.monotonic() + 30

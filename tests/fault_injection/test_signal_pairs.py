@@ -112,7 +112,7 @@ def end_of(process, folder):
     return status if status >= 0 else 128 - status, saved, skipped, hidden
 
 
-def check(doors, signals, tmp_path, pause, status):
+def check(doors, signals, tmp_path, pause, statuses):
     jobs = {door: begin(door, tmp_path / door) for door in doors}  # all at once, for they mostly wait
     for door, process in jobs.items():
         strike(process, tmp_path / door, DOORS[door][1], signals, pause)
@@ -120,17 +120,17 @@ def check(doors, signals, tmp_path, pause, status):
         folder = tmp_path / door
         ended, saved, skipped, hidden = end_of(process, folder)
         text = f"{door}, {' then '.join(signals)} after {pause} s:\n{(folder / 'out').read_text()}"
-        assert ended == status, text
+        assert ended in statuses, text
         assert saved in (int((folder / "step").read_text()), int((folder / "step").read_text()) + 1), text
         assert (skipped, hidden) == ([], []), text
 
 
 def test_one_ctrl_c_after_a_schedulers_signal_does_not_cost_the_save(tmp_path):
-    check(DOORS, ("TERM", "INT"), tmp_path, 0.7, 143)
+    check(DOORS, ("TERM", "INT"), tmp_path, 0.7, {143})
 
 
 def test_a_schedulers_signal_after_ctrl_c_does_not_cost_the_save(tmp_path):
-    check(DOORS, ("INT", "TERM", "USR2"), tmp_path, 0.3, 130)
+    check(DOORS, ("INT", "TERM", "USR2"), tmp_path, 0.3, {130})
 
 
 def test_a_second_ctrl_c_still_ends_a_run_at_once(tmp_path):
@@ -143,7 +143,13 @@ def test_a_second_ctrl_c_still_ends_a_run_at_once(tmp_path):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("pause", [0.0, 0.7])
 @pytest.mark.parametrize("pair", PAIRS, ids=" then ".join)
-def test_every_pair(tmp_path, pair, pause):
-    check(DOORS, pair, tmp_path, pause, STATUS[pair[0]])
+def test_every_pair(tmp_path, pair):
+    check(DOORS, pair, tmp_path, 0.7, {STATUS[pair[0]]})
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair[1] in STATUS], ids=" then ".join)
+def test_every_pair_at_one_moment(tmp_path, pair):
+    """The system delivers pending signals by their numbers. SIGUSR2 could end the process before any handler runs."""
+    check(DOORS, pair, tmp_path, 0.0, {STATUS[name] for name in pair})

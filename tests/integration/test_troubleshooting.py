@@ -383,6 +383,17 @@ def no_such_checkpoint():
 
 
 @provokes
+def another_library():
+    torch.save({"state_dict": Net().state_dict(), "epoch": 1, "global_step": 2}, "lightning.ckpt")
+    fit(Net(), ckpt_path="lightning.ckpt")
+
+
+@provokes
+def no_file_possible():
+    fit(Net(), strategy="fsdp").save_checkpoint("a.ckpt", format="file")
+
+
+@provokes
 def no_last_checkpoint():
     fit(Net(), ckpt_path="last", enable_checkpointing=True, callbacks=[ModelCheckpoint("checkpoints")])
 
@@ -401,17 +412,6 @@ def another_model():
 
     fit(Net()).save_checkpoint("a.ckpt")
     fit(Wider(), ckpt_path="a.ckpt")
-
-
-@provokes
-def another_library():
-    torch.save({"state_dict": Net().state_dict(), "epoch": 1, "global_step": 2}, "lightning.ckpt")
-    fit(Net(), ckpt_path="lightning.ckpt")
-
-
-@provokes
-def no_file_possible():
-    fit(Net(), strategy="fsdp").save_checkpoint("a.ckpt", format="file")
 
 
 @provokes

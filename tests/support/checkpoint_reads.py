@@ -1,4 +1,4 @@
-"""Counts what is read of checkpoints: whole files for their digests, and manifests that are parsed."""
+"""Counts what is read of checkpoints: files or bytes of a file for their digests, and manifests that are parsed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from treadle.engine.checkpoint import filesystem, manifest
+from treadle.engine.checkpoint.one_file import verify
 
 
 class Reads:
     """Counts inside a ``with`` block, in this process.
 
     Attributes:
-        hashed: how often each file was read for its digest, by ``folder/name``.
+        hashed: how often each file of a directory was read for its digest, by ``folder/name``; and each byte of a
+            checkpoint that is one file, by ``name:position``.
         parsed: how many manifests were parsed.
     """
 
@@ -22,8 +24,8 @@ class Reads:
         self.parsed = 0
 
     def __enter__(self) -> Reads:
-        self._before = filesystem.describe, manifest._parse
-        describe, parse = self._before
+        self._before = filesystem.describe, manifest._parse, verify.open_file
+        describe, parse, open_file = self._before
 
         def counting_describe(path: Path) -> Any:
             self.hashed[f"{path.parent.name}/{path.name}"] += 1
@@ -33,14 +35,41 @@ class Reads:
             self.parsed += 1
             return parse(document)
 
-        filesystem.describe, manifest._parse = counting_describe, counting_parse
+        def counting_open(path: Path) -> Any:
+            return _Counting(open_file(path), self.hashed)
+
+        filesystem.describe, manifest._parse, verify.open_file = counting_describe, counting_parse, counting_open
         return self
 
     def __exit__(self, *_: object) -> None:
-        filesystem.describe, manifest._parse = self._before
+        filesystem.describe, manifest._parse, verify.open_file = self._before
+
+
+class _Counting:
+    """Unbuffered file that counts each byte that is read."""
+
+    def __init__(self, file: Any, counts: Counter[str]) -> None:
+        self._file, self._counts = file, counts
+        self.seek = file.seek
+
+    def __enter__(self) -> _Counting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def read(self, size: int) -> bytes:
+        start, data = self._file.tell(), self._file.read(size)
+        self._counts.update(f"{Path(self._file.name).name}:{start + place}" for place in range(len(data)))
+        return data
 
 
 def once(*checkpoints: Path) -> Counter[str]:
     """What `Reads.hashed` is, over all ranks, where each file of some checkpoints was hashed once."""
-    names = [f"{path.name}/{file.name}" for path in checkpoints for file in path.iterdir()]
-    return Counter(name for name in names if not name.endswith("manifest.json"))
+    names = []
+    for path in checkpoints:
+        if path.is_dir():
+            names += [f"{path.name}/{file.name}" for file in path.iterdir() if file.name != "manifest.json"]
+        else:  # from the manifest's header on, all bytes are read to find the manifest
+            names += [f"{path.name}:{place}" for place in range(manifest.read_manifest(path).records.end)]
+    return Counter(names)

@@ -336,7 +336,8 @@ def _look_at_disk(folder: Path, temporary: Path, outcome: Outcome) -> None:
     path, outcome.broken = store.latest()
     outcome.newest = None if path is None else checkpoint.read_manifest(path).step
     hidden = [file.name for file in (folder / "ckpt").glob(".*")]
-    files = [name for name in sorted(os.listdir(temporary)) if not name.startswith("torchelastic_")]  # torchrun's
+    # torchrun's, and torch's cache of compiled code, which `import torch._dynamo` creates and every process keeps.
+    files = [name for name in sorted(os.listdir(temporary)) if not name.startswith(("torchelastic_", "torchinductor_"))]
     pids = "|".join(file.name for file in (folder / "pids").iterdir())
     shared = [name for name in os.listdir("/dev/shm") if re.search(rf"_({pids})_", name)]
     outcome.leftovers = hidden + files + shared

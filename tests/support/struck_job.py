@@ -36,7 +36,7 @@ POINTS = {
     "teardown": ("callback:teardown:before", 12),
 }
 POINTS |= dict.fromkeys(("busy peer", "peer in C"), POINTS["mid-epoch"])  # what the other rank does meanwhile, alone
-HALF_WRITTEN = ("disk:write_tensors:half", 8)
+HALF_WRITTEN = {"ddp": ("disk:write_stream:half", 8), "fsdp": ("disk:write_tensors:half", 8)}
 
 
 class Task(treadle.TaskModule):
@@ -89,7 +89,9 @@ class Strike:
         point = self.plan.get("point")
         if point not in POINTS or self.rank < 0:
             return nullcontext()
-        place, step = HALF_WRITTEN if point == "save" and self.plan["rank"] == 0 else POINTS[point]
+        place, step = (
+            HALF_WRITTEN[self.plan["strategy"]] if point == "save" and self.plan["rank"] == 0 else POINTS[point]
+        )
         faults = [Fault(place, self.happen, rank=self.plan["rank"], step=step)]
         if point in BUSY:
             faults.append(Fault(place, self.be_busy, rank=1 - self.plan["rank"], step=step))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
 from treadle.engine import move_data_to_device
+from treadle.engine.checkpoint.manifest import read_manifest
 from treadle.loggers import CSVLogger
 
 import treadle
@@ -472,17 +473,17 @@ def test_checkpoints_that_are_none(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "hostile").mkdir()
     (tmp_path / "hostile" / "manifest.json").write_text('{"format": 1, "files": {"../x": {}}}')
-    for path, words in [
-        ("nowhere", ["nowhere", "does not exist"]),
-        ("file.ckpt", ["file.ckpt", "are directories"]),
-        ("empty", ["manifest.json is missing"]),
-        ("hostile", ["manifest.json is damaged"]),
+    for path, words, at_load in [
+        ("nowhere", ["nowhere", "does not exist"], "does not exist"),
+        ("file.ckpt", ["file.ckpt", "not a checkpoint that Treadle can resume from"], "torch.save"),
+        ("empty", ["manifest.json is missing"], "contains no files"),
+        ("hostile", ["manifest.json is damaged"], "manifest.json"),
     ]:
         with says(ValueError, *words):
             trainer().fit(Plain(), loader(), ckpt_path=tmp_path / path)
-        with says(ValueError, path, "manifest.json"):
+        with says(ValueError, path, at_load):
             Plain.load_from_checkpoint(tmp_path / path)
-    with says(TypeError, "ckpt_path=5", "directory"):
+    with says(TypeError, "ckpt_path=5", "a checkpoint's path"):
         trainer().fit(Plain(), loader(), ckpt_path=5)
     for name in ("last", "best"):
         with says(ValueError, f"ckpt_path='{name}'", "no ModelCheckpoint"):
@@ -512,9 +513,10 @@ def test_checkpoints_of_something_else(tmp_path):
     with pytest.warns(UserWarning, match="No run can resume from this checkpoint"):
         run.save_checkpoint(tmp_path / "late")
     # A damaged file is found before it is loaded.
-    weights = tmp_path / "run" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    with says(ValueError, "model.safetensors"):
+    place = read_manifest(tmp_path / "run").records.entries["data/0"]["at"]
+    content = (tmp_path / "run").read_bytes()
+    (tmp_path / "run").write_bytes(content[:place] + b"x" + content[place + 1 :])
+    with says(ValueError, "data/0 is not what was written"):
         Sized.load_from_checkpoint(tmp_path / "run")
 
 

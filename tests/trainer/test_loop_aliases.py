@@ -8,7 +8,7 @@ import pytest
 import torch
 from quiet import trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import treadle
 
@@ -60,10 +60,48 @@ def test_progress_is_lightnings() -> None:
     assert task.seen == [
         ("epoch start", [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]),
         ("step", [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]),
-        ("epoch start", [2, 2, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]),
+        ("epoch start", [2, 2, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]),
         ("step", [2, 2, 1, 1], [1, 1, 0, 0], [2, 2, 1, 1]),
     ]
     assert counts(run.fit_loop.epoch_progress.current) == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("end", [None, -1, "stop"])
+def test_the_indices_after_an_epoch_are_lightnings(end: Any, stream: bool) -> None:
+    class Ends(Watched):
+        def note(self, moment: str) -> None:
+            loop = self.trainer.fit_loop
+            batches = loop.epoch_loop.batch_progress
+            if moment != "step" and loop.total_batch_idx >= 0:
+                of_batches = [each for count in (batches.current, batches.total) for each in counts(count)[::3]]
+                self.seen.append([loop.batch_idx, loop.total_batch_idx, *of_batches])
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if end == -1 and batch_idx == 3 else None
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.trainer.should_stop = end == "stop" and batch_idx == 2
+
+        def on_train_epoch_end(self) -> None:
+            self.note("epoch end")
+
+        def on_train_end(self) -> None:
+            self.note("end")
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([[sample] for sample in torch.ones(5, 2)])
+
+    task, run = Ends(), trainer(max_epochs=2)
+    run.fit(task, DataLoader(Stream() if stream else TensorDataset(torch.ones(5, 2))))
+    task.note("after")
+    expected = {  # Lightning 2.6.6's numbers at the end and start of epochs, at the end of training and afterwards
+        None: [[4, 4, 5, 5, 5, 5]] * 2 + [[4, 9, 5, 5, 10, 10]] * 3,
+        -1: [[3, 3, 4, 3, 4, 3]] * 2 + [[3, 7, 4, 3, 8, 6]] * 3,
+        "stop": [[2, 2, 3, 3, 3, 3]] * 3,
+    }[end]
+    assert task.seen == expected
 
 
 def test_a_raised_limit_goes_on_with_the_run() -> None:

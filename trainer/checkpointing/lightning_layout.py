@@ -9,6 +9,7 @@ Source: `Trainer.dump_checkpoint` and the loops' ``state_dict`` in Lightning 2.6
 
 from __future__ import annotations
 
+import math
 import os
 from argparse import Namespace
 from collections import OrderedDict, deque
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from ...callbacks import Callback, EarlyStopping, ModelCheckpoint
 from ...engine import strip_compile_prefix
+from ...engine.checkpoint import check_tensor
 
 if TYPE_CHECKING:
     from ..core import TaskModule
@@ -34,7 +36,11 @@ LAYOUT_VERSION = "2.6.6"
 """Version of Lightning whose layout it is. Lightning refuses a file without one, and warns if its own is lower."""
 
 _DROPPED = object()
+_KEYS = (str, int, float, type(None))
 _MOST_BITS = 8 * 250  # of an int that torch.load reads; its length in bytes is one byte
+
+
+_PLAIN = frozenset({bool, str, float, complex, bytes, bytearray, torch.Size, torch.dtype, torch.device})
 
 
 def make_document(trainer: Trainer, task: TaskModule, progress: Progress, weights_only: bool) -> dict[str, Any]:
@@ -81,7 +87,9 @@ def _make_loops(trainer: Trainer, progress: Progress) -> dict[str, Any]:
     length = trainer.num_training_batches
     is_between = progress.batch == 0 and progress.epoch > 0
     is_last = is_between or progress.batch == length
-    batch = int(length) if is_between else progress.batch
+    batch = progress.batch
+    if is_between:  # of a loader without a length, the epochs' mean is known
+        batch = int(length) if math.isfinite(length) else progress.batches // progress.epoch
     epochs = dict.fromkeys(("ready", "completed", "started", "processed"), progress.epoch)
     if not is_between:  # one has begun
         epochs |= {"ready": progress.epoch + 1, "started": progress.epoch + 1, "processed": progress.epoch + is_last}
@@ -111,7 +119,11 @@ def _translate_callback(callback: Callback) -> tuple[str, dict[str, Any]]:
     if type(callback) is EarlyStopping:
         kept = {name: state[name] for name in ("wait_count", "stopped_epoch")}
         key = f"EarlyStopping{ {'monitor': callback.monitor, 'mode': callback.mode}!r}"
-        return key, {**kept, "best_score": torch.as_tensor(state["best_score"]), "patience": callback.patience}
+        return key, {
+            **kept,
+            "best_score": torch.as_tensor(state["best_score"], device="cpu"),
+            "patience": callback.patience,
+        }
     if type(callback) is ModelCheckpoint:
         triggers = {
             "every_n_train_steps": callback.every_n_train_steps,
@@ -122,7 +134,9 @@ def _translate_callback(callback: Callback) -> tuple[str, dict[str, Any]]:
         names = ("best_model_score", "best_model_path", "current_score", "last_model_path", "best_k_models", "dirpath")
         kept = {name: getattr(callback, name) for name in names}
         kth_path = callback.kth_best_model_path
-        worst = callback.best_k_models.get(kth_path, torch.tensor(torch.inf if callback.mode == "min" else -torch.inf))
+        worst = callback.best_k_models.get(
+            kth_path, torch.tensor(torch.inf if callback.mode == "min" else -torch.inf, device="cpu")
+        )
         return key, {"monitor": callback.monitor, **kept, "kth_best_model_path": kth_path, "kth_value": worst}
     is_ours = type(callback).__module__.split(".")[0] == __name__.split(".")[0]
     return f"treadle.{callback.state_key}" if is_ours else callback.state_key, state
@@ -143,11 +157,15 @@ def make_plain(value: Any) -> Any:
 
 def _convert(value: Any) -> Any:
     kind = type(value)
-    if value is None or kind in (bool, str, float, complex, bytes, bytearray, torch.Size, torch.dtype, torch.device):
+    if value is None or kind in _PLAIN:
         return value
     if kind is int:
         return value if value.bit_length() < _MOST_BITS else str(value)
     if isinstance(value, Tensor):
+        try:
+            check_tensor(value, "")
+        except TypeError:  # it is sparse or on the meta device, for example
+            return _DROPPED
         return value.detach()
     if isinstance(value, Enum):
         return _convert(value.value)
@@ -174,15 +192,28 @@ def _convert_container(value: Any) -> Any:
     elif is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
-        pairs = ((_convert(key), _convert(item)) for key, item in value.items())
-        kept = ((key, item) for key, item in pairs if key is not _DROPPED and item is not _DROPPED)
-        return OrderedDict(kept) if isinstance(value, OrderedDict) else dict(kept)
+        kept: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        for key, item in value.items():
+            plain_key = key if type(key) is str else _convert_key(key)
+            plain = item if item is None or type(item) in _PLAIN else _convert(item)
+            if plain is not _DROPPED:
+                kept[plain_key] = plain
+        return kept
     if isinstance(value, list | tuple | deque | range):
         return (tuple if isinstance(value, tuple) else list)(_convert_all(value))
     if isinstance(value, set | frozenset):
-        return set(_convert_all(value))
+        return set(map(_convert_key, value))
     base = next((base for base in (bool, int, float, str) if isinstance(value, base)), None)
     return _DROPPED if base is None else base(value)
+
+
+def _convert_key(key: Any) -> Any:
+    """Return a key of a dict, or an item of a set, in a form that every reader accepts."""
+    plain = tuple(map(_convert_key, key)) if isinstance(key, tuple) else _convert(key)
+    is_short = isinstance(plain, _KEYS) and not (isinstance(plain, int) and plain.bit_length() > 64)
+    if is_short or (type(plain) is tuple and len(plain) <= 16 and not any(isinstance(item, tuple) for item in plain)):
+        return plain
+    return str(key)
 
 
 def _convert_all(values: Iterable[Any]) -> list[Any]:

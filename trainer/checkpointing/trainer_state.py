@@ -152,14 +152,14 @@ class TrainerCheckpointer:
             )
         accelerator.world.meet("trainer.save_checkpoint")
         as_file = self.is_one_file(form, paths)
-        with accelerator.world.together():
-            hooked = self.call_save_hooks(task, trainer.progress, weights_only)
         if trainer.stage is None and not accelerator.registered and not weights_only:
             warn(
                 f"{path} contains only weights, because the last stage was not fit. No run can resume from this "
                 "checkpoint. Save directly after fit, or pass weights_only=True."
             )
             weights_only = True
+        with accelerator.world.together():
+            hooked = self.call_save_hooks(task, trainer.progress, weights_only)
         parts = self.parts(task)
         if weights_only and hooked.added:
             parts[ADDED] = hooked.added  # otherwise it is among the callbacks' states

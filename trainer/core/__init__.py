@@ -8,7 +8,7 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .configure_optimizers import SchedulerConfig, check_ownership, endless, parse_optimizers
-    from .datamodule import DataModule, TransferHooks
+    from .datamodule import DataHooks, DataModule
     from .hooked_weights import HookedWeights
     from .hooks import TaskHooks
     from .loading import load_checkpoint, read_hook_entries, read_saved_arguments, read_weights, warn_of_code

@@ -21,77 +21,23 @@ if TYPE_CHECKING:
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
 
 
-class TransferHooks:
-    """Hooks that move a batch to the device. Those of a data module take precedence over those of a task."""
+class DataHooks:
+    """Hooks that make the data of a run and move batches to the device.
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch to move to the device, changed on the host. Default: no change.
-
-        Args:
-            batch: Batch from the dataloader.
-            dataloader_idx: Index among the validation, test or prediction dataloaders; 0 in training.
-        """
-        return batch
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move the batch to the device and return it.
-
-        Args:
-            batch: Batch on the host.
-            device: Device of this process.
-            dataloader_idx: Index among the validation, test or prediction dataloaders; 0 in training.
-        """
-        return move_data_to_device(batch, device)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch for the step, changed on the device. Default: no change.
-
-        Args:
-            batch: Batch on the device.
-            dataloader_idx: Index among the validation, test or prediction dataloaders; 0 in training.
-        """
-        return batch
-
-
-class DataModule(HyperparametersMixin, TransferHooks):
-    """Datasets and dataloaders of a task.
-
-    Attributes:
-        trainer: The Trainer that uses the data module, or None.
-        name: User-defined label. Default: None.
-        prepare_data_per_node: Run ``prepare_data`` on one process of each machine instead of only on rank zero.
-            Default: True.
-        allow_zero_length_dataloader_with_multiple_devices: Ignored. If sharding leaves a process without samples, the
-            process takes part in the step with weight 0.
-
-    Example:
-        >>> import torch
-        >>> import treadle as tl
-        >>> class Numbers(tl.DataModule):
-        ...     def setup(self, stage):
-        ...         self.numbers = torch.arange(8.0).reshape(8, 1)
-        ...     def train_dataloader(self):
-        ...         return torch.utils.data.DataLoader(self.numbers, batch_size=4)
-        >>> data = Numbers()
-        >>> data.setup("fit")
-        >>> len(data.train_dataloader())
-        2
+    Those of a data module take precedence over those of a task.
     """
 
-    CHECKPOINT_HYPER_PARAMS_KEY = "datamodule_hyper_parameters"
-    CHECKPOINT_HYPER_PARAMS_NAME = "datamodule_hparams_name"
-    CHECKPOINT_HYPER_PARAMS_TYPE = "datamodule_hparams_type"
-
-    trainer: Trainer | None = None
-    name: str | None = None
     prepare_data_per_node: bool = True
+    """Run ``prepare_data`` on one process of each machine instead of one process in total."""
+
     allow_zero_length_dataloader_with_multiple_devices: bool = False
+    """Accepted for Lightning compatibility. A process without a share of the data always takes part, with weight 0."""
 
     def prepare_data(self) -> None:
         """Download data or prepare it on disk. Runs before ``setup``, by default on one process of each machine."""
 
     def setup(self, stage: str) -> None:
-        """Create the datasets of a stage. Runs on every process.
+        """Create the datasets or layers of a stage. Runs on every process.
 
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
@@ -122,6 +68,67 @@ class DataModule(HyperparametersMixin, TransferHooks):
     def predict_dataloader(self) -> Any:
         """Return the prediction dataloader, or several in a dict, list or tuple."""
         raise NotImplementedError
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch to move to the device, changed on the host. Default: no change.
+
+        Args:
+            batch: Batch from the dataloader.
+            dataloader_idx: Index among the validation, test or prediction dataloaders; 0 in training.
+        """
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move the batch to the device and return it.
+
+        Args:
+            batch: Batch on the host.
+            device: Device of this process.
+            dataloader_idx: Index among the validation, test or prediction dataloaders; 0 in training.
+        """
+        return move_data_to_device(batch, device)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch for the step, changed on the device. Default: no change.
+
+        Args:
+            batch: Batch on the device.
+            dataloader_idx: Index among the validation, test or prediction dataloaders; 0 in training.
+        """
+        return batch
+
+
+class DataModule(HyperparametersMixin, DataHooks):
+    """Datasets and dataloaders of a task.
+
+    Attributes:
+        trainer: The Trainer that uses the data module, or None.
+        name: User-defined label. Default: None.
+        prepare_data_per_node: Run ``prepare_data`` on one process of each machine instead of only on rank zero.
+            Default: True.
+        allow_zero_length_dataloader_with_multiple_devices: Ignored. If sharding leaves a process without samples, the
+            process takes part in the step with weight 0.
+
+    Example:
+        >>> import torch
+        >>> import treadle as tl
+        >>> class Numbers(tl.DataModule):
+        ...     def setup(self, stage):
+        ...         self.numbers = torch.arange(8.0).reshape(8, 1)
+        ...     def train_dataloader(self):
+        ...         return torch.utils.data.DataLoader(self.numbers, batch_size=4)
+        >>> data = Numbers()
+        >>> data.setup("fit")
+        >>> len(data.train_dataloader())
+        2
+    """
+
+    CHECKPOINT_HYPER_PARAMS_KEY = "datamodule_hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME = "datamodule_hparams_name"
+    CHECKPOINT_HYPER_PARAMS_TYPE = "datamodule_hparams_type"
+
+    trainer: Trainer | None = None
+    name: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "trainer": None}  # dataloader workers and copies need none, as with a task

@@ -19,7 +19,7 @@ from ...common.remote_path import absolute, is_url
 from ...common.validation import choose
 from ...engine import move_data_to_device, plain_calls, strip_compile_prefix
 from ...engine.weights import make_parent, save_object, write_atomically
-from ...strategies import apply_nested
+from ...strategies import iter_tensors
 from ...strategies.distributed import is_sharded
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Exports(nn.Module):
             program = torch.onnx.export(self, args, kwargs=keywords, dynamo=True, **kwargs)
         assert program is not None
         shapes = [None if value.shape is None else list(value.shape) for value in program.model.graph.outputs]
-        _check_shapes("to_onnx", [list(t.shape) for t in _collect_tensors(expected)], shapes)
+        _check_shapes("to_onnx", [list(t.shape) for t in iter_tensors(expected)], shapes)
         if isinstance(file_path, str) and is_url(file_path):
             content = program.model_proto.SerializeToString()
             _write(file_path, lambda file: Path(file).write_bytes(content))
@@ -95,7 +95,7 @@ class Exports(nn.Module):
             program = torch.export.export(self, args, keywords, **kwargs)
             actual = program.module()(*args, **keywords)
         _check_shapes(
-            "to_torch_export", *([list(t.shape) for t in _collect_tensors(output)] for output in (expected, actual))
+            "to_torch_export", *([list(t.shape) for t in iter_tensors(output)] for output in (expected, actual))
         )
         if file_path is not None:
             _write(file_path, lambda file: torch.export.save(program, file))
@@ -224,12 +224,6 @@ def _prepare_arguments(task: Any, method: str, sample: Any) -> tuple[tuple[Any, 
     if isinstance(sample, Mapping):
         return (), dict(sample)
     return (tuple(sample) if isinstance(sample, tuple | list) else (sample,)), {}
-
-
-def _collect_tensors(output: Any) -> list[Tensor]:
-    tensors: list[Tensor] = []
-    apply_nested(output, Tensor, tensors.append)
-    return tensors
 
 
 def _check_shapes(method: str, expected: list[Any], actual: list[Any]) -> None:

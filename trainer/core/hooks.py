@@ -6,32 +6,11 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from .datamodule import DataHooks
 
-class TaskHooks:
+
+class TaskHooks(DataHooks):
     """Hooks of a task. `docs/hooks.md` lists their order."""
-
-    prepare_data_per_node: bool = True
-    """Run ``prepare_data`` on one process of each machine instead of one process in total."""
-
-    allow_zero_length_dataloader_with_multiple_devices: bool = False
-    """Accepted for Lightning compatibility. A process without a share of the data always takes part, with weight 0."""
-
-    def prepare_data(self) -> None:
-        """Download or build data on disk, before ``setup``. Runs on one process of each machine by default."""
-
-    def setup(self, stage: str) -> None:
-        """Prepare for a stage. Runs on every process.
-
-        Args:
-            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        """
-
-    def teardown(self, stage: str) -> None:
-        """Clean up after a stage, whether it succeeded or failed.
-
-        Args:
-            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        """
 
     def configure_model(self) -> None:
         """Build layers that ``__init__`` did not build.

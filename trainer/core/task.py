@@ -19,7 +19,6 @@ from ...common.validation import choose
 from ...engine import collectives
 from ...engine.metrics import Metrics
 from ...strategies import apply_nested
-from .datamodule import TransferHooks
 from .export import Exports
 from .hooks import TaskHooks
 from .hparams import HyperparametersMixin
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 
-class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Module):
+class TaskModule(HyperparametersMixin, TaskHooks, Exports, nn.Module):
     """Model that defines its training and evaluation steps and its optimizers.
 
     Override ``training_step`` and ``configure_optimizers``, then pass the task to ``Trainer.fit``.
@@ -134,25 +133,6 @@ class TaskModule(HyperparametersMixin, TransferHooks, TaskHooks, Exports, nn.Mod
             optionally ``"lr_scheduler"``; a list of such dicts; or None to train without an optimizer. A scheduler is
             an object with ``step`` and ``state_dict``, or a dict whose keys are attributes of ``SchedulerConfig``.
         """
-        raise NotImplementedError
-
-    def train_dataloader(self) -> Any:
-        """Return the training dataloader, or several in a dict, list or tuple.
-
-        With several dataloaders, each batch contains one batch of every dataloader.
-        """
-        raise NotImplementedError
-
-    def val_dataloader(self) -> Any:
-        """Return the validation dataloader, or several in a dict, list or tuple."""
-        raise NotImplementedError
-
-    def test_dataloader(self) -> Any:
-        """Return the test dataloader, or several in a dict, list or tuple."""
-        raise NotImplementedError
-
-    def predict_dataloader(self) -> Any:
-        """Return the prediction dataloader, or several in a dict, list or tuple."""
         raise NotImplementedError
 
     def configure_gradient_clipping(

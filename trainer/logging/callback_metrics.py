@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,38 +35,21 @@ class CallbackMetrics(dict[str, Any]):
         super().__delitem__(name)
         self._logbook.forget_value(name)
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Write several values."""
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
+    def pop(self, name: str, *default: Any) -> Any:
+        """Remove a name and return its value."""
+        value = super().pop(name, *default)
+        self._logbook.forget_value(name)
+        return value
+
+    # In terms of the methods above; those of a dict would bypass them.
+    update: Any = MutableMapping.update
+    setdefault: Any = MutableMapping.setdefault
+    popitem: Any = MutableMapping.popitem
+    clear: Any = MutableMapping.clear
 
     def __ior__(self, other: Any) -> CallbackMetrics:  # type: ignore[override,misc]
         self.update(other)
         return self
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        """Write a value unless the name has one. Return the value of the name."""
-        if name not in self:
-            self[name] = default
-        return self[name]
-
-    def pop(self, name: str, *default: Any) -> Any:
-        """Remove a name and return its value."""
-        if name in self:
-            value = self[name]
-            del self[name]
-            return value
-        return super().pop(name, *default)
-
-    def popitem(self) -> tuple[str, Any]:
-        """Remove the last name and return it with its value."""
-        name = next(reversed(self))
-        return name, self.pop(name)
-
-    def clear(self) -> None:
-        """Remove all names."""
-        for name in list(self):
-            del self[name]
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)

@@ -115,15 +115,18 @@ class Logbook:
         """
         row: dict[str, float] = {}
         for entry, value in metrics.step_values(self.data_world):
-            name = entry.label("step")
-            self.callback_values[name] = value
-            if entry.wide:
-                self.wide.add(name)
-            if entry.prog_bar:
-                self.bar_values[name] = value
-            if entry.logger:
-                row[name] = value
+            self._keep(entry, entry.label("step"), value, row)
         self.write_row(row, step, epoch)
+
+    def _keep(self, entry: Entry, name: str, value: float, row: dict[str, float]) -> None:
+        """Keep a reduced value under a name, and add it to ``row`` if it is for the loggers."""
+        self.callback_values[name] = value
+        if entry.wide:
+            self.wide.add(name)
+        if entry.prog_bar:
+            self.bar_values[name] = value
+        if entry.logger:
+            row[name] = value
 
     def update_epoch(self, metrics: Metrics) -> dict[str, float]:
         """Reduce the epoch's values and return them by name. Call it on all processes.
@@ -136,15 +139,12 @@ class Logbook:
         self._epoch_row = {}
         for entry, value in metrics.epoch_values(self.data_world):
             name = entry.label("epoch")
-            values[name] = value
+            values[name] = self.callback_values[entry.name] = value
             names |= {name, entry.name}
             if entry.wide:
-                self.wide |= {name, entry.name}
-            self.callback_values[name] = self.callback_values[entry.name] = value
-            if entry.prog_bar:
-                self.bar_values[name] = value
-            if entry.logger:
-                self._epoch_row[name] = self.logged_values[name] = value
+                self.wide.add(entry.name)
+            self._keep(entry, name, value, self._epoch_row)
+        self.logged_values.update(self._epoch_row)
         self.newest = frozenset(names)
         return values
 
@@ -185,13 +185,7 @@ class Logbook:
         for entry, value in metrics.step_values(self.data_world):
             name = entry.label("step")
             if name not in newer:
-                self.callback_values[name] = value
-                if entry.wide:
-                    self.wide.add(name)
-                if entry.prog_bar:
-                    self.bar_values[name] = value
-                if entry.logger:
-                    self.logged_values[name] = value
+                self._keep(entry, name, value, self.logged_values)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save in checkpoints."""

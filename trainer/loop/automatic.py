@@ -202,7 +202,7 @@ class Steps:
         if micro.last:
             self.agreement.stop_vote = self.wants_to_stop()
         self._run_without_weight((self.stand_in,), index)
-        if not (self.agreement.immediate or self.accumulation.unfinished):
+        if not self.agreement.immediate and self.accumulation.group.weight is None:
             raise ValueError(
                 f"batch {index} is None on rank {self.accelerator.process_index}. On accelerators, the other ranks "
                 "learn of its weight only after the step. Let collate_fn return at least one sample, or return the "

@@ -15,7 +15,7 @@ from ...common.validation import WrongTypeError
 from ...engine import Accelerator, CombinedLoader, JointLoader, Loader, check_values_match
 from ...engine.data import is_collection
 from .. import arguments
-from ..core import DataModule, TaskModule, TransferHooks, has_own
+from ..core import DataHooks, DataModule, TaskModule, has_own
 
 KINDS = ("train", "val", "test", "predict")
 KIND_OF_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
@@ -277,8 +277,8 @@ def explain_empty(loader: Loader, processes: int) -> str:
     return f"Pass an iterable that has at least one batch and can be iterated more than once, not this {kind}."
 
 
-def _overrides(owner: TransferHooks, name: str) -> bool:
-    return getattr(type(owner), name) is not getattr(TransferHooks, name)
+def _overrides(owner: DataHooks, name: str) -> bool:
+    return getattr(type(owner), name) is not getattr(DataHooks, name)
 
 
 def _refuse_non_loaders(kind: str, source: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...callbacks import Callback
 from ...common.messages import read_text
 from ...engine import Loader
-from ...engine.optim import is_out_of_memory
+from ...engine.optim import is_out_of_memory, nonfinite
 from ...strategies.distributed import PeerFailed
 from ..core import DataModule, TaskModule
 from .automatic import Steps
@@ -165,24 +165,20 @@ def _describe_value(value: Any, depth: int = 0) -> str:
         on_device = "" if value.device.type == "cpu" else f" on {value.device}"
         return f"{kind} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{on_device}"
     if isinstance(value, Mapping) and depth < _DEPTH:
-        text = f"{kind} with {_join_items(value.items(), len(value), depth)}"
+        text = f"{kind} with {_join_items(((f'{key} ', item) for key, item in value.items()), len(value), depth)}"
         return f"({text})" if depth else text
     if isinstance(value, list | tuple) and depth < _DEPTH:
         fields = getattr(value, "_fields", None)
-        items = ((f"{field}=", item) for field, item in zip(fields, value, strict=True)) if fields else enumerate(value)
-        inner = _join_items(items, len(value), depth)
+        labels = [f"{field}=" for field in fields] if fields else itertools.repeat("")
+        inner = _join_items(zip(labels, value, strict=False), len(value), depth)
         return f"{kind}({inner})" if fields else f"[{inner}]" if isinstance(value, list) else f"({inner})"
     if isinstance(getattr(value, "shape", None), tuple):  # such as a NumPy array
         return f"{kind} {tuple(value.shape)} {getattr(value, 'dtype', '')}".rstrip()
     return kind
 
 
-def _join_items(items: Iterable[tuple[Any, Any]], count: int, depth: int) -> str:
-    shown = itertools.islice(items, _SHOWN)
-    texts = []
-    for key, item in shown:
-        label = "" if isinstance(key, int) else str(key) if str(key).endswith("=") else f"{key} "
-        texts.append(label + _describe_value(item, depth + 1))
+def _join_items(items: Iterable[tuple[str, Any]], count: int, depth: int) -> str:
+    texts = [label + _describe_value(item, depth + 1) for label, item in itertools.islice(items, _SHOWN)]
     return ", ".join([*texts, f"and {count - _SHOWN} more"] if count > _SHOWN else texts)
 
 
@@ -204,7 +200,7 @@ def _describe_mismatch(error: BaseException, task: nn.Module) -> str:
     tensor_lines = [
         f"{key}: {_describe_format(value)}"
         for name, local in frame.f_locals.items()
-        for key, value in _iterate_tensors(name, local)
+        for key, value in nonfinite.iterate_tensors(local, name, _DEPTH)
     ]
     return "\n  ".join([*lines, *tensor_lines[:_SHOWN]])
 
@@ -214,16 +210,6 @@ def _iterate_frames(error: BaseException) -> Iterator[FrameType]:
     while trace is not None:
         yield trace.tb_frame
         trace = trace.tb_next
-
-
-def _iterate_tensors(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in a local variable, each with an expression for it, such as ``batch['labels']``."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif depth < _DEPTH and isinstance(value, Mapping | list | tuple):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
-            yield from _iterate_tensors(f"{name}[{key!r}]", item, depth + 1)
 
 
 def _describe_format(tensor: Tensor) -> str:

@@ -139,14 +139,11 @@ class FitLoop:
 
     def _is_complete(self) -> bool:
         trainer, progress = self.trainer, self.progress
-        if not trainer.limit_train_batches:
-            return True
-        return 0 <= trainer.max_epochs <= progress.epoch or 0 <= trainer.max_steps <= progress.step
+        has_reached = 0 <= trainer.max_epochs <= progress.epoch or 0 <= trainer.max_steps <= progress.step
+        return has_reached or not trainer.limit_train_batches
 
     def _is_finished(self) -> bool:
-        if self._is_complete():
-            return True
-        return self._agree_to_stop()
+        return self._is_complete() or self._agree_to_stop()
 
     def _agree_to_stop(self) -> bool:
         """Return whether to stop, as agreed by all ranks between two steps. After a signal, save and end the run."""
@@ -200,7 +197,7 @@ class FitLoop:
             self.schedules.after_epoch()
         if self.steps.skip_rest or progress.epoch_is_trained:
             self.loader.end_epoch()
-            progress.phase = Phase.EPOCH_END
+            progress.end_epoch(refused=self.steps.skip_rest)
         metrics.between_batches(True)
         trainer.update_train_epoch_values()
         if progress.epoch_is_over:
@@ -276,7 +273,8 @@ class FitLoop:
             trainer.history.measure(progress, read_learning_rates(trainer))
         for hook in self.hooks.on_step_end:
             hook()
-        if stop and self._may_stop(stop):  # a request that min_epochs or min_steps hold back may still be withdrawn
+        # A request that min_epochs or min_steps held back may have been withdrawn since the ranks voted.
+        if stop and self._may_stop(stop) and self._agree_to_stop():
             trainer.should_stop = True
             return True
         return 0 <= trainer.max_steps <= progress.step

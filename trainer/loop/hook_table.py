@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -66,8 +66,8 @@ class Hooks:
         ``bound`` is the number of arguments before ``batch`` or ``outputs``: 2 for a callback, which also gets the
         Trainer and the task, and 0 for the task.
         """
-        if name in _BY_KEYWORD:
-            return pass_by_keyword(hook, *_BY_KEYWORD[name])
+        if name in ("setup", "teardown"):
+            return pass_by_keyword(hook, "stage")
         if name not in _EVALUATION_BATCH:
             return hook
         kind, full = name.split("_")[1], bound + _EVALUATION_BATCH[name]
@@ -105,8 +105,6 @@ _EVALUATION_BATCH = {
     **{f"on_{kind}_batch_start": 3 for kind in _KINDS},
     **{f"on_{kind}_batch_end": 4 for kind in _KINDS},
 }
-# Hooks whose arguments Lightning passes by keyword, with the names of these arguments.
-_BY_KEYWORD = {"setup": ("stage",), "teardown": ("stage",)}
 
 # Hooks that Lightning calls or rejects, and that have no counterpart here: a run without them would differ.
 # With their replacements.
@@ -181,10 +179,7 @@ def count_arguments(function: Callable[..., Any], full: int, *, several: bool) -
         full: Number of arguments with several dataloaders.
         several: Whether there are several dataloaders. With a single one, ``*args`` gets no ``dataloader_idx``.
     """
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # for example a builtin
-        parameters = [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
+    parameters = _get_parameters(function).values()
     named = min(full, sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters))
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return full if several else max(named, full - 1)
@@ -203,10 +198,14 @@ def _drop_single_index(hook: Hook, kind: str, loader_counts: dict[str, int]) -> 
 
 def takes_iterator(step: Callable[..., Any]) -> bool:
     """Return whether a step has a parameter ``dataloader_iter``, which requests an iterator instead of a batch."""
+    return "dataloader_iter" in _get_parameters(step)
+
+
+def _get_parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
-        return "dataloader_iter" in inspect.signature(step).parameters
+        return inspect.signature(function).parameters
     except (TypeError, ValueError):  # for example a builtin
-        return False
+        return {"args": inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)}
 
 
 def pass_by_keyword(hook: Hook, *names: str) -> Hook:
@@ -216,15 +215,8 @@ def pass_by_keyword(hook: Hook, *names: str) -> Hook:
     by position.
     """
     try:
-        parameters = inspect.signature(hook).parameters
-    except (TypeError, ValueError):
-        return hook
-    kinds = {name: parameter.kind for name, parameter in parameters.items()}
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    catches_all = inspect.Parameter.VAR_KEYWORD in kinds.values()
-    if inspect.Parameter.POSITIONAL_ONLY in kinds.values() or not all(
-        kinds.get(name) in by_name or (catches_all and name not in kinds) for name in names
-    ):
+        inspect.signature(hook).bind_partial(**dict.fromkeys(names))
+    except (TypeError, ValueError):  # it uses other names, or is a builtin
         return hook
 
     @wraps(hook)

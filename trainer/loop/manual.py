@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ...common.messages import warn
 from ...engine.data import Micro
-from ...engine.optim import PreparedOptimizer, can_skip_on_device
+from ...engine.optim import PreparedOptimizer, can_skip_on_device, list_parameters
 from ..core import overrides
 from .automatic import Steps
 from .closure import needs_closure
@@ -46,8 +46,7 @@ class ManualSteps(Steps):
         self.step = self._bind(self.accelerator.local_method(self.task, "training_step"))
         self.strategy = self.accelerator.strategy
         self.optimizers = self.accelerator.optimizers
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        self.parameters = dict.fromkeys(parameter for group in groups for parameter in group["params"])
+        self.parameters = dict.fromkeys(p for optimizer in self.optimizers for p in list_parameters(optimizer))
         self.strategy.reduce_gradients(self.parameters)  # includes tensors that are no parameters of the task
         self.batch: Any = None  # the batch of the current training_step
         self.in_batch = False
@@ -238,7 +237,7 @@ class ManualSteps(Steps):
             self.leave_out(False, optimizer)
             return False
         if self.watches_gradients:
-            agreement.watch_gradients((_Stepped(optimizer),))  # type: ignore[arg-type]
+            agreement.watch_gradients((optimizer,))
         if not agreement.finite_so_far(self.strategy.agreed_note):
             self.refuse(optimizer, batch=self.batch)
             return False
@@ -257,7 +256,7 @@ class ManualSteps(Steps):
 
     def _owns(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer has parameters of the task, some of which may be newer than this object."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = list_parameters(optimizer)
         known = self.parameters.keys()
         if known.isdisjoint(parameters) and not set(self.task.parameters()).isdisjoint(parameters):
             self.parameters.update(dict.fromkeys(parameters))
@@ -343,12 +342,6 @@ class ManualSteps(Steps):
             return loss
         total = torch.as_tensor(loss, device=self.task.device).detach() * self.strategy.backward_weight
         return self.accelerator.world.all_reduce(total, "mean")
-
-
-class _Stepped(NamedTuple):
-    """An optimizer in place of its wrapper, for checks of gradients."""
-
-    optimizer: Optimizer
 
 
 def _refuse_flags(trainer: Any) -> None:

@@ -28,6 +28,9 @@ class Progress:
             in which an optimizer stepped; without optimizers, the number of all batches.
         batch: Number of micro-batches that this process has completed in the current epoch.
         batches: Number of micro-batches that this process has completed in all epochs.
+        last_batch: Value of ``batch`` at the end of the latest completed epoch.
+        refused: Number of epochs that ended because ``on_train_batch_start`` returned -1.
+        last_refused: Whether the latest completed epoch ended so.
         samples: Number of training samples processed, over all processes.
         validated: Value of ``batches`` when a validation was last due.
         skipped: Number of optimizer steps skipped because a loss or gradient was not finite.
@@ -49,6 +52,9 @@ class Progress:
     step: int = 0
     batch: int = 0
     batches: int = 0
+    last_batch: int = 0
+    refused: int = 0
+    last_refused: bool = False
     samples: int = 0
     validated: int = 0
     skipped: int = 0
@@ -83,6 +89,15 @@ class Progress:
         return self.phase is Phase.EPOCH_END
 
     # -- transitions ---------------------------------------------------------------------------------------------
+
+    def end_epoch(self, refused: bool) -> None:
+        """Begin the hooks at the end of the epoch.
+
+        Args:
+            refused: Whether ``on_train_batch_start`` returned -1, which ended the epoch.
+        """
+        self.phase = Phase.EPOCH_END
+        self.last_batch, self.last_refused, self.refused = self.batch, refused, self.refused + refused
 
     def next_epoch(self) -> None:
         """Count the epoch as completed and begin the next one."""

@@ -90,6 +90,7 @@ class Stage:
         trainer.hooks = trainer.ckpt_path = trainer.opened_checkpoint = trainer.last_step = trainer.steps = None
         trainer.should_stop = trainer.interrupted = False
         trainer.logbook.clear()  # values read after a stage belong to that stage
+        exits = False  # with `sys.exit`
         mark_stage(running=True)
         with _enable_gradients() if self.name == "fit" else nullcontext():
             try:
@@ -113,9 +114,9 @@ class Stage:
                 trainer.status = TrainerStatus.INTERRUPTED
                 trainer.interrupted = isinstance(error, KeyboardInterrupt)
                 leave_on_sigterm()
-                watchdog = trainer.accelerator.watchdog
-                if watchdog is not None and isinstance(error, SystemExit) and not isinstance(error, Preempted):
-                    watchdog.awaits_others = False  # `sys.exit` on one rank: the others may wait for this one forever
+                exits = isinstance(error, SystemExit) and not isinstance(error, Preempted)
+                if exits and trainer.accelerator.watchdog is not None:
+                    trainer.accelerator.watchdog.awaits_others = False  # the others may wait for this rank forever
                 trainer.preemption.note_failure()
                 self._call_on_exception(error)
                 raise
@@ -123,9 +124,7 @@ class Stage:
                 try:
                     self._tear_down()
                 finally:
-                    failure = self.failure
-                    exiting = isinstance(failure, SystemExit) and not isinstance(failure, Preempted)
-                    mark_stage(running=False, exiting=exiting and not getattr(failure, "code", None))
+                    mark_stage(running=False, exiting=exits and not getattr(self.failure, "code", None))
 
     def _set_up(self) -> tuple[Hooks, Sources]:
         trainer, task, datamodule = self.trainer, self.task, self.datamodule

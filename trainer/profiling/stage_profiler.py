@@ -35,6 +35,8 @@ class _SafeProfiler(Profiler):
         super().__init__()
         self.wrapped = profiler
         self._failed = False
+        for method in ("start", "stop", "step", "describe"):
+            setattr(self, method, functools.partial(self._call, method))
 
     def _call(self, method: str, *args: Any) -> None:
         if self._failed:
@@ -47,18 +49,6 @@ class _SafeProfiler(Profiler):
             self._failed = True
             name = type(self.wrapped).__name__
             warn(f"{name}.{method} failed, so the profiler is disabled: {describe_error(error)}")
-
-    def start(self, action_name: str) -> None:
-        self._call("start", action_name)
-
-    def stop(self, action_name: str) -> None:
-        self._call("stop", action_name)
-
-    def step(self) -> None:
-        self._call("step")
-
-    def describe(self) -> None:
-        self._call("describe")
 
 
 class Profiled:

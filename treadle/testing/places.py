@@ -22,10 +22,10 @@ from ..engine.checkpoint import filesystem
 from ..engine.optim import Accumulation
 from ..trainer.loop import Hooks
 
-OPERATIONS = ("mkdir", "write_bytes", "write_tensors", "fsync", "rename", "replace", "unlink", "rmdir")
-"""Functions of `treadle.engine.checkpoint.filesystem` that change files."""
+_WRITES = ("write_bytes", "write_tensors", "write_stream")
 
-_WRITES = ("write_bytes", "write_tensors")
+OPERATIONS = ("mkdir", *_WRITES, "fsync", "rename", "replace", "unlink", "rmdir")
+"""Functions of `treadle.engine.checkpoint.filesystem` that change files."""
 
 POINTS: tuple[str, ...] = (
     *(f"{part}:{moment}" for part in ("forward", "backward", "step") for moment in ("before", "after")),

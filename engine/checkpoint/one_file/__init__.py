@@ -8,7 +8,15 @@ from ....common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .contents import DOCUMENT, Layout, lay_out, name_table, write
+    from .pickle_reader import Name, UnbuiltCall
     from .verify import check, list_checked
-    from .zip_reader import Records, is_checkpoint_file, is_replaceable_file, read_manifest_record, read_record
+    from .zip_reader import (
+        Records,
+        is_checkpoint_file,
+        is_replaceable_file,
+        is_unfinished_file,
+        read_manifest_record,
+        read_record,
+    )
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -21,19 +21,26 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
 from ...parameter_names import make_view_key
-from ..filesystem import CODES, DIGEST, Entry, name_file_in_errors, split_tensor
+from .. import filesystem
+from ..filesystem import CODES, DIGEST, Entry, split_tensor
 from .zip_reader import FIRST, MANIFEST_RECORD, Records
 from .zip_writer import ALIGNMENT, ZipWriter
 
 DOCUMENT = "document.safetensors"
 """Name among a checkpoint's files for the tensors that only the dict for other programs contains."""
+
+WEIGHTS = "model.safetensors"
+"""Name among a checkpoint's files for the weights."""
+
+ALIASES = "aliases"
+"""Name of the note in which that file lists the further names of tied weights; see `safetensors_file`."""
 
 DOCUMENT_RECORD = "data.pkl"
 """Record with the dict for other programs."""
@@ -75,8 +82,9 @@ class Layout:
 def lay_out(files: dict[str, Any], document: dict[str, Any]) -> Layout:
     """Assign the tensors of a checkpoint's files and of the dict for other programs to records.
 
-    Tensors of ``document`` that are the same memory as one of ``files`` share its record. The others are added to
-    ``files`` as a further file, `DOCUMENT`. Copies of the tensors may then be written in their place.
+    Its ``state_dict`` gets the weights of ``files``, because a model may return new tensors from each call of
+    ``state_dict``. Other tensors of ``document`` that are the same memory as one of ``files`` share its record, and the
+    rest are added to ``files`` as a further file, `DOCUMENT`. Copies of the tensors may then be written in their place.
 
     Args:
         files: The checkpoint's files, on which this process alone has all tensors.
@@ -106,12 +114,23 @@ def lay_out(files: dict[str, Any], document: dict[str, Any]) -> Layout:
         return key
 
     stream = io.BytesIO()
-    _Pickler(stream, find_extra).dump(document)
+    _Pickler(stream, find_extra).dump(document | {"state_dict": _take_weights(document["state_dict"], files)})
     if extra:
         kind = type(next(content for content in files.values() if not isinstance(content, bytes)))
         files[DOCUMENT] = kind(extra, {})
         by_file[DOCUMENT] = {name: name for name in extra}
     return Layout(stream.getvalue(), places, by_file)
+
+
+def _take_weights(state: dict[str, Any], files: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict for other programs whose tensors are exactly the weights that a checkpoint contains."""
+    model = files.get(WEIGHTS)
+    if model is None:  # a hook has removed them
+        return state
+    weights = dict(model.tensors)
+    weights |= {alias: weights[name] for alias, name in json.loads(model.notes.get(ALIASES, "{}")).items()}
+    kept = {name: value for name, value in state.items() if name in weights or not isinstance(value, Tensor)}
+    return {**kept, **weights}
 
 
 class _Pickler(pickle.Pickler):
@@ -157,24 +176,28 @@ def write(path: Path, layout: Layout, files: dict[str, Any], make_manifest: Any)
         if not isinstance(content, bytes) and file not in keys:
             keys[file] = {name: str(len(places) + number) for number, name in enumerate(content.tensors)}
             places += [(file, name) for name in content.tensors]
-    with name_file_in_errors(path), open(path, "wb", buffering=2**20) as stream, ThreadPoolExecutor(1) as executor:
-        writer = ZipWriter(stream, executor)
-        for name, text in (
-            (FIRST, b"1"),
-            (DOCUMENT_RECORD, layout.document),
-            (".format_version", b"1"),
-            (".storage_alignment", str(ALIGNMENT).encode()),
-            ("byteorder", b"little"),
-        ):
-            writer.add(name, len(text), [text])
-        for key, (file, name) in enumerate(places):
-            tensor = files[file].tensors[name]
-            writer.add(f"data/{key}", tensor.nbytes, split_tensor(tensor))
-        for name, text in (("version", b"3\n"), (".data/serialization_id", b"0" * 40)):
-            writer.add(name, len(text), [text])
-        entries = {file: _add_file(writer, file, content, keys) for file, content in files.items()}
-        records = Records(writer.records, writer.gaps, writer.end)
-        writer.close(MANIFEST_RECORD, make_manifest(entries, records))
+
+    def write_records(stream: BinaryIO) -> None:
+        with ThreadPoolExecutor(1) as executor:
+            writer = ZipWriter(stream, executor)
+            for name, text in (
+                (FIRST, b"1"),
+                (DOCUMENT_RECORD, layout.document),
+                (".format_version", b"1"),
+                (".storage_alignment", str(ALIGNMENT).encode()),
+                ("byteorder", b"little"),
+            ):
+                writer.add(name, len(text), [text])
+            for key, (file, name) in enumerate(places):
+                tensor = files[file].tensors[name]
+                writer.add(f"data/{key}", tensor.nbytes, split_tensor(tensor))
+            for name, text in (("version", b"3\n"), (".data/serialization_id", b"0" * 40)):
+                writer.add(name, len(text), [text])
+            entries = {file: _add_file(writer, file, content, keys) for file, content in files.items()}
+            records = Records(writer.records, writer.gaps, writer.end)
+            writer.close(MANIFEST_RECORD, make_manifest(entries, records))
+
+    filesystem.write_stream(path, write_records)
 
 
 def _add_file(writer: ZipWriter, file: str, content: Any, keys: dict[str, dict[str, str]]) -> Entry:

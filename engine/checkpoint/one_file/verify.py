@@ -15,12 +15,11 @@ from xxhash import xxh3_128
 
 from ..filesystem import CODES, DIGEST, DTYPES, RESTORE, Entry
 from . import pickle_reader
-from .contents import DOCUMENT_RECORD, KINDS, name_table
+from .contents import ALIASES, DOCUMENT_RECORD, KINDS, WEIGHTS, name_table
 from .pickle_reader import MAX_BYTES, Name, UnbuiltCall
 from .zip_reader import Records, open_file, read_exactly, read_record
 
 _PIECE = 2**22  # bytes
-_ALIASES = "aliases"  # see `safetensors_file`, which imports this package's readers
 _DTYPES = {f"{kind.__module__}.{kind.__name__}": dtype for dtype, kind in KINDS.items()}
 
 
@@ -46,10 +45,11 @@ def check(path: Path, records: Records, names: list[str]) -> None:
                 _check_gaps(path, file, records)
                 continue
             entry = records.entries[name]
-            if _digest(file, entry["at"], entry["bytes"]) != entry[DIGEST]:
+            document = bytearray() if name == DOCUMENT_RECORD and entry["bytes"] <= MAX_BYTES else None
+            if _digest(file, entry["at"], entry["bytes"], document) != entry[DIGEST]:
                 raise ValueError(f"{path}: {name} is not what was written (its digest differs). {RESTORE}")
             if name == DOCUMENT_RECORD:
-                _check_both_sides(path, records)
+                _check_both_sides(path, records, document)
 
 
 def _check_gaps(path: Path, file: Any, records: Records) -> None:
@@ -64,21 +64,25 @@ def _check_gaps(path: Path, file: Any, records: Records) -> None:
         raise ValueError(f"{path}: the zip structure between its records is damaged. {RESTORE}")
 
 
-def _digest(file: Any, at: int, size: int) -> str:
+def _digest(file: Any, at: int, size: int, kept: bytearray | None) -> str:
+    """Return the digest of a part of a file, whose content is appended to ``kept``."""
     digest, left = xxh3_128(), size
     file.seek(at)
     while left and (piece := file.read(min(left, _PIECE))):
         digest.update(piece)
         left -= len(piece)
+        if kept is not None:
+            kept += piece
     return digest.hexdigest()
 
 
-def _check_both_sides(path: Path, records: Records) -> None:
-    table = name_table("model.safetensors")
+def _check_both_sides(path: Path, records: Records, document: bytearray | None) -> None:
+    table = name_table(WEIGHTS)
     if table not in records.entries:  # a hook has removed the model
         return
     try:
-        document = read_record(path, records, DOCUMENT_RECORD, MAX_BYTES)
+        if document is None:
+            raise ValueError(f"it is larger than {MAX_BYTES:,} bytes")
         difference = explain_difference(document, json.loads(read_record(path, records, table, MAX_BYTES)))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         difference = str(error) if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
@@ -89,7 +93,7 @@ def _check_both_sides(path: Path, records: Records) -> None:
         )
 
 
-def explain_difference(document: bytes, table: dict[str, Any]) -> str:
+def explain_difference(document: bytes | bytearray, table: dict[str, Any]) -> str:
     """Return how the weights of the dict for other programs differ from those of Treadle's records; "" if they do not.
 
     Args:
@@ -106,7 +110,7 @@ def explain_difference(document: bytes, table: dict[str, Any]) -> str:
         return "it has no state_dict"
     found = {name: place for name, value in state.items() if (place := _read_place(value)) is not None}
     wanted = {name: (DTYPES[code], tuple(shape), key) for name, (code, shape, key) in table["tensors"].items()}
-    wanted |= {alias: wanted[name] for alias, name in json.loads(table["notes"].get(_ALIASES, "{}")).items()}
+    wanted |= {alias: wanted[name] for alias, name in json.loads(table["notes"].get(ALIASES, "{}")).items()}
     if found == wanted:
         return ""
     names = sorted({*found, *wanted}, key=str)

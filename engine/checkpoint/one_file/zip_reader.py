@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from ..filesystem import DIGEST, RESTORE, Entry
-from .zip_writer import ROOT, TAIL_BYTES, digest_tail, read_comment
+from .zip_writer import ROOT, TAIL_BYTES, digest_tail, make_header, read_comment
 
 FIRST = "treadle/format"
 """First record, from which a file is recognized even if its end is missing."""
 MANIFEST_RECORD = "treadle/manifest.json"
 """Last record."""
-_START = f"{ROOT}/{FIRST}".encode()
-_HEADER_BYTES = 30  # of a record, before its name
+_START = make_header(f"{ROOT}/{FIRST}".encode(), 1, 0)
+_NAME = slice(30, 30 + len(f"{ROOT}/{FIRST}"))  # in `_START`
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Records:
             raise ValueError("its entry 'records' is not valid")
         position = 0
         for name, entry in entries.items():
-            at, size, digest = (entry.get(key) if isinstance(entry, dict) else None for key in ("at", "bytes", DIGEST))
+            entry = entry if isinstance(entry, dict) else {}
+            at, size, digest = entry.get("at"), entry.get("bytes"), entry.get(DIGEST)
             if not (type(at) is int and type(size) is int and size >= 0 and isinstance(digest, str) and at >= position):
                 raise ValueError(f"the entry of the record {name:.80} is not valid")
             position = at + size
@@ -57,22 +58,34 @@ class Records:
 
 
 def is_checkpoint_file(path: Path | str) -> bool:
-    """Return whether a path is a file that begins like a checkpoint of Treadle, which may be damaged."""
-    return _read_start(path).startswith(_START, _HEADER_BYTES)
+    """Return whether a path is a file that begins or ends like a checkpoint of Treadle, which may be damaged."""
+    ends = _read_ends(path)
+    return ends is not None and (ends[0][_NAME] == _START[_NAME] or read_comment(ends[1]) is not None)
+
+
+def is_unfinished_file(path: Path | str) -> bool:
+    """Return whether a path is a file that a save has begun, of which only the first bytes may have been written."""
+    ends = _read_ends(path)
+    return ends is not None and _START.startswith(ends[0][: len(_START)])
 
 
 def is_replaceable_file(path: Path | str) -> bool:
-    """Return whether a save may replace a file: it is empty, or begins like one of Treadle or of ``torch.save``."""
-    start = _read_start(path)
-    return os.path.isfile(path) and (not start or start.startswith(_START, _HEADER_BYTES) or b"/data.pkl" in start)
+    """Return whether a save may replace a file: it is empty, a checkpoint, or begins like one of ``torch.save``."""
+    ends = _read_ends(path)
+    return ends is not None and (not ends[0] or b"/data.pkl" in ends[0] or is_checkpoint_file(path))
 
 
-def _read_start(path: Path | str) -> bytes:
+def _read_ends(path: Path | str) -> tuple[bytes, bytes] | None:
+    """Return the first and last bytes of a file; None if the path is no file, such as a pipe, or cannot be read."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            return file.read(128) if os.path.isfile(path) else b""
+        if os.path.isfile(path):
+            with open(path, "rb", buffering=0) as file:
+                start = file.read(128)
+                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+                return start, file.read(TAIL_BYTES)
     except OSError:
-        return b""
+        pass
+    return None
 
 
 def read_manifest_record(path: Path, limit: int) -> bytes:

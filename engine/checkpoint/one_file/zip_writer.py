@@ -54,7 +54,7 @@ class ZipWriter:
     def add(self, name: str, size: int, pieces: Iterable[Piece]) -> Entry:
         """Write a record of ``size`` bytes, and return its entry."""
         path, start = f"{ROOT}/{name}".encode(), self._at
-        self._write_gap(_make_header(path, size, start))
+        self._write_gap(make_header(path, size, start))
         entry: Entry = {"at": self._at, "bytes": size}
         digest, crc = xxh3_128(), 0
         for piece in pieces:
@@ -89,7 +89,7 @@ class ZipWriter:
     def close(self, name: str, content: bytes) -> None:
         """Write the last record and the end of the file, whose comment has the digest of all bytes from there on."""
         path, start = f"{ROOT}/{name}".encode(), self._at
-        header, crc = _make_header(path, len(content), start), zlib.crc32(content)
+        header, crc = make_header(path, len(content), start), zlib.crc32(content)
         self._directory.append(_make_directory_entry(path, crc, len(content), start))
         tail = header + content + _make_descriptor(crc, len(content), start)
         end = _make_end(len(self._directory), b"".join(self._directory), start + len(tail))
@@ -101,7 +101,7 @@ class ZipWriter:
 _LARGE = 2**16  # bytes of a piece from which handing it to a thread takes less time than its CRC
 
 
-def _make_header(path: bytes, size: int, start: int) -> bytes:
+def make_header(path: bytes, size: int, start: int) -> bytes:
     """Return the header of a record, padded so that the content begins at a multiple of 64 bytes."""
     wide = b"".join(
         struct.pack("<Q", value) for value, known in ((0, size), (0, size), (start, start)) if known >= _WIDE

@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from callback_runs import Tiny, fit
 from processes import run, script
 from treadle.callbacks import Callback, ModelCheckpoint
@@ -15,42 +16,61 @@ import treadle
 
 
 def files(folder):
-    """Every file of every checkpoint, but for those that name folders and times."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name.split(".")[0] not in ("manifest", "state")
-    }
+    """Every file of every checkpoint, or its digest in one file, but for those that name folders and times."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        if path.suffix == ".ckpt":
+            found |= {f"{path.name}/{name}": entry for name, entry in verify(path).files.items()}
+        else:
+            found[str(path.relative_to(folder))] = path.read_bytes()
+    changing = ("manifest", "state", "document")
+    return {name: content for name, content in found.items() if os.path.basename(name).split(".")[0] not in changing}
+
+
+def weights_for_others(path):
+    """What other programs read of one file, as text."""
+    content = torch.load(path, weights_only=True)
+    return str([content[name] for name in ("state_dict", "optimizer_states", "global_step")])
+
+
+FORMS = ["file", "directory"]
 
 
 class Gated:
-    """Tensors are written when the gate is open; the n-th write fails if that is asked for."""
+    """Tensors are written when the gate is open; the n-th write fails if that is asked for.
+
+    A checkpoint that is a file needs one write, a directory three or four.
+    """
 
     def __init__(self, monkeypatch, fail=None):
         self.gate = threading.Event()
         self.gate.set()
         self.writes = 0
-        write = filesystem.write_tensors
 
-        def gated(path, tensors, notes):
-            assert self.gate.wait(60)
-            self.writes += 1
-            if self.writes == fail:
-                raise OSError(5, "the disk is gone")
-            return write(path, tensors, notes)
+        def gate(write):
+            def gated(path, *args):
+                assert self.gate.wait(60)
+                self.writes += 1
+                if self.writes == fail:
+                    raise OSError(5, "the disk is gone")
+                return write(path, *args)
 
-        monkeypatch.setattr(filesystem, "write_tensors", gated)
+            return gated
+
+        for name in ("write_tensors", "write_stream"):
+            monkeypatch.setattr(filesystem, name, gate(getattr(filesystem, name)))
 
 
 OPTIONS = {"monitor": "val_loss", "save_top_k": 2, "save_last": True}
 VALUES = (3.0, 1.0, 2.0, 0.5, 4.0)
 
 
-def test_the_same_checkpoints(tmp_path):
+@pytest.mark.parametrize("form", FORMS)
+def test_the_same_checkpoints(tmp_path, form):
     kept = {}
     for name, beside in (("now", False), ("beside", True)):
         treadle.seed_everything(1)
-        saver = ModelCheckpoint(tmp_path / name, async_save=beside, **OPTIONS)
+        saver = ModelCheckpoint(tmp_path / name, async_save=beside, format=form, **OPTIONS)
         fit(tmp_path, saver, values=VALUES, max_epochs=5)
         kept[name] = {
             "files": files(tmp_path / name),
@@ -60,6 +80,8 @@ def test_the_same_checkpoints(tmp_path):
         }
         for path in (saver.best_model_path, saver.last_model_path):
             verify(path)
+        if form == "file":
+            kept[name]["for others"] = weights_for_others(saver.best_model_path)
     assert kept["now"] == kept["beside"]
     assert kept["now"]["score"] == 0.5
 
@@ -84,20 +106,26 @@ class Watch(Callback):
             self.gated.gate.set()
 
 
-def test_training_goes_on_and_what_is_replaced_stays_until_then(tmp_path, monkeypatch):
+@pytest.mark.parametrize("form", FORMS)
+def test_training_goes_on_and_what_is_replaced_stays_until_then(tmp_path, monkeypatch, form):
     folder = tmp_path / "kept"
     watch = Watch(Gated(monkeypatch), folder, close=4, opened=5)
-    saver = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1, async_save=True, filename="{step}")
+    options = {"save_top_k": 1, "async_save": True, "filename": "{step}", "format": form}
+    saver = ModelCheckpoint(folder, every_n_train_steps=2, **options)
     fit(tmp_path, saver, watch, max_epochs=1, samples=14, validate=False)
     assert watch.seen == [["step=2.ckpt"], ["step=2.ckpt"]]  # after steps 4 and 5, while the save of step 4 is held
     assert sorted(os.listdir(folder)) == ["step=6.ckpt"]
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize(("fail", "end"), [(3, "within"), (9, "at the end")])
-def test_a_failed_save_ends_the_run_and_is_forgotten(tmp_path, monkeypatch, fail, end):
-    gated = Gated(monkeypatch, fail=fail)  # each save writes three or four files of tensors
-    saver = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2, save_top_k=1, async_save=True, filename="{step}")
+@pytest.mark.parametrize(
+    ("form", "fail", "end"),
+    [("file", 1, "within"), ("file", 3, "at the end"), ("directory", 3, "within"), ("directory", 9, "at the end")],
+)
+def test_a_failed_save_ends_the_run_and_is_forgotten(tmp_path, monkeypatch, form, fail, end):
+    gated = Gated(monkeypatch, fail=fail)
+    options = {"save_top_k": 1, "async_save": True, "filename": "{step}", "format": form}
+    saver = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2, **options)
     task = Tiny(pause=0.02)
     with pytest.raises(OSError, match="the disk is gone"):
         fit(tmp_path, saver, task=task, max_epochs=1, samples=12, validate=False)
@@ -157,7 +185,7 @@ from callback_runs import Tiny, fit
 from treadle.callbacks import ModelCheckpoint
 from treadle.engine.checkpoint import filesystem as disk
 warnings.simplefilter("ignore")
-write = disk.write_tensors
+write = disk.write_stream
 
 def slow(path, *args):
     if "step=4" in str(path):
@@ -175,7 +203,7 @@ class Interrupted(Tiny):
             interrupt()
         return super().training_step(batch, index)
 
-disk.write_tensors = slow
+disk.write_stream = slow
 saver = ModelCheckpoint(sys.argv[1] + "/k", every_n_train_steps=2, async_save=True, filename="{step}")
 try:
     fit(sys.argv[1], saver, task=Interrupted(), max_epochs=1, validate=False)

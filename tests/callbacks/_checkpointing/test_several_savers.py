@@ -1,12 +1,13 @@
-"""Two `ModelCheckpoint`s in one folder: neither takes, replaces or removes what is the other's."""
+"""Savers in one folder, of one run or of several: none takes, replaces or removes what is another's."""
 
 import os
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from callback_runs import Tiny, fit, loader, trainer
-from processes import run
+from processes import clean_environment, python, run
 from treadle.callbacks import ModelCheckpoint
 from treadle.engine.checkpoint import filesystem, store
 
@@ -36,14 +37,14 @@ def names(folder):
 @pytest.mark.parametrize("cut", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
 def test_the_best_stays_the_bests(tmp_path, monkeypatch, beside, cut):
     """The second's retention would remove it, or the first's record would be of nothing yet on the disk."""
-    write = filesystem.write_tensors
+    write = filesystem.write_stream
 
     def slow(*args):
         time.sleep(0.01)
         return write(*args)
 
     if beside:
-        monkeypatch.setattr(filesystem, "write_tensors", slow)
+        monkeypatch.setattr(filesystem, "write_stream", slow)
     if cut:
         fit(tmp_path, *pair(tmp_path / "c", async_save=beside), task=ByEpoch(), max_epochs=cut)
     best, newest = pair(tmp_path / "c", async_save=beside)
@@ -120,3 +121,88 @@ def test_two_processes(tmp_path):
     assert first == second
     assert [step_of(path) for path in first[4:]] == [15, 20, 20, 20]
     assert len(set(first[4:])) == 4
+
+
+RUN = """
+import os, signal, sys, time, torch
+sys.path[:0] = sys.argv[4:]
+from callback_runs import Tiny, fit
+from treadle.callbacks import ModelCheckpoint
+from treadle.engine.checkpoint import filesystem as disk
+
+name, async_save, held = sys.argv[1], sys.argv[2] == "async", sys.argv[3] == "held"
+sync = disk.fsync
+
+def wait_when_asked(path):
+    sync(path)
+    if held and "step=4" in str(path) and not os.path.exists(f"{name} saves"):
+        open(f"{name} saves", "w").close()
+        while not os.path.exists(f"{name} goes on"):
+            time.sleep(0.01)
+        if name == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+class Named(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("run", torch.tensor(list(name.encode())))
+
+disk.fsync = wait_when_asked
+saver = ModelCheckpoint("kept", "{step}", every_n_train_steps=2, save_top_k=-1, save_last=True, async_save=async_save)
+fit(".", saver, task=Named(), max_steps=6, max_epochs=-1, samples=12, validate=False)
+"""
+
+
+def begin(folder, name, how, held="held"):
+    (folder / "run.py").write_text(RUN)
+    support = str(Path(__file__).parents[2] / "support")
+    with (folder / f"{name} out").open("w") as out:
+        command = [python(), "run.py", name, how, held, support]
+        return subprocess.Popen(command, cwd=folder, env=clean_environment(), stdout=out, stderr=out)
+
+
+def wait_for(process, folder, name):
+    """Wait until a run is in the middle of its save of step 4; its first checkpoint is complete then."""
+    end = time.monotonic() + 90
+    while not (folder / f"{name} saves").exists():
+        assert process.poll() is None, (folder / f"{name} out").read_text()
+        assert time.monotonic() < end, (folder / f"{name} out").read_text()
+        time.sleep(0.02)
+
+
+def hidden_names(folder):
+    return [name for name in names(folder) if name.startswith(".")]
+
+
+def collect_saved(folder):
+    """The steps of each run's checkpoints, by the name that its weights carry."""
+    saved = {}
+    for path in (folder / "kept").iterdir():
+        step = store.verify(path).step
+        saved.setdefault(bytes(store.read_part(path, "model")["run"].tolist()).decode(), []).append(step)
+    return {name: sorted(steps) for name, steps in saved.items()}
+
+
+@pytest.mark.guarantee
+def test_several_runs_in_one_folder_one_of_which_is_killed_while_all_save(tmp_path):
+    """A run that starts then removes what the killed one left, and nothing of those that live."""
+    runs, unfinished = {}, []
+    for name, how in (("killed", "async"), ("beside", "async"), ("now", "sync")):
+        runs[name] = begin(tmp_path, name, how)
+        wait_for(runs[name], tmp_path, name)
+        unfinished += [file for file in hidden_names(tmp_path / "kept") if file not in unfinished]
+    assert len(unfinished) == 3
+    (tmp_path / "killed goes on").touch()
+    assert runs.pop("killed").wait(60) != 0
+    assert hidden_names(tmp_path / "kept") == sorted(unfinished)
+
+    assert begin(tmp_path, "third", "sync", "free").wait(90) == 0, (tmp_path / "third out").read_text()
+    assert "step=4.ckpt: removed a checkpoint that was never completed" in (tmp_path / "third out").read_text()
+    assert hidden_names(tmp_path / "kept") == sorted(unfinished[1:])
+
+    for name, process in runs.items():
+        (tmp_path / f"{name} goes on").touch()
+        assert process.wait(60) == 0, (tmp_path / f"{name} out").read_text()
+    every = [2, 4, 6, 6]  # the last one is named so too
+    assert collect_saved(tmp_path) == {"killed": [2, 2], "beside": every, "now": every, "third": every}
+    assert not any("another run has replaced it" in (tmp_path / f"{name} out").read_text() for name in runs)

@@ -238,13 +238,21 @@ os._exit(0)
 
 
 def test_without_a_terminal_there_are_plain_lines(tmp_path, capsys):
-    losses, bar = [], TQDMProgressBar(line_every=0.1)
+    losses, counts, bar = [], [], TQDMProgressBar(line_every=0.1)
+    bar.train_progress_bar.set_postfix(loss=1.0)  # before a run
 
     def record(trainer, task, outputs, *_):
         losses.append(float(outputs["loss"]))
-        assert bar.train_progress_bar is bar.val_progress_bar is None
+        drawn = bar.train_progress_bar  # disabled, with the numbers of the epoch
+        drawn.set_postfix(loss=1.0)
+        drawn.set_description("training")
+        drawn.update(1)
+        bar.val_progress_bar.refresh()
+        counts.append((drawn.n, drawn.total))
 
     fit(tmp_path, LambdaCallback(on_train_batch_end=record), bar, task=Tiny([0.5], pause=0.04), max_epochs=2)
+    bar.train_progress_bar.set_postfix(loss=1.0)
+    assert (counts, bar.train_progress_bar.total) == ([(batch, 5) for batch in (1, 2, 3, 4, 5)] * 2, 5)
     error = capsys.readouterr().err
     lines = [line for line in error.splitlines() if re.match("epoch|validation", line)]
     epochs = [line for line in lines if re.match(r"epoch \d/2  ", line)]
@@ -387,7 +395,9 @@ def test_rich_leaves_and_does_without_a_length(tmp_path, monkeypatch):
     trainer(tmp_path, bar).fit(Tiny(), stream)
     bars = [line for line in screen(error.getvalue().replace("\n", "\r\n"))[0] if "━" in line]
     assert [re.match(r"epoch \d/2 .*\b2/-- ", line).group()[:7] for line in bars] == ["epoch 1", "epoch 2"]
-    assert bar.progress is None
+    task = bar.progress.add_task("mine", total=2)  # nothing is drawn after the run
+    bar.progress.update(task, advance=1)
+    assert bar.progress.disable
 
 
 def test_rich_without_a_terminal(tmp_path, capsys):

@@ -47,14 +47,14 @@ class Data(treadle.DataModule):
         return {"seen": 3}
 
 
-def fit(root, fails=False, ckpt_path=None):
+def fit(root, fails=False, ckpt_path=None, **options):
     trainer = treadle.Trainer(
         accelerator="cpu",
         max_steps=2,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[ModelCheckpoint(root, "{step}", save_on_exception=fails)],
+        callbacks=[ModelCheckpoint(root, "{step}", save_on_exception=fails, **options)],
     )
     trainer.fit(Task(fails), datamodule=Data(), ckpt_path=ckpt_path)
     return trainer
@@ -97,7 +97,7 @@ def test_another_form_is_refused_by_name(tmp_path, form, value, said):
 
 
 def test_what_earlier_versions_did_not_save_is_not_missed(tmp_path):
-    fit(tmp_path)
+    fit(tmp_path, format="directory")  # as they did
     path = tmp_path / "step=2.ckpt"
     state = read_part(path, "state")
     for name in ("scheduler_advances", "schedules_built", "scaler", "stream"):

@@ -335,4 +335,4 @@ def test_the_check_ends():
     accelerator, model, optimizer = start()
     model, optimizer, loader = accelerator.prepare(model, optimizer, data())
     train(accelerator, model, optimizer, loader)
-    assert not accelerator._loop_check.active
+    assert not accelerator.loop_check.active

@@ -377,6 +377,31 @@ def test_reduction_on_demand_and_gradients_of_zero():
         torch.testing.assert_close(first[i + 1], net.first.weight.grad, rtol=1e-12, atol=1e-12)
 
 
+class Middle(nn.Sequential):
+    def forward(self, x):
+        return self[1](x)
+
+
+def add_to_the_middle():
+    """Return the gradients of two backward passes, the second of which reaches only a parameter in the middle."""
+    found = []
+    for kind, find_unused in ((nn.Sequential, False), (Middle, True)):
+        accelerator = treadle.Accelerator(cpu=True, strategy=DDP(find_unused_parameters=find_unused))
+        net = kind(*(nn.Linear(1, 1) for _ in range(3)))
+        for parameter in net.parameters():
+            nn.init.ones_(parameter)
+        model = accelerator.prepare(net)
+        x = torch.full((1, 1), 1.0 + accelerator.process_index)
+        accelerator.backward(model(x).sum())
+        accelerator.backward(net[1].weight.sum() * x.sum())
+        found.append(net[1].weight.grad.item())
+    return found
+
+
+def test_a_second_backward_pass_that_reaches_few_parameters():
+    assert run(add_to_the_middle, 2) == [[2.5 + 1.5, 1.5 + 1.5]] * 2
+
+
 # -- BatchNorm -------------------------------------------------------------------------------------------------------
 
 SHARES = {"uneven": (3, 6), "single": (1, 8), "even": (4, 4), "none": (0, 5)}

@@ -45,6 +45,15 @@ def main():
     trainer.fit(Task(), DataLoader(TensorDataset(torch.ones(8, 2)), 2))
     open(f"ended-{trainer.global_rank}", "w").close()
 
+def wait_in_a_collective():
+    accelerator = treadle.Accelerator(cpu=True, timeout={"seconds": 3})
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    if accelerator.process_index == processes - 1:
+        threading.Thread(target=retry).start()
+        raise ValueError("the first cause")
+    torch.distributed.all_reduce(total)
+
 if kind == "early":  # runs after the watchdog's own handler
     atexit.register(time.sleep, 3600)
 if kind == "destructor":  # after the interpreter has stopped its threads
@@ -55,6 +64,8 @@ if kind == "destructor":  # after the interpreter has stopped its threads
 if kind == "notebook":
     kind = "thread"
     treadle.notebook_launcher(main, num_processes=processes)
+elif kind == "collective":
+    wait_in_a_collective()
 else:
     main()
 """
@@ -69,7 +80,16 @@ JOBS = {  # by name: the command, the exit status and words of the output
     "own, error": ("python job.py error 2", None, "ValueError: the first cause"),
     "notebook": ("python job.py notebook 2", 1, "rank 1 of 2 ended with exit status 124"),
     "launch": ("treadle launch --nproc-per-node 2 job.py thread 2", 124, "rank 1 of 2 failed first: exit status 124"),
+    "launch, error": ("treadle launch --nproc-per-node 2 job.py error 2", 1, "ValueError: the first cause"),
+    "launch, collective": (
+        "treadle launch --nproc-per-node 2 job.py collective 2",
+        1,
+        "rank 1 of 2 has not ended within",
+    ),
     "torchrun": ("torchrun --standalone --nproc-per-node 2 job.py atexit 2", 1, "rank 1 of 2 has not ended within"),
+    "torchrun, thread": ("torchrun --standalone --nproc-per-node 2 job.py thread 2", 1, "rank 1 of 2 has not ended"),
+    "torchrun, error": ("torchrun --standalone --nproc-per-node 2 job.py error 2", 1, "ValueError: the first cause"),
+    "torchrun, collective": ("torchrun --standalone --nproc-per-node 2 job.py collective 2", 1, "has not ended within"),
 }
 
 
@@ -108,7 +128,7 @@ def test_a_process_alone(tmp_path):
 
 
 def test_one_of_two_ranks(tmp_path):
-    check(["own, atexit", "notebook"], tmp_path)
+    check(["own, atexit", "notebook", "torchrun, collective"], tmp_path)
 
 
 @pytest.mark.faults

@@ -81,13 +81,32 @@ def words():
 
 
 def truncate(path):
-    os.truncate(path / "model.safetensors", (path / "model.safetensors").stat().st_size // 2)
+    file = path / "model.safetensors" if path.is_dir() else path
+    os.truncate(file, file.stat().st_size // 2)
 
 
-def flip(path):
-    data = bytearray((path / "model.safetensors").read_bytes())
-    data[-3] ^= 1
-    (path / "model.safetensors").write_bytes(data)
+def flip(path, record="data/0"):
+    """Flip a bit of the weights, or of another record of one file."""
+    if path.is_dir():
+        file, place = path / "model.safetensors", -3
+    else:
+        file, place = path, store.read_manifest(path).records.entries[record]["at"]
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+
+
+def flip_structure(path):
+    """Flip a bit of the very first byte: the file is no zip file any more."""
+    data = bytearray(path.read_bytes())
+    data[0] ^= 1
+    path.write_bytes(data)
+
+
+def flip_name(path):
+    """Flip a bit of the text from which a file is recognized at its beginning."""
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"treadle/format", b"treadle/fopmat", 1))
 
 
 def lose(path):
@@ -98,29 +117,58 @@ def garble(path):
     (path / "manifest.json").write_text("{")
 
 
+def garble_end(path):
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"sequence": ', b'"sequence": 1'))
+
+
 def swap(path):
     shutil.copy(path.parent / "step=8.ckpt" / "rank-00000.json", path / "rank-00000.json")
     shutil.copy(path.parent / "step=8.ckpt" / "model.safetensors", path / "model.safetensors")
 
 
+def take_weights_of_another(path):
+    """The weights of another checkpoint in the place of its own."""
+    other = path.parent / "step=8.ckpt"
+    places = [store.read_manifest(one).records.entries["data/0"] for one in (path, other)]
+    data, (mine, its) = bytearray(path.read_bytes()), (slice(e["at"], e["at"] + e["bytes"]) for e in places)
+    data[mine] = other.read_bytes()[its]
+    path.write_bytes(data)
+
+
 DAMAGE = {
+    "truncated": (truncate, r"is truncated, or its end is damaged"),
+    "a bit flipped": (flip, r"data/0 is not what was written"),
+    "a bit of the state flipped": (lambda path: flip(path, "treadle/state.json"), r"treadle/state\.json is not what"),
+    "a bit between the records flipped": (flip_structure, "the zip structure between its records is damaged"),
+    "a bit of its name flipped": (flip_name, "the zip structure between its records is damaged"),
+    "a manifest that is damaged": (garble_end, "is damaged"),
+    "empty": (lambda path: os.truncate(path, 0), "is a file, but not a checkpoint"),
+    "the file of another library": (lambda path: torch.save({}, path), "is a file, but not a checkpoint"),
+    "weights of another": (take_weights_of_another, r"data/0 is not what was written"),
+}
+DAMAGE_TO_DIRECTORY = {
     "truncated": (truncate, "model.safetensors has"),
     "a bit flipped": (flip, "model.safetensors is not the file that was written"),
     "a file lost": (lose, "state.json is missing"),
     "no manifest to read": (garble, "manifest.json can't be read"),
     "files of another": (swap, "is not the file that was written|bytes"),
 }
+DAMAGES = [
+    pytest.param(form, *damage, id=f"{form}-{name}")
+    for form, damages in (("file", DAMAGE), ("directory", DAMAGE_TO_DIRECTORY))
+    for name, damage in damages.items()
+]
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize(("form", "damage", "reason"), DAMAGES)
 @pytest.mark.parametrize("word", ["last", "auto"])
-def test_the_newest_that_is_intact_is_taken_and_what_was_skipped_is_said(tmp_path, words, word, name):
-    damage, reason = DAMAGE[name]
-    fit(tmp_path, each(tmp_path))
+def test_the_newest_that_is_intact_is_taken_and_what_was_skipped_is_said(tmp_path, words, word, form, damage, reason):
+    fit(tmp_path, each(tmp_path, format=form))
     damage(tmp_path / "c" / "step=10.ckpt")
     words.clear()
-    with pytest.warns(UserWarning, match=rf"ckpt_path='{word}' skips a checkpoint: .*step=10.ckpt: .*({reason})"):
+    with pytest.warns(UserWarning, match=rf"ckpt_path='{word}' skips a checkpoint: .*step=10.ckpt.*({reason})"):
         _, began = fit(tmp_path, each(tmp_path), ckpt_path=word)
     assert began == 8
     said = [text for text in words if "ckpt_path" in text]
@@ -128,10 +176,9 @@ def test_the_newest_that_is_intact_is_taken_and_what_was_skipped_is_said(tmp_pat
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("name", DAMAGE)
-def test_a_path_never_stands_for_another_checkpoint(tmp_path, name):
-    damage, reason = DAMAGE[name]
-    fit(tmp_path, each(tmp_path))
+@pytest.mark.parametrize(("form", "damage", "reason"), DAMAGES)
+def test_a_path_never_stands_for_another_checkpoint(tmp_path, form, damage, reason):
+    fit(tmp_path, each(tmp_path, format=form))
     path = tmp_path / "c" / "step=10.ckpt"
     damage(path)
     for stage in ("fit", "validate"):
@@ -139,23 +186,24 @@ def test_a_path_never_stands_for_another_checkpoint(tmp_path, name):
             getattr(made(tmp_path, each(tmp_path)), stage)(Tiny(), loader(), ckpt_path=path)
 
 
-def test_the_newest_is_so_by_step_not_by_clock(tmp_path):
-    fit(tmp_path, each(tmp_path))
+@pytest.mark.parametrize("form", ["file", "directory"])
+def test_the_newest_is_so_by_step_not_by_clock(tmp_path, form):
+    fit(tmp_path, each(tmp_path, format=form))
     for number, path in enumerate(sorted((tmp_path / "c").iterdir())):
-        os.utime(path, (1e9 - number, 1e9 - number))
-        os.utime(path / "manifest.json", (1e9 - number, 1e9 - number))
+        for file in [path, *path.glob("manifest.json")]:
+            os.utime(file, (1e9 - number, 1e9 - number))
     assert fit(tmp_path, each(tmp_path), ckpt_path="last")[1] == 10
 
 
 def test_all_are_damaged(tmp_path, words):
     fit(tmp_path, ModelCheckpoint(tmp_path / "c"))
     truncate(tmp_path / "c" / "epoch=1-step=10.ckpt")
-    with pytest.raises(ValueError, match=r"no intact checkpoint in .*c; .*epoch=1-step=10.ckpt: model.safetensors has"):
+    with pytest.raises(ValueError, match=r"no intact checkpoint in .*c; .*epoch=1-step=10.ckpt is truncated"):
         fit(tmp_path, ModelCheckpoint(tmp_path / "c"), ckpt_path="last")
     with pytest.warns(UserWarning, match="skips a checkpoint"):
         assert fit(tmp_path, ModelCheckpoint(tmp_path / "c"), ckpt_path="auto")[1] == 0
     assert [text for text in words if "from scratch" in text]
-    assert (tmp_path / "c" / "epoch=1-step=10-v1.ckpt").is_dir()  # and what is damaged is left to look at
+    assert (tmp_path / "c" / "epoch=1-step=10-v1.ckpt").is_file()  # and what is damaged is left to look at
 
 
 def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
@@ -164,7 +212,7 @@ def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
     with pytest.warns(UserWarning, match=r"w-step=5.ckpt contains only weights"):
         assert fit(tmp_path, each(tmp_path), ckpt_path="last")[1] == 4
     own = made(tmp_path, each(tmp_path))
-    shutil.rmtree(tmp_path / "c" / "step=6.ckpt", ignore_errors=True)
+    (tmp_path / "c" / "step=6.ckpt").unlink(missing_ok=True)
     own.validate(Tiny(), loader(4), ckpt_path="last", verbose=False)  # weights are all that is wanted
 
 
@@ -183,8 +231,8 @@ def test_nothing_is_there_yet(tmp_path, words):
     ]
     assert fit(tmp_path, each(tmp_path), ckpt_path="auto")[1] == 10
     words.clear()
-    for manifest in (tmp_path / "c").glob("*/manifest.json"):
-        manifest.write_text("{")
+    for path in (tmp_path / "c").glob("*.ckpt"):
+        truncate(path)
     with pytest.warns(UserWarning, match="skips a checkpoint"):
         assert fit(tmp_path, each(tmp_path), ckpt_path="auto")[1] == 0
     assert [text for text in words if "there is no intact checkpoint" in text]
@@ -224,7 +272,7 @@ def test_folders_below_and_several_callbacks(tmp_path):
     often = ModelCheckpoint(tmp_path / "often", "{epoch}/{step}", every_n_train_steps=3, save_top_k=-1)
     seldom = ModelCheckpoint(tmp_path / "seldom", every_n_train_steps=7)
     fit(tmp_path, seldom, often)
-    assert (tmp_path / "often" / "epoch=1" / "step=9.ckpt").is_dir()
+    assert (tmp_path / "often" / "epoch=1" / "step=9.ckpt").is_file()
     again = ModelCheckpoint(tmp_path / "often", "{epoch}/{step}", every_n_train_steps=3, save_top_k=-1)
     assert fit(tmp_path, ModelCheckpoint(tmp_path / "seldom", every_n_train_steps=7), again, ckpt_path="last")[1] == 9
 
@@ -271,16 +319,22 @@ def test_callbacks_that_the_task_brings(tmp_path):
     assert own.ckpt_path == str(tmp_path / "c" / "step=10.ckpt")
 
 
-def test_what_a_killed_run_left_is_set_right_first(tmp_path, words):
-    fit(tmp_path, ModelCheckpoint(tmp_path / "c", save_last=True, save_top_k=0))
+@pytest.mark.parametrize("form", ["file", "directory"])
+def test_what_a_killed_run_left_is_set_right_first(tmp_path, words, form):
+    def keeper():
+        return ModelCheckpoint(tmp_path / "c", save_last=True, save_top_k=0, format=form)
+
+    fit(tmp_path, keeper())
+    last, old, part = (tmp_path / "c" / name for name in ("last.ckpt", ".last.ckpt.old", ".step=12.ckpt.part"))
     # Killed between the two renames of a replacement, and while another was being written.
-    (tmp_path / "c" / "last.ckpt").rename(tmp_path / "c" / ".last.ckpt.old")
-    shutil.copytree(tmp_path / "c" / ".last.ckpt.old", tmp_path / "c" / ".step=12.ckpt.part")
-    (tmp_path / "c" / ".step=12.ckpt.part" / "manifest.json").unlink()
-    own, began = fit(
-        tmp_path, ModelCheckpoint(tmp_path / "c", save_last=True, save_top_k=0), ckpt_path="last", max_epochs=3
-    )
-    assert (began, own.ckpt_path) == (10, str(tmp_path / "c" / "last.ckpt"))
+    last.rename(old)
+    if form == "file":
+        part.write_bytes(old.read_bytes()[:500])
+    else:
+        shutil.copytree(old, part)
+        (part / "manifest.json").unlink()
+    own, began = fit(tmp_path, keeper(), ckpt_path="last", max_epochs=3)
+    assert (began, own.ckpt_path) == (10, str(last))
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["last.ckpt"]
     assert [text for text in words if "restored" in text]
 

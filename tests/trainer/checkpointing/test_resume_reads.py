@@ -18,6 +18,7 @@ from treadle.callbacks import (
     WeightAveraging,
     averaged_weights,
 )
+from treadle.engine.checkpoint.manifest import read_manifest
 
 import treadle
 
@@ -60,7 +61,7 @@ class Data(treadle.DataModule):
         self.loaded.append(state)
 
 
-def made(root, steps, *callbacks):
+def made(root, steps, *callbacks, form="file"):
     return treadle.Trainer(
         accelerator="cpu",
         max_steps=steps,
@@ -68,7 +69,7 @@ def made(root, steps, *callbacks):
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[
-            ModelCheckpoint(root, "{step}", monitor="loss", every_n_train_steps=2, save_top_k=-1),
+            ModelCheckpoint(root, "{step}", monitor="loss", every_n_train_steps=2, save_top_k=-1, format=form),
             GradientAccumulationScheduler({0: 1}),
             WeightAveraging(),
             *callbacks,
@@ -76,10 +77,13 @@ def made(root, steps, *callbacks):
     )
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+FORMS = ["file", "directory"]
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def saved(tmp_path_factory, request):
     root = tmp_path_factory.mktemp("run")
-    made(root, 2).fit(Task(), datamodule=Data())
+    made(root, 2, form=request.param).fit(Task(), datamodule=Data())
     return root
 
 
@@ -133,11 +137,12 @@ def test_hyperparameters_that_are_no_dict_are_refused(tmp_path, cls, part):
 def test_nothing_of_a_damaged_checkpoint_reaches_anyone(saved, tmp_path, stage):
     """What was damaged is still JSON, so that the digest alone tells it."""
     path = Path(shutil.copytree(saved, tmp_path / "run")) / "step=2.ckpt"
-    text = (path / "state.json").read_text()
-    assert text.count('"seen":3') == 1
-    (path / "state.json").write_text(text.replace('"seen":3', '"seen":4'))
+    file = path / "state.json" if path.is_dir() else path
+    content = file.read_bytes()
+    assert content.count(b'"seen":3') == 1
+    file.write_bytes(content.replace(b'"seen":3', b'"seen":4'))
     trainer, data = made(tmp_path, 4), Data()
-    with pytest.raises(ValueError, match=r"state.json is not the file that was written"):
+    with pytest.raises(ValueError, match=r"state.json is not (the file that|what) was written"):
         getattr(trainer, stage)(Task(), datamodule=data, ckpt_path=path)
     assert data.loaded == []
 
@@ -152,15 +157,24 @@ def newest_is_damaged(root):
     return str(trainer.ckpt_path), skipped, reads.hashed
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("world", [1, 2])
-def test_all_processes_fall_back_together_and_no_file_is_read_twice(tmp_path, world):
-    made(tmp_path, 4).fit(Task(), datamodule=Data())
-    model = tmp_path / "step=4.ckpt" / "model.safetensors"
-    model.write_bytes(model.read_bytes()[:-1] + b"\x01")
+def test_all_processes_fall_back_together_and_no_file_is_read_twice(tmp_path, world, form):
+    made(tmp_path, 4, form=form).fit(Task(), datamodule=Data())
+    path = tmp_path / "step=4.ckpt"
+    if form == "directory":
+        model = path / "model.safetensors"
+        model.write_bytes(model.read_bytes()[:-1] + b"\x01")
+        name, reason = "model.safetensors", "is not the file that was written"
+    else:
+        with path.open("r+b") as file:
+            file.seek(read_manifest(path).records.entries["data/0"]["at"])
+            file.write(b"\x01")
+        name, reason = "data/0", "is not what was written"
     ranks = run(newest_is_damaged, world, tmp_path)
     assert {path for path, _, _ in ranks} == {str(tmp_path / "step=2.ckpt")}
     (said,) = ranks[0][1]  # on rank zero alone
-    assert "step=4.ckpt: model.safetensors is not the file that was written" in said
+    assert f"step=4.ckpt: {name} {reason}" in said
     hashed = sum((files for _, _, files in ranks), start=Counter())
     assert max(hashed.values()) == 1
     assert once(tmp_path / "step=2.ckpt") <= hashed

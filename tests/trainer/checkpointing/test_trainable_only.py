@@ -4,10 +4,10 @@ import pytest
 import torch
 from processes import run
 from quiet import QUIET
-from safetensors import safe_open
 from torch import nn
 from torch.utils.data import DataLoader
 from treadle.callbacks import Callback, ModelCheckpoint
+from treadle.engine.checkpoint import OpenCheckpoint
 from treadle.engine.weights import load_weights
 
 import treadle
@@ -54,10 +54,9 @@ def fit(task, folder, epochs, ckpt_path=None, strategy="auto", callbacks=(), **o
 
 
 def saved_names(checkpoint):
-    names = set()
-    for path in checkpoint.glob("model*.safetensors"):
-        with safe_open(path, "pt") as file:
-            names |= set(file.keys())
+    names = {*OpenCheckpoint(checkpoint).part("model").tensors}
+    if checkpoint.is_file():
+        assert {*torch.load(checkpoint)["state_dict"]} == names
     return names
 
 

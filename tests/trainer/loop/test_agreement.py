@@ -154,3 +154,23 @@ def refused(case, strategy, manual, folder):
     outcome = decide(case, strategy, manual, folder)
     assert isinstance(outcome, str), outcome
     return outcome
+
+
+class Withdraws(Callback):
+    """Requests the end of the run before a step, and withdraws the request after the ranks have voted on it."""
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        trainer.should_stop = trainer.global_step == 1
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        trainer.should_stop = False
+
+
+def withdraw():
+    task, one = Task(manual=False), trainer(max_epochs=1, devices=2, callbacks=[Withdraws()])
+    one.fit(task, samples())
+    return task.happened
+
+
+def test_a_request_to_stop_that_was_withdrawn_after_the_vote():
+    assert run(withdraw, 2) == [[("epoch", 0), ("end", 6)]] * 2

@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -63,11 +64,13 @@ def gather(weight):
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
-def train_with_none(names, ranks=1, strategy="auto", **flags):
+def train_with_none(names, ranks=1, strategy="auto", weights=(False, True), late=False, **flags):
     differences = {}
-    for name, k, weighted in itertools.product(names, (1, 3), (False, True)):
+    for name, k, weighted in itertools.product(names, (1, 3), weights):
         task, broken = Task(weighted), BROKEN[name]
         fitter = trainer(accumulate_grad_batches=k, devices=ranks, strategy=strategy, **flags)
+        if late:  # as on accelerators, whose votes are read one step late
+            task.on_train_start = partial(setattr, fitter.accelerator.agreement, "immediate", False)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fitter.fit(task, DataLoader(range(48), 4, collate_fn=collate_without(broken)))
@@ -108,6 +111,12 @@ def test_a_step_without_a_loss_adds_nothing_to_its_group(strategy):
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_a_rank_whose_batch_is_none_takes_part_without_weight(strategy):
     for differences in run(train_with_none, 2, ["some", "the end"], 2, strategy):
+        assert max(differences.values()) < 1e-12
+
+
+@pytest.mark.guarantee
+def test_weighted_losses_leave_out_none_where_votes_are_read_late():
+    for differences in run(train_with_none, 2, BROKEN, 2, "ddp", (True,), True):
         assert max(differences.values()) < 1e-12
 
 

@@ -1,5 +1,6 @@
 """A checkpoint that is one file: what opens it, and what is found when it is damaged or made to deceive."""
 
+import errno
 import io
 import json
 import os
@@ -13,11 +14,12 @@ from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.serialization import config
-from treadle.engine.checkpoint import OpenCheckpoint, is_checkpoint, store
+from treadle.engine.checkpoint import OpenCheckpoint, filesystem, is_checkpoint, store
 from treadle.engine.checkpoint.manifest import Manifest
-from treadle.engine.checkpoint.one_file import zip_writer
+from treadle.engine.checkpoint.one_file import contents, zip_writer
 from treadle.engine.checkpoint.one_file.contents import _Pickler, lay_out, write
 from treadle.engine.checkpoint.parts import TensorFile
+from treadle.trainer.checkpointing import lightning_layout
 
 import treadle
 
@@ -134,6 +136,25 @@ def test_both_sides_name_the_same_records(saved):
             assert torch.equal(slots[name][key], by_number[number][key])
 
 
+class Copying(Task):
+    """Its ``state_dict`` returns other tensors from each call."""
+
+    def state_dict(self, *args, **kwargs):
+        return {name: value.clone() for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_state_dict_of_copies_is_stored_once(saved, tmp_path, blocking):
+    task, trainer = Copying(), treadle.Trainer(max_epochs=1, default_root_dir=tmp_path, **QUIET)
+    trainer.fit(task, loader())
+    trainer.save_checkpoint(tmp_path / "copies", blocking=blocking)
+    trainer.accelerator.finish_saving()
+    store.verify(tmp_path / "copies")
+    assert is_equal(torch.load(tmp_path / "copies")["state_dict"], task.state_dict())
+    treadle.load_weights(Task(), tmp_path / "copies")
+    trainer.fit(Copying(), loader(), ckpt_path=tmp_path / "copies")
+
+
 def test_every_flipped_byte_is_found(saved, tmp_path):
     path = tmp_path / "flipped.ckpt"
     original = (saved[0] / "weights.ckpt").read_bytes()
@@ -167,8 +188,10 @@ def test_what_is_added_to_it_is_found(saved, tmp_path):
 
 
 def forge(path, files, document):
-    """Write a file with valid digests."""
-    layout = lay_out(files, document)
+    """Write a file with valid digests, whose sides need not name the same weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contents, "_take_weights", lambda state, files: state)
+        layout = lay_out(files, document)
     write(path, layout, files, lambda entries, records: Manifest.build(entries, {}, 1, records=records).to_json())
 
 
@@ -262,6 +285,49 @@ def test_what_a_save_may_replace(saved, tmp_path):
             trainer.save_checkpoint(tmp_path / name)
     assert (tmp_path / "text").read_text() == (tmp_path / "empty" / "tokenizer.json").read_text() == "of the user"
     assert sorted(os.listdir(tmp_path)) == ["directory", "empty", "text", "torch"]
+
+
+def test_a_full_disk_is_named_with_what_is_needed_and_nothing_is_left(saved, tmp_path, monkeypatch):
+    trainer = saved[2]
+    trainer.save_checkpoint(tmp_path / "last")
+    before = (tmp_path / "last").read_bytes()
+
+    def full(path, write):
+        path.write_bytes(before[: len(before) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(filesystem, "write_stream", full)
+    with pytest.raises(
+        OSError, match=r"No space left on device\. This process needs [0-9,]+ bytes, but only"
+    ) as caught:
+        trainer.save_checkpoint(tmp_path / "last")
+    assert caught.value.errno == errno.ENOSPC
+    assert os.listdir(tmp_path) == ["last"]
+    assert (tmp_path / "last").read_bytes() == before
+
+
+class Odd(Task):
+    """Adds values that not every reader knows, and the keys and items that hashing makes delicate."""
+
+    def on_save_checkpoint(self, checkpoint):
+        keys = [torch.device("cpu"), torch.float32, 2**70, -1.5, None, (1, ("a", (2,))), tuple(range(20)), b"x"]
+        checkpoint["odd"] = {"dict": dict.fromkeys(keys, 1), "set": set(keys), "frozen": frozenset({frozenset({1})})}
+        checkpoint["sizes"] = {torch.Size([1]): torch.Size([2, 3])}
+
+
+def test_what_is_saved_for_others_is_never_refused_here(tmp_path):
+    task, trainer = Odd(), treadle.Trainer(max_epochs=1, default_root_dir=tmp_path, **QUIET)
+    trainer.fit(task, loader())
+    trainer.save_checkpoint(tmp_path / "odd", weights_only=True)
+    store.verify(tmp_path / "odd")
+    content = torch.load(tmp_path / "odd", weights_only=True)["odd"]
+    assert len(content["dict"]) == len(content["set"]) == 8
+
+
+def test_parameters_that_others_cannot_read_are_left_out_for_them(tmp_path):
+    values = {"sparse": torch.eye(2).to_sparse(), "meta": torch.empty(1, device="meta"), "dense": torch.ones(1)}
+    document = lightning_layout.make_plain({"values": values})
+    assert [*document["values"]] == ["dense"]
 
 
 class Sparse(io.RawIOBase):
