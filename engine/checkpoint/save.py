@@ -26,7 +26,7 @@ from . import filesystem, model_check, store
 from .json_codec import decode, encode
 from .parts import Files, TensorFile, encode_part, estimate_size
 from .remote import Upload
-from .store import DiskSave, Save
+from .store import DiskSave, FileSave, Save
 from .train_state import (
     STATE,
     OptimizerState,
