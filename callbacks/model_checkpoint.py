@@ -44,8 +44,10 @@ if TYPE_CHECKING:
 class ModelCheckpoint(CheckpointAliases, Checkpoint):
     """Callback that saves checkpoints between optimizer steps and keeps the best ones.
 
-    A checkpoint is a directory. Incomplete checkpoints are never loaded. A run may have several ModelCheckpoints that
-    differ in ``monitor``, ``mode`` or their triggers.
+    A checkpoint is one file, which ``torch.load`` and Lightning open too. It is a directory at a URL, with sharded
+    state (FSDP, ``DDP(zero=True)``), and if a hook of ``register_save_state_pre_hook`` may add files. Incomplete
+    checkpoints are never loaded. A run may have several ModelCheckpoints that differ in ``monitor``, ``mode`` or their
+    triggers.
 
     A value from a validation is used to rank a checkpoint only if the checkpoint contains the validated weights. If a
     save is due while ``monitor`` has no value for the current weights, the ranked checkpoint is saved once the next
@@ -87,11 +89,13 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             does not replace, or that another run on this machine is writing. If False, replace the existing checkpoint,
             unless it is this callback's ``last.ckpt`` or belongs to another ModelCheckpoint of this run. Default: True.
         async_save: Write the checkpoint in the background, from a copy of the state in host memory. If the save fails,
-            the error is raised at a later step or at the end of ``fit``. The directory at ``best_model_path`` may not
-            exist until the save is complete. Default: False.
+            the error is raised at a later step or at the end of ``fit``. ``best_model_path`` may not exist until the
+            save is complete. Default: False.
+        format: ``"file"`` or ``"directory"``. ``"file"`` is an error where a checkpoint must be a directory. Default:
+            None, which selects a file where one is possible.
 
     Attributes:
-        best_model_path: Path of the best checkpoint, or "".
+        best_model_path: Path of the best checkpoint, usually a file, or "".
         best_model_score: Value of ``monitor`` for the best checkpoint, a 0-d tensor, or None.
         best_k_models: Values of ``monitor`` for the kept checkpoints, by path; empty without a monitor.
         last_model_path: Path of the latest ``last.ckpt``, or "".

@@ -1072,7 +1072,7 @@ class Accelerator(Process):
         The gradients of an unfinished accumulation group are discarded.
 
         Args:
-            input_dir: A checkpoint directory, its URL, or an `OpenCheckpoint`. Default: the latest automatically named
+            input_dir: Path or URL of a checkpoint, or an `OpenCheckpoint`. Default: the latest automatically named
                 checkpoint that can be loaded, if ``automatic_checkpoint_naming`` and ``project_dir`` are set.
             load_kwargs: Must be empty; loading has no options.
             models: Restore the models. Default: True.

@@ -552,8 +552,7 @@ class Trainer(LightningAliases, Copyable):
             trainable_only: Omit frozen weights; see `Accelerator.save_state`. Default: False.
             blocking: Wait until the checkpoint is written; see `Accelerator.save_state`. Default: True.
             also: Further paths for copies of the checkpoint; see `Accelerator.save_state`. Default: none.
-            format: ``"file"``: a file that ``torch.load`` and Lightning open too. ``"directory"``: several files.
-                Default: a file where one is possible, see `ModelCheckpoint`.
+            format: ``"file"`` or ``"directory"``. Default: a file where one is possible; see `ModelCheckpoint`.
 
         Raises:
             ValueError: If there is no task, or the run cannot be saved at this moment; see also

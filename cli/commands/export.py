@@ -38,7 +38,7 @@ def build_parser(program: str = "treadle export") -> argparse.ArgumentParser:
     parser = _Parser(
         program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("checkpoint", help="the checkpoint's folder")
+    parser.add_argument("checkpoint", help="the checkpoint: a file, a folder or a URL")
     parser.add_argument("output", help="a file whose name ends in .safetensors, or a folder")
     parser.add_argument("--dtype", help="convert floating-point weights: float32, bfloat16, float16, float64")
     parser.add_argument("--max-shard-size", default="5GB", help="maximum size of a file in a folder (default: 5GB)")
@@ -70,7 +70,7 @@ def export(
     """Write a checkpoint's model as safetensors, with one tensor in memory at a time, and return a summary.
 
     Args:
-        checkpoint: Folder or URL of a committed checkpoint, saved with any strategy and world size.
+        checkpoint: Path or URL of a committed checkpoint, saved with any strategy and world size.
         output: Path or URL of a file whose name ends in ``.safetensors``, or of a folder. Existing weights are replaced
             once the new files are complete.
         dtype: The dtype to convert floating-point weights to, such as ``"bfloat16"``. Default: None, no conversion.

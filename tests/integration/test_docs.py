@@ -367,12 +367,20 @@ def test_on_step_end_comes_after_validation_and_before_the_next_step():
     assert task.seen == [1, "validated", 2]
 
 
-def test_a_checkpoint_is_a_directory_without_pickle(tmp_path):
-    trainer = fit(Task())
-    trainer.save_checkpoint(tmp_path / "mine.ckpt")
-    files = sorted(file.name for file in (tmp_path / "mine.ckpt").iterdir())
-    assert files
-    assert {Path(name).suffix for name in files} == {".json", ".safetensors"}
+def test_the_two_forms_of_a_checkpoint(tmp_path):
+    task = Task()
+    trainer = fit(task)
+    trainer.save_checkpoint(tmp_path / "file.ckpt")
+    trainer.save_checkpoint(tmp_path / "directory.ckpt", format="directory")
+    trainer.accelerator.save_state(tmp_path / "state")
+    for path in (tmp_path / "directory.ckpt", tmp_path / "state"):
+        assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
+    with pytest.raises(IsADirectoryError):
+        torch.load(tmp_path / "directory.ckpt")
+    contents = [treadle.load_checkpoint(tmp_path / name) for name in ("file.ckpt", "directory.ckpt")]
+    for content in (torch.load(tmp_path / "file.ckpt", weights_only=True), *contents):
+        assert content["state_dict"] == {"weight": task.weight}
+        assert content["global_step"] == trainer.global_step
 
 
 def test_none_as_the_loss_adds_no_gradient():

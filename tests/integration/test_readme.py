@@ -33,6 +33,7 @@ import pytest
 from processes import clean_environment, programs, python, run, script
 from treadle.cli.migrate import find_counterpart
 from treadle.common.peer_names import Elsewhere
+from treadle.engine.checkpoint import store
 
 import treadle
 
@@ -229,7 +230,7 @@ def test_first_examples_run_on_two_processes(own_loop, tmp_path):
     printed = done.stdout + done.stderr
     assert len(re.findall(r"accuracy 0\.\d+", printed)) == (5 if own_loop else 6)
     checkpoint = tmp_path / "checkpoint" if own_loop else next(tmp_path.glob("treadle_logs/*/checkpoints/*.ckpt"))
-    assert (checkpoint / "manifest.json").exists()
+    store.verify(checkpoint)
 
 
 def test_the_diff_is_the_one_between_both_loops():

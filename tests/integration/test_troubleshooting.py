@@ -383,6 +383,17 @@ def no_such_checkpoint():
 
 
 @provokes
+def another_library():
+    torch.save({"state_dict": Net().state_dict(), "epoch": 1, "global_step": 2}, "lightning.ckpt")
+    fit(Net(), ckpt_path="lightning.ckpt")
+
+
+@provokes
+def no_file_possible():
+    fit(Net(), strategy="fsdp").save_checkpoint("a.ckpt", format="file")
+
+
+@provokes
 def no_last_checkpoint():
     fit(Net(), ckpt_path="last", enable_checkpointing=True, callbacks=[ModelCheckpoint("checkpoints")])
 
@@ -405,11 +416,11 @@ def another_model():
 
 @provokes
 def damaged_checkpoint():
-    fit(Net()).save_checkpoint("a.ckpt")
-    weights = Path("a.ckpt/model.safetensors")
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
+    task = Net()
+    fit(task).save_checkpoint("a.ckpt")
+    data = Path("a.ckpt").read_bytes()
+    bias = task.net.bias.detach().numpy().tobytes()
+    Path("a.ckpt").write_bytes(data.replace(bias, bytes(len(bias)), 1))
     fit(Net(), ckpt_path="a.ckpt")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -219,6 +220,7 @@ class CheckpointResolver:
         latest = self._latest(resumable=self.stage == "fit")
         with self.world.together():
             if self.world.is_main and latest is None:
+                self._refuse_plugin_files()
                 # A fresh start in the folder of a recorded run would mix two runs.
                 would_mix = report.other_runs and any(_run_record(as_path(folder)) for folder in report.searched)
                 if self.ckpt_path == "last" or would_mix:
@@ -226,6 +228,21 @@ class CheckpointResolver:
             if self.world.is_main and latest is not None and self.stage == "fit":
                 report.steps_reached = _steps_reached(latest.path.parent)
         return latest
+
+    def _refuse_plugin_files(self) -> None:
+        """Raise a ValueError if a `CheckpointIO` plugin has written checkpoints, whose steps only the plugin knows."""
+        plugin = self.trainer.checkpointer.plugin
+        if plugin is None:
+            return
+        names = tuple(callback.FILE_EXTENSION for callback in self.trainer.checkpoint_callbacks)
+        for store in self._stores(itertools.chain(*self._folders())):
+            for path in store.directory.iterdir() if store.directory.is_dir() else ():
+                if not path.name.endswith(names):
+                    continue
+                raise ValueError(
+                    f"ckpt_path={self.ckpt_path!r} cannot select among the checkpoints of {type(plugin).__name__}, "
+                    f"because only this plugin can read them. Pass the path of one, such as {str(path)!r}."
+                )
 
     def _none_intact(self) -> ValueError:
         report, ckpt_path = self.report, self.ckpt_path

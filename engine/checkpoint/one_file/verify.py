@@ -118,7 +118,7 @@ def explain_difference(document: bytes | bytearray, table: dict[str, Any]) -> st
 
 
 def _read_place(value: Any) -> tuple[torch.dtype | None, Any, Any] | None:
-    """Return dtype, shape and record of a tensor in the scanned pickle; None for what is no tensor."""
+    """Return dtype, shape and record of a tensor in the scanned pickle; None if it is not a tensor."""
     if not isinstance(value, UnbuiltCall) or not value.name.startswith("torch."):
         return None
     storage, offset, shape, stride, *rest = value.args if len(value.args) >= 6 else (None,) * 6

@@ -76,7 +76,7 @@ def is_replaceable_file(path: Path | str) -> bool:
 
 
 def _read_ends(path: Path | str) -> tuple[bytes, bytes] | None:
-    """Return the first and last bytes of a file; None if the path is no file, such as a pipe, or cannot be read."""
+    """Return the first and last bytes of a file; None if the path is not a file, such as a pipe, or cannot be read."""
     try:
         if os.path.isfile(path):
             with open(path, "rb", buffering=0) as file:

@@ -79,6 +79,9 @@ def test_a_plugin_writes_all_checkpoints_and_a_resume_is_exact(wrap, tmp_path):
     saves = [name for call, name in recording.calls if call == "save"]
     assert saves == ["epoch=0-step=8.ckpt", "last.ckpt", "epoch=1-step=16.ckpt", "last.ckpt"]
     assert ("remove", "epoch=0-step=8.ckpt") in recording.calls
+    for word in ("last", "auto"):
+        with pytest.raises(ValueError, match=f"ckpt_path='{word}' cannot select among the checkpoints of"):
+            fitted(tmp_path / "cut", 4, plugin, word)
     resumed, _ = fitted(tmp_path / "cut", 4, plugin, last)
     assert ("load", "last.ckpt") in recording.calls
     assert are_equal(resumed, fitted(tmp_path / "whole", 4)[0])

@@ -106,10 +106,11 @@ def trainer(pl, folder, **flags):
 
 def fit(library, folder, ckpt_path=None):
     pl, Task = make(library)
-    keeps = pl.callbacks.ModelCheckpoint(f"{folder}/kept", every_n_train_steps=7, save_top_k=-1)
+    every = {"every_n_train_steps": 7}, {"save_on_train_epoch_end": True}
+    keeps = [pl.callbacks.ModelCheckpoint(f"{folder}/kept", save_top_k=-1, **when) for when in every]
     stops = pl.callbacks.EarlyStopping("val", patience=5)
     torch.manual_seed(0)
-    run, task = trainer(pl, folder, max_epochs=3, callbacks=[keeps, stops]), Task()
+    run, task = trainer(pl, folder, max_epochs=3, callbacks=[*keeps, stops]), Task()
     run.fit(task, loader(), loader(8), ckpt_path=ckpt_path)
     optimizer = run.optimizers[0]
     return {"step": run.global_step, "epoch": run.current_epoch, "lr": optimizer.param_groups[0]["lr"],
@@ -145,7 +146,8 @@ def test_lightning_opens_ours_and_goes_on(tmp_path):
     fit, evaluate = space["fit"], space["evaluate"]
     ours = fit("treadle", tmp_path / "ours")
     names = sorted(path.name for path in (tmp_path / "ours" / "kept").iterdir())
-    assert names == [f"epoch={epoch}-step={step}.ckpt" for epoch, step in ((0, 7), (1, 14), (2, 21), (2, 28))]
+    points = ((0, 10), (0, 7), (1, 14), (1, 20), (2, 21), (2, 28), (2, 30))
+    assert names == [f"epoch={epoch}-step={step}.ckpt" for epoch, step in points]
     paths = [str(tmp_path / "ours" / "kept" / name) for name in names]
     twins = [f"{tmp_path}/theirs/kept/{name}" for name in names]
     theirs, evaluated, resumed = lightning(
