@@ -234,11 +234,7 @@ class ClearML(Service):
         return "failed" in (self._task(folder, version).get("tags") or [])
 
     def files(self, folder, version):
-        found = set()
-        for archive in (self._folder(folder, version) / "data").rglob("*.zip"):
-            with zipfile.ZipFile(archive) as content:
-                found |= {f"{archive.parent.name}/{name}" for name in content.namelist()}
-        return found
+        return {path.name for path in (self._folder(folder, version) / "data").rglob("*.ckpt") if path.is_file()}
 
 
 class SwanLab(Service):
@@ -295,7 +291,7 @@ class SwanLab(Service):
             for record in self._records(folder, version)
             if record.HasField("save")
             for item in [record.save]
-            if ".ckpt/" in item.name
+            if item.name.endswith(".ckpt")
         }
 
 
