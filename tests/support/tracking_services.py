@@ -234,7 +234,8 @@ class ClearML(Service):
         return "failed" in (self._task(folder, version).get("tags") or [])
 
     def files(self, folder, version):
-        return {path.name for path in (self._folder(folder, version) / "data").rglob("*.ckpt") if path.is_file()}
+        paths = (self._folder(folder, version) / "data").rglob("*.ckpt")
+        return {path.name.replace("0x3d", "=") for path in paths if path.is_file()}
 
 
 class SwanLab(Service):
