@@ -513,8 +513,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         """Save one checkpoint on all ranks. May be overridden, as in Lightning."""
-        options = {"trainable_only": self.save_trainable_only, "format": self.format}
-        trainer.save_checkpoint(filepath, self.save_weights_only, **options)
+        only = self.save_trainable_only
+        trainer.save_checkpoint(filepath, self.save_weights_only, trainable_only=only, format=self.format)
 
     def _complete_job(self, trainer: Trainer, wait: bool = False) -> None:
         """Complete a background save that has ended. With ``wait``, first wait until it ends."""

@@ -236,13 +236,13 @@ class CheckpointResolver:
             return
         names = tuple(callback.FILE_EXTENSION for callback in self.trainer.checkpoint_callbacks)
         for store in self._stores(itertools.chain(*self._folders())):
-            for path in store.directory.iterdir() if store.directory.is_dir() else ():
-                if not path.name.endswith(names):
-                    continue
-                raise ValueError(
-                    f"ckpt_path={self.ckpt_path!r} cannot select among the checkpoints of {type(plugin).__name__}, "
-                    f"because only this plugin can read them. Pass the path of one, such as {str(path)!r}."
-                )
+            for name in filesystem.list_names(store.directory):
+                if name.endswith(names):
+                    raise ValueError(
+                        f"ckpt_path={self.ckpt_path!r} cannot select among the checkpoints of "
+                        f"{type(plugin).__name__}, because only this plugin can read them. Pass the path of one, such "
+                        f"as {str(store.directory / name)!r}."
+                    )
 
     def _none_intact(self) -> ValueError:
         report, ckpt_path = self.report, self.ckpt_path
