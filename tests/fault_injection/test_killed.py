@@ -450,8 +450,11 @@ def save_as(form, target, step, size=2**7):
         target.touch()
     else:
         files = parts.encode_part("model", weights) | parts.encode_part("state", {"step": step})
-        layout = lay_out(files, {"state_dict": weights}) if form == "file" else False
-        snapshot.publish(World(), target, files, {"step": step}, layout=layout)
+        make_save = None
+        if form == "file":
+            layout = lay_out(files, {"state_dict": weights})
+            make_save = lambda target, writer: FileSave(target, writer, layout)  # noqa: E731
+        snapshot.publish(World(), target, files, {"step": step}, make_save=make_save)
 
 
 @pytest.mark.parametrize(
