@@ -204,8 +204,8 @@ class DDP(Strategy):
         self._ballot: Ballot | None = None
         self._ballot_replica: _Replica | None = None
         self._by_ballot = False
-        self._replicas: WeakSet[_Replica] = WeakSet()
-        self._latest_replicas: WeakValueDictionary[int, _Replica] = WeakValueDictionary()
+        # By the model's id and in the order of wrapping, which is the same on all ranks, as their collectives need it.
+        self._replicas: WeakValueDictionary[int, _Replica] = WeakValueDictionary()
         self._shards: WeakKeyDictionary[Optimizer, Shards] = WeakKeyDictionary()
         self._local_optimizer: Optimizer | None = None
         self._reduction: BackwardReduction | None = None
@@ -252,8 +252,7 @@ class DDP(Strategy):
         replica.ready = ReadyOrder(replica, fixed)
         if ballot is not None:
             self._ballot_replica = replica
-        self._replicas.add(replica)
-        self._latest_replicas[id(module)] = replica  # a model is wrapped again if other parameters are trained
+        self._replicas[id(module)] = replica  # a model is wrapped again if other parameters are trained
         self.set_gradient_sync(replica, True)
         return replica
 
@@ -311,12 +310,12 @@ class DDP(Strategy):
         optimizer_parameters = {p for group in optimizer.param_groups for p in group["params"]}
         models = [
             model
-            for model, replica in self._latest_replicas.items()
+            for model, replica in self._replicas.items()
             if not optimizer_parameters.isdisjoint(replica.parameters())
         ]
 
         def check(*_: Any) -> None:
-            for replica in filter(None, map(self._latest_replicas.get, models)):
+            for replica in filter(None, map(self._replicas.get, models)):
                 replica.check()
 
         optimizer.register_step_pre_hook(check)
@@ -335,12 +334,12 @@ class DDP(Strategy):
     def _finish_step(self, optimizer: Optimizer, *_: Any) -> None:
         assert self.local_steps is not None
         self.local_steps.stepped(optimizer, self.world)
-        for replica in self._replicas:
+        for replica in self._replicas.values():
             self.set_gradient_sync(replica, True)
 
     def explain(self, error: BaseException) -> BaseException:
         """See `Strategy.explain`."""
-        explanations = (replica.explain(error) for replica in self._replicas)
+        explanations = (replica.explain(error) for replica in self._replicas.values())
         return next((better for better in explanations if better is not None), error)
 
     # -- reduction of gradients ----------------------------------------------------------------------------------
@@ -363,7 +362,7 @@ class DDP(Strategy):
     def before_backward(self) -> Any:
         """See `Strategy.before_backward`."""
         marks = []
-        for replica in self._replicas:
+        for replica in self._replicas.values():
             watched = replica.trained
             if replica.is_armed[0] and not (replica.find_unused_parameters or replica.static_graph):
                 watched = [watched[0], watched[-1]]  # torch reduces all of them, or raises an error
@@ -544,7 +543,7 @@ class DDP(Strategy):
         super().load_optimizer_state(optimizer, state)
         if self.local_steps is not None:
             self.local_steps.load_state_dict(state)
-            for replica in self._replicas:
+            for replica in self._replicas.values():
                 self.set_gradient_sync(replica, True)
 
     # -- for plans -----------------------------------------------------------------------------------------------
