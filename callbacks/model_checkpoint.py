@@ -293,8 +293,9 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
                 store.probe(estimate_checkpoint_bytes(trainer, self.save_weights_only, self.save_trainable_only))
                 replaced = sorted(set(self._top_k.replaced) - self._collect_reserved_paths(trainer))
                 removed = finish_removing(replaced, self._directory, progress.step, trainer.ckpt_path)
-                stores = map(checkpoint.CheckpointStore, folders(self._directory, self.name_depth))
+                stores = [*map(checkpoint.CheckpointStore, folders(self._directory, self.name_depth))]
                 recovered = [sentence for store in stores for sentence in store.recover()]
+                checkpoint.forget_saved(store.directory for store in stores)
                 for sentence in [*recovered, *(f"{path}: removed, because it had been replaced" for path in removed)]:
                     announce(sentence)
         self._top_k.replaced = []

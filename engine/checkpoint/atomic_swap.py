@@ -27,6 +27,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from ...common.remote_path import AnyPath
 from ...strategies.processes import IDENTITY, has_ended, identify_process, is_unfinished
 from . import filesystem
 from .manifest import MANIFEST, is_checkpoint, read_manifest, verify
@@ -308,6 +309,13 @@ def check_no_foreign_files(path: Path, listed_files: Collection[str], action: st
             f"{path} contains files that do not belong to the checkpoint ({', '.join(others[:5])}{more}), so it isn't "
             f"{action}. Move them elsewhere, or delete the directory yourself."
         )
+
+
+def forget_saved(directories: Iterable[AnyPath]) -> None:
+    """Take the checkpoints in some directories as they are now for those of the run that begins there."""
+    parents = set(directories)
+    for path in [path for path in _saved if path.parent in parents]:
+        del _saved[path]
 
 
 def explain_replaced(path: Path, place: Path) -> str:

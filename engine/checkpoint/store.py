@@ -34,7 +34,7 @@ from typing import Any, Protocol
 from ...common.remote_path import AnyPath, RemotePath, absolute, as_path
 from ...strategies.processes import forget_unfinished, note_unfinished
 from . import atomic_swap, filesystem, remote
-from .atomic_swap import UNFINISHED
+from .atomic_swap import UNFINISHED, forget_saved
 from .manifest import MANIFEST, Manifest, check_files, is_checkpoint, read_manifest, verify
 from .one_file import Layout, is_checkpoint_file, is_replaceable_file
 from .one_file import write as write_one_file
@@ -51,6 +51,7 @@ __all__ = [
     "discard",
     "encode_part",
     "find_again",
+    "forget_saved",
     "is_checkpoint",
     "open_part",
     "read_manifest",

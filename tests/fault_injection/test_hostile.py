@@ -62,7 +62,7 @@ def trainer(*callbacks):
 def make_run(folder):
     run = trainer(treadle.callbacks.EMAWeightAveraging())
     run.fit(Task(), data())
-    run.save_checkpoint(folder / "whole")
+    run.save_checkpoint(folder / "whole", format="directory")
     return folder / "whole"
 
 

@@ -475,7 +475,7 @@ def test_checkpoints_that_are_none(tmp_path):
     (tmp_path / "hostile" / "manifest.json").write_text('{"format": 1, "files": {"../x": {}}}')
     for path, words, at_load in [
         ("nowhere", ["nowhere", "does not exist"], "does not exist"),
-        ("file.ckpt", ["file.ckpt", "not a checkpoint that Treadle can resume from"], "torch.save"),
+        ("file.ckpt", ["file.ckpt", "has an unknown format"], "torch.save"),
         ("empty", ["manifest.json is missing"], "contains no files"),
         ("hostile", ["manifest.json is damaged"], "manifest.json"),
     ]:

@@ -28,9 +28,10 @@ from ...engine.checkpoint import (
 )
 from ...engine.checkpoint import store as checkpoint
 from ...loggers import DirectoryLogger
+from ..core import load_checkpoint
 from ..runs import CHECKPOINTS, RECORD
 from ..runs import read as read_run
-from .checkpoint_dict import open_dict
+from .checkpoint_dict import ENTRY, open_dict
 from .run_identity import configuration, differences
 from .words import WORDS_FOR_CHECKPOINTS
 
@@ -140,20 +141,21 @@ class CheckpointResolver:
 
     def _open_dict(self, path: Path) -> OpenCheckpoint:
         """Open a file that a `CheckpointIO` plugin or another library has written, on each rank by itself."""
+        plugin = self.trainer.checkpointer.plugin
         with self.world.together():
             try:
-                opened = open_dict(self.trainer.strategy.checkpoint_io.load_checkpoint(path), str(path))
+                content = load_checkpoint(path) if plugin is None else plugin.load_checkpoint(path)
             except UnpicklingError as error:
                 raise ValueError(
                     f"ckpt_path={str(path)!r} contains more than data. Its weights can be loaded with "
                     "TaskModule.load_from_checkpoint or treadle.load_weights, which run no code."
                 ) from error
-            if self.stage == "fit" and not opened.has(STATE):
+            if self.stage == "fit" and ENTRY not in content:
                 raise ValueError(
                     f"ckpt_path={str(path)!r} contains weights of another library and nothing that Treadle can resume "
                     "from. Load its weights with TaskModule.load_from_checkpoint, and call fit without ckpt_path."
                 )
-        return opened
+            return open_dict(content, str(path))
 
     def _check_arguments(self) -> None:
         stage, ckpt_path = self.stage, self.ckpt_path

@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 from processes import clean_environment, python
+from treadle.engine.checkpoint import OpenCheckpoint
 from treadle.strategies.launch.supervisor import _quote
 
 pytestmark = pytest.mark.skipif(
@@ -97,7 +98,7 @@ def test_each_job_of_a_multirun_trains_on_both_ranks(tmp_path):
         assert f"lr: {lr}" in (logs / "hparams.yaml").read_text()
         (saved,) = (logs / "checkpoints").iterdir()
         assert saved.name == "epoch=0-step=2.ckpt"
-        assert (saved / "rank-00001.json").is_file()
+        assert OpenCheckpoint(saved).has("rank-00001")
 
 
 @pytest.mark.parametrize("text", ["/a/b c", "/it's", "/x\\", "/x\\'y", "/a,b=[c]{d}", "/a\\\\'b\\\\", "'"])

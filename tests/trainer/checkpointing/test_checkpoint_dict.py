@@ -137,17 +137,19 @@ def test_a_file_of_another_library_is_evaluated_but_not_resumed(tmp_path):
     task = Task()
     torch.save({"state_dict": task.state_dict(), "epoch": 3, "global_step": 7}, tmp_path / "theirs.ckpt")
     torch.save({"weights": 1}, tmp_path / "other.ckpt")
-    torch.save({"state_dict": {}, "object": Recording()}, tmp_path / "code.ckpt")
+    torch.save({"state_dict": task.state_dict(), "object": Recording()}, tmp_path / "code.ckpt")
     trainer = treadle.Trainer(**QUIET)
     data = DataLoader(loader().dataset, 4)
     own = trainer.validate(task, data, verbose=False)
     assert trainer.validate(Task(), data, ckpt_path=tmp_path / "theirs.ckpt", verbose=False) == own
     with pytest.raises(ValueError, match="nothing that Treadle can resume from"):
         trainer.fit(Task(), loader(), ckpt_path=tmp_path / "theirs.ckpt")
-    with pytest.raises(ValueError, match="has no 'state_dict'"):
+    with pytest.raises(ValueError, match="no dict under the key 'state_dict'"):
         trainer.validate(Task(), loader(), ckpt_path=tmp_path / "other.ckpt")
+    assert trainer.validate(Task(), data, ckpt_path=tmp_path / "code.ckpt", verbose=False) == own  # no code runs
+    by_plugin = treadle.Trainer(plugins=Recording(), **QUIET)
     with pytest.raises(ValueError, match="contains more than data"):
-        trainer.validate(Task(), loader(), ckpt_path=tmp_path / "code.ckpt")
+        by_plugin.validate(Task(), loader(), ckpt_path=tmp_path / "code.ckpt")
 
 
 def test_hooks_see_the_dict_and_what_they_change_is_written(tmp_path):

@@ -143,8 +143,11 @@ DAMAGE = {
     "a bit between the records flipped": (flip_structure, "the zip structure between its records is damaged"),
     "a bit of its name flipped": (flip_name, "the zip structure between its records is damaged"),
     "a manifest that is damaged": (garble_end, "is damaged"),
-    "empty": (lambda path: os.truncate(path, 0), "is a file, but not a checkpoint"),
-    "the file of another library": (lambda path: torch.save({}, path), "is a file, but not a checkpoint"),
+    "empty": (lambda path: os.truncate(path, 0), "is a file, but not a checkpoint|is empty"),
+    "the file of another library": (
+        lambda path: torch.save({}, path),
+        "is a file, but not a checkpoint|has no tensors",
+    ),
     "weights of another": (take_weights_of_another, r"data/0 is not what was written"),
 }
 DAMAGE_TO_DIRECTORY = {
