@@ -1,4 +1,4 @@
-"""The dict in Lightning's layout that a checkpoint file contains for other programs. Treadle itself never reads it.
+"""The dict in Lightning's layout that a checkpoint file contains for other programs. Treadle itself never loads it.
 
 Lightning needs ``pytorch-lightning_version``, ``state_dict``, ``optimizer_states``, ``lr_schedulers``, ``callbacks``
 under its own keys, and the counters in ``loops``. With these it loads, validates and tests the task, and continues a

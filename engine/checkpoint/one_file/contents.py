@@ -4,7 +4,7 @@ The records, in this order, all in the folder ``checkpoint/`` of the zip file:
 
 ===========================  ========================================================================================
 ``treadle/format``           makes a truncated file recognizable
-``data.pkl``                 a dict in Lightning's layout, for ``torch.load`` and other programs. Treadle never reads it
+``data.pkl``                 a dict in Lightning's layout, for ``torch.load`` and other programs. Treadle never loads it
 ``.format_version``, ...     what torch's readers expect
 ``data/0``, ``data/1``, ...  the bytes of each tensor, stored once although both sides name it
 ``treadle/model.tensors``    for each file of tensors that a directory would have (`parts`), its tensors: dtype, shape
