@@ -137,7 +137,7 @@ def test_a_path_that_is_nearly_right(tmp_path):
         ):
             fit(tmp_path, ckpt_path=folder)
     (tmp_path / "x.ckpt").write_bytes(b"PK")
-    with pytest.raises(ValueError, match="x.ckpt has an unknown format. Pass a Treadle checkpoint"):
+    with pytest.raises(ValueError, match=r"x\.ckpt has an unknown format\. Pass a Treadle checkpoint"):
         fit(tmp_path, ckpt_path=tmp_path / "x.ckpt")
 
 
