@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from . import filesystem, save, store
     from .async_save import Job
     from .checkpointer import Checkpointer
-    from .filesystem import CODES
+    from .filesystem import CODES, Files, TensorFile
     from .json_codec import MAX_DEPTH, Record, check_tensor, decode, encode
     from .load import compare_weights, load_into_memory
     from .manifest import MANIFEST, CheckpointNotFoundError, Manifest, check_files, is_checkpoint
     from .model_check import check_frozen, compute_digests, find_not_finite, read_frozen_note
     from .one_file import is_checkpoint_file, lay_out
     from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together
-    from .parts import Files, TensorFile, encode_part, has_part, pack, read_part, unpack
+    from .parts import encode_part, has_part, read_part
     from .safetensors_file import (
         FilePiece,
         MemoryPiece,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         read_whole_model,
     )
     from .save import check_places
-    from .store import CheckpointStore, FileSave, Save, find_again
+    from .store import CheckpointStore, FileSave, JoinedSave, Save, find_again
     from .train_state import (
         ADDED,
         CONFIG,

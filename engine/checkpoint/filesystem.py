@@ -14,7 +14,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from xxhash import xxh3_128
@@ -54,6 +54,17 @@ Mark = tuple[int, int]
 
 _PIECE = 2**22  # bytes that are digested and written while they are in the processor's cache
 
+
+class TensorFile(NamedTuple):
+    """Content of a safetensors file: tensors by name, and the text notes in its header."""
+
+    tensors: dict[str, torch.Tensor]
+    notes: dict[str, str]
+
+
+Files = dict[str, bytes | TensorFile]
+"""Content of each file, by its name."""
+
 FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(json|safetensors)")
 """Allowed names of a checkpoint's files. None of them can lead out of the directory."""
 
@@ -76,7 +87,7 @@ def mkdir(path: Path) -> None:
 
 def write_bytes(path: Path, data: bytes) -> Entry:
     """Write or overwrite a file, and return its entry for a manifest."""
-    with name_file_in_errors(path):
+    with _name_file_in_errors(path):
         path.write_bytes(data)
     return {"bytes": len(data), DIGEST: xxh3_128(data).hexdigest()}
 
@@ -89,7 +100,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str
     """
     size, pieces = serialize_tensors(tensors, notes)
     digested = Digested(pieces)
-    with name_file_in_errors(path), path.open("wb", buffering=2**20) as file:
+    with _name_file_in_errors(path), path.open("wb", buffering=2**20) as file:
         for piece in digested:
             file.write(piece)
     return digested.make_entry(size)
@@ -97,7 +108,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Whole], notes: dict[str, str
 
 def write_stream(path: Path, write: Callable[[BinaryIO], None]) -> None:
     """Write or overwrite a file by a function that gets the open file."""
-    with name_file_in_errors(path), path.open("wb", buffering=2**20) as file:
+    with _name_file_in_errors(path), path.open("wb", buffering=2**20) as file:
         write(file)
 
 
@@ -150,7 +161,7 @@ class Digested:
 
 
 @contextmanager
-def name_file_in_errors(path: Path) -> Iterator[None]:
+def _name_file_in_errors(path: Path) -> Iterator[None]:
     """Return a context that adds the file's name to an OSError that lacks it."""
     try:
         yield

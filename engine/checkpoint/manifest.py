@@ -11,7 +11,7 @@ from typing import Any
 from ...common.remote_path import AnyPath, RemotePath, as_path
 from . import filesystem
 from .json_codec import decode, encode
-from .one_file import Records, is_checkpoint_file, list_checked, read_manifest_record
+from .one_file import Records, is_checkpoint_file, list_checked, read_tail, take_manifest
 from .one_file import check as check_records
 
 FORMAT = 1
@@ -44,7 +44,8 @@ class Manifest:
         folder: The folder in the checkpoint that contains all these files; empty if they are next to the manifest.
         records: The records of a checkpoint that is one file, among which ``files`` are distributed; None for a
             directory.
-        source: The content of the manifest's file; empty if it was not read from a file.
+        source: The content of the manifest's file, or of the end of a checkpoint that is one file (`read_source`);
+            empty if it was not read from a file.
     """
 
     step: int
@@ -82,8 +83,9 @@ class Manifest:
         """Return the manifest for the arguments of `commit`. Counts that ``info`` omits get their defaults."""
         info = {"step": 0, "epoch": 0, "samples": 0, "world_size": 1, **info}
         counts = {name: info[name] for name in _COUNTS}
-        places: dict[str, Any] = {"others": others or {}, "folder": folder, "records": records}
-        return cls(**counts, files=files, info=info, sequence=sequence, **places)
+        return cls(
+            **counts, files=files, info=info, sequence=sequence, others=others or {}, folder=folder, records=records
+        )
 
     def to_json(self) -> bytes:
         """Return the content of ``manifest.json``.
@@ -124,7 +126,8 @@ def read_manifest(path: AnyPath | str, name: str = MANIFEST) -> Manifest:
         OSError: If the store of a URL cannot be reached or rejects the request.
     """
     data = read_source(path, name)
-    document = filesystem.parse_json(as_path(path) / name, data)
+    content = data if data.startswith(b"{") else take_manifest(data)
+    document = filesystem.parse_json(as_path(path) / name, content)
     format_version = document.get("format") if isinstance(document, dict) else None
     if type(format_version) is int and format_version > FORMAT:
         raise ValueError(
@@ -159,7 +162,7 @@ def read_source(path: AnyPath | str, name: str = MANIFEST) -> bytes:
     if path.is_dir():
         return filesystem.read_bytes(path / name, _MAX_BYTES)
     if path.is_file():
-        return read_manifest_record(path, _MAX_BYTES)
+        return read_tail(path, _MAX_BYTES)
     kind, problem = (ValueError, "is not a file") if path.exists() else (CheckpointNotFoundError, "does not exist")
     raise kind(f"{path} {problem}. Pass the path of a checkpoint: a file, or a directory with a {MANIFEST}.")
 
@@ -189,7 +192,7 @@ def check_files(path: Path, manifest: Manifest, digests: bool = True) -> None:
     """Check the files of a checkpoint whose manifest was read; see `verify`."""
     if manifest.records is not None:
         if digests:
-            check_records(path, manifest.records, list(list_checked(manifest.records)))
+            check_records(path, manifest.records, list(list_checked(manifest.records)), manifest.source)
         return
     folder = path / manifest.folder
     for name, entry in manifest.files.items():
@@ -236,8 +239,7 @@ def _parse(document: Any) -> Manifest:
     info = decode(document.get("info"), {})
     _require(isinstance(info, dict), "it has no info")
     info = {name: counts[name] for name in _COUNTS} | info
-    places: dict[str, Any] = {"others": others, "folder": folder, "records": records}
-    return Manifest(**counts, files=files, info=info, format=version, **places)
+    return Manifest(**counts, files=files, info=info, format=version, others=others, folder=folder, records=records)
 
 
 def _require(condition: bool, rule: str) -> None:

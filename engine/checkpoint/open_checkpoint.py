@@ -203,7 +203,7 @@ class OpenCheckpoint:
 
     def _check(self, names: list[str], digests: bool) -> None:
         if self.manifest.records is not None:
-            check_records(self.folder, self.manifest.records, names)
+            check_records(self.folder, self.manifest.records, names, self.manifest.source)
             return
         files, of_hooks = self.manifest.files, self.manifest.others
         for name in names:

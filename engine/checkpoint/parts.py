@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load, save
@@ -26,6 +26,7 @@ from ...strategies.distributed import is_sharded, piece_of
 from ...strategies.processes import note_unfinished
 from ..parameter_names import split_tied
 from . import filesystem
+from .filesystem import Files, TensorFile
 from .json_codec import check_tensor, decode, encode
 from .manifest import Manifest, read_manifest
 from .one_file import Records, name_table, read_record
@@ -35,17 +36,6 @@ _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SHARD = re.compile(r"(.+)-shard-\d{5,}")
 _MODEL = re.compile(r"model(-\d+)?")
 _MAX_JSON_BYTES = 512 * 2**20  # far above any real state; limits what is read of a malicious file
-
-
-class TensorFile(NamedTuple):
-    """Content of a safetensors file: tensors by name, and the text notes in its header."""
-
-    tensors: dict[str, Tensor]
-    notes: dict[str, str]
-
-
-Files = dict[str, bytes | TensorFile]
-"""Content of each file, by its name."""
 
 
 def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] | None = None) -> Files:

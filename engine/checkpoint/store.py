@@ -281,8 +281,28 @@ class DiskSave:
             forget_unfinished(self.staging)
 
 
-class FileSave:
-    """Save to one file, which rank zero writes with the files of all processes.
+class JoinedSave:
+    """Base class of saves in which rank zero writes the files of all processes. ``is_main`` is True on rank zero."""
+
+    def __init__(self, staging: Path, is_main: bool) -> None:
+        self.staging = staging
+        self._is_main = is_main
+        self._files: Files = {}
+
+    def write(self, files: Files) -> dict[str, Any]:
+        """Return this process's files for `commit`, unless this is rank zero. They are small, and sent as bytes."""
+        if self._is_main:
+            self._files = files
+            return {}
+        return {name: content if isinstance(content, bytes) else pack(content) for name, content in files.items()}
+
+    def join(self, files: Mapping[str, Any]) -> Files:
+        """Return the files of all processes, for the results of `write` on all of them."""
+        return self._files | {name: c if isinstance(c, bytes) else unpack(c) for name, c in files.items()}
+
+
+class FileSave(JoinedSave):
+    """Save to one file.
 
     Args:
         target: Path of the checkpoint.
@@ -291,16 +311,8 @@ class FileSave:
     """
 
     def __init__(self, target: Path, writer: str, layout: Layout | None) -> None:
-        self._target, self.staging = target, beside(target, writer)
-        self._layout = layout
-        self._files: Files = {}
-
-    def write(self, files: Files) -> dict[str, Any]:
-        """Return this process's files for `commit`, unless this is rank zero. They are small, and sent as bytes."""
-        if self._layout is None:
-            return {name: content if isinstance(content, bytes) else pack(content) for name, content in files.items()}
-        self._files = files
-        return {}
+        super().__init__(beside(target, writer), layout is not None)
+        self._target, self._layout = target, layout
 
     def commit(self, files: Mapping[str, Any], info: Mapping[str, Any], others: bool) -> None:
         """Write the checkpoint with ``files`` of the other ranks, and put it in place; see `store.commit`."""
@@ -318,7 +330,7 @@ class FileSave:
         write_one_file(
             source,
             self._layout,
-            self._files | {name: c if isinstance(c, bytes) else unpack(c) for name, c in files.items()},
+            self.join(files),
             lambda entries, records: Manifest.build(entries, info, sequence, records=records).to_json(),
         )
         filesystem.fsync(source)

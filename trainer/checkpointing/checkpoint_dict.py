@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...common.temporary import temporary_folder
 from ...engine.checkpoint import (
-    Files,
     FileSave,
+    JoinedSave,
     OpenCheckpoint,
     TensorFile,
     add_aliases,
@@ -26,15 +26,13 @@ from ...engine.checkpoint import (
     extra_part,
     lay_out,
     model_part,
-    pack,
-    unpack,
 )
 
 ENTRY = "treadle"
 """Key of the entry that Treadle resumes from."""
 
 
-class DictSave:
+class DictSave(JoinedSave):
     """Save by a function that gets a dict on rank zero; see `engine.checkpoint.store.Save`.
 
     Args:
@@ -46,25 +44,16 @@ class DictSave:
     def __init__(
         self, target: Path, write: Callable[[dict[str, Any], str], Any], document: dict[str, Any] | None
     ) -> None:
-        self.staging = target
+        super().__init__(target, document is not None)
         self._write, self._document = write, document
-        self._files: Files = {}
-
-    def write(self, files: Files) -> dict[str, Any]:
-        """Return this process's files for `commit`, unless this is rank zero."""
-        if self._document is None:
-            return {name: content if isinstance(content, bytes) else pack(content) for name, content in files.items()}
-        self._files = files
-        return {}
 
     def commit(self, files: Mapping[str, Any], info: Mapping[str, Any], others: bool) -> None:
         """Hand the dict to the function."""
         assert self._document is not None
         assert not others
-        every = self._files | {name: c if isinstance(c, bytes) else unpack(c) for name, c in files.items()}
         exact = {
             "info": json.dumps(encode(info, "info")[0]).encode(),
-            "files": {name: c if isinstance(c, bytes) else {**c._asdict()} for name, c in every.items()},
+            "files": {name: c if isinstance(c, bytes) else {**c._asdict()} for name, c in self.join(files).items()},
         }
         self._write({**self._document, ENTRY: exact}, str(self.staging))
 

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
         is_checkpoint_file,
         is_replaceable_file,
         is_unfinished_file,
-        read_manifest_record,
         read_record,
+        read_tail,
+        take_manifest,
     )
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -5,7 +5,7 @@ The records, in this order, all in the folder ``checkpoint/`` of the zip file:
 ===========================  ========================================================================================
 ``treadle/format``           makes a truncated file recognizable
 ``data.pkl``                 a dict in Lightning's layout, for ``torch.load`` and other programs. Treadle never loads it
-``.format_version``, ...     what torch's readers expect
+``.format_version``, ...     what torch's readers expect (`CONSTANTS`)
 ``data/0``, ``data/1``, ...  the bytes of each tensor, stored once although both sides name it
 ``treadle/model.tensors``    for each file of tensors that a directory would have (`parts`), its tensors: dtype, shape
                              and the number of the record in ``data``; and the notes of the file
@@ -29,7 +29,7 @@ from xxhash import xxh3_128
 
 from ...parameter_names import make_view_key
 from .. import filesystem
-from ..filesystem import CODES, DIGEST, Entry, split_tensor
+from ..filesystem import CODES, DIGEST, Entry, Files, TensorFile, split_tensor
 from .zip_reader import FIRST, MANIFEST_RECORD, Records
 from .zip_writer import ALIGNMENT, ZipWriter
 
@@ -44,6 +44,16 @@ ALIASES = "aliases"
 
 DOCUMENT_RECORD = "data.pkl"
 """Record with the dict for other programs."""
+
+CONSTANTS = {
+    FIRST: b"1",
+    ".format_version": b"1",
+    ".storage_alignment": str(ALIGNMENT).encode(),
+    "byteorder": b"little",
+    "version": b"3\n",
+    ".data/serialization_id": b"0" * 40,
+}
+"""Content of the records that are the same in every file; the last two come after the tensors, as in torch's files."""
 
 KINDS: dict[torch.dtype, type] = {
     **{torch.float64: torch.DoubleStorage, torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage},
@@ -79,7 +89,7 @@ class Layout:
     keys: dict[str, dict[str, str]]
 
 
-def lay_out(files: dict[str, Any], document: dict[str, Any]) -> Layout:
+def lay_out(files: Files, document: dict[str, Any]) -> Layout:
     """Assign the tensors of a checkpoint's files and of the dict for other programs to records.
 
     Its ``state_dict`` gets the weights of ``files``, because a model may return new tensors from each call of
@@ -116,16 +126,15 @@ def lay_out(files: dict[str, Any], document: dict[str, Any]) -> Layout:
     stream = io.BytesIO()
     _Pickler(stream, find_extra).dump(document | {"state_dict": _take_weights(document["state_dict"], files)})
     if extra:
-        kind = type(next(content for content in files.values() if not isinstance(content, bytes)))
-        files[DOCUMENT] = kind(extra, {})
+        files[DOCUMENT] = TensorFile(extra, {})
         by_file[DOCUMENT] = {name: name for name in extra}
     return Layout(stream.getvalue(), places, by_file)
 
 
-def _take_weights(state: dict[str, Any], files: dict[str, Any]) -> dict[str, Any]:
+def _take_weights(state: dict[str, Any], files: Files) -> dict[str, Any]:
     """Return a state dict for other programs whose tensors are exactly the weights that a checkpoint contains."""
     model = files.get(WEIGHTS)
-    if model is None:  # a hook has removed them
+    if not isinstance(model, TensorFile):  # a hook has removed them
         return state
     weights = dict(model.tensors)
     weights |= {alias: weights[name] for alias, name in json.loads(model.notes.get(ALIASES, "{}")).items()}
@@ -161,7 +170,7 @@ class _Pickler(pickle.Pickler):
         return None
 
 
-def write(path: Path, layout: Layout, files: dict[str, Any], make_manifest: Any) -> None:
+def write(path: Path, layout: Layout, files: Files, make_manifest: Any) -> None:
     """Write a checkpoint to a new file, without an fsync.
 
     Args:
@@ -180,18 +189,13 @@ def write(path: Path, layout: Layout, files: dict[str, Any], make_manifest: Any)
     def write_records(stream: BinaryIO) -> None:
         with ThreadPoolExecutor(1) as executor:
             writer = ZipWriter(stream, executor)
-            for name, text in (
-                (FIRST, b"1"),
-                (DOCUMENT_RECORD, layout.document),
-                (".format_version", b"1"),
-                (".storage_alignment", str(ALIGNMENT).encode()),
-                ("byteorder", b"little"),
-            ):
+            first, *others = CONSTANTS.items()
+            for name, text in (first, (DOCUMENT_RECORD, layout.document), *others[:-2]):
                 writer.add(name, len(text), [text])
             for key, (file, name) in enumerate(places):
                 tensor = files[file].tensors[name]
                 writer.add(f"data/{key}", tensor.nbytes, split_tensor(tensor))
-            for name, text in (("version", b"3\n"), (".data/serialization_id", b"0" * 40)):
+            for name, text in others[-2:]:
                 writer.add(name, len(text), [text])
             entries = {file: _add_file(writer, file, content, keys) for file, content in files.items()}
             records = Records(writer.records, writer.gaps, writer.end)

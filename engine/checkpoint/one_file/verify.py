@@ -6,6 +6,7 @@ other programs is scanned: nothing in it is imported or called, and nothing is l
 
 import io
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,20 @@ from xxhash import xxh3_128
 
 from ..filesystem import CODES, DIGEST, DTYPES, RESTORE, Entry
 from . import pickle_reader
-from .contents import ALIASES, DOCUMENT_RECORD, KINDS, WEIGHTS, name_table
+from .contents import ALIASES, CONSTANTS, DOCUMENT_RECORD, KINDS, WEIGHTS, name_table
 from .pickle_reader import MAX_BYTES, Name, UnbuiltCall
-from .zip_reader import Records, open_file, read_exactly, read_record
+from .zip_reader import MANIFEST_RECORD, Records, open_file, read_exactly, read_record, take_manifest
+from .zip_writer import (
+    ROOT,
+    make_descriptor,
+    make_directory_entry,
+    make_header,
+    make_tail,
+)
 
 _PIECE = 2**22  # bytes
+_NAMES = re.compile(r"treadle/[\w.-]+$|data/\d+$")
+"""Names of the other records. torch takes a file with some further ones for a TorchScript module."""
 _DTYPES = {f"{kind.__module__}.{kind.__name__}": dtype for dtype, kind in KINDS.items()}
 
 
@@ -33,8 +43,10 @@ def list_checked(records: Records) -> Mapping[str, Entry]:
     return {**records.entries, STRUCTURE: {"bytes": between}}
 
 
-def check(path: Path, records: Records, names: list[str]) -> None:
+def check(path: Path, records: Records, names: list[str], tail: bytes) -> None:
     """Check the digests of records, and of the bytes between all records for the name `STRUCTURE`.
+
+    ``tail`` is the result of `read_tail`.
 
     Raises:
         ValueError: If one differs or cannot be read.
@@ -42,25 +54,42 @@ def check(path: Path, records: Records, names: list[str]) -> None:
     with open_file(path) as file:
         for name in names:
             if name == STRUCTURE:
-                _check_gaps(path, file, records)
+                _check_structure(path, file, records, tail)
                 continue
             entry = records.entries[name]
             document = bytearray() if name == DOCUMENT_RECORD and entry["bytes"] <= MAX_BYTES else None
             if _digest(file, entry["at"], entry["bytes"], document) != entry[DIGEST]:
                 raise ValueError(f"{path}: {name} is not what was written (its digest differs). {RESTORE}")
+            if name in CONSTANTS and entry[DIGEST] != xxh3_128(CONSTANTS[name]).hexdigest():
+                raise ValueError(f"{path}: {name} is not what Treadle writes. {RESTORE}")
             if name == DOCUMENT_RECORD:
                 _check_both_sides(path, records, document)
 
 
-def _check_gaps(path: Path, file: Any, records: Records) -> None:
-    digest, position = xxh3_128(), 0
-    for entry in records.entries.values():
+def _check_structure(path: Path, file: Any, records: Records, tail: bytes) -> None:
+    """Check that the file has the listed records, and otherwise exactly what `zip_writer` writes between them.
+
+    So torch finds the same records at the same places, also in a file that was made to deceive.
+    """
+    unknown = [name for name in records.entries if name not in (*CONSTANTS, DOCUMENT_RECORD) and not _NAMES.match(name)]
+    is_written = not unknown and {*CONSTANTS, DOCUMENT_RECORD} <= records.entries.keys()
+    digest, directory = xxh3_128(), list[bytes]()
+    before, start, size, position = b"", 0, 0, 0  # name, header, size and end of the record before
+    places = [(name, entry["at"], entry["bytes"]) for name, entry in records.entries.items()]
+    for name, at, length in (*places, ("", records.end, 0)):
         file.seek(position)
-        digest.update(read_exactly(file, entry["at"] - position))
-        position = entry["at"] + entry["bytes"]
-    file.seek(position)
-    digest.update(read_exactly(file, records.end - position))
-    if digest.hexdigest() != records.gaps:
+        gap = read_exactly(file, at - position)
+        digest.update(gap)
+        crc = int.from_bytes(gap[4:8], "little") if size else 0
+        if before:
+            directory.append(make_directory_entry(before, crc, size, start))
+        between = make_descriptor(crc, size, start)
+        before, start, size = f"{ROOT}/{name}".encode(), position + len(between), length
+        between += make_header(before, size, start) if name else b""
+        is_written = is_written and gap == between
+        position = at + length
+    is_written = is_written and tail == make_tail(directory, MANIFEST_RECORD, take_manifest(tail), records.end)
+    if not is_written or digest.hexdigest() != records.gaps:
         raise ValueError(f"{path}: the zip structure between its records is damaged. {RESTORE}")
 
 

@@ -88,11 +88,11 @@ def _read_ends(path: Path | str) -> tuple[bytes, bytes] | None:
     return None
 
 
-def read_manifest_record(path: Path, limit: int) -> bytes:
-    """Return the content of a checkpoint file's manifest, whose digest and position are checked.
+def read_tail(path: Path, limit: int) -> bytes:
+    """Return the last bytes of a checkpoint file, from the header of its manifest on, whose digest is checked.
 
     Raises:
-        ValueError: If the file is not a checkpoint, is truncated or damaged, or the manifest exceeds ``limit`` bytes.
+        ValueError: If the file is not a checkpoint, is truncated or damaged, or they are more than ``limit`` bytes.
     """
     try:
         with open(path, "rb", buffering=0) as file:
@@ -116,7 +116,13 @@ def read_manifest_record(path: Path, limit: int) -> bytes:
         raise ValueError(f"{path} can't be read: {error.strerror or error}. Check the file and the disk.") from error
     if digest_tail(tail, start, at, length) != digest:
         raise ValueError(f"{path}: its manifest or its list of records is damaged. {RESTORE}")
-    return tail[at - start : at - start + length]
+    return tail
+
+
+def take_manifest(tail: bytes) -> bytes:
+    """Return the content of the manifest in the last bytes of a checkpoint file; see `read_tail`."""
+    start, at, length, _ = read_comment(tail[-TAIL_BYTES:]) or (0, 0, 0, b"")
+    return tail[at - start :][:length]
 
 
 def read_exactly(file: Any, size: int) -> bytes:

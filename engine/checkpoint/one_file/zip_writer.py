@@ -66,8 +66,8 @@ class ZipWriter:
             crc = zlib.crc32(piece, crc) if sum_of_piece is None else sum_of_piece.result()
         if self._at != entry["at"] + size:
             raise ValueError(f"{name} has {self._at - entry['at']:,} bytes, but {size:,} were announced")
-        self._write_gap(_make_descriptor(crc, size, start))
-        self._directory.append(_make_directory_entry(path, crc, size, start))
+        self._write_gap(make_descriptor(crc, size, start))
+        self._directory.append(make_directory_entry(path, crc, size, start))
         self.records[name] = entry | {DIGEST: digest.hexdigest()}
         return self.records[name]
 
@@ -88,14 +88,7 @@ class ZipWriter:
 
     def close(self, name: str, content: bytes) -> None:
         """Write the last record and the end of the file, whose comment has the digest of all bytes from there on."""
-        path, start = f"{ROOT}/{name}".encode(), self._at
-        header, crc = make_header(path, len(content), start), zlib.crc32(content)
-        self._directory.append(_make_directory_entry(path, crc, len(content), start))
-        tail = header + content + _make_descriptor(crc, len(content), start)
-        end = _make_end(len(self._directory), b"".join(self._directory), start + len(tail))
-        place = start, start + len(header), len(content)
-        digest = xxh3_128(tail + end + _make_comment(*place, _UNKNOWN)).hexdigest().encode()
-        self._stream.write(tail + end + _make_comment(*place, digest))
+        self._stream.write(make_tail(self._directory, name, content, self._at))
 
 
 _LARGE = 2**16  # bytes of a piece from which handing it to a thread takes less time than its CRC
@@ -114,14 +107,15 @@ def make_header(path: bytes, size: int, start: int) -> bytes:
     return fields + path + extra
 
 
-def _make_descriptor(crc: int, size: int, start: int) -> bytes:
+def make_descriptor(crc: int, size: int, start: int) -> bytes:
     """Return the CRC and size that follow the content of a record."""
     if not size:
         return b""
     return struct.pack("<4sI" + ("QQ" if start >= _WIDE or size >= _WIDE else "II"), b"PK\7\x08", crc, size, size)
 
 
-def _make_directory_entry(path: bytes, crc: int, size: int, start: int) -> bytes:
+def make_directory_entry(path: bytes, crc: int, size: int, start: int) -> bytes:
+    """Return the entry of a record in the zip file's directory."""
     values = [size, size] * (size >= _WIDE) + [start] * (start >= _WIDE)
     extra = struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
     short, flags = min(size, _WIDE), (_SIZE_FOLLOWS if size else _EMPTY)
@@ -130,6 +124,25 @@ def _make_directory_entry(path: bytes, crc: int, size: int, start: int) -> bytes
         *(b"PK\1\2", 0, 0, flags, 0, 0, 0, crc, short, short, len(path), len(extra), 0, 0, 0, 0, min(start, _WIDE)),
     )
     return fields + path + extra
+
+
+def make_tail(directory: list[bytes], name: str, content: bytes, start: int) -> bytes:
+    """Return the last bytes of a file, from the header of its last record on.
+
+    Args:
+        directory: The directory's entries for the records before.
+        name: Name of the last record.
+        content: Content of the last record.
+        start: Position of its header.
+    """
+    path, crc = f"{ROOT}/{name}".encode(), zlib.crc32(content)
+    header = make_header(path, len(content), start)
+    record = header + content + make_descriptor(crc, len(content), start)
+    entries = [*directory, make_directory_entry(path, crc, len(content), start)]
+    end = _make_end(len(entries), b"".join(entries), start + len(record))
+    place = start, start + len(header), len(content)
+    digest = xxh3_128(record + end + _make_comment(*place, _UNKNOWN)).hexdigest().encode()
+    return record + end + _make_comment(*place, digest)
 
 
 def _make_end(count: int, directory: bytes, start: int) -> bytes:

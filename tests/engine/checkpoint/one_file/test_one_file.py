@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.serialization import config
 from treadle.engine.checkpoint import OpenCheckpoint, filesystem, is_checkpoint, store
+from treadle.engine.checkpoint.filesystem import TensorFile
 from treadle.engine.checkpoint.manifest import Manifest
 from treadle.engine.checkpoint.one_file import contents, zip_writer
 from treadle.engine.checkpoint.one_file.contents import _Pickler, lay_out, write
-from treadle.engine.checkpoint.parts import TensorFile
 from treadle.trainer.checkpointing import lightning_layout
 
 import treadle
@@ -216,6 +216,58 @@ def test_a_file_whose_sides_differ_is_refused(change, tmp_path):
         store.verify(tmp_path / "forged")
 
 
+def deceive(path, monkeypatch, change):
+    """Write a file with valid digests, in which ``change`` has altered what the writer does."""
+    state = {"w": torch.zeros(2)}
+    files = {"model.safetensors": TensorFile(state, {})}
+    with monkeypatch.context() as patch:
+        change(patch)
+        forge(path, files, {"state_dict": state})
+
+
+def hidden_pickle(patch):
+    """The pickle that torch reads is in no record."""
+    write_all = zip_writer.ZipWriter.add
+
+    def add(self, name, size, pieces):
+        entry = write_all(self, name, size, pieces)
+        if name == "data.pkl":
+            del self.records[name]
+            self._gaps.update(b"".join(map(bytes, pieces)))
+        return entry
+
+    patch.setattr(zip_writer.ZipWriter, "add", add)
+
+
+def other_place(patch):
+    """The zip file's directory leads torch to other bytes than the manifest."""
+    make = zip_writer.make_directory_entry
+    patch.setattr(
+        zip_writer,
+        "make_directory_entry",
+        lambda path, crc, size, start: make(path, crc, size, start + 64 * path.endswith(b"data/0")),
+    )
+
+
+def other_order(patch):
+    """torch would swap the bytes of each number."""
+    patch.setitem(contents.CONSTANTS, "byteorder", b"big")
+
+
+def more_records(patch):
+    """torch would take the file for a TorchScript module."""
+    patch.setitem(contents.CONSTANTS, "constants.pkl", b"")
+
+
+@pytest.mark.parametrize("change", [hidden_pickle, other_place, other_order, more_records])
+def test_a_file_in_which_torch_would_find_other_records_is_refused(change, tmp_path, monkeypatch):
+    deceive(tmp_path / "right", monkeypatch, lambda patch: None)
+    store.verify(tmp_path / "right")
+    deceive(tmp_path / "forged", monkeypatch, change)
+    with pytest.raises(ValueError, match=r"zip structure|byteorder is not what Treadle writes"):
+        store.verify(tmp_path / "forged")
+
+
 class Attack:
     def __reduce__(self):
         return os.mkdir, ("attacked",)
@@ -351,7 +403,7 @@ class Sparse(io.RawIOBase):
 def test_records_beyond_four_gigabytes(tmp_path):
     from concurrent.futures import ThreadPoolExecutor
 
-    from treadle.engine.checkpoint.one_file.zip_reader import MANIFEST_RECORD, read_manifest_record
+    from treadle.engine.checkpoint.one_file.zip_reader import MANIFEST_RECORD, read_tail, take_manifest
 
     path, zeros = tmp_path / "large", memoryview(bytes(2**22))
     stream = io.BytesIO()
@@ -375,7 +427,7 @@ def test_records_beyond_four_gigabytes(tmp_path):
         writer.add("version", 2, [b"3\n"])
         writer.close(MANIFEST_RECORD, b"{}")
     sparse.close()
-    assert read_manifest_record(path, 2**20) == b"{}"
+    assert take_manifest(read_tail(path, 2**20)) == b"{}"
     with zipfile.ZipFile(path) as archive:
         assert archive.read("checkpoint/data/1") == struct.pack("<3f", 1, 2, 3)
         assert archive.getinfo("checkpoint/data/0").file_size == tensor.nbytes
