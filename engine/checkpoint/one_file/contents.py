@@ -193,7 +193,9 @@ def write(path: Path, layout: Layout, files: Files, make_manifest: Any) -> None:
             for name, text in (first, (DOCUMENT_RECORD, layout.document), *others[:-2]):
                 writer.add(name, len(text), [text])
             for key, (file, name) in enumerate(places):
-                tensor = files[file].tensors[name]
+                content = files[file]
+                assert isinstance(content, TensorFile)
+                tensor = content.tensors[name]
                 writer.add(f"data/{key}", tensor.nbytes, split_tensor(tensor))
             for name, text in others[-2:]:
                 writer.add(name, len(text), [text])
