@@ -26,6 +26,7 @@ from torch import Tensor
 from ...callbacks import Callback, EarlyStopping, ModelCheckpoint
 from ...engine import strip_compile_prefix
 from ...engine.checkpoint import check_tensor
+from ...strategies.distributed import local
 
 if TYPE_CHECKING:
     from ..core import TaskModule
@@ -169,7 +170,7 @@ def _convert(value: Any) -> Any:
             check_tensor(value, "")
         except TypeError:  # it is sparse or on the meta device, for example
             return _DROPPED
-        return value.detach()
+        return local(value.detach())  # of the only process, if it is sharded
     if isinstance(value, Enum):
         return _convert(value.value)
     if isinstance(value, np.generic):
