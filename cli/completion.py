@@ -85,10 +85,10 @@ def list_candidates(line: str, in_parts: bool = False) -> list[str]:
 
 
 def _list_words(before: list[str], last: str) -> Iterable[str]:
-    from .entry_point import COMMANDS
+    from .entry_point import COMMANDS, find_registered_commands
 
     if not before:
-        return COMMANDS
+        return (*COMMANDS, *find_registered_commands())
     if before[0] == "completion":
         return SCRIPTS
     if before[0] == "migrate":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 # By name: module with main(arguments) -> exit status, or module:function, imported when it is used; and a description.
 COMMANDS = {
@@ -36,9 +38,38 @@ _OTHER_NAMES = {"train": "fit", "evaluate": "validate", "eval": "validate"}
 
 def format_usage() -> str:
     """Return the text of `treadle --help`."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {words}" for name, (_, words) in COMMANDS.items()]
+    descriptions = {name: words for name, (_, words) in COMMANDS.items()}
+    descriptions |= {name: _describe(entry) for name, entry in find_registered_commands().items()}
+    width = max(map(len, descriptions))
+    lines = [f"  {name:<{width}}  {descriptions[name]}" for name in sorted(descriptions)]
     return "\n".join(["usage: treadle COMMAND ...", "", *lines, "", "`treadle COMMAND --help` describes each."])
+
+
+def find_registered_commands() -> dict[str, EntryPoint]:
+    """Return the commands that packages register in the entry-point group ``treadle.commands``, by name.
+
+    An entry point refers to a module with a function ``main(arguments)``, which returns the exit status, and a string
+    ``SUMMARY``, which `treadle --help` prints.
+    """
+    return {entry.name: entry for entry in entry_points(group="treadle.commands") if entry.name not in COMMANDS}
+
+
+def _describe(entry: EntryPoint) -> str:
+    try:
+        return str(entry.load().SUMMARY)
+    except Exception as error:  # the help of the other commands must not depend on it
+        return _format_failure(entry, error)
+
+
+def _format_failure(entry: EntryPoint, error: Exception) -> str:
+    package = f"the package {entry.dist.name} " if entry.dist is not None else ""
+    return f"can't be loaded: {package}registers {entry.value}, which raises {type(error).__name__}: {error}"
+
+
+def load_registered_command(name: str) -> Any:
+    """Return the module of a command that a package registers; None if no package registers a command of this name."""
+    entry = find_registered_commands().get(name)
+    return None if entry is None else entry.load()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,11 +88,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(__version__)
         return 0
-    if name not in COMMANDS:
+    if name in COMMANDS:
+        module, _, function = COMMANDS[name][0].partition(":")
+        return int(getattr(importlib.import_module(module), function or "main")(remaining_arguments))
+    registered = find_registered_commands()
+    if name not in registered:
         from ..common.messages import nearest
 
-        hint = f" Did you mean {_OTHER_NAMES[name]!r}?" if name in _OTHER_NAMES else nearest(name, COMMANDS)
+        hint = (
+            f" Did you mean {_OTHER_NAMES[name]!r}?"
+            if name in _OTHER_NAMES
+            else nearest(name, {*COMMANDS, *registered})
+        )
         print(f"treadle: unknown command {name!r}.{hint}\n\n{format_usage()}", file=sys.stderr)
         return 2
-    module, _, function = COMMANDS[name][0].partition(":")
-    return int(getattr(importlib.import_module(module), function or "main")(remaining_arguments))
+    try:
+        command = registered[name].load()
+    except Exception as error:
+        print(f"treadle: the command {name!r} {_format_failure(registered[name], error)}", file=sys.stderr)
+        return 1
+    return int(command.main(remaining_arguments))

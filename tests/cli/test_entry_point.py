@@ -1,0 +1,55 @@
+"""Commands that packages register in the entry-point group ``treadle.commands``."""
+
+import sys
+
+import pytest
+from treadle.cli.completion import list_candidates
+
+from treadle.__main__ import main
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package with a command that works, one whose module raises, and one with the name of a command of Treadle."""
+    info = tmp_path / "polish-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: polish\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[treadle.commands]\npolish = polish_command\nscratch = scratch_command\nfit = polish_command\n"
+    )
+    (tmp_path / "polish_command.py").write_text(
+        "SUMMARY = 'make it shine'\ndef main(arguments):\n    print(arguments)\n    return 7\n"
+    )
+    (tmp_path / "scratch_command.py").write_text("import a_package_that_is_missing\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("polish_command", None)
+
+
+def test_a_registered_command_is_listed_completed_and_run(package, capsys):
+    assert list_candidates("treadle pol") == ["polish"]
+    assert "polish_command" not in sys.modules  # not loaded to be listed
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert next(line.split(maxsplit=1) for line in lines if "polish" in line) == ["polish", "make it shine"]
+    names = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert names == sorted(names)
+    assert main(["polish", "--wax", "2"]) == 7
+    assert capsys.readouterr().out == "['--wax', '2']\n"
+    assert main(["polsh"]) == 2
+    assert "unknown command 'polsh'. Did you mean 'polish'?" in capsys.readouterr().err
+
+
+def test_a_command_that_cannot_be_loaded_is_named_with_its_error(package, capsys):
+    error = "scratch_command, which raises ModuleNotFoundError: No module named 'a_package_that_is_missing'"
+    assert main(["scratch"]) == 1
+    text = capsys.readouterr().err
+    assert text == f"treadle: the command 'scratch' can't be loaded: the package polish registers {error}\n"
+    assert main(["--help"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  scratch"))
+    assert line.endswith(f"can't be loaded: the package polish registers {error}")
+
+
+def test_a_package_does_not_replace_a_command(package, capsys):
+    assert main(["fit", "--help"]) == 0
+    assert "train a task" in capsys.readouterr().out.lower()
