@@ -18,8 +18,8 @@ import re
 import sys
 from pathlib import Path
 
-from treadle.cli.migrate import find_counterpart
 from treadle.common.peer_names import Elsewhere
+from treadle.tools.migrate import find_counterpart
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDES = {peer: ROOT / "docs" / "migrating" / f"{peer}_names.md" for peer in ("lightning", "accelerate")}

@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "trainer": {"common", "strategies", "loggers", "engine", "callbacks"},
     "integrations": {"common", "strategies", "loggers", "engine", "callbacks", "trainer"},
     "cli": {"common", "strategies", "loggers", "engine", "callbacks", "trainer", "integrations"},
+    "tools": {"common", "strategies", "loggers", "engine", "callbacks", "trainer", "integrations", "cli"},
     "compat": {"common", "strategies", "loggers", "engine", "callbacks", "trainer", "integrations", "cli", ""},
 }
 # Whom a file may name for type checkers although the owner imports the file: its owner.
@@ -101,6 +102,23 @@ def test_imports_point_down():
             reached = room(target(found.module, found.name) or found.module)
             if reached != room(module) and reached not in MAY_IMPORT[room(module)]:
                 offenders.append(f"{module}:{found.line} imports {found.module} {found.name}")
+    assert offenders == []
+
+
+def test_nothing_imports_the_tools():
+    """Their commands are found like those of any package: by their entry points."""
+    offenders = [
+        f"{module}:{found.line} imports {found.module} {found.name}"
+        for module in files()
+        for found in imports(module)
+        if room(module) != "tools"
+        and (room(found.module or "") == "tools" or (found.module, found.name) == ("", "tools"))
+    ]
+    offenders += [
+        module
+        for module, path in files().items()
+        if room(module) != "tools" and "treadle.tools" in path.read_text(encoding="utf-8")
+    ]
     assert offenders == []
 
 

@@ -31,9 +31,9 @@ from pathlib import Path
 
 import pytest
 from processes import clean_environment, programs, python, run, script
-from treadle.cli.migrate import find_counterpart
 from treadle.common.peer_names import Elsewhere
 from treadle.engine.checkpoint import store
+from treadle.tools.migrate import find_counterpart
 
 import treadle
 

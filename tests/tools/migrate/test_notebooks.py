@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from treadle.cli.migrate.notebooks import migrate_notebook
+from treadle.tools.migrate.notebooks import migrate_notebook
 
 TEXT = """{"cells": [
   {"cell_type": "markdown", "source": ["import lightning as L"], "metadata": {}},

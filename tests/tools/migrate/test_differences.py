@@ -1,8 +1,8 @@
 """What behaves otherwise is found by names, flags, methods and hooks, where they are a peer's."""
 
 import pytest
-from treadle.cli.migrate import differences
-from treadle.cli.migrate.python_source import migrate_source
+from treadle.tools.migrate import differences
+from treadle.tools.migrate.python_source import migrate_source
 
 HEAD = "import lightning.pytorch as pl\nfrom lightning.pytorch import Trainer as T\nimport accelerate\n"
 TOML = """

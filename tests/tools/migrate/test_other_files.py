@@ -1,7 +1,7 @@
 """Class paths of configurations are translated; requirements and commands are named."""
 
 import pytest
-from treadle.cli.migrate.other_files import find_requirements, is_text, migrate_text
+from treadle.tools.migrate.other_files import find_requirements, is_text, migrate_text
 
 CONFIGURATION = """\
 trainer:

@@ -12,8 +12,9 @@ from ...common.messages import format_count
 from ...common.optional import require
 
 if TYPE_CHECKING:
-    from ..migrate import Finding, Migration
+    from . import Finding, Migration
 
+SUMMARY = "rewrite the imports of a project that uses Lightning, Fabric or Accelerate"
 DESCRIPTION = """\
 Rewrite a project's imports of lightning, pytorch_lightning, lightning_fabric and accelerate, and the code
 that uses them: lightning.pytorch.X becomes treadle.X or treadle.compat.X. The rest of each file is left unchanged.
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
             state = "is neither a folder nor a file" if path.exists() else "does not exist"
             raise ValueError(f"{options.path!r} {state}. Pass a project folder or a file in it.")
         require("treadle migrate", "libcst", extra="migrate")
-        from ..migrate import migrate_project
+        from . import migrate_project
 
         migration = migrate_project(options.path)
         for change in migration.changes:

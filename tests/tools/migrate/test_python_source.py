@@ -5,9 +5,9 @@ import importlib
 from textwrap import dedent
 
 import pytest
-from treadle.cli.migrate import counterparts
-from treadle.cli.migrate.python_source import migrate_source
 from treadle.common.peer_names import Elsewhere
+from treadle.tools.migrate import counterparts
+from treadle.tools.migrate.python_source import migrate_source
 
 CASES = {
     "alias of the umbrella package": (
