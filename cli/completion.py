@@ -87,38 +87,28 @@ def list_candidates(line: str, in_parts: bool = False) -> list[str]:
 def _list_words(before: list[str], last: str) -> Iterable[str]:
     from .entry_point import COMMANDS, find_registered_commands
 
+    registered = find_registered_commands()
     if not before:
-        return (*COMMANDS, *find_registered_commands())
+        return (*COMMANDS, *registered)
     if before[0] == "completion":
         return SCRIPTS
-    if before[0] == "migrate":
-        return ("--write", "--help") if last.startswith("-") else ()
-    if before[0] == "sweep":
-        return _list_sweep_words(before, last)
+    if before[0] in registered:
+        command = registered[before[0]].load()
+        if hasattr(command, "complete"):
+            return command.complete(before, last)
+        return command.build_parser()._option_string_actions if last.startswith("-") else ()
     if before[0] not in _STAGES or before[-1] in ("-c", "--config", "--from-run"):
         return ()  # the shell completes files itself
     if last.startswith("-"):
         return _OPTIONS
     key, equals, _ = last.partition("=")
     if equals:
-        return [f"{key}={value}" for value in _list_values(key.rstrip("+"))]
-    return _list_keys(before, last)
+        return [f"{key}={value}" for value in list_values(key.rstrip("+"))]
+    return list_keys(before, last)
 
 
-def _list_sweep_words(before: list[str], last: str) -> Iterable[str]:
-    from .sweep import KEYS
-
-    if before[-1] in ("-c", "--config"):
-        return ()
-    if last.startswith("-"):
-        return ("--config", "--dry-run", "--help")
-    key, equals, _ = last.partition("=")
-    if equals:
-        return [f"{key}={value}" for value in _list_values(key)]
-    return [*(f"{name}=" for name in KEYS if name not in ("config", "parameters")), *_list_keys([], last)]
-
-
-def _list_values(key: str) -> Iterable[str]:
+def list_values(key: str) -> Iterable[str]:
+    """Return the values that a key of a configuration may have, if they are known."""
     values_by_key = {
         "trainer.accelerator": ("auto", "cpu", "cuda", "gpu", "mps"),
         "trainer.precision": ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"),
@@ -132,7 +122,7 @@ def _list_values(key: str) -> Iterable[str]:
     return _SWITCH if "bool" in _list_flags().get(key.removeprefix("trainer."), "") else ()
 
 
-def _list_keys(before: list[str], last: str) -> Iterable[str]:
+def list_keys(before: list[str], last: str) -> Iterable[str]:
     """Return sections, Trainer flags and keys of the configuration files, no deeper than the level of the last word."""
     from .config import SECTIONS, ConfigError, format_path, iterate_values, normalize
 

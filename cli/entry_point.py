@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -24,7 +25,6 @@ COMMANDS = {
     "plan": ("treadle.cli.commands.plan", "show what a run would do and need, without its machines"),
     "predict": ("treadle.cli.commands.stages:predict", "run the predict steps, configured like fit"),
     "runs": ("treadle.cli.commands.runs", "list runs and their states, or show one with its curves"),
-    "sweep": ("treadle.cli.commands.sweep", "run many trials of one configuration, each with different values"),
     "test": ("treadle.cli.commands.stages:test", "evaluate with the test steps, configured like fit"),
     "validate": ("treadle.cli.commands.stages:validate", "evaluate with the validation steps, configured like fit"),
 }
@@ -62,10 +62,27 @@ def _format_failure(entry: EntryPoint, error: Exception) -> str:
     return f"can't be loaded: {package}registers {entry.value}, which raises {type(error).__name__}: {error}"
 
 
-def load_registered_command(name: str) -> Any:
-    """Return the module of a command that a package registers; None if no package registers a command of this name."""
-    entry = find_registered_commands().get(name)
-    return None if entry is None else entry.load()
+def _report_failure(entry: EntryPoint, error: Exception, *arguments: Any) -> int:
+    print(f"treadle: the command {entry.name!r} {_format_failure(entry, error)}", file=sys.stderr)
+    return 1
+
+
+def load_script_commands() -> dict[str, Callable[..., int]]:
+    """Return the registered commands that a script with `run` offers, too: functions ``run_for_script``, by name.
+
+    They are called with the arguments, the program's name, the words of a command line before ``fit``, and `run`'s
+    ``Model``, ``Data`` and ``defaults``, and return the exit status.
+    """
+    functions: dict[str, Callable[..., int]] = {}
+    for name, entry in find_registered_commands().items():
+        try:
+            command = entry.load()
+        except Exception as error:
+            functions[name] = partial(_report_failure, entry, error)
+            continue
+        if hasattr(command, "run_for_script"):
+            functions[name] = command.run_for_script
+    return functions
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,6 +118,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command = registered[name].load()
     except Exception as error:
-        print(f"treadle: the command {name!r} {_format_failure(registered[name], error)}", file=sys.stderr)
-        return 1
+        return _report_failure(registered[name], error)
     return int(command.main(remaining_arguments))

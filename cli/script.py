@@ -26,7 +26,8 @@ def run(
     """Run the stage that the command line names: ``STAGE [--config FILE ...] [KEY=VALUE ...]``.
 
     ``STAGE`` is ``fit``, ``validate``, ``test`` or ``predict``. The arguments after it are those of `treadle STAGE`;
-    see, for example, `treadle fit --help`. ``sweep --config FILE`` runs a sweep; see `treadle sweep --help`.
+    see, for example, `treadle fit --help`. ``STAGE`` may also be a command that a package registers for scripts:
+    ``sweep --config FILE`` runs a sweep; see `treadle sweep --help`.
 
     Args:
         Model: The class of the task. Default: None, in which case the configuration must name the class.
@@ -41,22 +42,25 @@ def run(
 
     Raises:
         SystemExit: With status 2 after an error in the command line or the configuration. With status 0 after
-            ``--help`` or ``--print-config``. With the sweep's exit status after a sweep.
+            ``--help`` or ``--print-config``. With the command's exit status after a registered command.
     """
     remaining_arguments = list(sys.argv[1:] if arguments is None else arguments)
     program = sys.argv[0].rpartition("/")[2]
-    if remaining_arguments[:1] == ["sweep"]:
-        from .commands import sweep
-
-        command = [sys.executable, os.path.abspath(sys.argv[0])]
-        sys.exit(sweep.run(remaining_arguments[1:], f"python {program} sweep", command, Model, Data, defaults))
     if not remaining_arguments or remaining_arguments[0] not in _STAGES:
-        usage = f"usage: python {program} {'|'.join((*_STAGES, 'sweep'))} [--config FILE ...] [KEY=VALUE ...]"
+        from .entry_point import load_script_commands
+
+        commands = load_script_commands()
+        if remaining_arguments and (run_command := commands.get(remaining_arguments[0])) is not None:
+            name, *rest = remaining_arguments
+            command = [sys.executable, os.path.abspath(sys.argv[0])]
+            sys.exit(run_command(rest, f"python {program} {name}", command, Model, Data, defaults))
+        names = (*_STAGES, *commands)
+        usage = f"usage: python {program} {'|'.join(names)} [--config FILE ...] [KEY=VALUE ...]"
         if remaining_arguments and remaining_arguments[0] in ("-h", "--help"):
             print(f"{usage}\n\n`python {program} fit --help` lists the options.")
             sys.exit(0)
         complaint = (
-            f"{remaining_arguments[0]!r} is not one of {', '.join((*_STAGES, 'sweep'))}."
+            f"{remaining_arguments[0]!r} is not one of {', '.join(names)}."
             if remaining_arguments
             else "a command is missing."
         )

@@ -25,7 +25,7 @@ LONGEST_FIRST = (
     "callbacks/test_model_checkpoint.py",
     "strategies/ddp/test_ddp.py",
     "fault_injection/test_matrix.py",
-    "cli/sweep/test_study.py",
+    "tools/sweep/test_study.py",
     "fault_injection/test_hostile.py",
     "integration/test_tutorials.py",
 )

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from . import stages, sweep
+    from . import stages
     from .command_line import print_on_rank_zero, report_error
     from .config_help import describe_target
     from .printed import dump_yaml
     from .stages import Session
+    from .trial_parameters import format_parameter, format_parameters, shorten_keys
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

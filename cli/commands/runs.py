@@ -20,8 +20,8 @@ from ...common.remote_path import as_path
 from ...trainer.runs import Run, index
 from ..config import DEFAULT, make_printable
 from ..run_comparison import Comparison, format_value, write_page
-from ..sweep import format_parameters
 from .terminal_plot import plot
+from .trial_parameters import format_parameters
 
 DESCRIPTION = """\
 List the runs in a folder, latest last, or show one of them with its curves.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -14,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ...common.messages import announce
 from ...common.remote_path import RemotePath, as_path
 from ...trainer.checkpointing import WORDS_FOR_CHECKPOINTS
-from ...trainer.runs import CONFIG
+from ...trainer.runs import CONFIG, RECORD
 from ..config import COMMAND_LINE, ConfigError, format_path, hide_secrets, iterate_values, make_value
-from ..sweep import follow_scheduler
 from .command_line import Options, format_usage, load_config, parse_options, print_on_rank_zero, report_error
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ...trainer.runs import RunFolder
     from ..config import Config
     from ..config.instantiate import CheckedConfig
-    from ..sweep import TrialCallback
 
 
 @dataclass
@@ -62,7 +61,6 @@ def run(
     Raises:
         ConfigError: If the command line or the configuration is invalid.
     """
-    follow_scheduler()
     if (current_directory := os.getcwd()) not in sys.path:
         # As python -m does, so that it can name modules next to the configuration.
         sys.path.insert(0, current_directory)
@@ -98,20 +96,19 @@ def _execute(stage: str, program: str, checked: CheckedConfig, text: str, option
     from ...engine import seed_everything
     from ...trainer import Trainer, as_callbacks
     from ..config.instantiate import locate_error
-    from ..sweep import trial_of
 
     if checked.seed is not None:
         seed_everything(checked.seed)
     flags = checked.build_settings().flags()
     folder: RunFolder | None = None
-    trial: TrialCallback | None = None
+    companion: Any = None
     with ExitStack() as stack:
         blamed_section = "run"
         try:
             if stage == "fit" and not flags["fast_dev_run"]:
                 folder = stack.enter_context(_open_run_folder(checked, flags, options))
-                if (trial := trial_of(folder)) is not None:
-                    flags["callbacks"] = [*as_callbacks("callbacks", flags["callbacks"]), trial]
+                if folder.companion is not None and (companion := _load_companion(folder)) is not None:
+                    flags["callbacks"] = [*as_callbacks("callbacks", flags["callbacks"]), companion]
                 flags = folder.flags(flags)
                 folder.write_config(text)
             elif stage != "fit":
@@ -132,8 +129,8 @@ def _execute(stage: str, program: str, checked: CheckedConfig, text: str, option
         model, data = checked.build_task(), checked.build_datamodule()
         _refuse_saved_secrets(checked.config, {"model": model, "data": data})
         ckpt_path = checked.ckpt_path if stage == "fit" else _choose_weights(checked, options, trainer)
-        if trial is not None and not trainer.checkpoint_callbacks:
-            ckpt_path = None  # if a sweep's trial saves nothing, it starts over after an interruption
+        if companion is not None and not trainer.checkpoint_callbacks:
+            ckpt_path = None  # a prepared run that saves nothing starts over after an interruption
         stage_options: dict[str, Any] = {}
         if stage == "fit":
             stage_options["schedule"] = checked.schedule
@@ -147,11 +144,24 @@ def _execute(stage: str, program: str, checked: CheckedConfig, text: str, option
             if str(error).startswith(("ckpt_path=", "schedule=")):
                 raise locate_error(checked.config, error) from error
             raise
-        if trial is not None:
-            trial.conclude()
+        if companion is not None:
+            companion.conclude()
         elif folder is not None and not trainer.interrupted:
             announce(_describe_next_steps(trainer, model, str(place), program))
     return Session(trainer, model, data, result)
+
+
+def _load_companion(folder: RunFolder) -> Any:
+    """Return the callback of the program that prepared the run, or None; see `RunFolder.prepare`."""
+    module, _, name = str(folder.companion).rpartition(".")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{folder.path / RECORD}: companion: {folder.companion!r} can't be imported ({error}). Install the package "
+            "that prepared this run, or remove the entry."
+        ) from error
+    return function(folder)
 
 
 def _describe_next_steps(trainer: Trainer, model: TaskModule, place: str, program: str) -> str:

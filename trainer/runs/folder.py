@@ -53,7 +53,8 @@ class RunFolder:
     Attributes:
         path: Path or URL of the folder, the same on all processes.
         lock: Lock on the folder; None except on rank zero.
-        trial: The run's number among the trials of a sweep; None if it is not a trial.
+        companion: Path of the function that returns a callback for this run, recorded by the program that prepared the
+            run (see `prepare`); None if there is none.
 
     Example:
         >>> import tempfile
@@ -73,7 +74,7 @@ class RunFolder:
     def __init__(self, path: AnyPath, lock: RunLock | RemoteLock | None, facts: dict[str, Any]) -> None:
         self.path = path
         self.lock = lock
-        self.trial: int | None = None
+        self.companion: str | None = None
         self._facts = facts
         self._before = float(facts.get("seconds", 0.0))
         self._began = time.monotonic()
@@ -166,7 +167,10 @@ class RunFolder:
         Args:
             path: Path of the folder. It must end in the run's number, such as ``runs/default/1``.
             config: The run's configuration, as YAML.
-            facts: Metadata of the run by name, as in `record`.
+            facts: Metadata of the run by name, as in `record`. ``companion`` names a function, such as
+                ``"package.module.function"``. When a command opens the folder, it calls the function with the
+                `RunFolder`. The function returns None or a callback with a method `conclude`, which is called after
+                ``fit``.
 
         Raises:
             ValueError: If the folder's name is not a number.
@@ -190,9 +194,9 @@ class RunFolder:
         facts: dict[str, Any],
         earlier: dict[str, bytes] | None = None,
     ) -> RunFolder:
-        agreed_path, trial, is_new = world.broadcast((str(path), facts.get("trial"), earlier is None))
+        agreed_path, companion, is_new = world.broadcast((str(path), facts.get("companion"), earlier is None))
         folder = cls(as_path(agreed_path), lock, facts)
-        folder.trial = trial
+        folder.companion = companion
         folder._previous_files = None if is_new else earlier
         try:
             with world.together():

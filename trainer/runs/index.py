@@ -39,7 +39,7 @@ _NUMBERS = (
     "pid",
     "trial",
 )
-_WORDS = ("state", "stage", "note", "error", "task", "host")
+_WORDS = ("state", "stage", "note", "error", "task", "host", "companion")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from treadle.cli.commands.stages import _keep_predictions
 from treadle.cli.config.resolve import load
 from treadle.common.remote_path import RemotePath
 from treadle.engine.checkpoint import store
-from treadle.trainer.runs import CONFIG
+from treadle.trainer.runs import CONFIG, RunFolder, index
 
 import treadle
 from treadle.__main__ import main
@@ -61,6 +61,29 @@ def test_fit_and_its_folder(here):
     assert re.search(r"lr: 0.05 +# command line", (folder / "config.yaml").read_text())
     (saved,) = (folder / "checkpoints").glob("*.ckpt")
     assert store.read_part(saved, "config") == {"yaml": (folder / "config.yaml").read_text()}
+
+
+def test_the_program_that_prepared_a_run_takes_part_in_it(here, monkeypatch, capsys):
+    (here / "maker.py").write_text(
+        "import treadle as tl\n"
+        "class Companion(tl.Callback):\n"
+        "    def on_train_end(self, trainer, task):\n"
+        "        self.steps = trainer.global_step\n"
+        "    def conclude(self):\n"
+        "        self.folder.record({'state': 'weighed', 'note': f'{self.steps} steps'})\n"
+        "def follow(folder):\n"
+        "    companion = Companion()\n"
+        "    companion.folder = folder\n"
+        "    return companion\n"
+    )
+    monkeypatch.syspath_prepend(str(here))
+    for number, companion in ((1, "maker.follow"), (2, "maker.lead")):
+        RunFolder.prepare(here / "runs" / "made" / str(number), RUN, {"companion": companion})
+    assert main(["fit", "--from-run", "made/1", "ckpt_path=auto"]) == 0
+    run = index.read(here / "runs" / "made" / "1")
+    assert (run.state, run.facts["note"]) == ("weighed", f"{run.facts['steps']} steps")
+    assert main(["fit", "--from-run", "made/2", "ckpt_path=auto"]) == 2
+    assert "made/2/run.json: companion: 'maker.lead' can't be imported (module 'maker'" in capsys.readouterr().err
 
 
 def test_fit_ends_with_commands_that_work(here, capsys):

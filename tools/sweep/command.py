@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...cli import completion
+from ...cli.commands import print_on_rank_zero, report_error
+from ...cli.config import ConfigError
 from ...common.messages import format_count
 from ...common.optional import require
-from ..config import ConfigError
-from .command_line import print_on_rank_zero, report_error
 
 if TYPE_CHECKING:
     from ...trainer import DataModule, TaskModule
-    from ..sweep import Sweep
+    from . import Sweep
 
+SUMMARY = "run many trials of one configuration, each with different values"
 OPTIONS = {
     "-c, --config FILE": "the sweep file, YAML",
     "KEY=VALUE": "set one value: trials=40, processes=4; or a value of the configuration: trainer.max_epochs=3",
@@ -27,7 +29,7 @@ OPTIONS = {
 
 def format_usage(program: str = "treadle sweep") -> str:
     """Return the help text of `treadle sweep`."""
-    from ..sweep import KEYS
+    from . import KEYS
 
     lines = [f"usage: {program} --config FILE [KEY=VALUE ...]", "", *_DESCRIPTION, "", "options:"]
     lines += [f"  {option:<18}  {words}" for option, words in OPTIONS.items()]
@@ -45,10 +47,10 @@ _DESCRIPTION = (
 
 def main(arguments: Sequence[str]) -> int:
     """Run `treadle sweep` and return the exit status."""
-    return run(arguments, "treadle sweep", [sys.executable, "-m", "treadle"])
+    return run_for_script(arguments, "treadle sweep", [sys.executable, "-m", "treadle"])
 
 
-def run(
+def run_for_script(
     arguments: Sequence[str],
     program: str,
     command: Sequence[str],
@@ -56,7 +58,7 @@ def run(
     data: type[DataModule] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> int:
-    """Run the sweep that a command line describes and return the exit status.
+    """Run the sweep that a command line describes and return the exit status; see `treadle.cli.run`.
 
     ``command`` contains the words of a trial's command line before ``fit``. ``model`` and ``data`` are used unless the
     configuration names subclasses of them.
@@ -68,7 +70,7 @@ def run(
             return 0
         if (current_directory := os.getcwd()) not in sys.path:
             sys.path.insert(0, current_directory)  # so that it can name modules next to the configuration
-        from ..sweep import read_sweep
+        from . import read_sweep
 
         sweep = read_sweep(file, overrides, defaults)
         require(program, "optuna", extra="sweep")
@@ -79,6 +81,21 @@ def run(
         return report_error(program, ConfigError(str(error)))
     except KeyboardInterrupt:  # interrupted before the first trial
         return 128 + signal.SIGINT
+
+
+def complete(before: Sequence[str], last: str) -> Iterable[str]:
+    """Return words that may complete ``last`` after the words ``before``; see `treadle completion`."""
+    from . import KEYS
+
+    if before[-1] in ("-c", "--config"):
+        return ()  # the shell completes files itself
+    if last.startswith("-"):
+        return ("--config", "--dry-run", "--help")
+    key, equals, _ = last.partition("=")
+    if equals:
+        return [f"{key}={value}" for value in completion.list_values(key)]
+    own_keys = [f"{name}=" for name in KEYS if name not in ("config", "parameters")]
+    return [*own_keys, *completion.list_keys([], last)]
 
 
 def _parse(arguments: Sequence[str]) -> tuple[str | None, list[str], bool]:
@@ -117,7 +134,7 @@ def _run(
     classes: tuple[type[TaskModule] | None, type[DataModule] | None],
     dry: bool,
 ) -> int:
-    from ..sweep import Scheduler, TrialConfigs, Workers
+    from . import Scheduler, TrialConfigs, Workers
 
     fit = [*command, "fit"]
     configs = TrialConfigs(sweep, f"{program.rpartition(' ')[0]} fit", *classes)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...callbacks.reporting import COLORS, LARGEST, choose_ticks, escape, format_number, pad_range
+from ...cli.commands import format_parameter
 from .parameters import Choices, Parameter
-from .wording import format_parameter
 
 _BEST, _WORST = COLORS[0], COLORS[1]  # colors that people with any form of color vision can distinguish
 _MOST_LETTERS = 16  # characters of a choice next to its axis

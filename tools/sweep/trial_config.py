@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...cli.commands import dump_yaml
+from ...cli.config import COMMAND_LINE, ConfigError, Value, resolve, to_plain
+from ...cli.config.instantiate import check
 from ...strategies.distributed import parse_devices
-from ..commands import dump_yaml
-from ..config import COMMAND_LINE, ConfigError, Value, resolve, to_plain
-from ..config.instantiate import check
 from .sweep_file import Sweep
 
 if TYPE_CHECKING:

@@ -20,18 +20,18 @@ from types import FrameType
 from optuna.trial import FrozenTrial, TrialState
 
 from ...callbacks.reporting import format_duration, format_number
+from ...cli.commands import format_parameters
+from ...cli.config import ConfigError, make_printable
 from ...common.messages import format_count, print_unless_closed, warn, write_stderr
 from ...engine.preemption import requeue_job
 from ...trainer.runs import holder, index
-from ..config import ConfigError, make_printable
-from .assignment import Assignment
+from .assignment import Assignment, follow_scheduler
 from .outcome import End, Outcome, judge
 from .report import Report
 from .study import Study
 from .sweep_file import Sweep
 from .sweep_folder import REPORT, SweepFolder
 from .trial_config import TrialConfigs
-from .wording import format_parameters
 from .workers import Worker, Workers
 
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
@@ -224,7 +224,7 @@ class Scheduler:
         steps = index.read(folder).facts.get("steps")
         again = f" (continued after step {steps:,})" if steps else ""
         _print(f"{self._label(run)}: {format_parameters(trial.params)}{again}")
-        command = [*self.command, "--from-run", str(folder), "ckpt_path=auto"]
+        command = follow_scheduler([*self.command, "--from-run", str(folder), "ckpt_path=auto"])
         self.workers.start(number, folder, command, assignment.encode())
 
     def _label(self, run: int) -> str:

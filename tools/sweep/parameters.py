@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from ...cli.config import ConfigError, Value, parse_path, to_plain
 from ...common.messages import nearest
-from ..config import ConfigError, Value, parse_path, to_plain
 
 Number = int | float
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from processes import clean_environment
 from treadle.cli.config import ConfigError
-from treadle.cli.sweep.sweep_file import read_sweep
-from treadle.cli.sweep.sweep_folder import SweepFolder
+from treadle.tools.sweep.sweep_file import read_sweep
+from treadle.tools.sweep.sweep_folder import SweepFolder
 from treadle.trainer.runs import RunFolder, index
 
 TEXT = """

@@ -12,6 +12,7 @@ from typing import Any
 from optuna.trial import FrozenTrial, TrialState
 
 from ...callbacks.reporting import COLORS, escape, format_duration, format_number, render_document, render_section
+from ...cli.commands import format_parameter, format_parameters, shorten_keys
 from ...trainer.runs import Run, index
 from .charts import (
     SCRIPT,
@@ -25,7 +26,6 @@ from .charts import (
     is_drawn,
 )
 from .study import Study
-from .wording import format_parameter, format_parameters, shorten_keys
 
 _MOST_LINES = 500  # trials that charts show, the best ones
 _MOST_ROWS = 1000  # trials in the table, the best ones

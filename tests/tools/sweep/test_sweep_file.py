@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from treadle.cli.config import ConfigError, to_plain
-from treadle.cli.sweep.sweep_file import Choice, Metric, list_changes, read_sweep
+from treadle.tools.sweep.sweep_file import Choice, Metric, list_changes, read_sweep
 
 GOOD = """
 config: base.yaml

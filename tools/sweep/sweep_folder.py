@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ...cli.config import ConfigError
 from ...trainer.runs import CONFIG, RECORD, RunFolder, RunLock, holder, index
-from ..config import ConfigError
 from .sweep_file import Sweep, list_changes
 
 DESCRIPTION = "sweep.json"
@@ -161,4 +161,5 @@ class SweepFolder:
         with contextlib.suppress(ValueError):
             if index.read(path).facts.get("trial") == trial:
                 return
-        RunFolder.prepare(path, config, {"trial": trial, "parameters": dict(parameters)})
+        companion = f"{__package__}.trial_of"
+        RunFolder.prepare(path, config, {"trial": trial, "parameters": dict(parameters), "companion": companion})

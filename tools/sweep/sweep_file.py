@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ...cli.config import SECTIONS, ConfigError, Value, merge_sources, read, resolve_references, to_plain
 from ...common.messages import nearest
 from ...trainer.runs import check_name
-from ..config import SECTIONS, ConfigError, Value, merge_sources, read, resolve_references, to_plain
 from .parameters import MOST_GRID_VALUES, Parameter, parse_parameters
 
 KEYS = {

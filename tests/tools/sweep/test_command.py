@@ -15,9 +15,9 @@ import optuna
 import pytest
 from processes import clean_environment, programs, python
 from treadle.cli.commands.runs import main as runs_main
-from treadle.cli.commands.sweep import main
-from treadle.cli.sweep.study import Study
-from treadle.cli.sweep.sweep_file import read_sweep
+from treadle.tools.sweep.command import main
+from treadle.tools.sweep.study import Study
+from treadle.tools.sweep.sweep_file import read_sweep
 from treadle.trainer.runs import index
 
 from treadle.__main__ import main as treadle_main
@@ -385,7 +385,7 @@ def test_a_missing_optuna_is_one_error(capsys, monkeypatch):
 
 
 def test_the_output_may_be_closed(tmp_path):
-    code = "from treadle.cli.sweep.scheduler import _print; _print('a'); _print('b'); open('went on', 'w').close()"
+    code = "from treadle.tools.sweep.scheduler import _print; _print('a'); _print('b'); open('went on', 'w').close()"
     process = subprocess.Popen([python(), "-c", code], cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE)
     process.stdout.close()
     assert process.wait(60) == 0

@@ -23,8 +23,8 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy import URL
 from sqlalchemy.exc import SQLAlchemyError
 
+from ...cli.config import ConfigError
 from ...common.messages import nearest
-from ..config import ConfigError
 from .parameters import Choices, Parameter
 from .sweep_file import Choice, Sweep
 

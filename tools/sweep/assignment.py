@@ -1,11 +1,15 @@
-"""Assignment of a trial to its process, passed in an environment variable."""
+"""Assignment of a trial to its process, passed in an environment variable.
+
+As a program, this module runs the command of a trial, which then ends with its scheduler.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -49,7 +53,13 @@ class Assignment:
         return None if text is None else cls(**json.loads(text))
 
 
-def follow_scheduler() -> None:
-    """If this process runs a trial, make Linux send it SIGTERM when the scheduler dies. Call this function first."""
-    if (assignment := Assignment.read()) is not None:
-        die_with_parent(assignment.scheduler, signal.SIGTERM)
+def follow_scheduler(command: Sequence[str]) -> list[str]:
+    """Return the command that runs ``command`` in a process that Linux sends SIGTERM when the scheduler dies."""
+    return [sys.executable, "-m", __spec__.name, *command]
+
+
+if __name__ == "__main__":
+    assignment = Assignment.read()
+    assert assignment is not None
+    die_with_parent(assignment.scheduler, signal.SIGTERM)  # also applies to the program that replaces this one
+    os.execvp(sys.argv[1], sys.argv[1:])

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def trial_of(folder: RunFolder) -> TrialCallback | None:
-    """Return the callback that a sweep's trial needs; None if the run is not a trial, or its sweep is unreadable."""
+    """Return the callback that a sweep's trial needs; None if the sweep is unreadable."""
     if not isinstance(folder.path, Path):
         return None
     assignment = Assignment.read()
     if assignment is None or Path(assignment.folder) != folder.path:
-        assignment = None if folder.trial is None else _read_assignment(folder.path)
+        assignment = _read_assignment(folder.path)
     return None if assignment is None else TrialCallback(assignment, folder.record)
 
 

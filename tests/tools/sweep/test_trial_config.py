@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from treadle.cli.config import ConfigError
-from treadle.cli.sweep.sweep_file import read_sweep
-from treadle.cli.sweep.trial_config import TrialConfigs
+from treadle.tools.sweep.sweep_file import read_sweep
+from treadle.tools.sweep.trial_config import TrialConfigs
 
 
 def find_devices(trainer):

@@ -10,9 +10,9 @@ import optuna
 import pytest
 from processes import clean_environment
 from treadle.cli.config import ConfigError
-from treadle.cli.sweep.study import Study, open_trial
-from treadle.cli.sweep.sweep_file import read_sweep
-from treadle.cli.sweep.sweep_folder import SweepFolder
+from treadle.tools.sweep.study import Study, open_trial
+from treadle.tools.sweep.sweep_file import read_sweep
+from treadle.tools.sweep.sweep_folder import SweepFolder
 
 TEXT = """
 config: {model: {class: tasks.Line}, trainer: {max_epochs: 9}}
@@ -68,9 +68,9 @@ import sys
 import time
 from pathlib import Path
 from optuna.trial import TrialState
-from treadle.cli.sweep.study import Study
-from treadle.cli.sweep.sweep_file import read_sweep
-from treadle.cli.sweep.sweep_folder import SweepFolder
+from treadle.tools.sweep.study import Study
+from treadle.tools.sweep.sweep_file import read_sweep
+from treadle.tools.sweep.sweep_folder import SweepFolder
 
 sweep = read_sweep("s.yaml")
 folder = SweepFolder(sweep)
