@@ -5,7 +5,7 @@ memory traffic that remains after fusion. They are fitted here on the two publis
 predicted with them.
 
     python benchmarks/plan.py             # fit, then predict: 3 minutes
-    python benchmarks/plan.py --kept      # predict with the numbers in `engine/planning/op_costs.py`
+    python benchmarks/plan.py --kept      # predict with the numbers in `tools/plan/op_costs.py`
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from treadle.engine.planning.decoder import MODELS, Block, Decoder, next_token_loss, tokens
-from treadle.engine.planning.op_costs import Calibration
-from treadle.engine.planning.plan import Plan
-from treadle.engine.planning.simulation import simulate
 from treadle.strategies import FSDP
+from treadle.tools.plan.decoder import MODELS, Block, Decoder, next_token_loss, tokens
+from treadle.tools.plan.op_costs import Calibration
+from treadle.tools.plan.plan import Plan
+from treadle.tools.plan.simulation import simulate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ COMMANDS = {
     "export": ("treadle.cli.commands.export", "convert a checkpoint's model to files that other programs load"),
     "fit": ("treadle.cli.commands.stages:fit", "train a task, configured by a file and the command line"),
     "launch": ("treadle.strategies.launch.command", "start a script in several processes, on one machine or many"),
-    "plan": ("treadle.cli.commands.plan", "show what a run would do and need, without its machines"),
     "predict": ("treadle.cli.commands.stages:predict", "run the predict steps, configured like fit"),
     "runs": ("treadle.cli.commands.runs", "list runs and their states, or show one with its curves"),
     "test": ("treadle.cli.commands.stages:test", "evaluate with the test steps, configured like fit"),

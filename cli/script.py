@@ -51,9 +51,8 @@ def run(
 
         commands = load_script_commands()
         if remaining_arguments and (run_command := commands.get(remaining_arguments[0])) is not None:
-            name, *rest = remaining_arguments
-            command = [sys.executable, os.path.abspath(sys.argv[0])]
-            sys.exit(run_command(rest, f"python {program} {name}", command, Model, Data, defaults))
+            name, command = remaining_arguments.pop(0), [sys.executable, os.path.abspath(sys.argv[0])]
+            sys.exit(run_command(remaining_arguments, f"python {program} {name}", command, Model, Data, defaults))
         names = (*_STAGES, *commands)
         usage = f"usage: python {program} {'|'.join(names)} [--config FILE ...] [KEY=VALUE ...]"
         if remaining_arguments and remaining_arguments[0] in ("-h", "--help"):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from ..common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from . import simulation
     from .accelerate_plugins import (
         DDPCommunicationHookType,
         DistributedDataParallelKwargs,
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from .distributed.tracebacks import report_uncaught
     from .distributed.waiting_call import DistributedOperationException
     from .distributed.world import World
-    from .forward_router import BALLOT_SIZE
+    from .forward_router import BALLOT_SIZE, Router, ballot_dtype, routed
     from .fsdp.fsdp import FSDP
     from .fsdp.fsdp import FSDP as FSDPStrategy
     from .fsdp.fsdp import FSDP as ModelParallelStrategy

@@ -1,4 +1,4 @@
-"""Implementations of the commands `treadle fit`, `plan`, `runs`, `export` and others."""
+"""Implementations of the commands `treadle fit`, `runs`, `export` and others."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ PATHS = {
     "treadle.engine": "Accelerator CombinedLoader CheckpointStore Loader Metrics PartialState isolated_random_state",
     "treadle.engine.big_models": "dispatch_model infer_auto_device_map load_checkpoint_and_dispatch",
     "treadle.engine.checkpoint": "CheckpointStore read_part",
-    "treadle.engine.planning.decoder": "Decoder sizes_of",
-    "treadle.engine.planning.plan": "Plan",
-    "treadle.engine.planning.simulation": "simulate",
+    "treadle.tools.plan.decoder": "Decoder sizes_of",
+    "treadle.tools.plan.plan": "Plan",
+    "treadle.tools.plan.simulation": "simulate",
     "treadle.engine.profilers": "AdvancedProfiler Profiler PyTorchProfiler SimpleProfiler",
     "treadle.loggers": "CSVLogger Logger MLFlowLogger TensorBoardLogger WandbLogger",
     "treadle.loggers.csv_logs": "CSVLogger",
@@ -38,3 +38,8 @@ def test_the_path_still_works(module):
     names = PATHS[module].split()
     home = importlib.import_module(module)
     assert [name for name in names if getattr(home, name, None) is None] == []
+
+
+def test_a_path_that_has_moved_is_answered():
+    with pytest.raises(ImportError, match=r"has moved. Import from treadle.tools.plan instead"):
+        importlib.import_module("treadle.engine.planning.simulation")

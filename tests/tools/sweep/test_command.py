@@ -163,7 +163,7 @@ def finished():
 
 
 def running_with_checkpoint():
-    return [n for n in running() if list(Path("runs/sweep", str(n)).glob("checkpoints/*.ckpt/manifest.json"))]
+    return [n for n in running() if list(Path("runs/sweep", str(n)).glob("checkpoints/*.ckpt"))]
 
 
 def steps_of(number):

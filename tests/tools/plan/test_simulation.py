@@ -97,7 +97,7 @@ def really(name, accumulate, clip):
 
 
 def planned(name, world, rank, accumulate=1, clip=None, **more):
-    from treadle.engine.planning.simulation import simulate
+    from treadle.tools.plan.simulation import simulate
 
     given = {"strategy": strategy_called(name), "precision": "32-true", "micro_batch": 4, **more}
     return simulate(
@@ -180,7 +180,7 @@ def replicas(step, cap, precision):
     ],
 )
 def test_replicas_reduce_in_the_pieces_of_real_ones(step, cap, precision):
-    from treadle.engine.planning.simulation import simulate
+    from treadle.tools.plan.simulation import simulate
 
     sizes = [int(size) for size in run(replicas, 2, step, cap, precision)[0].split(",")]
     plan = simulate(
@@ -237,7 +237,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize(("strategy", "size"), [(SingleDevice, 1), (DDP, 2), (FSDP, 1)])
 def test_what_is_tied_counts_once_and_what_is_frozen_has_no_state(strategy, size):
-    from treadle.engine.planning.simulation import simulate
+    from treadle.tools.plan.simulation import simulate
 
     plan = simulate(
         Tied, lambda samples: (torch.zeros(samples, WIDTH), torch.zeros(samples, dtype=torch.int64)), loss, ADAMW,
@@ -273,7 +273,7 @@ def by_numpy(model, batch):
 
 @pytest.mark.parametrize("curious", [by_branch, by_mask, by_numpy])
 def test_a_value_that_is_looked_at_is_named(curious):
-    from treadle.engine.planning.simulation import simulate
+    from treadle.tools.plan.simulation import simulate
 
     line = curious.__code__.co_firstlineno + (2 if curious is by_branch else 1)
     with pytest.raises(ValueError, match=rf"reads a tensor's value \(.*test_simulation.py, line {line}\)"):
@@ -282,7 +282,7 @@ def test_a_value_that_is_looked_at_is_named(curious):
 
 
 def test_a_stream_waits_for_another():
-    from treadle.engine.planning.clocks import Clocks
+    from treadle.tools.plan.clocks import Clocks
 
     clocks = Clocks()
     other = clocks.Stream(priority=-1)
@@ -303,8 +303,8 @@ def test_a_stream_waits_for_another():
 
 
 def test_a_ring_within_a_machine_is_faster_than_between_machines():
-    from treadle.engine.planning.collective_costs import estimate_collective_seconds
-    from treadle.engine.planning.gpus import find_gpu
+    from treadle.tools.plan.collective_costs import estimate_collective_seconds
+    from treadle.tools.plan.gpus import find_gpu
 
     gpu, size = find_gpu("h100"), 400_000_000
     inside = estimate_collective_seconds("all_gather", size, tuple(range(8)), gpu)
@@ -334,7 +334,7 @@ def test_a_ring_within_a_machine_is_faster_than_between_machines():
     ],
 )
 def test_a_gpu_is_known_by_its_drivers_name(name, kind):
-    from treadle.engine.planning.gpus import match_driver_name
+    from treadle.tools.plan.gpus import match_driver_name
 
     found = match_driver_name(name)
     assert (found and found.name) == kind
@@ -342,7 +342,7 @@ def test_a_gpu_is_known_by_its_drivers_name(name, kind):
 
 def products(width):
     """A step that is little else than products of big matrices."""
-    from treadle.engine.planning.simulation import simulate
+    from treadle.tools.plan.simulation import simulate
 
     def made(precision, **options):
         return simulate(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from . import simulated_world
     from .advice import advise
     from .decoder import Decoder, next_token_loss, sizes_of, tokens
     from .gpus import GPU, detect_gpu, find_gpu

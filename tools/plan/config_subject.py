@@ -17,16 +17,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader
 
+from ...cli.config import load
+from ...cli.config.instantiate import CheckedConfig, check
 from ...common.messages import name_type
 from ...engine import CombinedLoader, JointLoader, Loader, RandomStream, random_state
 from ...engine.data import Cursor, get_length
-from ...engine.planning import Plan, Schedule
 from ...trainer import Trainer
 from ...trainer.core import SchedulerConfig, TaskModule
 from ...trainer.loop import Sources, configure, count_positional, pass_by_keyword
-from ..config import load
-from ..config.instantiate import CheckedConfig, check
-from .plan_subject import Subject, vary_strategy
+from .plan import Plan
+from .report import Schedule
+from .subject import Subject, vary_strategy
 
 # About a second of stepping.
 _MOST_STEPS = 100_000

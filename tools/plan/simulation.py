@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...strategies import built_in_place, simulation
+from ...strategies import built_in_place
+from . import simulated_world
 from .clocks import Clocks
 from .collective_costs import estimate_collective_seconds
 from .meter import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, Memory, Meter
@@ -44,11 +45,11 @@ def simulate(
     on = Conditions(**conditions)
     clocks, memory = Clocks(), Memory()
     meter = Meter(clocks, Prices(on.gpu, on.calibration, on.compiled), memory)
-    with simulation.simulated_world(on.world_size, on.rank, clocks, memory.resized) as world:
+    with simulated_world.simulated_world(on.world_size, on.rank, clocks, memory.resized) as world:
         with built_in_place(torch.device("meta"), on.precision.storage, True):
             model = build_model()
         numbers = [(p.numel(), p.requires_grad) for p in model.parameters()]
-        step = _Step(simulation.lay_out(on.strategy, world, on.precision, model), on, meter, loss, optimizer)
+        step = _Step(simulated_world.lay_out(on.strategy, world, on.precision, model), on, meter, loss, optimizer)
         step.run(make_batch)
     return Plan(
         **{field.name: getattr(on, field.name) for field in fields(on)},
@@ -93,7 +94,7 @@ class _Step:
         with FakeTensorMode(allow_non_fake_inputs=True):
             _give_sizes(self.called)
             parameters = dict(self.model.named_parameters())
-            local_parameters = simulation.local_tensors(parameters.values())
+            local_parameters = simulated_world.local_tensors(parameters.values())
             self.shards = {name: tuple(part.shape) for name, part in zip(parameters, local_parameters, strict=True)}
             for tensor in (*local_parameters, *self.model.buffers()):
                 memory.hold(tensor, PARAMETERS)
@@ -118,7 +119,7 @@ class _Step:
 
         def note(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            self.meter.memory.name(simulation.local_tensors([parameter.grad]), GRADIENTS)
+            self.meter.memory.name(simulated_world.local_tensors([parameter.grad]), GRADIENTS)
             order.append((parameter, self.meter.clocks.current.time))
 
         for parameter in self.model.parameters():
@@ -146,7 +147,7 @@ class _Step:
         optimizer.step()
         optimizer.zero_grad()
         states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-        self.meter.memory.name(simulation.local_tensors(states), OPTIMIZER)
+        self.meter.memory.name(simulated_world.local_tensors(states), OPTIMIZER)
         self.states = {name: self.meter.memory.live[name] for name in (PARAMETERS, OPTIMIZER)}
         saved_tensors = {id(tensor): tensor for tensor in self.model.state_dict(keep_vars=True).values()}
         self.checkpoint = sum(t.numel() * t.element_size() for t in (*saved_tensors.values(), *states))
@@ -159,7 +160,7 @@ class _Step:
         meter.begin()
         meter.category = ACTIVATIONS
         begun = clocks.compute.time
-        target = self.called if self.on.step is None else simulation.method(self.called, self.model, self.on.step)
+        target = self.called if self.on.step is None else simulated_world.method(self.called, self.model, self.on.step)
         for size in self.on.strategy.buffer_broadcast_bytes(self.model):
             clocks.spend(self._note_collective("broadcast", size))
         for number, batch in enumerate(batches):
@@ -189,14 +190,14 @@ class _Step:
         buckets = self.on.strategy.reduction_buckets([p for p, _ in order], ballot=self.on.step is not None)
         if buckets is None:
             if self.on.step is not None and self.on.strategy.sharded and self.on.world_size > 1:
-                self._note_collective("all_reduce", simulation.VOTES_BYTES)  # during the last backward pass
+                self._note_collective("all_reduce", simulated_world.VOTES_BYTES)  # during the last backward pass
             return
         done = 0.0
         for bucket in buckets:
             members = [order[at] for at in bucket if at >= 0]
             size = sum(p.numel() * p.element_size() for p, _ in members)
             if len(bucket) > len(members):
-                size += simulation.ballot_bytes(p for p, _ in order)
+                size += simulated_world.ballot_bytes(p for p, _ in order)
             begun = max((when for _, when in members), default=order[0][1])
             done = max(done, begun) + self._note_collective("all_reduce", size)
         compute = self.meter.clocks.compute

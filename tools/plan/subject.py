@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...engine.planning import Decoder, Schedule, next_token_loss, sizes_of, tokens
-from ...strategies import Strategy, simulation
+from ...strategies import Strategy
+from . import simulated_world
+from .decoder import Decoder, next_token_loss, sizes_of, tokens
+from .report import Schedule
 
 if TYPE_CHECKING:
-    from ...engine.planning import Plan
+    from .plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +84,10 @@ def compute_rates(peak: float, warmup: int, steps: int, points: int = 80) -> lis
 
 def vary_strategy(options: argparse.Namespace, name: str | Strategy, world_size: int) -> Strategy:
     """Return a strategy with the options ``--replicate`` and ``--checkpoint-activations`` applied."""
-    strategy = name if isinstance(name, Strategy) else simulation.strategy_named(name, world_size)
+    strategy = name if isinstance(name, Strategy) else simulated_world.strategy_named(name, world_size)
     changes: dict[str, Any] = {}
     if options.replicate is not None:
         changes["replicate"] = options.replicate
     if options.checkpoint_activations:
         changes["recompute"] = True
-    return simulation.varied(strategy, **changes)
+    return simulated_world.varied(strategy, **changes)

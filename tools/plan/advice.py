@@ -18,7 +18,7 @@ Again = Callable[..., Plan]
 def advise(plan: Plan, again: Again) -> list[str]:
     """Return suggestions that make a run fit into memory or, if it fits, make it faster.
 
-    ``again`` plans the same run with changes. Its keyword arguments are those of `strategies.simulation.varied`, and
+    ``again`` plans the same run with changes. Its keyword arguments are those of `simulated_world.varied`, and
     ``micro_batch``, ``accumulate`` and ``precision``.
     """
     if not plan.fits:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...strategies import simulation
+from . import simulated_world
 from .clocks import Clocks
 from .collective_costs import estimate_collective_seconds
 from .op_costs import Prices
@@ -216,10 +216,10 @@ class Meter(TorchDispatchMode):
     def _find_ranks(self, args: Any) -> tuple[int, ...]:
         for arg in args:
             if isinstance(arg, torch.ScriptObject):
-                return simulation.members(arg)
+                return simulated_world.members(arg)
         name = args[-1]
         if name not in self._members:
-            self._members[name] = simulation.members(name)
+            self._members[name] = simulated_world.members(name)
         return self._members[name]
 
 

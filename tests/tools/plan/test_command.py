@@ -176,15 +176,15 @@ def test_a_run_that_fails_is_no_run_that_does_not_fit(here, capsys):
 
 
 def subject_of(*arguments):
-    from treadle.cli.commands.plan import build_parser
-    from treadle.cli.commands.plan_config import build_config_subject
+    from treadle.tools.plan.command import build_parser
+    from treadle.tools.plan.config_subject import build_config_subject
 
     return build_config_subject(build_parser().parse_args(["--config", "run.yaml", *arguments]))
 
 
 def planned(*arguments):
     """The plan and the schedule of the run."""
-    from treadle.engine.planning.simulation import simulate
+    from treadle.tools.plan.simulation import simulate
 
     subject = subject_of(*arguments)
     settings = subject.settings

@@ -12,13 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..common.rank_zero import rank_zero_only
-from .distributed import World
-from .forward_router import BALLOT_SIZE, Router, ballot_dtype, routed
-from .fsdp import FSDP
-from .precision import Precision
-from .registry import resolve_strategy
-from .strategy import Strategy
+from ...common.rank_zero import rank_zero_only
+from ...strategies import BALLOT_SIZE, Precision, Router, Strategy, World, ballot_dtype, resolve_strategy, routed
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -149,10 +144,11 @@ def ballot_bytes(parameters: Iterable[Tensor]) -> int:
 def varied(strategy: Strategy, *, shard: bool = False, **settings: Any) -> Strategy:
     """Return a copy of a strategy with different settings, for comparison in a plan.
 
-    If ``shard`` is set and the strategy does not shard models, the result is an `FSDP` strategy. ``settings`` are
+    If ``shard`` is set and the strategy does not shard models, the result is the strategy ``"fsdp"``. ``settings`` are
     arguments of `Strategy.variant`.
     """
-    return (FSDP() if shard and not strategy.sharded else strategy).variant(**settings)
+    sharding = resolve_strategy("fsdp", World()) if shard and not strategy.sharded else strategy
+    return sharding.variant(**settings)
 
 
 def strategy_named(name: str, size: int) -> Strategy:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ...common.messages import nearest
 
 if TYPE_CHECKING:
-    from ...engine.planning import GPU
-    from .plan_subject import Subject
+    from .gpus import GPU
+    from .subject import Subject
 
+SUMMARY = "show what a run would do and need, without its machines"
 DESCRIPTION = """\
 Show what a run would do and need, on one screen: processes, batch, steps, schedule, memory, checkpoint, traffic, and
 the time of a step. One step of one rank is simulated without values, so within seconds a laptop can plan a run on
@@ -157,8 +158,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace) -> tuple[str, bool]:
     """Return the plan of a run as text, and whether the run would fit in GPU memory."""
-    from ...engine.planning import Plan, advise, screen, simulate
-    from ...strategies import simulation
+    from . import Plan, advise, screen, simulate, simulated_world
 
     subject = _build_subject(options)
     settings = _merge_settings(options, subject)
@@ -168,7 +168,7 @@ def run(options: argparse.Namespace) -> tuple[str, bool]:
         conditions = {**settings, "gpu": gpu}
         condition_names = ("micro_batch", "accumulate", "precision")
         conditions.update({name: changes.pop(name) for name in condition_names if name in changes})
-        strategy = simulation.varied(subject.strategy(settings["world_size"]), **changes)
+        strategy = simulated_world.varied(subject.strategy(settings["world_size"]), **changes)
         parts = (subject.build_model, subject.make_batch, subject.loss, subject.optimizer)
         return simulate(*parts, strategy=strategy, step=subject.step, **conditions)
 
@@ -183,7 +183,7 @@ def _choose_width() -> int:
 
 def _choose_gpu(options: argparse.Namespace, per_machine: int | None) -> tuple[GPU, str]:
     """Return the GPU of each process and a note on its origin, which is empty if ``--gpu`` is set."""
-    from ...engine.planning import detect_gpu, find_gpu
+    from . import detect_gpu, find_gpu
 
     local_gpu = detect_gpu() if options.gpu is None else None
     gpu = local_gpu or find_gpu("h100" if options.gpu is None else options.gpu)
@@ -197,10 +197,10 @@ def _choose_gpu(options: argparse.Namespace, per_machine: int | None) -> tuple[G
 
 def _build_subject(options: argparse.Namespace) -> Subject:
     if options.model:
-        from .plan_subject import build_model_subject
+        from .subject import build_model_subject
 
         return build_model_subject(options)
-    from .plan_config import build_config_subject
+    from .config_subject import build_config_subject
 
     return build_config_subject(options)
 
