@@ -15,10 +15,6 @@ COMMANDS = {
         "treadle.cli.completion",
         "print a script that completes commands and configuration keys in a shell",
     ),
-    "doctor": (
-        "treadle.cli.commands.doctor",
-        "check the machines, libraries and connections of a run, on every rank",
-    ),
     "export": ("treadle.cli.commands.export", "convert a checkpoint's model to files that other programs load"),
     "fit": ("treadle.cli.commands.stages:fit", "train a task, configured by a file and the command line"),
     "launch": ("treadle.strategies.launch.command", "start a script in several processes, on one machine or many"),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 
-from ..strategies.diagnosis import name_processor
 from ..strategies.launch import supervisor
 
 _PACKAGES = ("torch", "treadle", "numpy", "torchmetrics", "transformers")
@@ -41,7 +43,11 @@ def _find_version(package: str) -> str:
 @functools.cache
 def processor() -> str:
     """Return the processor's name and the number of cores that this process may use."""
-    return f"{name_processor()}, {supervisor.cpus()} cores"
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):  # exists on Linux only
+        match = re.search(r"^model name\s*: *(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        name = name if match is None else match[1]
+    return f"{name}, {supervisor.cpus()} cores"
 
 
 @functools.cache

@@ -158,8 +158,11 @@ def meeting_place(rank: int, size: int, timeout: timedelta, address: tuple[str, 
 
     Raises:
         ValueError: If the address cannot be used.
-        RuntimeError: If the connection fails for another reason, such as the timeout.
+        RuntimeError: If the connection fails for another reason, such as a rank zero that does not start in time.
     """
+    if address is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        # torch's own rendezvous would wait for all ranks, without naming the ones that are missing.
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if address is not None:
         return _meet(address, rank, timeout)
     store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
@@ -231,7 +234,10 @@ def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPSt
         )
     except dist.DistNetworkError as error:
         if rank != 0:
-            raise
+            raise RuntimeError(
+                f"rank {rank} can't reach rank 0 at {host}:{port} within {timeout.total_seconds():g} s. Check whether "
+                "rank 0 has started, and whether this machine reaches that address."
+            ) from error
         raise ValueError(
             f"rank 0 can't listen on port {port} ({error}). Set MASTER_PORT on all processes to a port that is "
             "free on rank 0's machine."
