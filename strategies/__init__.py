@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .distributed.tracebacks import report_uncaught
     from .distributed.waiting_call import DistributedOperationException
     from .distributed.world import World
-    from .forward_router import BALLOT_SIZE, Router, ballot_dtype, routed
+    from .forward_router import BALLOT_SIZE, ballot_dtype
     from .fsdp.fsdp import FSDP
     from .fsdp.fsdp import FSDP as FSDPStrategy
     from .fsdp.fsdp import FSDP as ModelParallelStrategy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -473,19 +472,6 @@ class Strategy(StrategyAliases):
         """
         return error
 
-    # -- for plans, where the model has shapes and no values -----------------------------------------------------
-
-    def grid(self, world_size: int) -> dict[str, int]:
-        """Return the degrees of replication, sharding and tensor parallelism for a world size.
-
-        Args:
-            world_size: Number of ranks.
-
-        Returns:
-            The three degrees, under ``"replicate"``, ``"shard"`` and ``"tensor"``.
-        """
-        return {"replicate": world_size, "shard": 1, "tensor": 1}
-
     def wrap_without_values(self, module: nn.Module) -> nn.Module:
         """Wrap a module on the meta device for a plan, and return the module to call.
 
@@ -496,78 +482,6 @@ class Strategy(StrategyAliases):
             ValueError: If a plan does not support the strategy's settings.
         """
         return Router(module, self.precision.context(self.world.device), self.precision.compute is not None)
-
-    def reduction_buckets(self, ready: list[Tensor], *, ballot: bool) -> list[list[int]] | None:
-        """Return the groups of gradients that are reduced together, as lists of indices into ``ready``.
-
-        The result is None if the wrapped model performs all reductions itself, so that a plan adds none.
-
-        Args:
-            ready: Parameters in the order in which their gradients become ready.
-            ballot: Whether the processes' votes are reduced with the gradients; see `votes_in_backward`. In the
-                result, their index is -1.
-
-        Raises:
-            ValueError: If a plan does not support the strategy or its settings.
-        """
-        if self.world.size == 1:
-            return None
-        raise ValueError(f"strategy={self.name!r} is not supported in a plan. Use strategy='ddp' or strategy='fsdp'.")
-
-    @property
-    def reduces_unused_gradients(self) -> bool:
-        """True if gradients of parameters that were not used in the step are also reduced."""
-        return False
-
-    def gradient_copy_bytes(self, module: nn.Module) -> int:
-        """Return the size in bytes of the buffers that hold copies of the gradients for reduction.
-
-        Args:
-            module: The user's model.
-        """
-        return 0
-
-    def buffer_broadcast_bytes(self, module: nn.Module) -> list[int]:
-        """Return the sizes in bytes of the broadcasts that send rank zero's buffers in one step.
-
-        Args:
-            module: The user's model.
-        """
-        return []
-
-    @property
-    def gathers_in_storage_dtype(self) -> bool:
-        """True if the strategy gathers shards in the storage dtype, that is, if no setting selects another dtype."""
-        return False
-
-    @property
-    def recomputes_activations(self) -> bool:
-        """True if activations are recomputed in the backward pass."""
-        return False
-
-    def variant(
-        self, *, replicate: int | None = None, recompute: bool | None = None, gather: torch.dtype | None = None
-    ) -> Strategy:
-        """Return a copy of this strategy with different settings, for comparison in a plan.
-
-        Settings whose argument is None are not changed.
-
-        Args:
-            replicate: Number of replicas.
-            recompute: Whether to recompute activations in the backward pass.
-            gather: Dtype in which parameters are gathered.
-
-        Raises:
-            ValueError, TypeError: If this strategy does not support a setting.
-        """
-        settings = {
-            "replicate shards": replicate,
-            "recompute activations": recompute,
-            "gather parameters in another dtype": gather,
-        }
-        for action in (action for action, value in settings.items() if value is not None):
-            raise ValueError(f"strategy={self.name!r} can't {action}. Use strategy='fsdp'.")
-        return copy.copy(self)
 
     # -- agreement of the processes ------------------------------------------------------------------------------
 

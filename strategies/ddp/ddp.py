@@ -9,7 +9,6 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 from ...common.messages import announce, nearest
 from ...common.validation import check_positive
 from ..distributed import World
-from ..forward_router import BALLOT_SIZE, Ballot, Router, ballot_dtype
+from ..forward_router import Ballot, Router, ballot_dtype
 from ..precision import Precision
 from ..strategy import Strategy, make_group_options
 from .backward_reduction import BackwardReduction
@@ -545,51 +544,6 @@ class DDP(Strategy):
             self.local_steps.load_state_dict(state)
             for replica in self._replicas.values():
                 self.set_gradient_sync(replica, True)
-
-    # -- for plans -----------------------------------------------------------------------------------------------
-
-    def reduction_buckets(self, ready: list[Tensor], *, ballot: bool) -> list[list[int]] | None:
-        """See `Strategy.reduction_buckets`."""
-        if self.world.size == 1:
-            return None
-        settings = {
-            "comm_hook": self.comm_hook,
-            "zero": self.zero,
-            "local_sgd_steps": self.local_steps,
-            "sync_batchnorm": self.sync_batchnorm,
-        }
-        for name in (name for name, value in settings.items() if value):
-            raise ValueError(f"DDP({name}=...) is not supported in a plan. Remove {name} for the plan.")
-        from torch.utils._python_dispatch import _disable_current_modes
-
-        cap = self.options["bucket_cap_mb"]
-        limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20] if cap is None else [int(cap * 2**20)] * 2
-        with _disable_current_modes():  # a plan's own mode would count these tensors as part of the model
-            shapes = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in ready]
-            if ballot:
-                shapes.insert(0, torch.empty(BALLOT_SIZE, dtype=ballot_dtype(ready), device="meta"))
-            buckets = dist._compute_bucket_assignment_by_size(shapes, limits, [False] * len(shapes))[0]
-        return [[index - ballot for index in bucket] for bucket in buckets]
-
-    @property
-    def reduces_unused_gradients(self) -> bool:
-        """See `Strategy.reduces_unused_gradients`."""
-        return self.world.size > 1
-
-    def gradient_copy_bytes(self, module: nn.Module) -> int:
-        """See `Strategy.gradient_copy_bytes`."""
-        if self.world.size == 1 or self.options["gradient_as_bucket_view"]:
-            return 0
-        return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-
-    def buffer_broadcast_bytes(self, module: nn.Module) -> list[int]:
-        """See `Strategy.buffer_broadcast_bytes`."""
-        if self.world.size == 1 or not self.options["broadcast_buffers"]:
-            return []
-        sizes: dict[torch.dtype, int] = {}
-        for buffer in module.buffers():
-            sizes[buffer.dtype] = sizes.get(buffer.dtype, 0) + buffer.numel() * buffer.element_size()
-        return list(sizes.values())
 
 
 def _find_replica(module: nn.Module) -> _Replica | None:

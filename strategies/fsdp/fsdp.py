@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -457,13 +456,6 @@ class FSDP(Strategy):
         optimizer.register_step_pre_hook(use_the_shards)
         return optimizer
 
-    # -- for plans -----------------------------------------------------------------------------------------------
-
-    def grid(self, world_size: int) -> dict[str, int]:
-        """See `Strategy.grid`."""
-        shard = self.layout.sizes(world_size)["data_parallel"]
-        return {"replicate": self.layout.replicate, "shard": shard, "tensor": self.layout.tensor}
-
     def wrap_without_values(self, module: nn.Module) -> nn.Module:
         """See `Strategy.wrap_without_values`."""
         if not hasattr(torch.cpu.Stream, "record_event"):
@@ -478,34 +470,6 @@ class FSDP(Strategy):
             )
         self._build = lambda module, unbuilt: None  # type: ignore[method-assign]
         return self.wrap(module)
-
-    def reduction_buckets(self, ready: list[Tensor], *, ballot: bool) -> list[list[int]] | None:
-        """See `Strategy.reduction_buckets`. Returns None."""
-        return None
-
-    @property
-    def gathers_in_storage_dtype(self) -> bool:
-        """True if neither ``gather_dtype`` nor ``mixed_precision`` is set."""
-        return self.mixed_precision is None
-
-    @property
-    def recomputes_activations(self) -> bool:
-        """See `Strategy.recomputes_activations`."""
-        return bool(self.activation_checkpointing_policy)
-
-    def variant(
-        self, *, replicate: int | None = None, recompute: bool | None = None, gather: torch.dtype | None = None
-    ) -> FSDP:
-        """See `Strategy.variant`. The copy does not contain the models that the original has wrapped."""
-        variant = copy.copy(self)
-        variant._tapes, variant._roots, variant._moved = [], WeakSet(), WeakIdKeyDictionary()
-        if replicate is not None:
-            variant.layout = Layout(self.layout.data, replicate, self.layout.tensor)
-        if recompute is not None:
-            variant.activation_checkpointing_policy = recompute
-        if gather is not None:
-            variant.mixed_precision = _choose_policy(gather, None)
-        return variant
 
 
 def _choose_policy(gather_dtype: Any, mixed_precision: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy | None:

@@ -42,8 +42,8 @@ LONG_BY_DOCSTRINGS = {"engine.accelerator"}
 
 # A former path, whose import is answered with the present one.
 MOVED = {"engine.planning"}
-# Replaces torch's processes and their communication by a simulation.
-SIMULATED = {"tools.plan.simulated_world"}
+# Know what torch's strategies communicate, in place of the processes that a plan does not have.
+SIMULATED = {"tools.plan.simulated_world", "tools.plan.strategy_facts"}
 
 
 def room(module):

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from . import simulated_world
     from .advice import advise
     from .decoder import Decoder, next_token_loss, sizes_of, tokens
     from .gpus import GPU, detect_gpu, find_gpu
     from .plan import Plan
     from .report import Schedule, screen
     from .simulation import simulate
+    from .strategy_facts import facts_of, varied
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...common.messages import join_words
 from .plan import Plan
+from .strategy_facts import facts_of
 
 # A plan cannot distinguish smaller differences.
 _WORTH = 0.02
@@ -18,7 +19,7 @@ Again = Callable[..., Plan]
 def advise(plan: Plan, again: Again) -> list[str]:
     """Return suggestions that make a run fit into memory or, if it fits, make it faster.
 
-    ``again`` plans the same run with changes. Its keyword arguments are those of `simulated_world.varied`, and
+    ``again`` plans the same run with changes. Its keyword arguments are those of `strategy_facts.varied`, and
     ``micro_batch``, ``accumulate`` and ``precision``.
     """
     if not plan.fits:
@@ -48,7 +49,7 @@ def _advise_fit(plan: Plan, again: Again) -> str:
     if (
         not candidate.fits
         and candidate.grid["shard"] * candidate.grid["tensor"] > 1
-        and not candidate.strategy.recomputes_activations
+        and not facts_of(candidate.strategy).recomputes_activations
     ):
         with suppress(ValueError):  # the model has no repeated blocks
             candidate = attempt("recompute activations (activation_checkpointing_policy=True)", recompute=True)
@@ -99,7 +100,7 @@ def _suggest_hybrid_sharding(plan: Plan, again: Again) -> list[str]:
 
 
 def _suggest_half_gathering(plan: Plan, again: Again) -> list[str]:
-    if plan.precision.compute is None or not plan.strategy.gathers_in_storage_dtype:
+    if plan.precision.compute is None or not facts_of(plan.strategy).gathers_in_storage_dtype:
         return []
     other = again(gather=plan.precision.compute)
     short = str(plan.precision.compute).removeprefix("torch.")

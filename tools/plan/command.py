@@ -158,7 +158,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace) -> tuple[str, bool]:
     """Return the plan of a run as text, and whether the run would fit in GPU memory."""
-    from . import Plan, advise, screen, simulate, simulated_world
+    from . import Plan, advise, screen, simulate, varied
 
     subject = _build_subject(options)
     settings = _merge_settings(options, subject)
@@ -168,7 +168,7 @@ def run(options: argparse.Namespace) -> tuple[str, bool]:
         conditions = {**settings, "gpu": gpu}
         condition_names = ("micro_batch", "accumulate", "precision")
         conditions.update({name: changes.pop(name) for name in condition_names if name in changes})
-        strategy = simulated_world.varied(subject.strategy(settings["world_size"]), **changes)
+        strategy = varied(subject.strategy(settings["world_size"]), **changes)
         parts = (subject.build_model, subject.make_batch, subject.loss, subject.optimizer)
         return simulate(*parts, strategy=strategy, step=subject.step, **conditions)
 

@@ -27,6 +27,7 @@ from ...trainer.core import SchedulerConfig, TaskModule
 from ...trainer.loop import Sources, configure, count_positional, pass_by_keyword
 from .plan import Plan
 from .report import Schedule
+from .strategy_facts import facts_of
 from .subject import Subject, vary_strategy
 
 # About a second of stepping.
@@ -178,7 +179,7 @@ class _PlannedRun:
 
     def _count_data_processes(self) -> int:
         world_size = self.settings["world_size"]
-        return int(world_size // self.make_strategy(world_size).grid(world_size)["tensor"])
+        return int(world_size // facts_of(self.make_strategy(world_size)).grid(world_size)["tensor"])
 
     # -- inputs of simulate --------------------------------------------------------------------------------------
 

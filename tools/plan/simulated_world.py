@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...common.rank_zero import rank_zero_only
-from ...strategies import BALLOT_SIZE, Precision, Router, Strategy, World, ballot_dtype, resolve_strategy, routed
+from ...strategies import BALLOT_SIZE, Precision, Strategy, World, ballot_dtype, resolve_strategy
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -127,28 +127,12 @@ def lay_out(strategy: Strategy, world: World, precision: Precision, module: nn.M
     return strategy.wrap_without_values(module)
 
 
-def method(called: nn.Module, module: nn.Module, name: str) -> Callable[..., Any]:
-    """Return a function that runs a method of the user's module as the ``forward`` of the wrapped module ``called``."""
-    assert isinstance(called, Router)
-    return routed(called, called, getattr(module, name))
-
-
 VOTES_BYTES = 4 * BALLOT_SIZE  # size of an agreement with its own collective, which sends float32
 
 
 def ballot_bytes(parameters: Iterable[Tensor]) -> int:
     """Return the size in bytes of a `Ballot` that is reduced together with the gradients of ``parameters``."""
     return BALLOT_SIZE * ballot_dtype(parameters).itemsize
-
-
-def varied(strategy: Strategy, *, shard: bool = False, **settings: Any) -> Strategy:
-    """Return a copy of a strategy with different settings, for comparison in a plan.
-
-    If ``shard`` is set and the strategy does not shard models, the result is the strategy ``"fsdp"``. ``settings`` are
-    arguments of `Strategy.variant`.
-    """
-    sharding = resolve_strategy("fsdp", World()) if shard and not strategy.sharded else strategy
-    return sharding.variant(**settings)
 
 
 def strategy_named(name: str, size: int) -> Strategy:

@@ -19,6 +19,7 @@ from .collective_costs import estimate_collective_seconds
 from .meter import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, Memory, Meter
 from .op_costs import Prices
 from .plan import WAITING, Conditions, Plan
+from .strategy_facts import facts_of
 
 
 def simulate(
@@ -51,9 +52,10 @@ def simulate(
         numbers = [(p.numel(), p.requires_grad) for p in model.parameters()]
         step = _Step(simulated_world.lay_out(on.strategy, world, on.precision, model), on, meter, loss, optimizer)
         step.run(make_batch)
+        on.strategy.detach()  # a copy of it, for another plan, has its containers of wrapped models
     return Plan(
         **{field.name: getattr(on, field.name) for field in fields(on)},
-        grid=on.strategy.grid(on.world_size),
+        grid=facts_of(on.strategy).grid(on.world_size),
         parameters=sum(number for number, _ in numbers),
         trainable=sum(number for number, trained in numbers if trained),
         shards=step.shards,
@@ -73,6 +75,7 @@ class _Step:
         self.called = called
         self.model = on.strategy.unwrap(called)
         self.on = on
+        self.facts = facts_of(on.strategy)
         self.meter = meter
         self.loss = loss
         self.make_optimizer = optimizer
@@ -99,7 +102,7 @@ class _Step:
             for tensor in (*local_parameters, *self.model.buffers()):
                 memory.hold(tensor, PARAMETERS)
             order = self._note_gradients()
-            copies = torch.empty(self.on.strategy.gradient_copy_bytes(self.model), dtype=torch.uint8)
+            copies = torch.empty(self.facts.gradient_copy_bytes(self.model), dtype=torch.uint8)
             memory.hold(copies, GATHERED)
             batches = [self.on.precision.cast(make_batch(self.on.micro_batch)) for _ in range(self.on.accumulate)]
             try:
@@ -160,8 +163,8 @@ class _Step:
         meter.begin()
         meter.category = ACTIVATIONS
         begun = clocks.compute.time
-        target = self.called if self.on.step is None else simulated_world.method(self.called, self.model, self.on.step)
-        for size in self.on.strategy.buffer_broadcast_bytes(self.model):
+        target = self.called if self.on.step is None else self.on.strategy.method(self.called, self.on.step)
+        for size in self.facts.buffer_broadcast_bytes(self.model):
             clocks.spend(self._note_collective("broadcast", size))
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
@@ -183,11 +186,11 @@ class _Step:
 
     def _reduce(self, order: list[tuple[Tensor, float]]) -> None:
         """Record the reductions of gradients over replicas, which overlap with the backward pass."""
-        if self.on.strategy.reduces_unused_gradients:
+        if self.facts.reduces_unused_gradients:
             noted_ids = {id(parameter) for parameter, _ in order}
             backward_end = self.meter.clocks.compute.time
             order += [(p, backward_end) for p in self.model.parameters() if p.requires_grad and id(p) not in noted_ids]
-        buckets = self.on.strategy.reduction_buckets([p for p, _ in order], ballot=self.on.step is not None)
+        buckets = self.facts.reduction_buckets([p for p, _ in order], ballot=self.on.step is not None)
         if buckets is None:
             if self.on.step is not None and self.on.strategy.sharded and self.on.world_size > 1:
                 self._note_collective("all_reduce", simulated_world.VOTES_BYTES)  # during the last backward pass

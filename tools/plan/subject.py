@@ -17,6 +17,7 @@ from ...strategies import Strategy
 from . import simulated_world
 from .decoder import Decoder, next_token_loss, sizes_of, tokens
 from .report import Schedule
+from .strategy_facts import varied
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -90,4 +91,4 @@ def vary_strategy(options: argparse.Namespace, name: str | Strategy, world_size:
         changes["replicate"] = options.replicate
     if options.checkpoint_activations:
         changes["recompute"] = True
-    return simulated_world.varied(strategy, **changes)
+    return varied(strategy, **changes)

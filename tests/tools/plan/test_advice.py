@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from treadle.strategies import DDP, FSDP
-from treadle.tools.plan import simulated_world
+from treadle.tools.plan import varied
 from treadle.tools.plan.advice import advise, format_size
 from treadle.tools.plan.decoder import Decoder, Sizes, next_token_loss, tokens
 from treadle.tools.plan.gpus import GPU
@@ -45,7 +45,7 @@ def planner(strategy, world_size, mib, micro_batch=8, network=50e9, precision="b
             next_token_loss,
             partial(torch.optim.AdamW, fused=True),
             world_size=world_size,
-            strategy=simulated_world.varied(strategy(), **changes),
+            strategy=varied(strategy(), **changes),
             gpu=gpu_of(mib, network),
             **own,
         )
@@ -87,7 +87,7 @@ def test_a_model_without_blocks_gets_other_advice():
         return simulate(
             lambda: torch.nn.Linear(512, 512), lambda samples: torch.zeros(samples, 512),
             lambda model, batch: model(batch).exp().mean(), torch.optim.SGD, world_size=2,
-            strategy=simulated_world.varied(FSDP(), **changes), gpu=gpu_of(3.2), precision="32-true", **given,
+            strategy=varied(FSDP(), **changes), gpu=gpu_of(3.2), precision="32-true", **given,
         )  # fmt: skip
 
     plan = again()
