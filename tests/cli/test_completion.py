@@ -33,13 +33,6 @@ def here(tmp_path, monkeypatch):
         ("treadle fit -c none.yaml model.x", []),
         ("treadle fit 'open", []),
         ("treadle launch tr", []),
-        ("treadle mig", ["migrate"]),
-        ("treadle migrate --w", ["--write"]),
-        ("treadle migrate sr", []),
-        ("treadle sweep --d", ["--dry-run"]),
-        ("treadle sweep --config ", []),
-        ("treadle sweep tri", ["trials="]),
-        ("treadle sweep --config s.yaml trainer.max_e", ["trainer.max_epochs="]),
     ],
 )
 def test_candidates(line, found):
