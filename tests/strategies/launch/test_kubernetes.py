@@ -18,7 +18,6 @@ import pytest
 import torch
 import yaml
 from processes import clean_environment, programs, run
-from safetensors.torch import load_file
 from treadle.engine.checkpoint import CheckpointStore
 
 ROOT = Path(__file__).parents[3]
@@ -154,7 +153,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
 
 
 def final_weights(volume: Path) -> dict[str, torch.Tensor]:
-    return load_file(volume / "digits" / "last.ckpt" / "model.safetensors")
+    weights: dict[str, torch.Tensor] = torch.load(volume / "digits" / "last.ckpt", weights_only=True)["state_dict"]
+    return weights
 
 
 def containers(manifest: Any) -> Iterator[tuple[Any, Any]]:
