@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...common.messages import name_type, nearest, warn
+from ...common.optional import is_installed
 from ...engine.checkpoint import (
     DATAMODULE_HPARAMS,
     HPARAMS,
@@ -27,9 +28,10 @@ from ...engine.checkpoint import (
     read_tensor,
 )
 from ...engine.weights import Opened, Source, TorchFile, View, check_extent, load, open_source
+from .cli_hparams import CLASS_PATH, INSTANTIATOR, instantiate_module
 from .hooked_weights import HookedWeights
 from .signatures import Argument, signature
-from .stored_hparams import CannotRebuild, rebuild
+from .stored_hparams import CannotRebuild, readable, rebuild
 
 if TYPE_CHECKING:
     from .task import TaskModule
@@ -101,14 +103,14 @@ def build(
             _take_changed_hparams(document, hook_entries)
             if file_hparams is not None:
                 document = _replace_hparams(file_hparams, document)
-            task = cls(**_merge_arguments(cls, opened_source.place, document, overrides))
+            task = _construct(cls, opened_source.place, document, overrides)
             task.configure_model()
             opened_source = _edit_weights(task, opened_source, saved, hook_entries)
         else:
             document = {} if opened_source.file is None else _read_document(opened_source, opened_source.file)
             if file_hparams is not None:
                 document |= _replace_hparams(file_hparams, {})
-            task = cls(**_merge_arguments(cls, opened_source.place, document, overrides))
+            task = _construct(cls, opened_source.place, document, overrides)
             task.configure_model()
             if opened_source.file is not None:
                 task.on_load_checkpoint(document)
@@ -144,10 +146,7 @@ def build_datamodule(
             )
         if file_hparams is not None:
             document = _replace_hparams(file_hparams, document)
-        takes_arguments = cls.__init__ is not object.__init__  # object.__init__'s signature accepts anything
-        module = cls(
-            **_merge_arguments(cls, opened_source.place, document, overrides) if takes_arguments else overrides
-        )
+        module = _construct(cls, opened_source.place, document, overrides)
         if state is not None:
             module.load_state_dict(state)
     return module
@@ -208,13 +207,18 @@ def load_checkpoint(
     return document | {"state_dict": weights | opened_source.others}
 
 
-def read_saved_arguments(cls: type[TaskModule], source: Source, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the constructor arguments of a task: those in its checkpoint, completed by those in ``given``.
+def _construct(cls: type[Any], place: str, document: Mapping[str, Any], overrides: dict[str, Any]) -> Any:
+    """Build a task or data module from its saved hyperparameters and the caller's overrides."""
+    settings = document.get("hyper_parameters")
+    if isinstance(settings, Mapping) and INSTANTIATOR in settings and is_installed("jsonargparse"):
+        return instantiate_module(cls, {**settings, **overrides})
+    if cls.__init__ is object.__init__:  # its signature accepts anything
+        return cls(**overrides)
+    return cls(**_merge_arguments(cls, place, document, overrides))
 
-    Raises:
-        TypeError: If a required argument is missing.
-        ValueError: If the checkpoint cannot be read.
-    """
+
+def read_hyperparameters(source: Source) -> dict[str, Any]:
+    """Return the hyperparameters of the task in a checkpoint as plain data; an empty dict if there are none."""
     with open_source(source) as opened_source:
         saved, document = opened_source.checkpoint, {}
         if saved is not None:
@@ -222,10 +226,9 @@ def read_saved_arguments(cls: type[TaskModule], source: Source, given: Mapping[s
             _take_changed_hparams(document, read_hook_entries(saved))
         elif opened_source.file is not None:
             document = _read_parts(opened_source.file)[0]
-        stored_names = {*(document.get("hyper_parameters") or ()), document.get("hparams_name")}
-        stored_names -= {*(document.get("left_out") or ())}
-        overrides = {name: value for name, value in given.items() if name not in stored_names}
-        return _merge_arguments(cls, opened_source.place, document, overrides)
+    values = document.get("hyper_parameters") or {}
+    is_enum = {name: isinstance(value, Record) and value.kind == "enum" for name, value in values.items()}
+    return {name: value.content if is_enum[name] else readable(value) for name, value in values.items()}
 
 
 def _edit_weights(task: TaskModule, source: Opened, saved: OpenCheckpoint, checkpoint: dict[str, Any]) -> Opened:
@@ -337,7 +340,7 @@ def _merge_arguments(
     for name in (*_OLD_NAMES, "hyper_parameters"):
         section = document.get(name)
         saved |= vars(section) if hasattr(section, "__dict__") else section or {}
-    saved = {name: value for name, value in saved.items() if name not in ("_instantiator", "_class_path")}
+    saved = {name: value for name, value in saved.items() if name not in (INSTANTIATOR, CLASS_PATH)}
     parameters = inspect.signature(cls.__init__).parameters
     names = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][1:]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
