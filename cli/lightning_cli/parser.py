@@ -190,7 +190,11 @@ class LightningArgumentParser(ArgumentParser):
         elif unknown := _UNKNOWN_CLASS.search(message):
             classes = [name for room in _ROOMS for name in room.__all__ if name[0].isupper()]
             hint = nearest(unknown[1], [*classes, *dir(torch.optim), *dir(torch.optim.lr_scheduler)])
-        super().error(message + hint, ex)
+        super().error(f"{message.rstrip('.')}.{hint}" if hint else message, ex)
+
+    def print_usage(self, file: Any = None) -> None:
+        """Print one line of usage. `format_help` lists the options."""
+        print(f"usage: {self.prog.replace(' [options]', '')} [options]", file=file)
 
 
 def translate_settings(text: str) -> str:

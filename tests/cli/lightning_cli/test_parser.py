@@ -52,7 +52,7 @@ def test_jsonargparse_is_imported_by_nothing_else():
 
 
 WRONG = {
-    "--modle.lr=3": r"unrecognized arguments: --modle.lr=3 Did you mean 'model.lr'",
+    "--modle.lr=3": r"unrecognized arguments: --modle.lr=3. Did you mean 'model.lr'",
     "--trainer.callbacks+=EarlyStoping": r"EarlyStoping[\s\S]*Did you mean 'EarlyStopping'",
     "--optimizer=Adem": r"Adem[\s\S]*Did you mean 'Adam'",
     "--model.lr=fast": r"model.lr[\s\S]*Got value: fast",
@@ -63,6 +63,18 @@ WRONG = {
 def test_what_is_wrong_names_what_is_close(word, capsys):
     with pytest.raises(Exception, match=WRONG[word]):
         parse(word)
+
+
+def test_an_error_ends_the_program_with_status_2_and_few_lines(capsys):
+    parser = LightningArgumentParser(prog="train.py")
+    parser.add_lightning_class_args(treadle.Trainer, "trainer")
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(["--trainer.max_epochz=3"])
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[0] == "usage: train.py [options]"
+    assert printed[-1].endswith("--trainer.max_epochz=3. Did you mean 'trainer.max_epochs'?")
+    assert len(printed) == 3
 
 
 def test_classes_are_found_by_short_name_before_they_are_imported():
