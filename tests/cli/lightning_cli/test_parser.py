@@ -179,6 +179,21 @@ def test_hyperparameters_import_nothing(case, here, monkeypatch):
     assert not (here / "marker").exists()
 
 
+def test_a_checkpoint_imports_nothing(here, monkeypatch):
+    (here / "evil_module.py").write_text("open('marker', 'w')\n")
+    monkeypatch.syspath_prepend(here)
+    hparams = {"_instantiator": "evil_module.run", "_class_path": "evil_module.Task", "lr": 0.1}
+    content = {"state_dict": Model().state_dict(), "hyper_parameters": hparams, "pytorch-lightning_version": "2.6.6"}
+    torch.save(content | {"datamodule_hyper_parameters": hparams}, "hostile.ckpt")
+    for base in (treadle.TaskModule, treadle.DataModule):
+        with pytest.raises(ValueError, match="A class that a checkpoint names is not imported"):
+            base.load_from_checkpoint("hostile.ckpt")
+    assert not (here / "marker").exists()
+    hparams["_class_path"] = "lightning_cli_samples.Model"
+    torch.save(content, "peer.ckpt")  # as LightningCLI of Lightning saves it
+    assert type(treadle.TaskModule.load_from_checkpoint("peer.ckpt")) is Model
+
+
 def test_an_argument_without_a_type_gets_no_object():
     spec = {"class_path": "lightning_cli_samples.Encoder", "init_args": {"width": 3}}
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'anything\.class_path'"):
