@@ -289,14 +289,17 @@ class LightningCLI:
             return
         if self.subclass_mode_model:
             saved.setdefault(CLASS_PATH, self.config[subcommand].model.class_path)
-        try:
-            cls = self.model_class or TaskModule
-            instantiate_module(cls if isinstance(cls, type) else class_from_function(cls), saved, build=False)
-        except ValueError as error:
-            self.parser.error(f"Parsing of ckpt_path hyperparameters failed: {path}: {error}")
         if CLASS_PATH in saved:
             settings = {"class_path": saved[CLASS_PATH], "dict_kwargs": settings}
-        self.config = self.parser.parse_object({subcommand: {"model": settings}}, self.config)
+        cls = self.model_class or TaskModule
+        try:
+            instantiate_module(cls if isinstance(cls, type) else class_from_function(cls), saved, build=False)
+            self.config = self.parser.parse_object({subcommand: {"model": settings}}, self.config)
+        except ValueError as error:
+            self.parser.error(f"Parsing of ckpt_path hyperparameters failed: {path}: {error}")
+        except SystemExit:
+            print(f"Parsing of ckpt_path hyperparameters failed: {path}", file=sys.stderr)
+            raise
 
     def _parser(self, subcommand: str | None) -> LightningArgumentParser:
         return self.parser if subcommand is None else self._subcommand_parsers[subcommand]

@@ -462,7 +462,7 @@ def test_two_processes_write_one_configuration_and_refuse_together(here):
     assert [path.name for path in (here / "logs").iterdir()] == ["version_0"]
 
 
-def test_a_checkpoint_brings_its_hyperparameters(here):
+def test_a_checkpoint_brings_its_hyperparameters(here, capsys):
     defaults = {**DEFAULTS, "enable_checkpointing": True, "default_root_dir": "."}
     cli = execute("fit", "--model.lr=0.1", "--model.color=BLUE", "--model.options.width=9", trainer_defaults=defaults)
     path = cli.trainer.checkpoint_callback.best_model_path
@@ -470,6 +470,9 @@ def test_a_checkpoint_brings_its_hyperparameters(here):
     hparams = tested.model.hparams
     assert (hparams.lr, hparams.color, hparams.options["width"], hparams.mode) == (0.1, "BLUE", 9, "min")
     assert torch.equal(tested.model.net.weight, cli.model.net.weight)
+    with pytest.raises(SystemExit):
+        execute("test", f"--ckpt_path={path}", model=Factories)
+    assert "Parsing of ckpt_path hyperparameters failed" in capsys.readouterr().err
     named = execute("test", f"--model={MODEL}", f"--ckpt_path={path}", model=None)
     assert named.model.hparams.lr == 0.1
 
