@@ -46,6 +46,7 @@ from ..core import (
     read_weights,
     remember,
 )
+from ..loop import Hooks
 from . import run_identity
 from .checkpoint_dict import DictSave
 from .checkpoint_io import CheckpointIO, TorchCheckpointIO
@@ -123,7 +124,8 @@ class TrainerCheckpointer:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.earlier_callback_states: dict[str, Any] = {}
-        self._origin = ""  # of the current stage; see `remember`
+        self._origin = ""  # see `remember`
+        self._owners: tuple[Any, Any] = (None, None)  # its task and data module
         self._left_out: dict[str, dict[str, str]] = {}  # what the last save left out: words by name, by part
         self._added: dict[str, Any] | None = None  # entries that hooks add to the checkpoint being saved
 
@@ -270,17 +272,19 @@ class TrainerCheckpointer:
         } | ({"origin": self._origin, "left_out": self._left_out} if any(self._left_out.values()) else {})
 
     def remember_owners(self, task: TaskModule, datamodule: DataModule | None) -> None:
-        """Let loads in this process find the objects of a stage that its checkpoints lack. Call it on all processes.
+        """Let loads in this process find the objects that a task's checkpoints lack. Call it on all processes.
 
         Args:
-            task: The stage's task.
-            datamodule: The stage's data module.
+            task: The task.
+            datamodule: The data module.
         """
-        self._left_out = {}
+        if self._owners[0] is task and self._owners[1] is datamodule:
+            return
+        self._owners = task, datamodule
         self._origin = self._trainer.accelerator.world.broadcast(uuid4().hex)
-        for owner, kind in ((task, HPARAMS), (datamodule, DATAMODULE_HPARAMS)):
+        for owner, part in ((task, HPARAMS), (datamodule, DATAMODULE_HPARAMS)):
             if owner is not None:
-                remember(owner, kind, self._origin)
+                remember(owner, part, self._origin)
 
     def parts(self, task: TaskModule) -> dict[str, Any]:
         """Return the hyperparameters and the YAML configuration of the run, by their names in a checkpoint.
@@ -289,7 +293,9 @@ class TrainerCheckpointer:
             task: Task whose hyperparameters are saved.
         """
         parts: dict[str, Any] = {}
+        self.remember_owners(task, self._trainer.datamodule)  # one of `trainer.strategy.connect` has no stage
         for name, owner in ((HPARAMS, task), (DATAMODULE_HPARAMS, self._trainer.datamodule)):
+            self._left_out[name] = {}
             if owner is not None and owner.hparams:
                 stored = owner.stored_hparams()
                 self._left_out[name] = owner.check_hparams(stored)
@@ -356,7 +362,10 @@ class TrainerCheckpointer:
         """
         known = self._left_out.pop(ADDED, {})
         make = partial(make_document, self._trainer, task, progress, weights_only)
-        hooks = self._trainer.hooks.on_save_checkpoint if self._trainer.hooks is not None else ()
+        table = self._trainer.hooks
+        if table is None or table.task is not task:  # it was connected without a stage
+            table = Hooks(self._trainer, task, self._trainer.callbacks)
+        hooks = table.on_save_checkpoint
         if not hooks:
             return HookedState({}, None, make)
         document = make()

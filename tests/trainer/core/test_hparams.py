@@ -414,6 +414,18 @@ def test_objects_come_back_as_copies_as_long_as_the_task_exists(tmp_path, plugin
         in_another_process(HasObjects, path, arguments={"loss": loss}, layer=None)
 
 
+def test_the_hooks_of_a_task_that_was_connected_after_another_are_called(tmp_path):
+    """A library may save a model that it has not trained, such as one that needs no training."""
+    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **QUIET)
+    for task in (HasObjects({"loss": nn.L1Loss()}), HasObjects({"loss": nn.MSELoss()})):
+        trainer.strategy.connect(task)
+        trainer.save_checkpoint(tmp_path / "c")
+        again = HasObjects.load_from_checkpoint(tmp_path / "c")
+        assert (type(again.loss), again.words) == (type(task.loss), ["a"])
+        assert torch.equal(again.net.weight, task.net.weight)
+        trainer.fit(HasObjects({"loss": nn.L1Loss()}), loader())
+
+
 def test_an_object_that_cannot_be_copied_has_to_be_passed(tmp_path):
     class Locked(Task):
         def __init__(self, lock):
