@@ -202,8 +202,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self._clock = None if interval is None else AgreedInterval(interval)
         self._triggered_step = self._first_step = 0  # of the latest trigger, and at which the run started
         self._save_requested = False  # a trigger has fired, and the save is pending
-        self._waiting = False  # the ranked save waits for its value
-        self._continues = False  # the run resumes in the same directory
+        self._waiting = self._continues = False  # the ranked save for its value; the run in the same directory
         self._resumed_step: int | None = None
         self._before: dict[str, Any] = {}  # the record before the checkpoint that is being saved
         self._job: Job | None = None  # the save in the background
