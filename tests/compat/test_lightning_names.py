@@ -55,6 +55,7 @@ import treadle
 from treadle import LightningDataModule, LightningModule, Trainer
 from treadle.utilities import memory, parsing
 from treadle.utilities.model_summary import LayerSummary, get_human_readable_count
+from treadle.utilities.model_summary import summarize as summarize_layers
 
 QUIET = {
     "enable_progress_bar": False,
@@ -535,6 +536,15 @@ def test_compiled_tasks() -> None:
         to_uncompiled(task)
     with pytest.raises(ValueError, match="the result of torch\\.compile"):
         from_compiled(nn.Linear(1, 1))
+
+
+def test_the_layers_of_a_summary_by_name() -> None:
+    task = BoringModel()
+    task.example_input_array = torch.ones(4, 32)
+    (name, row), *others = summarize_layers(task)._layer_summary.items()
+    assert not others
+    assert (name, row.layer_type, row.num_parameters, row.training) == ("layer", "Linear", 66, True)
+    assert (row.in_size, row.out_size) == ([4, 32], [4, 2])
 
 
 def test_numbers_of_a_summary() -> None:
