@@ -42,6 +42,7 @@ from treadle.compat.plugins import AsyncCheckpointIO, DoublePrecision, HalfPreci
 from treadle.compat.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from treadle.compat.serve import ServableModule, ServableModuleValidator
 from treadle.compat.strategies import ParallelStrategy
+from treadle.compat.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from treadle.compat.utilities.compile import from_compiled, to_uncompiled
 from treadle.compat.utilities.data import extract_batch_size, has_len_all_ranks
 from treadle.compat.utilities.enums import GradClipAlgorithmType
@@ -54,6 +55,7 @@ import treadle
 from treadle import LightningDataModule, LightningModule, Trainer
 from treadle.utilities import memory, parsing
 from treadle.utilities.model_summary import LayerSummary, get_human_readable_count
+from treadle.utilities.model_summary import summarize as summarize_layers
 
 QUIET = {
     "enable_progress_bar": False,
@@ -93,6 +95,30 @@ def test_kinds_of_devices_as_objects() -> None:
     assert find_usable_cuda_devices(0) == []
     with pytest.raises(ValueError, match="num_devices=99"):
         find_usable_cuda_devices(99)
+
+
+def test_devices_are_parsed_without_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(**arguments: object) -> tuple[object, object, list[str]]:
+        found = _AcceleratorConnector(**arguments)
+        assert found.accelerator == found._accelerator_flag
+        return found._accelerator_flag, found._devices_flag, [str(device) for device in found._parallel_devices]
+
+    assert parse(accelerator="cpu", devices="auto") == ("cpu", 1, ["cpu"])
+    assert parse(accelerator=CPUAccelerator(), devices=2) == ("cpu", 2, ["cpu", "cpu"])
+    assert parse(accelerator="cpu", devices="3") == ("cpu", 3, ["cpu"] * 3)
+    with pytest.raises(ValueError, match="accelerator='cup' is not one of"):
+        parse(accelerator="cup")
+    with pytest.raises(ValueError, match="devices=0 must be"):
+        parse(accelerator="cpu", devices=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert parse(devices=-1) == ("cuda", [0, 1, 2, 3], ["cuda:0", "cuda:1", "cuda:2", "cuda:3"])
+    assert parse(accelerator="gpu", devices=[1, 3]) == ("cuda", [1, 3], ["cuda:1", "cuda:3"])
+    assert parse(accelerator="gpu", devices="2,") == ("cuda", [2], ["cuda:2"])
+    # "auto" is what the Trainer would use: all devices only where further processes can be started
+    for has_script, expected in ((True, [0, 1, 2, 3]), (False, [0])):
+        monkeypatch.setattr("treadle.strategies.launch.supervisor.has_script", lambda found=has_script: found)
+        assert parse()[1] == expected
 
 
 def test_parallel_strategies() -> None:
@@ -510,6 +536,15 @@ def test_compiled_tasks() -> None:
         to_uncompiled(task)
     with pytest.raises(ValueError, match="the result of torch\\.compile"):
         from_compiled(nn.Linear(1, 1))
+
+
+def test_the_layers_of_a_summary_by_name() -> None:
+    task = BoringModel()
+    task.example_input_array = torch.ones(4, 32)
+    (name, row), *others = summarize_layers(task)._layer_summary.items()
+    assert not others
+    assert (name, row.layer_type, row.num_parameters, row.training) == ("layer", "Linear", 66, True)
+    assert (row.in_size, row.out_size) == ([4, 32], [4, 2])
 
 
 def test_numbers_of_a_summary() -> None:
