@@ -384,14 +384,14 @@ class TrainerCheckpointer:
         return HookedState(entries, weights.get_edited(checkpoint), lambda: dict(checkpoint))
 
     def _take_objects(self, task: TaskModule, entries: dict[str, Any], known: Mapping[str, str]) -> None:
-        """Move objects that checkpoints cannot store from the entries that hooks added to the task.
+        """Move entries that checkpoints cannot store from those that hooks added to the task.
 
         A warning names those that are not in ``known``.
         """
         objects = {}
         for name, value in entries.items():
-            if isinstance(value, dict | list | tuple | set | frozenset | Tensor | ndarray):
-                continue  # it holds data, which must not be lost, so an object inside is an error
+            if isinstance(value, Tensor | ndarray):
+                continue  # data, which must not be lost
             try:
                 encode(value)
             except TypeError:
@@ -401,7 +401,8 @@ class TrainerCheckpointer:
         if new := [words for name, words in self._left_out[ADDED].items() if name not in known]:
             warn(
                 f"on_save_checkpoint of {type(task).__name__} or a callback adds {', '.join(new)}, which checkpoints "
-                "cannot store. Only loads in this process get a copy. Add its state_dict() or other data instead."
+                "cannot store, because they are or contain objects. Only loads in this process get copies; a load in "
+                "another process lacks the entries. Add a state_dict() or other data instead."
             )
 
     def dump_checkpoint(self, weights_only: bool = False) -> dict[str, Any]:
