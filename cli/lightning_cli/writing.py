@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import yaml
 
+from ...common import __version__
 from ...common.remote_path import RemotePath, as_path
-from ...common.version import __version__
 from ..config import parse_scalar
 from ..config.instantiate import PLAIN
 from .settings import describe_import_path, find_class

@@ -9,8 +9,6 @@ import torch
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
-
-import treadle
 from treadle.data_loader import (
     DataLoaderAdapter,
     DataLoaderDispatcher,
@@ -19,7 +17,6 @@ from treadle.data_loader import (
     SkipDataLoader,
 )
 from treadle.state import AcceleratorState, GradientState, PartialState, is_initialized
-from treadle.utils import DistributedOperationException
 from treadle.utils.dataclasses import (
     ComputeEnvironment,
     DynamoBackend,
@@ -62,6 +59,9 @@ from treadle.utils.other import (
     recursive_getattr,
     save,
 )
+
+import treadle
+from treadle.utils import DistributedOperationException
 
 
 class Blocks(nn.Module):

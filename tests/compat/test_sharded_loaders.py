@@ -7,8 +7,6 @@ import pytest
 import torch
 from processes import run
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
-
-import treadle
 from treadle.data_loader import (
     DataLoaderDispatcher,
     DataLoaderShard,
@@ -17,6 +15,8 @@ from treadle.data_loader import (
     prepare_data_loader,
 )
 from treadle.state import GradientState
+
+import treadle
 
 
 class Stream(IterableDataset):

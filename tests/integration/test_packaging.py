@@ -1,10 +1,14 @@
-"""What an installed copy must hold: the license, and every folder of the package."""
+"""What an installed copy must hold: the license, every folder of the package, and types for the peers' modules."""
 
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 from house import TOP_ROOMS
+from treadle.common.peer_names import list_paths
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -25,3 +29,39 @@ def test_every_folder_with_code_is_packaged(room):
     wanted = {name if name.split(".")[0] == "treadle" else f"treadle.{name}" for name in names}
     listed = set(SETTINGS["tool"]["setuptools"]["packages"])
     assert wanted <= listed
+
+
+def check_types(folder, program):
+    """Run mypy on a program against the package as built, with no other library at hand, and return its output."""
+    command = [sys.executable, "-m", "mypy", "--no-site-packages", "--follow-imports", "silent", "--no-incremental"]
+    (folder / "program.py").write_text(program, encoding="utf-8")
+    environment = {**os.environ, "MYPYPATH": str(folder / "lib")}
+    done = subprocess.run(
+        [*command, "program.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
+    )
+    return done.stdout + done.stderr
+
+
+def test_type_checkers_find_the_modules_that_have_no_file(tmp_path):
+    """The wheel has a stub for each, so a project whose imports were replaced stays free of errors."""
+    build = [sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path), "--build-lib"]
+    subprocess.run([*build, str(tmp_path / "lib")], cwd=ROOT, capture_output=True, check=True, timeout=100)
+    program = "".join(f"import treadle.compat.{path}\n" for path in list_paths() if path)
+    program += """
+import treadle.compat as pl
+from treadle.compat.callbacks.early_stopping import EarlyStopping
+from treadle.compat.callbacks.spike import SpikeDetection
+from treadle.state import PartialState
+from treadle.utils import gather
+from treadle.utils.operations import gather as same
+
+class Stopping(EarlyStopping):
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        print(PartialState().device, gather, same, SpikeDetection())
+"""
+    assert "Success: no issues found" in check_types(tmp_path, program)
+    missing = check_types(tmp_path, "from treadle.compat.callbacks.nothing import EarlyStopping\n")
+    assert "import-not-found" in missing
+    for stub in list((tmp_path / "lib").rglob("*.pyi")):
+        stub.unlink()
+    assert 'has no attribute "EarlyStopping"' in check_types(tmp_path, program)
