@@ -40,7 +40,6 @@ from treadle.compat.loops.utilities import check_finite_loss
 from treadle.compat.overrides.distributed import UnrepeatedDistributedSampler, UnrepeatedDistributedSamplerWrapper
 from treadle.compat.plugins import AsyncCheckpointIO, DoublePrecision, HalfPrecision, MixedPrecision, TorchCheckpointIO
 from treadle.compat.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
-from treadle.compat.serve import ServableModule, ServableModuleValidator
 from treadle.compat.strategies import ParallelStrategy
 from treadle.compat.utilities.compile import from_compiled, to_uncompiled
 from treadle.compat.utilities.data import extract_batch_size, has_len_all_ranks
@@ -531,32 +530,3 @@ def test_errors_of_memory() -> None:
     assert not memory.is_oom_error(RuntimeError("no"))
     detached = memory.recursive_detach({"a": [torch.ones(1, requires_grad=True)], "b": 1}, to_cpu=True)
     assert (detached["a"][0].requires_grad, detached["b"]) == (False, 1)
-
-
-class Served(BoringModel, ServableModule):
-    def configure_payload(self):
-        return {"body": {"x": list(range(32))}}
-
-    def configure_serialization(self):
-        return {"x": lambda x: torch.tensor(x, dtype=torch.float)}, {"output": lambda x: x.tolist()}
-
-    def serve_step(self, x):
-        assert not self.training
-        return {"output": (self(x) * 0 + 3).long()}
-
-    def configure_response(self):
-        return {"output": [3, 3]}
-
-
-class Wrong(Served):
-    def configure_response(self):
-        return {"output": [3, 4]}
-
-
-def test_a_task_is_served_before_it_trains() -> None:
-    callback = ServableModuleValidator(port=0)
-    Trainer(**QUIET, fast_dev_run=1, callbacks=callback).fit(Served())
-    assert (callback.successful, callback.resp.json()) == (True, {"output": [3, 3]})
-    for task, words in ((Wrong(), r"returned \{'output': \[3, 3\]\}"), (BoringModel(), "also a ServableModule")):
-        with pytest.raises((ValueError, TypeError), match=words):
-            Trainer(**QUIET, fast_dev_run=1, callbacks=ServableModuleValidator(port=0)).fit(task)
