@@ -34,9 +34,6 @@ from treadle.compat.demos.lstm import SequenceSampler, SimpleLSTM
 from treadle.compat.demos.transformer import Transformer, WikiText2
 from treadle.compat.loggers.csv_logs import ExperimentWriter
 from treadle.compat.loggers.logger import DummyExperiment, DummyLogger, merge_dicts
-from treadle.compat.loops.optimization.automatic import Closure, ClosureResult
-from treadle.compat.loops.optimization.manual import ManualResult
-from treadle.compat.loops.utilities import check_finite_loss
 from treadle.compat.overrides.distributed import UnrepeatedDistributedSampler, UnrepeatedDistributedSamplerWrapper
 from treadle.compat.plugins import AsyncCheckpointIO, DoublePrecision, HalfPrecision, MixedPrecision, TorchCheckpointIO
 from treadle.compat.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
@@ -338,26 +335,7 @@ def test_the_transformer_of_the_demos_has_lightnings_numbers(tmp_path) -> None:
     assert [part.tolist() for part in text[1]] == [[2, 1], [1, 3]]
 
 
-# -- loops, optimizers, samplers -------------------------------------------------------------------------------------
-
-
-def test_closures() -> None:
-    weight = torch.ones((), requires_grad=True)
-    closure = Closure(
-        lambda: ClosureResult.from_training_step_output({"loss": weight * 4, "n": 1}, normalize=2),
-        lambda loss: loss.backward(),
-    )
-    assert closure().item() == 2.0
-    result = closure.consume_result()
-    assert (weight.grad.item(), result.asdict()["n"], result.loss.requires_grad) == (2.0, 1, False)
-    with pytest.raises(ValueError, match="was not called"):
-        closure.consume_result()
-    with pytest.raises(ValueError, match="a dict without 'loss'"):
-        ClosureResult.from_training_step_output({"x": 1})
-    assert not ManualResult.from_training_step_output(weight * 2).asdict()["loss"].requires_grad
-    check_finite_loss(torch.ones(()))
-    with pytest.raises(ValueError, match="is nan"):
-        check_finite_loss(torch.tensor(math.nan))
+# -- optimizers, samplers --------------------------------------------------------------------------------------------
 
 
 def test_the_optimizer_of_a_step_is_a_lightning_optimizer() -> None:
