@@ -30,7 +30,6 @@ from treadle.compat.demos.boring_classes import (
     ManualOptimBoringModel,
     RandomDataset,
 )
-from treadle.compat.demos.lstm import SequenceSampler, SimpleLSTM
 from treadle.compat.demos.transformer import Transformer, WikiText2
 from treadle.compat.loggers.csv_logs import ExperimentWriter
 from treadle.compat.loggers.logger import DummyExperiment, DummyLogger, merge_dicts
@@ -317,10 +316,6 @@ def test_the_other_demos() -> None:
     data.setup("fit")
     assert [len(next(iter(loader))[0]) for loader in data.val_dataloader()] == [4, 4]
     assert DemoModel()(torch.ones(2, 32)).shape == (2, 10)
-    lstm = SimpleLSTM(10, 4, 4, 1)
-    scores, hidden = lstm(torch.zeros(2, 3, dtype=torch.long), lstm.init_hidden(2))
-    assert (scores.shape, hidden[0].shape) == ((6, 10), (1, 2, 4))
-    assert list(SequenceSampler(range(7), 2)) == [[0, 3], [1, 4], [2, 5]]
 
 
 def test_the_transformer_of_the_demos_has_lightnings_numbers(tmp_path) -> None:
