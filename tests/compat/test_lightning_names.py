@@ -33,7 +33,7 @@ from treadle.compat.demos.boring_classes import (
 from treadle.compat.demos.transformer import Transformer, WikiText2
 from treadle.compat.loggers.csv_logs import ExperimentWriter
 from treadle.compat.loggers.logger import DummyExperiment, DummyLogger, merge_dicts
-from treadle.compat.overrides.distributed import UnrepeatedDistributedSampler, UnrepeatedDistributedSamplerWrapper
+from treadle.compat.overrides.distributed import UnrepeatedDistributedSampler
 from treadle.compat.plugins import AsyncCheckpointIO, DoublePrecision, HalfPrecision, MixedPrecision, TorchCheckpointIO
 from treadle.compat.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from treadle.compat.strategies import ParallelStrategy
@@ -348,8 +348,6 @@ def test_samplers_that_repeat_nothing() -> None:
     assert shares == [[0, 2, 4], [1, 3]]
     shuffled = UnrepeatedDistributedSampler(range(5), num_replicas=2, rank=0)
     assert list(shuffled) == torch.randperm(5, generator=torch.Generator().manual_seed(0)).tolist()[::2]
-    wrapped = UnrepeatedDistributedSamplerWrapper([9, 8, 7], num_replicas=2, rank=0, shuffle=False)
-    assert (list(wrapped), len(wrapped)) == ([9, 7], 2)
 
 
 # -- loggers and files -----------------------------------------------------------------------------------------------
