@@ -457,7 +457,6 @@ def test_arguments_of_init() -> None:
     child = Child(5, d=6)
     assert child.collected == [{"a": 1, "b": 2, "x": 3}, {"c": 5, "d": 6}]
     assert dict(child.hparams) == {"a": 1, "x": 3, "c": 5, "d": 6}
-    assert parsing.parse_class_init_keys(Base) == ("self", "args", "kwargs")
     child.rate = 0.1
     assert (parsing.lightning_getattr(child, "rate"), parsing.lightning_getattr(child, "x")) == (0.1, 3)
     parsing.lightning_setattr(child, "x", 4)
@@ -465,10 +464,6 @@ def test_arguments_of_init() -> None:
     assert not parsing.lightning_hasattr(child, "nothing")
     with pytest.raises(AttributeError, match=r"neither the task .* has an attribute or a hyperparameter 'nothing'"):
         parsing.lightning_setattr(child, "nothing", 1)
-    values = {"a": 1, "f": lambda: 1}
-    with pytest.warns(UserWarning, match="'f' can't be pickled"):
-        parsing.clean_namespace(values)
-    assert values == {"a": 1}
 
 
 def test_compiled_tasks() -> None:
