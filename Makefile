@@ -1,4 +1,4 @@
-# One environment, made once per change of what it holds: make install is the step that demo and test share.
+# One environment, made once per change of what it holds: the demo needs the library and scikit-learn, the tests all else.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,16 +11,19 @@ STREAMING := mosaicml-streaming Brotli catalogue cramjam python-snappy zstd
 
 .PHONY: install demo test test-all test-slow test-resume test-faults test-elastic test-soak test-slurm test-browser test-gpu lint types docs compat wheel bench bench-gpu clean
 
-install: $(VENV)/.installed
-$(VENV)/.installed: pyproject.toml constraints.txt
+demo: $(VENV)/.demo
+	$(BIN)/python examples/digits.py
+$(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[examples]'
+	touch $@
+
+install: $(VENV)/.installed
+$(VENV)/.installed: $(VENV)/.demo
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,examples]'
 	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt $(STREAMING)
 	touch $@
-
-demo: install
-	$(BIN)/python examples/digits.py
 
 test: install
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not exhaustive and not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)

@@ -61,9 +61,10 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         monitor: Name of the logged value by which checkpoints are ranked. If None, the latest checkpoint counts as the
             best. ``"step"`` with ``mode="max"`` keeps the latest ``save_top_k`` checkpoints. Default: None.
         verbose: Announce each save and each value of ``monitor`` that is not good enough for a save. Default: False.
-        save_last: Also keep the latest checkpoint as ``last.ckpt``. ``"link"`` has the same effect as True: a complete
-            checkpoint is saved, not a link as in Lightning. Default: False. In a `RunFolder`, if no ModelCheckpoint
-            keeps the latest state, the default is True for one of them.
+        save_last: Also keep the latest checkpoint as ``last.ckpt``. With ``"link"``, ``last.ckpt`` is a second name (a
+            hard link) of a checkpoint file that is saved anyway, which takes neither time nor space; where there is
+            none, it is saved as with True. Default: False. In a `RunFolder`, if no ModelCheckpoint keeps the latest
+            state, the default is True for one of them.
         save_top_k: Number of best checkpoints to keep; -1 keeps all, 0 keeps none. Values above 1 require ``monitor``.
             Default: 1.
         save_on_exception: Save the run when an error or Ctrl-C ends ``fit``. After an error, rank zero saves the run as
@@ -186,6 +187,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self.filename = filename
         self.verbose = check_bool("verbose", verbose)
         self.save_last = save_last is not None and check_bool_or_word("save_last", save_last, ("link",))
+        self._links_last = save_last == "link"
         self._may_keep_last = save_last is None
         self.save_on_exception = check_bool("save_on_exception", save_on_exception)
         self.save_weights_only = check_bool("save_weights_only", save_weights_only)
@@ -491,6 +493,9 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         if not paths:
             return
         top_k.replace_since(before, self._collect_reserved_paths(trainer))
+        names = paths
+        if self._links_last and self._can_link(trainer, paths):
+            paths = paths[:1]
         try:
             if type(self)._save_checkpoint is ModelCheckpoint._save_checkpoint:
                 trainer.save_checkpoint(
@@ -507,10 +512,20 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         except BaseException:
             top_k.restore(before)
             raise
+        if paths != names:
+            with trainer.accelerator.world.together():
+                if trainer.is_global_zero:
+                    checkpoint.link(*names)
         top_k.saved_step = trainer.progress.step
         self._job = trainer.accelerator.saving
         if self._job is None:
             self._finish_save(trainer)
+
+    def _can_link(self, trainer: Trainer, paths: list[str]) -> bool:
+        """Return whether the last of these paths can be a second name of the first, once that is written."""
+        checkpointer = trainer.checkpointer
+        is_written = len(paths) == 2 and not self.async_save and checkpointer.plugin is None
+        return is_written and checkpointer.is_one_file(self.format, paths)
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         """Save one checkpoint on all ranks. May be overridden, as in Lightning."""

@@ -104,7 +104,7 @@ class Accelerator(Process):
         torch_tp_plugin: Not supported; must be None.
         megatron_lm_plugin: Not supported; must be None.
         rng_types: No effect; must be None or ``["generator"]``.
-        log_with: A tracker's name (``"tensorboard"``, ``"csv"``, ``"wandb"``, ``"mlflow"``, ``"aim"``, ``"clearml"``,
+        log_with: A tracker's name (``"tensorboard"``, ``"csv"``, ``"wandb"``, ``"mlflow"``, ``"clearml"``,
             ``"comet_ml"``, ``"swanlab"``, ``"trackio"``, or a registered one), ``"all"`` for the installed built-in
             trackers, a logger of `treadle.loggers`, a `GeneralTracker`, or a list of these. Default: none.
         project_dir: Directory for the files of the run. Default: none.

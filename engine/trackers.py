@@ -6,6 +6,7 @@ import numbers
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -16,18 +17,10 @@ from ..common.validation import choose
 from ..strategies import World
 from .configuration import ProjectConfiguration
 
-# By the tracker's name: the package that its logger needs.
-_LOGGERS = {
-    **{"tensorboard": "tensorboard", "csv": "", "wandb": "wandb", "mlflow": "mlflow"},
-    **{name: name for name in ("aim", "clearml", "comet_ml", "swanlab", "trackio")},
-}
-_EXTRAS = {"comet_ml": "comet"}
-"""Treadle's extras whose name differs from the tracker's, by the tracker's name."""
-_WITH_FILES = ("tensorboard", "csv", "aim")
-_WITH_SAVE_DIR = ("wandb", "mlflow", "swanlab")
 _PLACES = {"save_dir", "dir", "log_dir", "logdir"}  # options that set where files are written
+_FROM_ENVIRONMENT = {"project_name": "CLEARML_PROJECT", "task_name": "CLEARML_TASK"}
 # Scripts that let the user choose a tracker pass the options of all trackers, so options of unused ones are no mistake.
-_PEERS = ("dvclive",)
+_PEERS = {"aim": "aim.Run", "dvclive": "dvclive.Live"}
 
 
 class GeneralTracker:
@@ -141,58 +134,24 @@ class LoggerTracker(GeneralTracker):
             self.logger.log_metrics(values, step, **kwargs)
 
     def _log_others(self, values: dict[str, Any], step: int | None) -> None:
-        types, write = _OTHERS.get(self.name, ((), None))
-        if write is not None and (kept := {name: value for name, value in values.items() if isinstance(value, types)}):
-            write(self, kept, step)
+        service = _OF_LOGGERS.get(self.name, _Service(""))
+        if service.log:
+            getattr(self.logger if service.log.startswith("_") else self.tracker, service.log)(values, step=step)
+            return
         for name, value in values.items():
-            if not isinstance(value, types) and not self._warned_of_others:
+            if service.texts and isinstance(value, str):
+                place = {"global_step": step} if service.texts == "add_text" else {}
+                getattr(self.tracker, service.texts)(name, value, **place)
+            elif not self._warned_of_others:
                 self._warned_of_others = True
                 warn(
                     f"accelerator.log got {name}={value!r}, but the tracker {self.name!r} stores only "
-                    f"{'numbers and texts' if types else 'numbers'}. Other values are left out."
+                    f"{'numbers and texts' if service.texts else 'numbers'}. Other values are left out."
                 )
 
     def finish(self) -> None:
         """Finalize the logger; see `GeneralTracker`."""
         self.logger.finalize("success")
-
-
-def _add_texts(tracker: LoggerTracker, texts: dict[str, str], step: int | None) -> None:
-    for name, text in texts.items():
-        tracker.tracker.add_text(name, text, global_step=step)
-
-
-def _log_objects(tracker: LoggerTracker, values: dict[str, Any], step: int | None) -> None:
-    tracker.tracker.log(values, step=step)
-
-
-def _log_row(tracker: LoggerTracker, values: dict[str, Any], step: int | None) -> None:
-    tracker.logger._log(dict(values), step)
-
-
-def _log_texts_as_others(tracker: LoggerTracker, texts: dict[str, str], step: int | None) -> None:
-    for name, text in texts.items():
-        tracker.tracker.log_other(name, text)
-
-
-def _track_texts(tracker: LoggerTracker, texts: dict[str, str], step: int | None) -> None:
-    import aim
-
-    for name, text in texts.items():
-        tracker.tracker.track(aim.Text(text), name=name, step=step)
-
-
-# By the tracker's name: the types other than numbers that its service stores, and the method that Accelerate's trackers
-# call for them.
-_OTHERS: dict[str, tuple[type | tuple[type, ...], Callable[[Any, dict[str, Any], int | None], None]]] = {
-    "tensorboard": (str, _add_texts),
-    "comet_ml": (str, _log_texts_as_others),
-    "comet": (str, _log_texts_as_others),
-    "aim": (str, _track_texts),
-    "wandb": (object, _log_row),
-    "trackio": (object, _log_objects),
-    "swanlab": (object, _log_objects),
-}
 
 
 def _is_metric(value: Any) -> bool:
@@ -207,69 +166,118 @@ def _is_metric(value: Any) -> bool:
     return isinstance(value, numbers.Real)
 
 
-class RunTracker(LoggerTracker):
-    """Tracker for a logger whose ``finalize`` leaves its run open. The tracker ends the run."""
+@dataclass(frozen=True)
+class _Service:
+    """How a tracker of Treadle is made of a logger.
+
+    Attributes:
+        logger: Name of the logger's class in `treadle.loggers`.
+        package: The package that it needs, if any.
+        project: The logger's arguments that get the project's name.
+        directory: The logger's argument that gets ``logging_dir``, if it has one.
+        texts: Method of the service's object that stores a text.
+        log: Method of the service's object, or of the logger if it begins with ``_``, that stores any object.
+        extra: Treadle's extra that installs the package. Default: its name.
+    """
+
+    logger: str
+    package: str = ""
+    project: tuple[str, ...] = ("project",)
+    directory: str = ""
+    texts: str = ""
+    log: str = ""
+    extra: str = ""
+
+
+_COMET = _Service("CometLogger", "comet_ml", texts="log_other", extra="comet")
+_SERVICES = {
+    "tensorboard": _Service("TensorBoardLogger", "tensorboard", ("name",), "save_dir", texts="add_text"),
+    "csv": _Service("CSVLogger", "", ("name",), "save_dir"),
+    "wandb": _Service("WandbLogger", "wandb", directory="save_dir", log="_log"),
+    "mlflow": _Service("MLFlowLogger", "mlflow", ("experiment_name",), "save_dir"),
+    "clearml": _Service("ClearMLLogger", "clearml", ("project_name", "task_name")),
+    "comet_ml": _COMET,
+    "swanlab": _Service("SwanLabLogger", "swanlab", directory="save_dir", log="log"),
+    "trackio": _Service("TrackioLogger", "trackio", log="log"),
+}
+_OF_LOGGERS = _SERVICES | {"comet": _COMET}
+"""The services by the name of a tracker, also of one for a logger that the user has made."""
+
+
+class ServiceTracker(LoggerTracker):
+    """Base class of the trackers that Treadle has, each of which writes to a logger of `treadle.loggers`.
+
+    Args:
+        run_name: The project's name, passed to `Accelerator.init_trackers`.
+        logging_dir: Directory of the tracker's files. Default: that of the logger.
+        kwargs: Further arguments of the logger.
+    """
+
+    name: str
+
+    def __init__(self, run_name: str | None = None, logging_dir: Any = None, /, **kwargs: Any) -> None:
+        from .. import loggers
+
+        if self.name != "mlflow":  # whose logger has a run_name besides the project's
+            run_name = kwargs.pop("run_name", run_name)
+        logging_dir = kwargs.pop("logging_dir", logging_dir)
+
+        service, options = _SERVICES[self.name], {}
+        if run_name is not None:
+            options = {key: os.environ.get(_FROM_ENVIRONMENT.get(key, "")) or run_name for key in service.project}
+        if self.requires_logging_directory:  # files are in logging_dir/run_name, without a numbered directory below
+            options["version"] = ""
+        if (
+            logging_dir is not None
+            and service.directory
+            and (self.requires_logging_directory or not _PLACES & {*kwargs})
+        ):
+            options[service.directory] = logging_dir
+        super().__init__(getattr(loggers, service.logger)(**{**options, **kwargs}), self.name)
+
+    @property
+    def writer(self) -> Any:
+        """The service's object, such as TensorBoard's ``SummaryWriter``; ``run`` and ``task`` are the same."""
+        return self.tracker
+
+    run = task = writer
 
     def finish(self) -> None:
         """Finalize the logger and end its run; see `GeneralTracker`."""
         super().finish()
-        self.logger.finish()
+        if hasattr(self.logger, "finish"):
+            self.logger.finish()
 
 
-class TensorBoardTracker(LoggerTracker):
-    """Tracker that writes TensorBoard event files below ``logging_dir/run_name``.
-
-    Args:
-        run_name: The project's name, passed to `Accelerator.init_trackers`.
-        logging_dir: The parent directory.
-        kwargs: Further arguments of `treadle.loggers.TensorBoardLogger`.
-    """
+class TensorBoardTracker(ServiceTracker):
+    """Tracker that writes TensorBoard event files below ``logging_dir/run_name``; see `ServiceTracker`."""
 
     name = "tensorboard"
     requires_logging_directory = True
 
-    def __init__(self, run_name: str, logging_dir: Any, **kwargs: Any) -> None:
-        from ..loggers import TensorBoardLogger
-
-        settings = {"save_dir": logging_dir, "name": run_name, "version": "", **kwargs}
-        super().__init__(TensorBoardLogger(**settings), self.name)
-
-    @property
-    def writer(self) -> Any:
-        """TensorBoard's ``SummaryWriter``."""
-        return self.tracker
-
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write batches of images; see ``SummaryWriter.add_images``.
+        """Write batches of images.
 
         Args:
             values: Batches of images by name.
             step: The step.
-            kwargs: Further arguments of ``add_images``.
+            kwargs: Further arguments of ``SummaryWriter.add_images``.
         """
         for name, images in values.items():
             self.writer.add_images(name, images, global_step=step, **kwargs)
 
 
-class WandBTracker(RunTracker):
-    """Tracker for a run of Weights & Biases.
+class CSVTracker(ServiceTracker):
+    """Tracker that writes a CSV file below ``logging_dir/run_name``; see `ServiceTracker`."""
 
-    Args:
-        run_name: The project's name, passed to `Accelerator.init_trackers`.
-        kwargs: Further arguments of `treadle.loggers.WandbLogger`.
-    """
+    name = "csv"
+    requires_logging_directory = True
+
+
+class WandBTracker(ServiceTracker):
+    """Tracker for a run of Weights & Biases; see `ServiceTracker`."""
 
     name = "wandb"
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        from ..loggers import WandbLogger
-
-        super().__init__(WandbLogger(**{"project": run_name, **kwargs}), self.name)
-
-    @property
-    def run(self) -> Any:
-        """The run object of ``wandb``."""
-        return self.tracker
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Upload lists of images.
@@ -313,113 +321,26 @@ class WandBTracker(RunTracker):
         self.run.log({table_name: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step=step, **kwargs)
 
 
-class MLflowTracker(LoggerTracker):
-    """Tracker for a run of MLflow.
-
-    Args:
-        experiment_name: The project's name, passed to `Accelerator.init_trackers`.
-        logging_dir: A local directory for the runs.
-        kwargs: Further arguments of `treadle.loggers.MLFlowLogger`.
-    """
+class MLflowTracker(ServiceTracker):
+    """Tracker for a run of MLflow; see `ServiceTracker`."""
 
     name = "mlflow"
 
-    def __init__(self, experiment_name: str | None = None, logging_dir: Any = None, **kwargs: Any) -> None:
-        from ..loggers import MLFlowLogger
 
-        settings = {} if experiment_name is None else {"experiment_name": experiment_name}
-        if logging_dir is not None:
-            settings["save_dir"] = logging_dir
-        super().__init__(MLFlowLogger(**{**settings, **kwargs}), self.name)
-
-
-class AimTracker(RunTracker):
-    """Tracker for a run of Aim, stored in the Aim repository at ``logging_dir``.
-
-    Args:
-        run_name: The project's name, passed to `Accelerator.init_trackers`.
-        logging_dir: The directory of the repository. Default: the working directory.
-        kwargs: Further arguments of `treadle.loggers.AimLogger`.
-    """
-
-    name = "aim"
-    requires_logging_directory = True
-
-    def __init__(self, run_name: str, logging_dir: Any = ".", **kwargs: Any) -> None:
-        from ..loggers import AimLogger
-
-        settings = {"repo": logging_dir, "experiment": run_name, "run_name": run_name, "context_prefixes": {}}
-        super().__init__(AimLogger(**{**settings, **kwargs}), self.name)
-
-    @property
-    def writer(self) -> Any:
-        """The run object, an ``aim.Run``."""
-        return self.tracker
-
-    def log_images(
-        self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
-    ) -> None:
-        """Write images, optionally with captions.
-
-        Args:
-            values: Images by name, each an image or a tuple of an image and a caption.
-            step: The step.
-            kwargs: ``{"aim_image": {...}, "track": {...}}`` with further arguments of ``aim.Image`` and ``Run.track``.
-        """
-        import aim
-
-        options = kwargs or {}
-        for name, value in values.items():
-            image, caption = value if isinstance(value, tuple) else (value, "")
-            logged_image = aim.Image(image, caption=caption, **options.get("aim_image", {}))
-            self.writer.track(logged_image, name=name, step=step, **options.get("track", {}))
-
-
-class CometMLTracker(RunTracker):
-    """Tracker for an experiment of Comet.
-
-    Args:
-        run_name: The project's name, passed to `Accelerator.init_trackers`.
-        kwargs: Further arguments of `treadle.loggers.CometLogger`.
-    """
+class CometMLTracker(ServiceTracker):
+    """Tracker for an experiment of Comet; see `ServiceTracker`."""
 
     name = "comet_ml"
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        from ..loggers import CometLogger
 
-        super().__init__(CometLogger(**{"project": run_name, **kwargs}), self.name)
+class ClearMLTracker(ServiceTracker):
+    """Tracker for a task of ClearML. A task that the script has created is used and not closed; see `ServiceTracker`.
 
-    @property
-    def writer(self) -> Any:
-        """The experiment object of ``comet_ml``."""
-        return self.tracker
-
-
-class ClearMLTracker(RunTracker):
-    """Tracker for a task of ClearML. A task that the script has created is used and not closed.
-
-    Args:
-        run_name: The name of the project and of the task, unless ``CLEARML_PROJECT`` and ``CLEARML_TASK`` are set.
-        kwargs: Further arguments of `treadle.loggers.ClearMLLogger`.
+    ``CLEARML_PROJECT`` and ``CLEARML_TASK`` replace the name of the project and of the task.
     """
 
     name = "clearml"
-
-    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
-        from ..loggers import ClearMLLogger
-
-        settings = {
-            "project_name": os.environ.get("CLEARML_PROJECT") or run_name,
-            "task_name": os.environ.get("CLEARML_TASK") or run_name,
-        }
-        super().__init__(ClearMLLogger(**{**settings, **kwargs}), self.name)
-        self._is_own = True
-
-    @property
-    def task(self) -> Any:
-        """The task object, a ``clearml.Task``."""
-        return self.tracker
+    _is_own = True
 
     def start(self) -> None:
         """Record whether the script has already created a task; see `GeneralTracker`."""
@@ -471,25 +392,10 @@ class ClearMLTracker(RunTracker):
             super().finish()
 
 
-class SwanLabTracker(RunTracker):
-    """Tracker for a run of SwanLab.
-
-    Args:
-        run_name: The project's name, passed to `Accelerator.init_trackers`.
-        kwargs: Further arguments of `treadle.loggers.SwanLabLogger`.
-    """
+class SwanLabTracker(ServiceTracker):
+    """Tracker for a run of SwanLab; see `ServiceTracker`."""
 
     name = "swanlab"
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        from ..loggers import SwanLabLogger
-
-        super().__init__(SwanLabLogger(**{"project": run_name, **kwargs}), self.name)
-
-    @property
-    def run(self) -> Any:
-        """The run object of ``swanlab``."""
-        return self.tracker
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Upload lists of images.
@@ -505,25 +411,10 @@ class SwanLabTracker(RunTracker):
         self.run.log(images, step=step, **kwargs)
 
 
-class TrackioTracker(RunTracker):
-    """Tracker for a run of Trackio.
-
-    Args:
-        run_name: The project's name, passed to `Accelerator.init_trackers`.
-        kwargs: Further arguments of `treadle.loggers.TrackioLogger`.
-    """
+class TrackioTracker(ServiceTracker):
+    """Tracker for a run of Trackio; see `ServiceTracker`."""
 
     name = "trackio"
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        from ..loggers import TrackioLogger
-
-        super().__init__(TrackioLogger(**{"project": run_name, **kwargs}), self.name)
-
-    @property
-    def run(self) -> Any:
-        """The run object of ``trackio``."""
-        return self.tracker
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
@@ -550,14 +441,14 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
             f"{tracker_class.__name__} must have the class attributes 'name' (a non-empty string) and "
             "'requires_logging_directory'. Define both."
         )
-    if name in LOGGER_TYPE_TO_CLASS or name in _LOGGERS:
+    if name in LOGGER_TYPE_TO_CLASS:
         warn(f"a tracker named {name!r} is already registered. {tracker_class.__name__} replaces it.")
     LOGGER_TYPE_TO_CLASS[name] = tracker_class
 
 
 def list_installed_trackers() -> list[str]:
     """Return the names of the built-in trackers whose packages are installed."""
-    return [name for name in _LOGGERS if _is_installed(name)]
+    return [name for name, service in _SERVICES.items() if not service.package or is_installed(service.package)]
 
 
 Source = Callable[[str, dict[str, Any]], GeneralTracker]
@@ -583,11 +474,18 @@ def tracker_sources(log_with: Any, project: ProjectConfiguration) -> dict[str, S
         names = [value] if isinstance(value, str) else []
         if value == "all":
             names = [
-                name for name in _LOGGERS if _is_installed(name) and (project.logging_dir or name not in _WITH_FILES)
+                name
+                for name in list_installed_trackers()
+                if project.logging_dir or not LOGGER_TYPE_TO_CLASS[name].requires_logging_directory
             ]
         for name in names:
+            if name in _PEERS.keys() - LOGGER_TYPE_TO_CLASS.keys():
+                raise ValueError(
+                    f"log_with={name!r}: Treadle has no tracker for this service. Wrap {_PEERS[name]} in a "
+                    "GeneralTracker, or use log_with='mlflow'."
+                )
             if name not in LOGGER_TYPE_TO_CLASS:
-                name = choose("log_with", name.lower(), [*dict.fromkeys((*_LOGGERS, *LOGGER_TYPE_TO_CLASS)), "all"])
+                name = choose("log_with", name.lower(), [*LOGGER_TYPE_TO_CLASS, "all"])
             sources[name] = _resolve_source(name, project)
         if not isinstance(value, str):
             tracker = _to_tracker(value)
@@ -607,14 +505,9 @@ def _to_tracker(value: Any) -> GeneralTracker:
     if all(hasattr(value, name) for name in ("name", "tracker", "log", "finish", "requires_logging_directory")):
         return value  # it already has this form
     raise TypeError(
-        f"log_with={value!r} is not a tracker. Pass a name ({', '.join(_LOGGERS)}), a GeneralTracker, or a logger from "
-        "treadle.loggers."
+        f"log_with={value!r} is not a tracker. Pass a name ({', '.join(_SERVICES)}), a GeneralTracker, or a logger "
+        "from treadle.loggers."
     )
-
-
-def _is_installed(name: str) -> bool:
-    package = _LOGGERS[name]
-    return not package or is_installed(package)
 
 
 def _make_directory_error(name: str) -> str:
@@ -625,46 +518,26 @@ def _make_directory_error(name: str) -> str:
 
 
 def _resolve_source(name: str, project: ProjectConfiguration) -> Source:
-    tracker_class = LOGGER_TYPE_TO_CLASS.get(name)
-    if tracker_class is not None and tracker_class not in _BUILT_IN:
-        return _resolve_registered(tracker_class, project)  # type: ignore[arg-type]  # a class of the user
-    package = _LOGGERS[name]
-    if package:
-        require(f"log_with={name!r}", package, extra=_EXTRAS.get(name, name))
-    if name in _WITH_FILES and project.logging_dir is None:
+    make: Any = LOGGER_TYPE_TO_CLASS[name]
+    needs_directory = make.requires_logging_directory  # type: ignore[attr-defined]
+    takes_directory = needs_directory
+    if issubclass(make, ServiceTracker):
+        service = _SERVICES[name]
+        takes_directory = bool(service.directory)
+        if service.package:
+            require(f"log_with={name!r}", service.package, extra=service.extra or service.package)
+    if needs_directory and project.logging_dir is None:
         raise ValueError(_make_directory_error(name))
-
-    def make(project_name: str, options: dict[str, Any]) -> GeneralTracker:
-        if name == "csv":
-            from ..loggers import CSVLogger
-
-            settings = {"save_dir": project.logging_dir, "name": project_name, "version": "", **options}
-            return LoggerTracker(CSVLogger(**settings), name)
-        if name in _WITH_FILES:  # they are in logging_dir/project_name, without a numbered directory below
-            options = {"logging_dir": project.logging_dir, **options}
-        elif name in _WITH_SAVE_DIR and project.logging_dir is not None and not _PLACES & set(options):
-            options = {"save_dir": project.logging_dir, **options}
-        first = "experiment_name" if name == "mlflow" else "run_name"
-        return tracker_class(**{first: project_name, **options})  # type: ignore[misc]
-
-    return make
+    place = [project.logging_dir] if takes_directory else []
+    return lambda project_name, options: make(project_name, *place, **options)
 
 
 _BUILT_IN = (
-    *(TensorBoardTracker, WandBTracker, MLflowTracker),
-    *(AimTracker, ClearMLTracker, CometMLTracker, SwanLabTracker, TrackioTracker),
+    *(TensorBoardTracker, CSVTracker, WandBTracker, MLflowTracker),
+    *(ClearMLTracker, CometMLTracker, SwanLabTracker, TrackioTracker),
 )
-LOGGER_TYPE_TO_CLASS: dict[str, Callable[..., GeneralTracker]] = {tracker.name: tracker for tracker in _BUILT_IN}
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {tracker.name: tracker for tracker in _BUILT_IN}
 """The tracker classes by name, including registered ones."""
-
-
-def _resolve_registered(tracker_class: type[GeneralTracker], project: ProjectConfiguration) -> Source:
-    make: Callable[..., GeneralTracker] = tracker_class
-    if not tracker_class.requires_logging_directory:  # type: ignore[attr-defined]
-        return lambda project_name, options: make(project_name, **options)
-    if project.logging_dir is None:
-        raise ValueError(_make_directory_error(tracker_class.name))  # type: ignore[attr-defined]
-    return lambda project_name, options: make(project_name, project.logging_dir, **options)
 
 
 class Trackers:
@@ -680,7 +553,7 @@ class Trackers:
         """Create the trackers, start them and store the configuration; see `Accelerator.init_trackers`."""
         options = dict(init_kwargs or {})
         for name in options:
-            if name not in {*self.sources, *_LOGGERS, *_PEERS, *LOGGER_TYPE_TO_CLASS}:
+            if name not in {*self.sources, *_PEERS, *LOGGER_TYPE_TO_CLASS}:
                 requested = ", ".join(self.sources) or "no tracker"
                 hint = nearest(name, self.sources) or f" Remove {name!r} from init_kwargs."
                 raise ValueError(f"init_kwargs names {name!r}, but log_with names {requested}.{hint}")

@@ -1,4 +1,4 @@
-"""Loggers for TensorBoard, CSV files, and tracking services such as Aim and Weights & Biases."""
+"""Loggers for TensorBoard, CSV files, and tracking services such as MLflow and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 from ..common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .aim import AimLogger
     from .clearml import ClearMLLogger
     from .comet import CometLogger
     from .csv_logs import CSVLogger
     from .directory import DirectoryLogger, claim_version
     from .logger import EVALUATED_AT, Logger, NullExperiment, rank_zero_experiment
     from .mlflow import MLFlowLogger
-    from .neptune import NeptuneLogger
     from .swanlab import SwanLabLogger
     from .tensorboard import TensorBoardLogger
     from .trackio import TrackioLogger

@@ -291,10 +291,10 @@ def take_away(path: Path) -> None:
         filesystem.rename(gone, path)
         raise ValueError(problem)
     _saved.pop(path, None)
-    filesystem.fsync(path.parent)
     if manifest.records is not None:
         filesystem.unlink(gone)
-    else:
+    else:  # its files must not vanish before its name does
+        filesystem.fsync(path.parent)
         _clear(gone, listed_files)
 
 

@@ -203,7 +203,7 @@ class Checkpointer:
         accelerator = self._accelerator
         if isinstance(target, RemotePath):
             return f"{target} is a URL, where a checkpoint consists of several objects"
-        if accelerator.strategy.sharded:
+        if accelerator.strategy.sharded and accelerator.world.size > 1:
             return f"strategy={accelerator.strategy.name!r} writes the shards of each process to a file of its own"
         if any(accelerator.strategy.keeps_apart(prepared.optimizer) for prepared in accelerator.optimizers):
             return "each process writes its shard of the optimizer's state to a file of its own"

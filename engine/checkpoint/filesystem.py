@@ -52,6 +52,7 @@ Entry = dict[str, Any]
 Mark = tuple[int, int]
 """Size and time of a file, which reveal a change; see `mark`."""
 
+_NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
 _PIECE = 2**22  # bytes that are digested and written while they are in the processor's cache
 
 
@@ -205,6 +206,17 @@ def rename(source: Path, target: Path) -> None:
 def replace(source: Path, target: Path) -> None:
     """Rename a file on the same file system, and replace an existing file at the target."""
     os.replace(source, target)
+
+
+def link(source: Path, target: Path) -> None:
+    """Give a file a second name on the same file system; copy it where the file system has one name per file."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.copyfile(source, target)
+        fsync(target)
 
 
 def unlink(path: Path) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...common.messages import name_type
 from ...common.remote_path import AnyPath
-from ...strategies.distributed import is_sharded, piece_of
+from ...strategies.distributed import is_sharded, local, piece_of
 from ...strategies.processes import note_unfinished
 from ..parameter_names import split_tied
 from . import filesystem
@@ -69,6 +69,7 @@ def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] |
         document, tensors = encode(state)
         if rank == 0:
             files[f"{name}.json"] = _encode_json(name, document)
+    tensors = {key: local(t) if is_sharded(t) and t.device_mesh.size() == 1 else t for key, t in tensors.items()}
     pieces = {key: piece_of(tensor) for key, tensor in tensors.items() if is_sharded(tensor)}
     if pieces:
         shapes = {key: list(tensors[key].shape) for key in pieces}

@@ -53,6 +53,7 @@ __all__ = [
     "find_again",
     "forget_saved",
     "is_checkpoint",
+    "link",
     "open_part",
     "read_manifest",
     "read_part",
@@ -241,6 +242,23 @@ def remove(path: AnyPath | str) -> None:
     if path.is_symlink():
         raise ValueError(f"{path} is a link, not a checkpoint. Pass its target, or delete the link yourself.")
     atomic_swap.take_away(path)
+
+
+def link(path: Path | str, target: Path | str) -> None:
+    """Give a checkpoint that is a file a second name, in the place of a checkpoint that has it.
+
+    It is a hard link, so it stays when the first name is deleted. A file system without such links gets a copy.
+
+    Raises:
+        ValueError: If something other than a checkpoint exists at ``target``.
+        OSError: If a disk operation fails.
+    """
+    path, target = Path(os.path.abspath(path)), Path(os.path.abspath(target))
+    atomic_swap.check_target(target)
+    if not (target.exists() and path.samefile(target)):  # renaming one of two names of a file does nothing
+        filesystem.delete(beside(target))
+        filesystem.link(path, beside(target))
+        _put_in_place(beside(target), target, read_manifest(path).sequence)
 
 
 class Save(Protocol):

@@ -14,8 +14,7 @@ from .arguments import check_arguments
 from .side_effects import undisturbed
 from .uploads import Uploads
 
-# The runs that this process has open, so that a copy of a logger uses its run instead of opening it a second time,
-# which Aim and GoodSeed refuse.
+# The runs that this process has open, so that a copy of a logger uses its run instead of opening it a second time.
 _open_runs: WeakValueDictionary[tuple[type, str | None, Any], Any] = WeakValueDictionary()
 
 

@@ -366,6 +366,33 @@ def test_a_name_for_last_with_values(tmp_path):
     assert names(tmp_path / "c") == ["epoch=2-last.ckpt"]
 
 
+def test_a_second_name_for_last(tmp_path, monkeypatch):
+    def save(folder, **options):
+        kept = ModelCheckpoint(tmp_path / folder, "{epoch}", "step", mode="max", save_top_k=2, **options)
+        fit(tmp_path, kept, max_epochs=3)
+        assert names(tmp_path / folder) == ["epoch=1.ckpt", "epoch=2.ckpt", "last.ckpt"]
+        return Path(kept.last_model_path), tmp_path / folder / "epoch=2.ckpt"
+
+    last, newest = save("file", save_last="link")
+    assert last.samefile(newest)
+    newest.unlink()
+    assert torch.load(last)["global_step"] == 15
+    last, newest = save("copy", save_last=True)
+    assert not last.samefile(newest)
+    last, newest = save("directory", save_last="link", format="directory")
+    assert last.is_dir()
+    last, newest = save("background", save_last="link", async_save=True)
+    assert not last.samefile(newest)
+
+    def refuse(*_):
+        raise OSError(errno.EPERM, "one name per file")
+
+    monkeypatch.setattr(os, "link", refuse)
+    last, newest = save("no links", save_last="link")
+    assert not last.samefile(newest)
+    assert last.read_bytes() == newest.read_bytes()
+
+
 # -- going on ------------------------------------------------------------------------------------------------------
 
 

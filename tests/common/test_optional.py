@@ -47,6 +47,6 @@ def test_every_extra_that_an_error_names_exists():
         for keyword in node.keywords
         if keyword.arg == "extra" and isinstance(keyword.value, ast.Constant)
     }
-    services = {"aim", "clearml", "comet", "mlflow", "neptune", "swanlab", "trackio", "wandb"}
+    services = {"clearml", "comet", "mlflow", "swanlab", "trackio", "wandb"}
     assert named == {"onnx", "plot", "psutil", "rich", *services}
     assert named <= set(extras)

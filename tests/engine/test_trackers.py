@@ -180,7 +180,7 @@ def test_all_are_those_that_can_be_used(tmp_path):
     assert not {"csv", "tensorboard"} & set(cpu(log_with="all").log_with)
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow", "aim", "clearml", "comet_ml", "swanlab", "trackio"])
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "clearml", "comet_ml", "swanlab", "trackio"])
 def test_a_package_that_is_not_there(name, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ModuleNotFoundError, match=f"pip install {name}"):
@@ -245,9 +245,8 @@ def test_mlflow(world, tmp_path):
 
 
 # What each is started with in a test: without a network, and with nothing of its own in the background.
-SERVICES = {service.package: service for service in tracking_services.SERVICES if service.package != "goodseed"}
+SERVICES = {service.package: service for service in tracking_services.SERVICES}
 OPTIONS = {
-    "aim": {"system_tracking_interval": None, "capture_terminal_logs": False, "log_system_params": False},
     "clearml": {
         "offline": True,
         "auto_connect_frameworks": {"detect_repository": False},
@@ -265,7 +264,7 @@ def track_service(folder, name):
     if name == "comet_ml":
         options["offline_directory"] = str(folder / "comet")
     project = service._project(folder) if name == "trackio" else "digits"
-    accelerator = cpu(log_with=name, project_dir=folder / "aim" if name == "aim" else folder)
+    accelerator = cpu(log_with=name, project_dir=folder)
     accelerator.init_trackers(project, {"rate": 0.1}, {name: options})
     accelerator.log({"loss": torch.tensor(2.5), "rank": accelerator.process_index}, step=3)
     if name != "trackio":  # which stores it in the row that the helper below reads as numbers
@@ -279,10 +278,7 @@ def track_service(folder, name):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.exhaustive if name in ("aim", "comet_ml", "clearml") else ())
-        for name in SERVICES
-    ],
+    [pytest.param(name, marks=pytest.mark.exhaustive if name in ("comet_ml", "clearml") else ()) for name in SERVICES],
 )
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_services(world, name, tmp_path, monkeypatch):
@@ -291,7 +287,6 @@ def test_services(world, name, tmp_path, monkeypatch):
     for variable, value in service.environment(tmp_path).items():
         monkeypatch.setenv(variable, value)
     monkeypatch.chdir(tmp_path)
-    service.make(tmp_path)  # Aim's repository
     if world == 1:
         results = [track_service(tmp_path, name)]
     else:
@@ -304,33 +299,24 @@ def test_services(world, name, tmp_path, monkeypatch):
     assert kinds[0].removesuffix("Tracker").lower() == name.replace("_", "")
 
 
-@pytest.mark.parametrize("name", ["aim", "clearml", "swanlab"])
+@pytest.mark.parametrize("name", ["clearml", "swanlab"])
 def test_images_and_tables(name, tmp_path, monkeypatch):
     pytest.importorskip(name)
-    PIL = pytest.importorskip("PIL.Image")
+    pytest.importorskip("PIL.Image")
     service, picture = SERVICES[name], numpy.zeros((4, 4, 3), numpy.uint8)
     for variable, value in service.environment(tmp_path).items():
         monkeypatch.setenv(variable, value)
-    service.make(tmp_path)  # Aim's repository
-    accelerator = cpu(log_with=name, project_dir=tmp_path / "aim" if name == "aim" else tmp_path)
+    accelerator = cpu(log_with=name, project_dir=tmp_path)
     accelerator.init_trackers("digits", init_kwargs={name: OPTIONS[name]})
     tracker = accelerator.get_tracker(name)
-    if name == "aim":
-        tracker.log_images({"picture": (PIL.fromarray(picture), "black")}, step=1)
-    else:
-        tracker.log_images({"picture": [picture] if name == "swanlab" else picture}, step=1)
+    tracker.log_images({"picture": [picture] if name == "swanlab" else picture}, step=1)
     if name == "clearml":
         with pytest.raises(ValueError, match=r"log_table\('cells'\) got no table. Pass data= or dataframe="):
             tracker.log_table("cells", columns=["a"])
         tracker.log_table("cells", columns=["a", "b"], data=[[1, 2]], step=1)
     accelerator.end_training()
     version = tracker.logger.version
-    if name == "aim":
-        from aim.storage.context import Context
-
-        (found,) = service._run(tmp_path, version).get_image_sequence("picture", Context({})).values.values_list()
-        assert found.caption == "black"
-    elif name == "clearml":
+    if name == "clearml":
         with open(service._folder(tmp_path, version) / "metrics.jsonl") as lines:
             events = [event for line in lines for event in json.loads(line)]
         assert sorted(event["type"] for event in events) == ["plot", "training_debug_image"]
@@ -386,6 +372,8 @@ def test_a_tracker_that_is_none():
 
     with pytest.raises(NotImplementedError, match="'requires_logging_directory', 'tracker'"):
         Half()
+    with pytest.raises(ValueError, match=r"Wrap aim\.Run in a GeneralTracker"):
+        cpu(log_with="aim")
     for value, words in ((Memory, "is a class, not a tracker"), (7, "is not a tracker")):
         with pytest.raises(TypeError, match=words):
             cpu(log_with=value)

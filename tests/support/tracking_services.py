@@ -38,7 +38,6 @@ class Service:
         separator: between a prefix and a metric's name.
         rewrites: a value logged once more for a step takes the place of the first, or is left out itself.
         keeps_nan: NaN and infinities come back as they are.
-        keeps_files: checkpoints are copied.
     """
 
     package = ""
@@ -46,7 +45,6 @@ class Service:
     separator = "-"
     rewrites: str | None = None
     keeps_nan = True
-    keeps_files = True
 
     def skip_if_missing(self) -> None:
         """Skips the test, or the whole file that is being imported. The package is not imported: its logger must be."""
@@ -80,66 +78,6 @@ class Service:
     def files(self, folder: Path, version: str) -> set[str]:
         """Names of the files of its checkpoints."""
         raise NotImplementedError
-
-
-class Aim(Service):
-    package = "aim"
-    logger = loggers.AimLogger
-    rewrites = "last"
-
-    def make(self, folder, **options):
-        _make_repo(folder)
-        quiet = {"system_tracking_interval": None, "capture_terminal_logs": False, "log_system_params": False}
-        return loggers.AimLogger(folder / "aim", **{"experiment": "digits", **quiet, **options})
-
-    def resume(self, folder, version):
-        return self.make(folder, run_hash=version)
-
-    def _run(self, folder, version):
-        from aim import Repo
-        from aim.sdk.index_manager import RepoIndexManager
-
-        repo = Repo(str(folder / "aim"))
-        RepoIndexManager(repo).index(version)
-        return repo.get_run(version)
-
-    def rows(self, folder, version):
-        run = self._run(folder, version)
-        found = {}
-        for metric in run.metrics():
-            start = "".join(f"{value}_" for value in metric.context.to_dict().values())
-            frame = metric.dataframe().sort_values("step")
-            found[start + metric.name] = [
-                (int(s), float(v)) for s, v in zip(frame["step"], frame["value"], strict=True)
-            ]
-        return found
-
-    def params(self, folder, version):
-        return dict(loggers.values.flatten(self._run(folder, version)["hparams"]))
-
-    def failed(self, folder, version):
-        return "failed" in self._run(folder, version).tags
-
-    def files(self, folder, version):
-        root = folder / "aim" / "aim_artifacts" / version
-        return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
-
-
-def _make_repo(folder: Path) -> None:
-    """Copies an empty repository: to make one, Aim starts a process that takes seconds."""
-    global _template
-    if (folder / "aim").exists():
-        return
-    if _template is None:
-        from aim import Repo
-
-        _template = tempfile.mkdtemp(prefix="aim-")
-        atexit.register(shutil.rmtree, _template, ignore_errors=True)
-        Repo(_template, init=True)
-    shutil.copytree(_template, folder / "aim")
-
-
-_template: str | None = None
 
 
 class Comet(Service):
@@ -349,51 +287,7 @@ class Trackio(Service):
             run.finish()
 
 
-class GoodSeed(Service):
-    package = "goodseed"
-    logger = loggers.NeptuneLogger
-    separator = "/"
-    rewrites = "last"
-    keeps_nan = False
-    keeps_files = False
-
-    def make(self, folder, **options):
-        own = ("capture_hardware_metrics", "capture_stdout", "capture_stderr", "capture_traceback", "git_ref")
-        settings = {"project": "me/digits", "goodseed_home": folder / "goodseed", "prefix": ""}
-        return loggers.NeptuneLogger(**{**settings, **dict.fromkeys(own, False), **options})
-
-    def resume(self, folder, version):
-        return self.make(folder, with_id=version)
-
-    def _file(self, folder, version):
-        return folder / "goodseed" / "projects" / "me" / "digits" / "runs" / f"{version}.sqlite"
-
-    def rows(self, folder, version):
-        from goodseed.storage import read_metric_paths, read_metrics
-
-        file = self._file(folder, version)
-        return {
-            path: [(int(point["step"]), point["value"]) for point in read_metrics(file, path)]
-            for path in read_metric_paths(file)
-        }
-
-    def _configs(self, folder, version):
-        from goodseed.storage import read_configs
-
-        return read_configs(self._file(folder, version))
-
-    def params(self, folder, version):
-        found = {path.partition("hyperparams/"): value for path, value in self._configs(folder, version).items()}
-        return {name: value for (_, middle, name), value in found.items() if middle}
-
-    def failed(self, folder, version):
-        return self._configs(folder, version)["sys/state"] == "failed"
-
-    def files(self, folder, version):
-        return {self._configs(folder, version)["model/best_model_path"]}
-
-
-SERVICES = [Aim(), Comet(), ClearML(), SwanLab(), Trackio(), GoodSeed()]
+SERVICES = [Comet(), ClearML(), SwanLab(), Trackio()]
 
 
 def same(found: list[tuple[int, float]], expected: list[tuple[int, float]]) -> bool:

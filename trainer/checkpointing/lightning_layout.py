@@ -26,6 +26,7 @@ from torch import Tensor
 from ...callbacks import Callback, EarlyStopping, ModelCheckpoint
 from ...engine import strip_compile_prefix
 from ...engine.checkpoint import check_tensor
+from ...strategies.distributed import local
 
 if TYPE_CHECKING:
     from ..core import TaskModule
@@ -39,8 +40,8 @@ _DROPPED = object()
 _KEYS = (str, int, float, type(None))
 _MOST_BITS = 8 * 250  # of an int that torch.load reads; its length in bytes is one byte
 
-
 _PLAIN = frozenset({bool, str, float, complex, bytes, bytearray, torch.Size, torch.dtype, torch.device})
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
 
 
 def make_document(trainer: Trainer, task: TaskModule, progress: Progress, weights_only: bool) -> dict[str, Any]:
@@ -160,6 +161,8 @@ def _convert(value: Any) -> Any:
     kind = type(value)
     if value is None or kind in _PLAIN:
         return value
+    if kind in _CONTAINERS:  # before the tests of classes, which take as long as the rest of a small save
+        return _convert_container(value)
     if kind is int:
         return value if value.bit_length() < _MOST_BITS else str(value)
     if isinstance(value, Tensor):
@@ -167,7 +170,7 @@ def _convert(value: Any) -> Any:
             check_tensor(value, "")
         except TypeError:  # it is sparse or on the meta device, for example
             return _DROPPED
-        return value.detach()
+        return local(value.detach())  # of the only process, if it is sharded
     if isinstance(value, Enum):
         return _convert(value.value)
     if isinstance(value, np.generic):
@@ -180,18 +183,18 @@ def _convert(value: Any) -> Any:
         return value.isoformat()
     if isinstance(value, timedelta):
         return value.total_seconds()
+    if kind.__module__.startswith("omegaconf"):
+        from omegaconf import OmegaConf
+
+        return _convert(OmegaConf.to_container(value, resolve=True))
+    if isinstance(value, Namespace):
+        return _convert(vars(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return _convert({field.name: getattr(value, field.name) for field in fields(value)})
     return _convert_container(value)
 
 
 def _convert_container(value: Any) -> Any:
-    if type(value).__module__.startswith("omegaconf"):
-        from omegaconf import OmegaConf
-
-        value = OmegaConf.to_container(value, resolve=True)
-    elif isinstance(value, Namespace):
-        value = vars(value)
-    elif is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
         kept: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
         for key, item in value.items():

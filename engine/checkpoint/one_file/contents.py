@@ -18,7 +18,6 @@ import io
 import json
 import pickle
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -187,21 +186,20 @@ def write(path: Path, layout: Layout, files: Files, make_manifest: Any) -> None:
             places += [(file, name) for name in content.tensors]
 
     def write_records(stream: BinaryIO) -> None:
-        with ThreadPoolExecutor(1) as executor:
-            writer = ZipWriter(stream, executor)
-            first, *others = CONSTANTS.items()
-            for name, text in (first, (DOCUMENT_RECORD, layout.document), *others[:-2]):
-                writer.add(name, len(text), [text])
-            for key, (file, name) in enumerate(places):
-                content = files[file]
-                assert isinstance(content, TensorFile)
-                tensor = content.tensors[name]
-                writer.add(f"data/{key}", tensor.nbytes, split_tensor(tensor))
-            for name, text in others[-2:]:
-                writer.add(name, len(text), [text])
-            entries = {file: _add_file(writer, file, content, keys) for file, content in files.items()}
-            records = Records(writer.records, writer.gaps, writer.end)
-            writer.close(MANIFEST_RECORD, make_manifest(entries, records))
+        writer = ZipWriter(stream)
+        first, *others = CONSTANTS.items()
+        for name, text in (first, (DOCUMENT_RECORD, layout.document), *others[:-2]):
+            writer.add(name, len(text), [text])
+        for key, (file, name) in enumerate(places):
+            content = files[file]
+            assert isinstance(content, TensorFile)
+            tensor = content.tensors[name]
+            writer.add(f"data/{key}", tensor.nbytes, split_tensor(tensor))
+        for name, text in others[-2:]:
+            writer.add(name, len(text), [text])
+        entries = {file: _add_file(writer, file, content, keys) for file, content in files.items()}
+        records = Records(writer.records, writer.gaps, writer.end)
+        writer.close(MANIFEST_RECORD, make_manifest(entries, records))
 
     filesystem.write_stream(path, write_records)
 

@@ -2,18 +2,18 @@
 
 All records are stored, not compressed, and each begins at a multiple of 64 bytes. The layout equals that of torch's own
 writer byte for byte where a reader depends on it, such as torch's option ``config.load.calculate_storage_offsets``. The
-records' CRC-32 are correct, because ``zipfile`` and ``unzip`` check them.
+records' CRC-32 are correct, because ``zipfile`` and ``unzip`` check them. zlib-ng computes them at 20 GiB/s where the
+zlib of Python takes a quarter of the time of a save.
 
 Source: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT (the zip format)
 """
 
 import struct
-import zlib
 from collections.abc import Iterable
-from concurrent.futures import Executor
 from typing import BinaryIO
 
 from xxhash import xxh3_128
+from zlib_ng.zlib_ng import crc32
 
 from ..filesystem import DIGEST, Entry, Piece
 
@@ -37,16 +37,14 @@ class ZipWriter:
 
     Args:
         stream: The binary file to write to.
-        executor: Executor of one thread that computes the CRC-32 of large records while this thread writes them.
 
     Attributes:
         records: Entry of each record: its position under ``at``, its size under ``bytes``, and its digest.
     """
 
-    def __init__(self, stream: BinaryIO, executor: Executor) -> None:
+    def __init__(self, stream: BinaryIO) -> None:
         self.records: dict[str, Entry] = {}
         self._stream = stream
-        self._executor = executor
         self._at = 0
         self._directory: list[bytes] = []
         self._gaps = xxh3_128()  # of all bytes outside the records' content
@@ -58,12 +56,10 @@ class ZipWriter:
         entry: Entry = {"at": self._at, "bytes": size}
         digest, crc = xxh3_128(), 0
         for piece in pieces:
-            # zlib and the digest release the interpreter's lock.
-            sum_of_piece = self._executor.submit(zlib.crc32, piece, crc) if len(piece) >= _LARGE else None
             digest.update(piece)
+            crc = crc32(piece, crc)
             self._stream.write(piece)
             self._at += len(piece)
-            crc = zlib.crc32(piece, crc) if sum_of_piece is None else sum_of_piece.result()
         if self._at != entry["at"] + size:
             raise ValueError(f"{name} has {self._at - entry['at']:,} bytes, but {size:,} were announced")
         self._write_gap(make_descriptor(crc, size, start))
@@ -89,9 +85,6 @@ class ZipWriter:
     def close(self, name: str, content: bytes) -> None:
         """Write the last record and the end of the file, whose comment has the digest of all bytes from there on."""
         self._stream.write(make_tail(self._directory, name, content, self._at))
-
-
-_LARGE = 2**16  # bytes of a piece from which handing it to a thread takes less time than its CRC
 
 
 def make_header(path: bytes, size: int, start: int) -> bytes:
@@ -135,7 +128,7 @@ def make_tail(directory: list[bytes], name: str, content: bytes, start: int) -> 
         content: Content of the last record.
         start: Position of its header.
     """
-    path, crc = f"{ROOT}/{name}".encode(), zlib.crc32(content)
+    path, crc = f"{ROOT}/{name}".encode(), crc32(content)
     header = make_header(path, len(content), start)
     record = header + content + make_descriptor(crc, len(content), start)
     entries = [*directory, make_directory_entry(path, crc, len(content), start)]

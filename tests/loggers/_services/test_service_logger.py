@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
-from processes import run, script
+from processes import run
 from service_runs import Task, Tell, loader, trainer
 from tracking_services import SERVICES, same
 from treadle.loggers import CSVLogger, NullExperiment
 
-VARIABLES = r"(AIM|CLEARML|COMET|GOODSEED|SWANLAB)_"
+VARIABLES = r"(CLEARML|COMET|SWANLAB)_"
 
 
 @pytest.fixture(params=SERVICES, ids=lambda service: service.package)
@@ -56,7 +56,7 @@ def make(service, tmp_path):
 BY_ONE = pytest.mark.parametrize(
     "service",
     [
-        pytest.param(each, id=each.package, marks=() if each.package == "goodseed" else pytest.mark.exhaustive)
+        pytest.param(each, id=each.package, marks=() if each.package == "swanlab" else pytest.mark.exhaustive)
         for each in SERVICES
     ],
     indirect=True,
@@ -72,7 +72,7 @@ def test_numbers_and_hyperparameters_are_kept(service, make, tmp_path):
     before = list(tmp_path.iterdir())
     logger = make(prefix="run")
     assert logger.version is None
-    assert list(tmp_path.iterdir()) in (before, [tmp_path / "aim"])
+    assert list(tmp_path.iterdir()) == before
     logger.log_hyperparams({"net": {"width": [1, 2]}, "act": torch.nn.ReLU(), "color": Color.RED}, {"best": 3})
     logger.log_metrics({"loss": 0.1 + 0.2, "epoch": 0}, step=5)
     logger.log_metrics({"loss": torch.tensor(0.5), "top": {"one": np.float32(1)}}, step=np.int64(10))
@@ -100,7 +100,7 @@ def test_a_value_that_is_not_finite_is_kept_or_left_out(service, make, tmp_path)
         for step, value in ((5, 1.0), nan, infinite, (8, 2.0)):
             logger.log_metrics({"loss": value}, step)
     logger.finish()
-    rest = [nan, infinite] if service.keeps_nan else [infinite] if service.package == "goodseed" else []
+    rest = [nan, infinite] if service.keeps_nan else []
     assert same(service.rows(tmp_path, logger.version)["loss"], [(5, 1.0), *rest, (8, 2.0)])
 
 
@@ -224,12 +224,10 @@ def test_a_wrong_argument_is_named(service, make):
         make(prefix=3)
     with pytest.raises(TypeError, match="strict='no' must be True or False"):
         make(strict="no")
-    if service.package != "goodseed":
-        with pytest.raises(ValueError, match="log_model='best' must be True, False or 'all'"):
-            make(log_model="best")
-    if service.package != "aim":  # whose arguments are all its own
-        with pytest.raises(TypeError, match=r"has no argument 'porject'\. Its arguments are "):
-            make(porject="x")
+    with pytest.raises(ValueError, match="log_model='best' must be True, False or 'all'"):
+        make(log_model="best")
+    with pytest.raises(TypeError, match=r"has no argument 'porject'\. Its arguments are "):
+        make(porject="x")
 
 
 @pytest.mark.parametrize("how", ["missing", "folder"])
@@ -242,7 +240,7 @@ def test_a_missing_package_is_named_at_once(service, how, monkeypatch, tmp_path)
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setattr(sys, "path", [str(tmp_path)])
         monkeypatch.setattr(sys, "meta_path", [importlib.machinery.PathFinder])
-    extra = {"comet_ml": "comet", "goodseed": "neptune"}.get(service.package, service.package)
+    extra = {"comet_ml": "comet"}.get(service.package, service.package)
     with pytest.raises(ModuleNotFoundError, match=rf"treadle\[{extra}\].* pip install {service.package}"):
         service.logger()
 
@@ -270,7 +268,6 @@ def fit(folder, package):
 
 @BY_ONE
 def test_two_ranks(service, tmp_path):
-    service.make(tmp_path)  # Aim's repository
     ids = run(fit, 2, str(tmp_path), service.package, env=service.environment(tmp_path))
     assert len(set(ids)) == 1
     once = [(i + 1, 2 * i + 0.5) for i in range(4)]
@@ -283,7 +280,7 @@ def test_two_ranks(service, tmp_path):
 @pytest.mark.parametrize("when", [True, pytest.param("all", marks=pytest.mark.exhaustive)], ids=["end", "all"])
 @BY_ONE
 def test_checkpoints(when, service, make, tmp_path):
-    logger = make(log_model=when) if service.keeps_files else make()
+    logger = make(log_model=when)
     own = trainer(tmp_path, [CSVLogger(tmp_path, "csv", 0), logger], callbacks=[Tell()])
     own.fit(Task(), loader())
     logger.finalize("success")  # what was given is not given again
@@ -291,10 +288,7 @@ def test_checkpoints(when, service, make, tmp_path):
     assert service.rows(tmp_path, logger.version)["mean"] == [(i + 1, float(i)) for i in range(8)]
     saved = Path(own.checkpoint_callback.best_model_path)
     found = service.files(tmp_path, logger.version)
-    if service.keeps_files:
-        assert [Path(name).name for name in found] == [saved.name]
-    else:
-        assert found == {str(saved)}
+    assert [Path(name).name for name in found] == [saved.name]
 
 
 class Breaks(Task):
@@ -315,10 +309,8 @@ def test_a_run_that_fails_is_marked(service, make, tmp_path):
 
 
 WRONG = {
-    "aim": {"repo": "taken"},
     "clearml": {},
     "comet_ml": {"offline_directory": "taken/below"},
-    "goodseed": {"goodseed_home": "taken"},
     "swanlab": {"save_dir": "taken"},
     "trackio": {"name": "none", "resume": "must"},
 }
@@ -338,40 +330,3 @@ def test_a_service_that_fails_does_not_end_training(service, tmp_path, monkeypat
     strict = service.logger(**options, **WRONG[service.package], strict=True)
     with pytest.raises(Exception, match=r"taken|Not a directory|does not exist|archive"):
         trainer(tmp_path, [strict], enable_checkpointing=False).fit(Task(), loader())
-
-
-KILLED = """
-import os, sys, time
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from tracking_services import SERVICES
-(service,) = [service for service in SERVICES if service.package == sys.argv[2]]
-logger = service.make(Path(sys.argv[3]))
-logger.log_metrics({"x": 1}, 1)
-print(logger.version, flush=True)
-time.sleep(1 if service.package == "trackio" else 0)  # which writes twice a second
-os.kill(os.getpid(), 9)
-"""
-
-
-# Comet and SwanLab write an offline run when it ends; ClearML's and Trackio's need no more than is shown above.
-@pytest.mark.parametrize(
-    "service",
-    [
-        pytest.param(each, marks=() if each.package == "goodseed" else pytest.mark.exhaustive)
-        for each in SERVICES
-        if each.package in ("aim", "goodseed")
-    ],
-    indirect=True,
-)
-def test_a_run_whose_process_was_killed_is_continued(service, make, tmp_path):
-    make()
-    support = Path(__file__).parents[2] / "support"
-    killed = script(KILLED, str(support), service.package, str(tmp_path), env=service.environment(tmp_path))
-    assert killed.returncode == -9, killed.stderr
-    version = killed.stdout.split()[-1]
-    logger = make(version)
-    logger.log_metrics({"x": 2}, 2)
-    logger.finalize("success")
-    assert service.rows(tmp_path, version)["x"] == [(1, 1.0), (2, 2.0)]
-    assert not service.failed(tmp_path, version)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from processes import run
 from quiet import QUIET
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.trainer.checkpointing.lightning_layout import make_plain
@@ -207,3 +208,35 @@ def test_callbacks_and_data_modules_are_in_it(tmp_path):
     early = content["callbacks"]["EarlyStopping{'monitor': 'loss', 'mode': 'min'}"]
     assert {"wait_count", "stopped_epoch", "best_score", "patience"} == set(early)
     assert any(name.startswith("treadle.Timer") for name in content["callbacks"])
+
+
+def sharded_over_one_process(folder):
+    def fit(name, **options):
+        class Task(treadle.TaskModule):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(2, 1)
+
+            def training_step(self, batch, batch_idx):
+                return self.layer(batch[0]).square().mean()
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters(), 0.1)
+
+        treadle.seed_everything(0)
+        trainer, task = treadle.Trainer(strategy=name, default_root_dir=folder, **QUIET, **options), Task()
+        trainer.fit(task, DataLoader(TensorDataset(torch.arange(8.0).view(4, 2)), 2), ckpt_path=path)
+        trainer.save_checkpoint(saved := f"{folder}/{name}.ckpt")
+        return saved, trainer.accelerator.get_state_dict(task)
+
+    path = None
+    path, weights = fit("fsdp", max_epochs=1)
+    content = torch.load(path, weights_only=True)
+    same = torch.equal(content["state_dict"]["layer.weight"], weights["layer.weight"])
+    moments = [value.shape for value in content["optimizer_states"][0]["state"][0].values()]
+    ends = [fit(name, max_epochs=2)[1]["layer.weight"] for name in ("fsdp", "auto")]
+    return same, moments, ends[0].sub(ends[1]).abs().max().item()
+
+
+def test_one_file_of_a_model_that_one_process_shards(tmp_path):
+    assert run(sharded_over_one_process, 1, str(tmp_path)) == [(True, [(), (1, 2), (1, 2)], 0.0)]

@@ -401,8 +401,6 @@ class Sparse(io.RawIOBase):
 
 @pytest.mark.exhaustive
 def test_records_beyond_four_gigabytes(tmp_path):
-    from concurrent.futures import ThreadPoolExecutor
-
     from treadle.engine.checkpoint.one_file.zip_reader import MANIFEST_RECORD, read_tail, take_manifest
 
     path, zeros = tmp_path / "large", memoryview(bytes(2**22))
@@ -417,15 +415,14 @@ def test_records_beyond_four_gigabytes(tmp_path):
 
     _Pickler(stream, Find()).dump({"large": tensor, "after": torch.empty(3, device="meta")})
     sparse = Sparse(path)
-    with ThreadPoolExecutor(1) as executor:
-        writer = zip_writer.ZipWriter(sparse, executor)
-        writer.add("data.pkl", len(stream.getvalue()), [stream.getvalue()])
-        for name, text in ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")):
-            writer.add(name, len(text), [text])
-        writer.add("data/0", tensor.nbytes, (zeros for _ in range(2**10 + 1)))
-        writer.add("data/1", 12, [struct.pack("<3f", 1, 2, 3)])
-        writer.add("version", 2, [b"3\n"])
-        writer.close(MANIFEST_RECORD, b"{}")
+    writer = zip_writer.ZipWriter(sparse)
+    writer.add("data.pkl", len(stream.getvalue()), [stream.getvalue()])
+    for name, text in ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")):
+        writer.add(name, len(text), [text])
+    writer.add("data/0", tensor.nbytes, (zeros for _ in range(2**10 + 1)))
+    writer.add("data/1", 12, [struct.pack("<3f", 1, 2, 3)])
+    writer.add("version", 2, [b"3\n"])
+    writer.close(MANIFEST_RECORD, b"{}")
     sparse.close()
     assert take_manifest(read_tail(path, 2**20)) == b"{}"
     with zipfile.ZipFile(path) as archive:
