@@ -23,7 +23,7 @@ def add_peer_modules(package: str, folders: Sequence[str]) -> list[str]:
         folders: The folders of its own modules, which come first.
     """
     if PeerFinder not in sys.path_hooks:
-        sys.path_hooks.append(PeerFinder)
+        sys.path_hooks.insert(0, PeerFinder)  # before that of zip files, which takes any path in one
     return [*folders, os.path.join(folders[0], _PREFIX + package)]
 
 

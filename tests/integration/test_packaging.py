@@ -1,6 +1,7 @@
 """What an installed copy must hold: the license, every folder of the package, and types for the peers' modules."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -42,10 +43,27 @@ def check_types(folder, program):
     return done.stdout + done.stderr
 
 
-def test_type_checkers_find_the_modules_that_have_no_file(tmp_path):
-    """The wheel has a stub for each, so a project whose imports were replaced stays free of errors."""
+@pytest.fixture
+def built(tmp_path):
+    """The folder that a wheel is made of."""
     build = [sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path), "--build-lib"]
     subprocess.run([*build, str(tmp_path / "lib")], cwd=ROOT, capture_output=True, check=True, timeout=100)
+    return tmp_path / "lib"
+
+
+def test_an_archive_can_be_imported(built, tmp_path):
+    archive = shutil.make_archive(str(tmp_path / "treadle"), "zip", built)
+    source = "import treadle\nfrom treadle.compat.callbacks.early_stopping import EarlyStopping\n"
+    source += "print(EarlyStopping, treadle.__file__)"
+    environment = {**os.environ, "PYTHONPATH": archive}
+    command = [sys.executable, "-c", source]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    home = os.path.join(archive, "treadle", "__init__.py")
+    assert done.stdout == f"<class 'treadle.callbacks.early_stopping.EarlyStopping'> {home}\n", done.stderr
+
+
+def test_type_checkers_find_the_modules_that_have_no_file(built, tmp_path):
+    """The wheel has a stub for each, so a project whose imports were replaced stays free of errors."""
     program = "".join(f"import treadle.compat.{path}\n" for path in list_paths() if path)
     program += """
 import treadle.compat as pl
@@ -62,6 +80,6 @@ class Stopping(EarlyStopping):
     assert "Success: no issues found" in check_types(tmp_path, program)
     missing = check_types(tmp_path, "from treadle.compat.callbacks.nothing import EarlyStopping\n")
     assert "import-not-found" in missing
-    for stub in list((tmp_path / "lib").rglob("*.pyi")):
+    for stub in list(built.rglob("*.pyi")):
         stub.unlink()
     assert 'has no attribute "EarlyStopping"' in check_types(tmp_path, program)
