@@ -11,7 +11,15 @@ if TYPE_CHECKING:
     from .datamodule import DataHooks, DataModule
     from .hooked_weights import HookedWeights
     from .hooks import TaskHooks
-    from .loading import load_checkpoint, read_hook_entries, read_saved_arguments, read_weights, warn_of_code
+    from .living import remember
+    from .loading import (
+        copy_added_objects,
+        load_checkpoint,
+        read_hook_entries,
+        read_saved_arguments,
+        read_weights,
+        warn_of_code,
+    )
     from .signatures import REQUIRED, Argument, Signature, described, signature
     from .stored_hparams import AttributeDict
     from .task import TaskModule, has_own, log_to, overrides, task_modules

@@ -122,11 +122,14 @@ class HyperparametersMixin:
         """Return `hparams` in the form that loggers receive."""
         return plain({name: readable(value) for name, value in self.stored_hparams().values.items()})
 
-    def check_hparams(self, stored_form: Stored) -> None:
+    def check_hparams(self, stored_form: Stored) -> dict[str, str]:
         """Warn once about each hyperparameter that cannot be passed to the constructor from a checkpoint.
 
         Args:
             stored_form: Result of `stored_hparams`.
+
+        Returns:
+            The reason for each such hyperparameter, by name.
         """
         checked: set[str] = self.__dict__.setdefault("_hparams_checked", set())
         lost: dict[str, str] = {}
@@ -141,13 +144,16 @@ class HyperparametersMixin:
                 except CannotRebuild as error:
                     lost[name] = f"{name} ({error})"
         checked.update(self.hparams)
+        known: dict[str, str] = self.__dict__.setdefault("_hparams_lost", {})
+        known |= lost
         if lost:
             names = [name for name in self.hparams if name in lost]
             words, passed = (", ".join(lost[name] for name in names), ", ".join(f"{name}=..." for name in names))
             warn(
                 f"{type(self).__name__}.hparams: checkpoints cannot store {words}. Pass {passed} to "
-                f"load_from_checkpoint. save_hyperparameters(ignore={names}) silences this warning."
+                f"load_from_checkpoint in another process. save_hyperparameters(ignore={names}) silences this warning."
             )
+        return known
 
 
 def _classify(whole: Any) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import torch
 
 from ...common.messages import name_type, nearest, warn
 from ...engine.checkpoint import (
+    ADDED,
     DATAMODULE_HPARAMS,
     HPARAMS,
     OpenCheckpoint,
@@ -28,6 +30,7 @@ from ...engine.checkpoint import (
 )
 from ...engine.weights import Opened, Source, TorchFile, View, check_extent, load, open_source
 from .hooked_weights import HookedWeights
+from .living import copy_objects, read_left_out
 from .signatures import Argument, signature
 from .stored_hparams import CannotRebuild, rebuild
 
@@ -106,11 +109,14 @@ def build(
             opened_source = _edit_weights(task, opened_source, saved, hook_entries)
         else:
             document = {} if opened_source.file is None else _read_document(opened_source, opened_source.file)
+            info = _read_info(document)
+            document |= {"left_out": read_left_out(info, HPARAMS), "find": partial(copy_objects, info, HPARAMS)}
             if file_hparams is not None:
                 document |= _replace_hparams(file_hparams, {})
             task = cls(**_merge_arguments(cls, opened_source.place, document, overrides))
             task.configure_model()
             if opened_source.file is not None:
+                document |= copy_added_objects(info, opened_source.place)
                 task.on_load_checkpoint(document)
                 # The hook may have changed it.
                 opened_source = Opened(opened_source.place, dict(document["state_dict"]))
@@ -246,7 +252,20 @@ def read_weights(opened: OpenCheckpoint) -> dict[str, Any]:
 def read_hook_entries(opened: OpenCheckpoint) -> dict[str, Any]:
     """Return the entries that ``on_save_checkpoint`` hooks added to a checkpoint, and its epoch and step."""
     manifest = opened.manifest
-    return load_into_memory(open_added(opened), {}, {}) | {"epoch": manifest.epoch, "global_step": manifest.step}
+    entries = load_into_memory(open_added(opened), {}, {}) | copy_added_objects(manifest.info, opened.path)
+    return entries | {"epoch": manifest.epoch, "global_step": manifest.step}
+
+
+def copy_added_objects(info: Mapping[str, Any], place: Any) -> dict[str, Any]:
+    """Return the objects that ``on_save_checkpoint`` hooks added, if a task of this process has them; else warn."""
+    lost = read_left_out(info, ADDED)
+    objects = copy_objects(info, HPARAMS, lost, added=True)
+    if lost:
+        warn(
+            f"{place} does not contain {_join_words(lost)}, which on_save_checkpoint added, because a checkpoint "
+            "stores only data. Create such objects in on_load_checkpoint."
+        )
+    return objects
 
 
 def _take_changed_hparams(document: dict[str, Any], hook_entries: dict[str, Any]) -> None:
@@ -266,6 +285,8 @@ def _read_hparams(saved: OpenCheckpoint, part: str) -> dict[str, Any]:
             f"{saved.path}: part {part!r} is damaged: it is {name_type(document)}, but must be a dict. "
             f"{filesystem.RESTORE}"
         )
+    if "hparams_kind" in document:  # not the earliest format
+        document["find"] = partial(copy_objects, saved.manifest.info, part)
     return document
 
 
@@ -289,6 +310,14 @@ def _read_document(opened_source: Opened, file: TorchFile) -> dict[str, Any]:
     return parts | {
         "state_dict": {name: read_tensor(piece) for name, piece in opened_source.weights.items()} | opened_source.others
     }
+
+
+def _read_info(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest's entries from a dict that a `CheckpointIO` plugin wrote; an empty dict for another file."""
+    exact = document.get("treadle")
+    text = exact.get("info") if isinstance(exact, dict) else None
+    info = json.loads(text) if isinstance(text, bytes) else None
+    return info if isinstance(info, dict) else {}
 
 
 def _read_parts(file: TorchFile) -> tuple[dict[str, Any], dict[str, str]]:
@@ -342,12 +371,14 @@ def _merge_arguments(
     names = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][1:]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     lost = {name: words for name, words in (document.get("left_out") or {}).items() if name not in overrides}
+    find = document.get("find") or (lambda lost: {})
     whole = document.get("hparams_name")
     if isinstance(whole, str) and whole in names:  # save_hyperparameters(hparams): one argument that holds all
         kind, name = document.get("hparams_kind") or ("mapping", "")
         inside = {} if takes_all else {name: value for name, value in overrides.items() if name not in names}
         overrides = {name: value for name, value in overrides.items() if name not in inside}
-        saved = {whole: Record(kind, name, {**saved, **inside})} if whole not in overrides else {}
+        found = {} if whole in overrides else find(lost)
+        saved = {whole: Record(kind, name, {**saved, **found, **inside})} if whole not in overrides else {}
         if lost and whole not in overrides:
             warn(f"{place}: {whole} lacks {_join_words(lost)}, which cannot be stored. {_advise_passing(lost)}")
         lost = {}
@@ -370,6 +401,7 @@ def _merge_arguments(
         cls, {name: value for name, value in saved.items() if name not in {*lost, *overrides}}, document
     )
     lost |= not_rebuilt
+    saved |= find(lost)
     _check_missing(cls, place, {*saved, *overrides}, lost)
     return {**saved, **overrides}
 
