@@ -191,7 +191,7 @@ class DataLoaderShard(_ShardedLoader):
         self._non_blocking = _non_blocking
         self.iteration = iteration
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         if self.rng_types is not None:
             synchronize_rng_states(list(self.rng_types), self.synchronized_generator)
         self.begin()
@@ -217,14 +217,15 @@ class DataLoaderShard(_ShardedLoader):
     @property
     def total_batch_size(self) -> int:
         """Global batch size; for an ``IterableDataset``, this rank's batch size."""
-        batches = self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
+        batches: Any = self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
         count = 1 if getattr(batches, "split_batches", False) else getattr(batches, "num_processes", 1)
         return int(batches.batch_size * count)
 
     @property
     def total_dataset_length(self) -> int:
         """Number of samples of all ranks; for an `IterableDatasetShard`, its length."""
-        return self.dataset.total_length if hasattr(self.dataset, "total_length") else len(self.dataset)
+        dataset: Any = self.dataset
+        return dataset.total_length if hasattr(dataset, "total_length") else len(dataset)
 
 
 _END = object()
@@ -310,7 +311,7 @@ class DataLoaderDispatcher(_ShardedLoader):
             raise RuntimeError(f"rank zero failed to read a batch: {text}")
         return send_to_device(batch[0], self.state.device, non_blocking=self._non_blocking) if batch else _END
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         self.begin()
         self.set_epoch(self.iteration)
         count, rank = self.state.num_processes, self.state.process_index
@@ -346,13 +347,14 @@ class DataLoaderDispatcher(_ShardedLoader):
     @property
     def total_batch_size(self) -> int:
         """Global batch size."""
-        size = self.batch_size if self.batch_sampler is None else self.batch_sampler.batch_size
+        batches: Any = self if self.batch_sampler is None else self.batch_sampler
+        size = batches.batch_size
         return int(size * (1 if self.split_batches else self.state.num_processes))
 
     @property
     def total_dataset_length(self) -> int:
         """Number of samples in the dataset."""
-        return len(self.dataset)
+        return len(self.dataset)  # type: ignore[arg-type]
 
 
 def prepare_data_loader(

@@ -206,7 +206,8 @@ class FabricDataLoader:
 
 class _SharedSampler(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[Any]:
-        yielded: Any = list(self.dataset)  # the samples that the user's sampler yields in this epoch
+        sampler: Any = self.dataset
+        yielded = list(sampler)  # the samples that the user's sampler yields in this epoch
         return (yielded[index] for index in super().__iter__())
 
 
