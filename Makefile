@@ -87,12 +87,11 @@ $(VENV)/.docs: $(VENV)/.installed
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
-# The modules that hold a peer's names and nothing else; the tables of docs/migrating and compat/differences.toml.
+# The tables of docs/migrating and compat/differences.toml.
 compat: install
-	$(BIN)/python .ci/make_compat.py
 	$(BIN)/python .ci/make_migration.py
 
-# The wheel holds the tracked files of the package and nothing else.
+# The wheel holds the tracked files of the package, the type stubs of setup.py and nothing else.
 wheel: install
 	rm -rf build/lib build/bdist* dist
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist . > build.log 2>&1 || (cat build.log; exit 1)

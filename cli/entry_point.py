@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     name = remaining_arguments.pop(0)
     if name in ("-V", "--version"):
-        from ..common.version import __version__
+        from ..common import __version__
 
         print(__version__)
         return 0

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...common.version import __version__
+from ...common import __version__
 from ..launch import supervisor
 
 Facts = dict[str, Any]

@@ -227,7 +227,6 @@ READ_NOTHING = {
     "OnExceptionCheckpoint.__init__(dirpath)": "writes",
     "OnExceptionCheckpoint.__init__(filename)": "is a pattern of names",
     "SpikeWatch.__init__(dirpath)": "writes",
-    "is_shared_filesystem(path)": "writes",
     "claim_version(root_dir)": "writes",
     "DirectoryLogger.__init__(save_dir)": "writes",
     "folders(directory)": "lists names",
