@@ -536,7 +536,7 @@ _BUILT_IN = (
     *(TensorBoardTracker, CSVTracker, WandBTracker, MLflowTracker),
     *(ClearMLTracker, CometMLTracker, SwanLabTracker, TrackioTracker),
 )
-LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {tracker.name: tracker for tracker in _BUILT_IN}
+LOGGER_TYPE_TO_CLASS: dict[str, Any] = {tracker.name: tracker for tracker in _BUILT_IN}
 """The tracker classes by name, including registered ones."""
 
 

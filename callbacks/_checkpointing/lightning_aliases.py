@@ -39,7 +39,10 @@ class CheckpointAliases:
     every_n_epochs: int
     train_time_interval: timedelta | None
     save_last: bool
-    _directory: str
+
+    @property
+    def _directory(self) -> str:
+        raise NotImplementedError
 
     def _save(self, trainer: Trainer, values: dict[str, float], ranked: bool) -> None:
         raise NotImplementedError

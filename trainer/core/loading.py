@@ -6,7 +6,7 @@ import csv
 import inspect
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -374,7 +374,7 @@ def _merge_arguments(
     names = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][1:]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     lost = {name: words for name, words in (document.get("left_out") or {}).items() if name not in overrides}
-    find = document.get("find") or (lambda lost: {})
+    find: Callable[[dict[str, str]], dict[str, Any]] = document.get("find") or (lambda lost: {})
     whole = document.get("hparams_name")
     if isinstance(whole, str) and whole in names:  # save_hyperparameters(hparams): one argument that holds all
         kind, name = document.get("hparams_kind") or ("mapping", "")
