@@ -146,7 +146,7 @@ class MPSAccelerator(Accelerator):
 
 
 class AcceleratorConnector:
-    """What ``Trainer(accelerator=..., devices=...)`` selects, for libraries that ask without a Trainer.
+    """Selection of ``Trainer(accelerator=..., devices=...)``, for libraries that ask without a Trainer.
 
     Attributes:
         accelerator: The device type.

@@ -168,7 +168,7 @@ def _is_metric(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Service:
-    """How a tracker of Treadle is made of a logger.
+    """Description of a kind of tracker that Treadle makes of a logger.
 
     Attributes:
         logger: Name of the logger's class in `treadle.loggers`.

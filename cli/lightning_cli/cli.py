@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...common.messages import warn
-from ...common.version import __version__
+from ...common import __version__
 from ...engine import seed_everything
 from ...trainer import Trainer
 from ...trainer.core import (
