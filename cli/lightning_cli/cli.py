@@ -13,8 +13,8 @@ import yaml
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...common.messages import warn
 from ...common import __version__
+from ...common.messages import warn
 from ...engine import seed_everything
 from ...trainer import Trainer
 from ...trainer.core import (
