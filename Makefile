@@ -1,4 +1,4 @@
-# One environment, made once per change of what it holds: make install is the step that demo and test share.
+# One environment, made once per change of what it holds: the demo needs the library and scikit-learn, the tests all else.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,16 +11,19 @@ STREAMING := mosaicml-streaming Brotli catalogue cramjam python-snappy zstd
 
 .PHONY: install demo test test-all test-slow test-resume test-faults test-elastic test-soak test-slurm test-browser test-gpu lint types docs compat wheel bench bench-gpu clean
 
-install: $(VENV)/.installed
-$(VENV)/.installed: pyproject.toml constraints.txt
+demo: $(VENV)/.demo
+	$(BIN)/python examples/digits.py
+$(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[examples]'
+	touch $@
+
+install: $(VENV)/.installed
+$(VENV)/.installed: $(VENV)/.demo
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,examples]'
 	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt $(STREAMING)
 	touch $@
-
-demo: install
-	$(BIN)/python examples/digits.py
 
 test: install
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not exhaustive and not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)
@@ -84,12 +87,11 @@ $(VENV)/.docs: $(VENV)/.installed
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
-# The modules that hold a peer's names and nothing else; the tables of docs/migrating and compat/differences.toml.
+# The tables of docs/migrating and compat/differences.toml.
 compat: install
-	$(BIN)/python .ci/make_compat.py
 	$(BIN)/python .ci/make_migration.py
 
-# The wheel holds the tracked files of the package and nothing else.
+# The wheel holds the tracked files of the package, the type stubs of setup.py and nothing else.
 wheel: install
 	rm -rf build/lib build/bdist* dist
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist . > build.log 2>&1 || (cat build.log; exit 1)

@@ -1,5 +1,7 @@
 """Compare a wheel with the git tree: it must contain the tracked files of the package, byte for byte, and no others.
 
+Type stubs are the exception: setup.py makes them from the tables of ``compat``.
+
 A file in a released wheel that is in no commit is the sign of a compromised release.
 """
 
@@ -10,6 +12,9 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from setup import STUB, list_stubs  # noqa: E402
 
 
 def tracked() -> dict[str, Path]:
@@ -37,13 +42,14 @@ def tracked() -> dict[str, Path]:
 
 def main(path: str) -> int:
     """Compare, print the differences and return the exit status."""
-    wanted = tracked()
+    wanted = {name: file.read_bytes() for name, file in tracked().items()}
+    wanted |= {f"treadle/{name}": STUB.encode() for name in list_stubs(ROOT)}
     with zipfile.ZipFile(path) as wheel:
         held = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
         licenses = [wheel.read(name) for name in wheel.namelist() if name.endswith(".dist-info/licenses/LICENSE")]
     wrong = [f"missing: {name}" for name in sorted(wanted.keys() - held.keys())]
     wrong += [f"not in the tree: {name}" for name in sorted(held.keys() - wanted.keys())]
-    wrong += [f"differs: {n}" for n in sorted(held.keys() & wanted.keys()) if held[n] != wanted[n].read_bytes()]
+    wrong += [f"differs: {n}" for n in sorted(held.keys() & wanted.keys()) if held[n] != wanted[n]]
     if licenses != [(ROOT / "LICENSE").read_bytes()]:
         wrong.append("missing: the tree's LICENSE")
     print("\n".join(wrong) or f"{path}: {len(held)} files, all as in the tree")

@@ -32,7 +32,6 @@ from ._checkpointing import (
     is_abandoned,
     is_taken,
     relocate,
-    remove,
 )
 from .checkpoint import Checkpoint
 from .monitored_metric import MODES, checks_at_epoch_end, make_never_logged_error, read_logged_metrics
@@ -202,8 +201,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         self.format = None if format is None else choose("format", format, ("file", "directory"))
         self._clock = None if interval is None else AgreedInterval(interval)
         self._triggered_step = self._first_step = 0  # of the latest trigger, and at which the run started
-        self._save_requested = False  # a trigger has fired, and the save is pending
-        self._waiting = False  # the ranked save waits for its value
+        self._save_requested = self._waiting = False  # a trigger has fired; the ranked save waits for its value
         self._continues = False  # the run resumes in the same directory
         self._resumed_step: int | None = None
         self._before: dict[str, Any] = {}  # the record before the checkpoint that is being saved
@@ -467,6 +465,17 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         return self.dirpath
 
     def _save(self, trainer: Trainer, values: dict[str, float], ranked: bool) -> None:
+        own = type(self)._update_best_and_save is not ModelCheckpoint._update_best_and_save
+        if not (own and ranked and self.monitor):
+            self._save_kept(trainer, values, ranked)
+            return
+        score = torch.tensor(values[self.monitor], dtype=torch.float64, device="cpu")
+        candidates = self._monitor_candidates(trainer)
+        if self.check_monitor_top_k(trainer, score):
+            self._update_best_and_save(score, trainer, candidates)
+        self._save_last_checkpoint(trainer, candidates)  # unless the method has saved it too
+
+    def _save_kept(self, trainer: Trainer, values: dict[str, float], ranked: bool) -> None:
         """Decide which checkpoints to keep, and save the new one if it is among them."""
         self._complete_job(trainer, wait=True)
         top_k, before = self._top_k, self._top_k.snapshot()
@@ -550,9 +559,8 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     def _finish_save(self, trainer: Trainer) -> None:
         if self.verbose:
             announce(f"saved a checkpoint of optimizer step {self._top_k.saved_step} in {self._directory}")
-        if trainer.is_global_zero:
-            for path in self._top_k.replaced:
-                remove(path, self._directory, trainer.ckpt_path, trainer.checkpointer.plugin)
+        for path in self._top_k.replaced:
+            self._remove_checkpoint(trainer, path)
         self._top_k.replaced = []
         trainer.logbook.call("after_save_checkpoint", self)
 

@@ -48,6 +48,10 @@ class ModelSummary(BestEffortCallback):
     def __init__(self, max_depth: int = 1) -> None:
         self.max_depth = check_int("max_depth", max_depth, -1, "shows all")
 
+    @property
+    def _max_depth(self) -> int:  # Lightning's name, which public projects read
+        return self.max_depth
+
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Print the table."""
         if self.max_depth and (trainer.is_global_zero or pl_module.example_input_array is not None):

@@ -46,7 +46,7 @@ class BasePredictionWriter(Callback):
             Default: ``"batch"``.
 
     Raises:
-        ValueError: If the interval is unknown, or if a method that it needs is not overridden.
+        ValueError: If the interval is unknown, or if no method that it calls is overridden.
 
     Example:
         >>> import treadle as tl
@@ -67,11 +67,13 @@ class BasePredictionWriter(Callback):
 
     def __init__(self, write_interval: str = "batch") -> None:
         self.interval = WriteInterval(choose("write_interval", write_interval, tuple(map(str, WriteInterval))))
-        for name, when in (("write_on_batch_end", "batch"), ("write_on_epoch_end", "epoch")):
-            if when in self.interval and getattr(type(self), name) is getattr(BasePredictionWriter, name):
-                raise ValueError(
-                    f"write_interval={write_interval!r} needs the method {name}. Define it in {type(self).__name__}."
-                )
+        whens = [when for when in ("batch", "epoch") if when in self.interval]
+        # A subclass may also do all of it in the hook that calls the method.
+        names = [name for when in whens for name in (f"write_on_{when}_end", f"on_predict_{when}_end")]
+        if all(getattr(type(self), name) is getattr(BasePredictionWriter, name) for name in names):
+            raise ValueError(
+                f"write_interval={write_interval!r} needs the method {names[0]}. Define it in {type(self).__name__}."
+            )
         self._predictions: list[list[Any]] = []
         self._indices: list[list[list[Any] | None]] = []
 

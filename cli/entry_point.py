@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -23,6 +22,7 @@ COMMANDS = {
     "test": ("treadle.cli.commands.stages:test", "evaluate with the test steps, configured like fit"),
     "validate": ("treadle.cli.commands.stages:validate", "evaluate with the validation steps, configured like fit"),
 }
+_GROUP = "treadle.commands"
 _OTHER_NAMES = {"train": "fit", "evaluate": "validate", "eval": "validate"}
 """Names of other programs' commands, with Treadle's counterparts."""
 
@@ -30,54 +30,46 @@ _OTHER_NAMES = {"train": "fit", "evaluate": "validate", "eval": "validate"}
 def format_usage() -> str:
     """Return the text of `treadle --help`."""
     descriptions = {name: words for name, (_, words) in COMMANDS.items()}
-    descriptions |= {name: _describe(entry) for name, entry in find_registered_commands().items()}
+    descriptions |= {name: command.SUMMARY for name, command in load_registered_commands().items()}
     width = max(map(len, descriptions))
     lines = [f"  {name:<{width}}  {descriptions[name]}" for name in sorted(descriptions)]
     return "\n".join(["usage: treadle COMMAND ...", "", *lines, "", "`treadle COMMAND --help` describes each."])
 
 
-def find_registered_commands() -> dict[str, EntryPoint]:
-    """Return the commands that packages register in the entry-point group ``treadle.commands``, by name.
+def load_registered_commands() -> dict[str, Any]:
+    """Return the commands that packages register in the entry-point group ``treadle.commands``: modules by name.
 
-    An entry point refers to a module with a function ``main(arguments)``, which returns the exit status, and a string
-    ``SUMMARY``, which `treadle --help` prints.
+    A module has a function ``main(arguments)``, which returns the exit status, and a string ``SUMMARY``, which
+    `treadle --help` prints. A function ``build_parser()``, if it has one, is for `treadle completion`, and a function
+    ``run_for_script`` is for `run`: its arguments are those of the command, the program's name, the words of a command
+    line before ``fit``, and ``Model``, ``Data`` and ``defaults`` of `run`.
     """
-    return {entry.name: entry for entry in entry_points(group="treadle.commands") if entry.name not in COMMANDS}
+    entries = (entry for entry in entry_points(group=_GROUP) if entry.name not in COMMANDS)
+    return {entry.name: _load(entry) for entry in entries}
 
 
-def _describe(entry: EntryPoint) -> str:
+def _load(entry: EntryPoint) -> Any:
     try:
-        return str(entry.load().SUMMARY)
-    except Exception as error:  # the help of the other commands must not depend on it
-        return _format_failure(entry, error)
+        return entry.load()
+    except Exception as error:  # of any module; the other commands must not depend on it
+        return _BrokenCommand(entry, error)
 
 
-def _format_failure(entry: EntryPoint, error: Exception) -> str:
-    package = f"the package {entry.dist.name} " if entry.dist is not None else ""
-    return f"can't be loaded: {package}registers {entry.value}, which raises {type(error).__name__}: {error}"
+class _BrokenCommand:
+    """Stand-in for a command whose module cannot be imported. It prints the error."""
 
+    def __init__(self, entry: EntryPoint, error: Exception) -> None:
+        package = f"the package {entry.dist.name} " if entry.dist is not None else ""
+        raised = f"{type(error).__name__}: {error}"
+        self.SUMMARY = f"can't be loaded: {package}registers {entry.value}, which raises {raised}"
+        self._name = entry.name
 
-def _report_failure(entry: EntryPoint, error: Exception, *arguments: Any) -> int:
-    print(f"treadle: the command {entry.name!r} {_format_failure(entry, error)}", file=sys.stderr)
-    return 1
+    def main(self, arguments: Sequence[str]) -> int:
+        print(f"treadle: the command {self._name!r} {self.SUMMARY}", file=sys.stderr)
+        return 1
 
-
-def load_script_commands() -> dict[str, Callable[..., int]]:
-    """Return the registered commands that a script with `run` offers, too: functions ``run_for_script``, by name.
-
-    They are called with the arguments, the program's name, the words of a command line before ``fit``, and `run`'s
-    ``Model``, ``Data`` and ``defaults``, and return the exit status.
-    """
-    functions: dict[str, Callable[..., int]] = {}
-    for name, entry in find_registered_commands().items():
-        try:
-            command = entry.load()
-        except Exception as error:
-            functions[name] = partial(_report_failure, entry, error)
-            continue
-        if hasattr(command, "run_for_script"):
-            functions[name] = command.run_for_script
-    return functions
+    def run_for_script(self, *arguments: Any) -> int:
+        return self.main(())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,26 +84,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     name = remaining_arguments.pop(0)
     if name in ("-V", "--version"):
-        from ..common.version import __version__
+        from ..common import __version__
 
         print(__version__)
         return 0
     if name in COMMANDS:
         module, _, function = COMMANDS[name][0].partition(":")
         return int(getattr(importlib.import_module(module), function or "main")(remaining_arguments))
-    registered = find_registered_commands()
-    if name not in registered:
-        from ..common.messages import nearest
+    for entry in entry_points(group=_GROUP, name=name):
+        return int(_load(entry).main(remaining_arguments))
+    from ..common.messages import nearest
 
-        hint = (
-            f" Did you mean {_OTHER_NAMES[name]!r}?"
-            if name in _OTHER_NAMES
-            else nearest(name, {*COMMANDS, *registered})
-        )
-        print(f"treadle: unknown command {name!r}.{hint}\n\n{format_usage()}", file=sys.stderr)
-        return 2
-    try:
-        command = registered[name].load()
-    except Exception as error:
-        return _report_failure(registered[name], error)
-    return int(command.main(remaining_arguments))
+    names = {*COMMANDS, *entry_points(group=_GROUP).names}
+    hint = f" Did you mean {_OTHER_NAMES[name]!r}?" if name in _OTHER_NAMES else nearest(name, names)
+    print(f"treadle: unknown command {name!r}.{hint}\n\n{format_usage()}", file=sys.stderr)
+    return 2

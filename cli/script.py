@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .entry_point import load_registered_commands
+
 if TYPE_CHECKING:
     from ..trainer import DataModule, TaskModule
     from .commands import Session
@@ -47,12 +49,12 @@ def run(
     remaining_arguments = list(sys.argv[1:] if arguments is None else arguments)
     program = sys.argv[0].rpartition("/")[2]
     if not remaining_arguments or remaining_arguments[0] not in _STAGES:
-        from .entry_point import load_script_commands
-
-        commands = load_script_commands()
-        if remaining_arguments and (run_command := commands.get(remaining_arguments[0])) is not None:
+        registered = load_registered_commands()
+        commands = {name: command for name, command in registered.items() if hasattr(command, "run_for_script")}
+        if remaining_arguments and remaining_arguments[0] in commands:
             name, command = remaining_arguments.pop(0), [sys.executable, os.path.abspath(sys.argv[0])]
-            sys.exit(run_command(remaining_arguments, f"python {program} {name}", command, Model, Data, defaults))
+            place = (f"python {program} {name}", command)
+            sys.exit(commands[name].run_for_script(remaining_arguments, *place, Model, Data, defaults))
         names = (*_STAGES, *commands)
         usage = f"usage: python {program} {'|'.join(names)} [--config FILE ...] [KEY=VALUE ...]"
         if remaining_arguments and remaining_arguments[0] in ("-h", "--help"):

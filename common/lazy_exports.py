@@ -15,14 +15,17 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
     The package exports the names that the imports under ``if TYPE_CHECKING:`` bind. At run time, the module of a name
     is imported when the name is first used.
     """
-    loader = sys.modules[package].__spec__.loader  # type: ignore[union-attr]
-    source = loader.get_source(package)  # type: ignore[union-attr]
-    if source is None:
+    loader: Any = sys.modules[package].__spec__.loader  # type: ignore[union-attr]
+    file = loader.get_filename(package)
+    if not file.endswith(".py"):
         raise ImportError(
             f"the source file of {package}, which lists its exports, is missing. Reinstall Treadle.",
             name=package,
         )
-    homes = {alias.asname or alias.name: (home, alias.name) for home, alias in _collect_imports(ast.parse(source))}
+    homes = {
+        alias.asname or alias.name: (home, alias.name)
+        for home, alias in _collect_imports(ast.parse(loader.get_data(file)))
+    }
 
     def __getattr__(name: str) -> Any:
         if name not in homes:

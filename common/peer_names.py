@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import opcode
 import pkgutil
 import sys
 import tomllib
@@ -17,7 +16,6 @@ from typing import Any, NoReturn
 from .messages import nearest
 
 _ASKING = (__name__, "treadle.common.lazy_exports")
-_IMPORT_FROM = opcode.opmap["IMPORT_FROM"]
 
 
 class Elsewhere(str):
@@ -35,14 +33,15 @@ def export_peer_names(module: str) -> tuple[Callable[[str], Any], Callable[[], l
         module: ``__name__`` of the module.
     """
     path = peer_path(module)
-    names = sorted(name for name, home in read_names(path).items() if not isinstance(home, Elsewhere))
+    listed = {name for name, home in read_names(path).items() if not isinstance(home, Elsewhere)}
     own = _own_module(module, path)
-    if own is not None:
-        names = sorted({*names, *(getattr(own, "__all__", None) or _list_public(own))})
+    names = sorted(listed if own is None else listed.union(getattr(own, "__all__", None) or _list_public(own)))
 
     def __getattr__(name: str) -> Any:
+        if name.startswith("__"):  # such as ``__file__``, which `inspect` asks of every module
+            raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
         try:
-            value = getattr(own, name)
+            value = getattr(None if name in listed else own, name)
         except (AttributeError, _NoSuchNameError):
             value = find_peer_name(module, name, names)
         setattr(sys.modules[module], name, value)  # later lookups find it in the module itself
@@ -54,7 +53,7 @@ def export_peer_names(module: str) -> tuple[Callable[[str], Any], Callable[[], l
 
 def _bind_over_submodules(package: Any, names: list[str], find: Callable[[str], Any]) -> None:
     """Import each submodule that has the name of an export, then rebind the export, so no later import replaces it."""
-    for entry in pkgutil.iter_modules(getattr(package, "__path__", ())):
+    for entry in pkgutil.iter_modules(package.__path__):
         if entry.name in names:
             importlib.import_module(f"{package.__name__}.{entry.name}")
             setattr(package, entry.name, find(entry.name))
@@ -66,6 +65,7 @@ def find_peer_names(module: str) -> Callable[[str], Any]:
     Args:
         module: ``__name__`` of the module.
     """
+    sys.modules[module].__dict__.setdefault("__path__", [])  # for `_refuse`
 
     def __getattr__(name: str) -> Any:
         return find_peer_name(module, name, _list_public(sys.modules[module]))
@@ -80,11 +80,11 @@ def find_peer_name(module: str, name: str, valid: Any = ()) -> Any:
         ImportError, AttributeError: If Treadle has neither; an ImportError for ``from module import name``.
     """
     path = peer_path(module)
-    home = None if name.startswith("__") else read_names(path).get(name)
+    home = read_names(path).get(name)
     if isinstance(home, Elsewhere):
         _refuse(module, name, f"{module} has no {name}: {home}")
     if home is None:
-        submodule = None if name.startswith("_") else _import_submodule(module, f"{path}.{name}".lstrip("."))
+        submodule = None if name.startswith("__") else _import_submodule(module, f"{path}.{name}".lstrip("."))
         if submodule is None:
             _refuse(module, name, f"module {module!r} has no attribute {name!r}.{nearest(name, valid)}")
         return submodule
@@ -110,12 +110,12 @@ def _is_module(name: str) -> bool:
 
 
 def _refuse(module: str, name: str, text: str) -> NoReturn:
-    # `from module import name` replaces an AttributeError with one without the text; hasattr() does not accept an
-    # ImportError.
+    # `from module import name` replaces an AttributeError with one without the text; hasattr() accepts nothing else.
+    # Before it looks for a submodule of a package, the import system asks for the name in `_handle_fromlist`.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") in _ASKING:
         frame = frame.f_back
-    if frame is not None and frame.f_code.co_code[frame.f_lasti] == _IMPORT_FROM:
+    if frame is not None and frame.f_code.co_name == "_handle_fromlist":
         raise _NoSuchNameError(text, name=module)
     raise AttributeError(text, name=name, obj=sys.modules.get(module))
 
@@ -150,6 +150,14 @@ def list_paths() -> list[str]:
     paths = {path for peer in ("lightning", "accelerate") for path in read_table(peer)}
     paths |= {f"fabric.{path}".rstrip(".") for path in read_table("fabric") if path != "answers"}
     return sorted(paths - {"answers"})
+
+
+@cache
+def list_submodules(package: str) -> tuple[str, ...]:
+    """Return the sorted names of the modules that the tables list directly below a package of Treadle."""
+    above = f"{peer_path(package)}.".lstrip(".")
+    below = {path.removeprefix(above).partition(".")[0] for path in list_paths() if path.startswith(above)}
+    return tuple(sorted(below - {""}))
 
 
 def _read_section(peer: str, path: str) -> Iterator[tuple[str, str]]:

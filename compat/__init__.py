@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..common.lazy_exports import lazy_exports
+from ..common.peer_finder import add_peer_modules
 
 if TYPE_CHECKING:
     from .. import (
@@ -47,10 +48,11 @@ if TYPE_CHECKING:
     )
     from ..callbacks import Callback
     from ..cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
-    from ..common.version import __version__
+    from ..common import __version__
     from ..engine import seed_everything
     from ..trainer import DataModule, TaskModule, Trainer
     from ..trainer import DataModule as LightningDataModule
     from ..trainer import TaskModule as LightningModule
 
+__path__ = add_peer_modules(__name__, __path__)
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -13,10 +13,12 @@ import torch
 from .. import engine
 from ..callbacks.device_stats_monitor import read_cpu_stats as get_cpu_stats
 from ..callbacks.device_stats_monitor import read_device_stats as read_device_stats
-from ..strategies.distributed import Devices, device_of, device_type, parse_devices
+from ..strategies.distributed import Devices, LaunchEnvironment, device_of, device_type, parse_devices
+from ..strategies.launch import supervisor
 
 __all__ = [
     "Accelerator",
+    "AcceleratorConnector",
     "CPUAccelerator",
     "CUDAAccelerator",
     "MPSAccelerator",
@@ -141,6 +143,33 @@ class MPSAccelerator(Accelerator):
     """Device type of Apple's GPU."""
 
     kind = "mps"
+
+
+class AcceleratorConnector:
+    """Selection of ``Trainer(accelerator=..., devices=...)``, for libraries that ask without a Trainer.
+
+    Attributes:
+        accelerator: The device type.
+        _accelerator_flag: Its name, such as ``"cuda"``.
+        _devices_flag: The number of processes for the CPU, otherwise the indices of the devices.
+        _parallel_devices: The device of each process of this machine.
+    """
+
+    def __init__(self, *, devices: Devices = "auto", accelerator: str = "auto") -> None:
+        """Parse both arguments as the Trainer does.
+
+        Raises:
+            ValueError, TypeError: If an argument is invalid, or contradicts the machine.
+        """
+        self._accelerator_flag = device_type(accelerator)
+        self.accelerator = _CLASSES[self._accelerator_flag]()
+        if devices == "auto" and LaunchEnvironment.read() is None and not supervisor.has_script():
+            devices = 1  # nothing could start more processes
+        self._devices_flag = self.accelerator.parse_devices(devices)
+        self._parallel_devices = self.accelerator.get_parallel_devices(self._devices_flag)
+
+
+_CLASSES: dict[str, type[Accelerator]] = {kind.kind: kind for kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator)}
 
 
 def get_nvidia_gpu_stats(device: torch.device | str | int) -> dict[str, float]:

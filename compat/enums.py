@@ -1,11 +1,8 @@
-"""Accelerate's enums, and `TensorInformation`."""
+"""Accelerate's enums."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-
-import torch
 
 
 class EnumWithContains(enum.EnumMeta):
@@ -130,11 +127,3 @@ class CustomDtype(enum.Enum):
     FP8 = "fp8"
     INT4 = "int4"
     INT2 = "int2"
-
-
-@dataclass
-class TensorInformation:
-    """Shape and dtype of a tensor without its values."""
-
-    shape: torch.Size
-    dtype: torch.dtype

@@ -8,23 +8,10 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from types import FrameType
 from typing import Any
 
-from ..common.messages import warn
-from .inspection import is_picklable
-
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
-    """Delete hyperparameters that cannot be pickled, in place, with a warning for each."""
-    for name in [name for name, value in hparams.items() if not is_picklable(value)]:
-        warn(
-            f"the hyperparameter {name!r} can't be pickled, so it is removed. To avoid this warning, call "
-            f"save_hyperparameters(ignore=[{name!r}])."
-        )
-        del hparams[name]
-
-
-def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
+def _find_variadic(cls: type) -> tuple[str, str | None, str | None]:
     """Return the names of ``self``, ``*args`` and ``**kwargs`` in a class's ``__init__``; None for a missing one."""
     parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
     positional, keyword = (next((p.name for p in parameters if p.kind == kind), None) for kind in _VARIADIC)
@@ -44,7 +31,7 @@ def _read_frame(frame: FrameType) -> tuple[Any, dict[str, Any]]:
     if "__class__" not in local or frame.f_code.co_name != "__init__":
         return None, {}
     cls = local["__class__"]
-    own, positional, keyword = parse_class_init_keys(cls)
+    own, positional, keyword = _find_variadic(cls)
     arguments = {name: local[name] for name in inspect.signature(cls.__init__).parameters}
     arguments |= arguments.get(keyword or "", {})
     return local.get(own), {

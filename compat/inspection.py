@@ -1,19 +1,14 @@
-"""Lightning's queries about a module, a value or the machine."""
+"""Lightning's queries about a module and the machine."""
 
 from __future__ import annotations
 
 import os
-import pickle
-import uuid
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ..common.validation import check_int
-from ..strategies import Strategy, World
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,46 +47,6 @@ def _gather_full(value: Tensor) -> Tensor:
     return gathered
 
 
-def find_shared_parameters(module: nn.Module) -> list[list[str]]:
-    """Return the names of shared parameters, one list per parameter.
-
-    Args:
-        module: The module.
-    """
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [shared for shared in names.values() if len(shared) > 1]
-
-
-def set_shared_parameters(module: nn.Module, shared_params: Sequence[Sequence[str]]) -> nn.Module:
-    """Retie the parameters whose names `find_shared_parameters` returned, and return the module.
-
-    Args:
-        module: The module, which is changed in place.
-        shared_params: Lists of parameter names. The first parameter in each list replaces the others.
-    """
-    for first, *others in shared_params:
-        parameter = module.get_parameter(first)
-        for name in others:
-            parent, _, attribute_name = name.rpartition(".")
-            setattr(module.get_submodule(parent), attribute_name, parameter)
-    return module
-
-
-def is_picklable(obj: object) -> bool:
-    """Return whether an object can be pickled.
-
-    Args:
-        obj: Any object.
-    """
-    try:
-        pickle.dumps(obj)
-    except (pickle.PickleError, AttributeError, RuntimeError, TypeError):
-        return False
-    return True
-
-
 def suggested_max_num_workers(local_world_size: int) -> int:
     """Return the recommended number of dataloader workers per process, at least 1.
 
@@ -103,25 +58,3 @@ def suggested_max_num_workers(local_world_size: int) -> int:
     check_int("local_world_size", local_world_size, 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // local_world_size - 1)
-
-
-def is_shared_filesystem(strategy: Strategy | World, path: str | Path | None = None) -> bool:
-    """Return whether all ranks see the same files below ``path``. Must be called on all ranks.
-
-    Args:
-        strategy: The run's strategy, or its `World`.
-        path: An existing directory. Default: the working directory.
-    """
-    world = strategy if isinstance(strategy, World) else strategy.world
-    folder = Path.cwd() if path is None else Path(path)
-    with world.together():
-        if not folder.is_dir():
-            raise ValueError(f"path={str(path)!r} is not a directory. Pass an existing directory.")
-    mark: Any = world.broadcast(folder / f".shared-{uuid.uuid4().hex}" if world.is_main else None)
-    with world.together():
-        if world.is_main:
-            mark.touch()
-    is_shared = world.all(mark.exists())
-    if world.is_main:
-        mark.unlink()
-    return is_shared

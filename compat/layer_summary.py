@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,6 +43,15 @@ class ModelSummary(Summary):
     def in_sizes(self) -> list[Any]:
         """Shapes of the modules' inputs; unknown for a call without inputs."""
         return [size or UNKNOWN_SIZE for size in super().in_sizes]
+
+    @property
+    def _layer_summary(self) -> dict[str, SimpleNamespace]:  # Lightning's name, which public projects read
+        names = ("layer_type", "num_parameters", "in_size", "out_size", "training")
+        rows = zip(self.layer_types, self.param_nums, self.in_sizes, self.out_sizes, self.training_modes, strict=True)
+        return {
+            name: SimpleNamespace(**dict(zip(names, row, strict=True)))
+            for name, row in zip(self.layer_names, rows, strict=True)
+        }
 
     @property
     def total_layer_params(self) -> int:

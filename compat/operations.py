@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
+from functools import update_wrapper
 from typing import Any
 
 import torch
@@ -9,6 +12,7 @@ import torch
 from ..common.messages import name_type
 from ..common.validation import choose
 from ..engine import collectives, seed_everything
+from ..engine.nested import convert_to_fp32
 from ..strategies.distributed import current_place, current_world
 from ..trainer.arguments import set_determinism
 
@@ -160,3 +164,18 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
         if generator is None:
             raise ValueError("rng_type='generator' needs a torch.Generator. Pass it as generator=...")
         generator.set_state(world.broadcast(generator.get_state()))
+
+
+class ConvertOutputsToFp32:
+    """Callable that runs a function and converts its half-precision outputs to float32."""
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function and return its converted output."""
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+    def __getstate__(self) -> Any:
+        raise pickle.PicklingError("ConvertOutputsToFp32 can't be pickled. Pickle the unwrapped function instead.")

@@ -64,7 +64,7 @@ class DataLoaderStateMixin(metaclass=_KindOfLoader):
     """State of a dataloader that `GradientState` reports.
 
     Attributes:
-        end_of_dataloader: Whether the current batch is the last one. Always False for a `SkipDataLoader`.
+        end_of_dataloader: Whether the current batch is the last one.
         remainder: Number of samples in the last global batch without repeated ones, 0 or the batch size for a complete
             batch, -1 if unknown. Not exact for an `IterableDatasetShard`.
     """
@@ -94,67 +94,17 @@ class DataLoaderStateMixin(metaclass=_KindOfLoader):
         self.gradient_state._remove_dataloader(self)
 
 
-class DataLoaderAdapter(metaclass=_KindOfLoader):
-    """Base class of dataloaders that wrap a ``DataLoader`` (or torchdata's ``StatefulDataLoader``).
+class _ShardedLoader(DataLoader[Any], DataLoaderStateMixin):
+    is_sharded = True  # which the Accelerator refuses to shard again
 
-    An adapter counts as an instance of the wrapped dataloader's class, and has its attributes.
-
-    Args:
-        dataset: Dataset of the wrapped dataloader.
-        use_stateful_dataloader: Whether to build torchdata's ``StatefulDataLoader``. Default: False.
-        batch_sampler, kwargs: Arguments of the dataloader.
-    """
-
-    def __init__(
-        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
-    ) -> None:
-        self.use_stateful_dataloader = use_stateful_dataloader
+    def __init__(self, dataset: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> None:
         if use_stateful_dataloader:
-            if not is_installed("torchdata"):
-                raise ModuleNotFoundError(
-                    "use_stateful_dataloader=True needs the package 'torchdata', which is not installed. Run pip "
-                    "install torchdata. A dataloader that treadle.Accelerator prepares has state_dict() without this "
-                    "package."
-                )
-            from torchdata.stateful_dataloader import StatefulDataLoader
-
-            self.base_dataloader: Any = StatefulDataLoader(dataset, batch_sampler=batch_sampler, **kwargs)
-        else:
-            self.base_dataloader = DataLoader(dataset, batch_sampler=batch_sampler, **kwargs)
-        if hasattr(self.base_dataloader, "state_dict"):
-            self.dl_state_dict = self.base_dataloader.state_dict()
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "base_dataloader":
-            raise AttributeError(name)
-        return getattr(self.base_dataloader, name)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # type: ignore[misc, override]
-        return self.base_dataloader.__class__
-
-    def __reduce__(self) -> Any:
-        # By default pickle and copy would call the class that __class__ returns.
-        return _rebuild, (type(self), self.__dict__)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.base_dataloader)
-
-    def __len__(self) -> int:
-        return len(self.base_dataloader)
-
-    def state_dict(self) -> Any:
-        """Return the position in the data, for `load_state_dict`. Requires ``use_stateful_dataloader=True``."""
-        return self.dl_state_dict
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Restore a position that `state_dict` returned. Requires ``use_stateful_dataloader=True``."""
-        self.base_dataloader.load_state_dict(state_dict)
-
-    def _update_state_dict(self) -> None:
-        if hasattr(self.base_dataloader, "state_dict"):
-            self.dl_state_dict = self.base_dataloader.state_dict()
-            self.dl_state_dict["_iterator_finished"] = getattr(self, "end_of_dataloader", False)
+            raise ValueError(
+                "use_stateful_dataloader=True is not supported without an Accelerator. Prepare the DataLoader with "
+                "treadle.Accelerator instead; its dataloaders have state_dict() in any case."
+            )
+        super().__init__(dataset, **kwargs)
+        self.gradient_state = GradientState()
 
     def get_sampler(self) -> Any:
         """See the function `get_sampler`."""
@@ -162,8 +112,7 @@ class DataLoaderAdapter(metaclass=_KindOfLoader):
 
     def set_sampler(self, sampler: Any) -> None:
         """Replace the sampler that draws the indices."""
-        loader: Any = self
-        holder = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+        holder = self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
         _set_in_batch_sampler(holder, sampler)
 
     def skip_first_batches(self, num_batches: int) -> Any:
@@ -179,13 +128,7 @@ class DataLoaderAdapter(metaclass=_KindOfLoader):
             settings |= {"sampler": SkipBatchSampler(loader.sampler, num_batches), "batch_size": None}
         else:
             settings["batch_sampler"] = SkipBatchSampler(loader.batch_sampler, num_batches)
-        return type(loader)(loader.dataset, use_stateful_dataloader=self.use_stateful_dataloader, **settings)
-
-
-def _rebuild(kind: type, attributes: dict[str, Any]) -> Any:
-    loader: Any = object.__new__(kind)
-    loader.__dict__.update(attributes)
-    return loader
+        return type(loader)(loader.dataset, **settings)
 
 
 def _set_in_batch_sampler(holder: Any, sampler: Any) -> None:
@@ -211,11 +154,12 @@ def _set_sampler_epoch(sampler: Any, epoch: int) -> bool:
     return (within is not None and _set_sampler_epoch(within, epoch)) or found
 
 
-class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
+class DataLoaderShard(_ShardedLoader):
     """Dataloader that yields one rank's batches, moved to ``device`` unless it is None.
 
     Args:
-        dataset, use_stateful_dataloader, kwargs: See `DataLoaderAdapter`.
+        dataset, kwargs: Arguments of torch's ``DataLoader``.
+        use_stateful_dataloader: Must be False.
         device: Device to which batches are moved. Default: None, which leaves them in place.
         rng_types: RNG states that all ranks copy from rank zero before each pass; see `synchronize_rng_states`.
         synchronized_generator: Generator to which ``"generator"`` in ``rng_types`` refers.
@@ -243,26 +187,23 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
         self.skip_batches = skip_batches
-        self.gradient_state = GradientState()
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
         self.iteration = iteration
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         if self.rng_types is not None:
             synchronize_rng_states(list(self.rng_types), self.synchronized_generator)
         self.begin()
         self.set_epoch(self.iteration)
-        batches = iter(self.base_dataloader)
+        batches = super().__iter__()
         batch, index = next(batches, _END), 0
         while batch is not _END:
             if self.device is not None:
                 batch = send_to_device(batch, self.device, non_blocking=self._non_blocking)
-            self._update_state_dict()  # before the next batch is read, which is only read ahead
             following = next(batches, _END)
             if following is _END:
                 self.end_of_dataloader = True
-                self._update_state_dict()
             if index >= self.skip_batches:
                 yield batch
             batch, index = following, index + 1
@@ -276,27 +217,29 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def total_batch_size(self) -> int:
         """Global batch size; for an ``IterableDataset``, this rank's batch size."""
-        batches = self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
+        batches: Any = self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
         count = 1 if getattr(batches, "split_batches", False) else getattr(batches, "num_processes", 1)
         return int(batches.batch_size * count)
 
     @property
     def total_dataset_length(self) -> int:
         """Number of samples of all ranks; for an `IterableDatasetShard`, its length."""
-        return self.dataset.total_length if hasattr(self.dataset, "total_length") else len(self.dataset)
+        dataset: Any = self.dataset
+        return dataset.total_length if hasattr(dataset, "total_length") else len(dataset)
 
 
 _END = object()
 _NOTHING: tuple[Any, ...] = ()
 
 
-class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
+class DataLoaderDispatcher(_ShardedLoader):
     """Dataloader that reads on rank zero only and broadcasts each global batch. Each rank yields its share of the rows.
 
     All ranks must iterate together.
 
     Args:
-        dataset, use_stateful_dataloader, kwargs: See `DataLoaderAdapter`.
+        dataset, kwargs: Arguments of torch's ``DataLoader``.
+        use_stateful_dataloader: Must be False.
         split_batches: Whether to split each batch of the dataloader among the ranks. Otherwise, one batch per rank is
             concatenated and the result is split. Default: False.
         skip_batches: Number of batches to skip in each pass. Default: 0.
@@ -327,7 +270,6 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             )
         self.split_batches = split_batches
         self.skip_batches = skip_batches
-        self.gradient_state = GradientState()
         self.state = PartialState()
         self.slice_fn = slice_tensors if slice_fn is None else slice_fn
         self.iteration = iteration
@@ -338,7 +280,6 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         wanted = 1 if self.split_batches else self.state.num_processes
         parts = []
         for _ in range(wanted):
-            self._update_state_dict()
             part = next(batches, _END)
             if part is _END:
                 break
@@ -370,12 +311,12 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             raise RuntimeError(f"rank zero failed to read a batch: {text}")
         return send_to_device(batch[0], self.state.device, non_blocking=self._non_blocking) if batch else _END
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         self.begin()
         self.set_epoch(self.iteration)
         count, rank = self.state.num_processes, self.state.process_index
         cut = {"process_index": rank, "num_processes": count}
-        batches = iter(self.base_dataloader) if rank == 0 else iter(())
+        batches = super().__iter__() if rank == 0 else iter(())
         batch, index, first_rows = self._receive_global_batch(batches), 0, None
         while batch is not _END:
             if first_rows is None:
@@ -385,7 +326,6 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             share, rest = divmod(rows, count)
             if following is _END:
                 self.end_of_dataloader, self.remainder = True, rows
-                self._update_state_dict()
                 if rest and not self._drop_last:
                     batch, share = concatenate([batch, first_rows], dim=0), share + 1
             if index >= self.skip_batches:
@@ -399,7 +339,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         _set_epoch(self, epoch)
 
     def __len__(self) -> int:
-        length = len(self.base_dataloader)
+        length = super().__len__()
         if self.split_batches:
             return length
         return (math.floor if self._drop_last else math.ceil)(length / self.state.num_processes)
@@ -407,35 +347,14 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def total_batch_size(self) -> int:
         """Global batch size."""
-        size = self.batch_size if self.batch_sampler is None else self.batch_sampler.batch_size
+        batches: Any = self if self.batch_sampler is None else self.batch_sampler
+        size = batches.batch_size
         return int(size * (1 if self.split_batches else self.state.num_processes))
 
     @property
     def total_dataset_length(self) -> int:
         """Number of samples in the dataset."""
-        return len(self.dataset)
-
-
-class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """Dataloader that reads but skips its first ``skip_batches`` batches; see `DataLoaderAdapter`."""
-
-    def __init__(
-        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
-    ) -> None:
-        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
-        self.skip_batches = skip_batches
-        self.gradient_state = GradientState()
-
-    def __iter__(self) -> Iterator[Any]:
-        self.begin()
-        for index, batch in enumerate(self.base_dataloader):
-            if index >= self.skip_batches:
-                self._update_state_dict()
-                yield batch
-        self.end()
-
-    def __len__(self) -> int:
-        return len(self.base_dataloader) - self.skip_batches
+        return len(self.dataset)  # type: ignore[arg-type]
 
 
 def prepare_data_loader(
@@ -475,7 +394,7 @@ def prepare_data_loader(
         use_seedable_sampler: Whether to draw a random order with `SeedableRandomSampler`. Default: False.
         data_seed: Seed of the `SeedableRandomSampler`. Default: the seed of torch's generator.
         non_blocking: Whether to move batches without waiting for the copy. Default: False.
-        use_stateful_dataloader: See `DataLoaderAdapter`. Default: False.
+        use_stateful_dataloader: Must be False.
         torch_device_mesh: Mesh in which ranks that differ only along ``"tp"`` and ``"cp"`` read the same batches.
 
     Raises:

@@ -503,7 +503,7 @@ class Accelerator(Process):
         if isinstance(loader, Loader):
             return loader
         # The loader is from prepare_data_loader, without an Accelerator.
-        if "base_dataloader" in getattr(loader, "__dict__", ()):
+        if getattr(type(loader), "is_sharded", False):
             raise TypeError(
                 f"prepare got {name_type(loader)}, which is already sharded over the processes. Pass the "
                 f"original DataLoader, or use the {type(loader).__name__} without preparing it."

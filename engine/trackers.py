@@ -168,7 +168,7 @@ def _is_metric(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Service:
-    """How a tracker of Treadle is made of a logger.
+    """Description of a kind of tracker that Treadle makes of a logger.
 
     Attributes:
         logger: Name of the logger's class in `treadle.loggers`.
@@ -536,7 +536,7 @@ _BUILT_IN = (
     *(TensorBoardTracker, CSVTracker, WandBTracker, MLflowTracker),
     *(ClearMLTracker, CometMLTracker, SwanLabTracker, TrackioTracker),
 )
-LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {tracker.name: tracker for tracker in _BUILT_IN}
+LOGGER_TYPE_TO_CLASS: dict[str, Any] = {tracker.name: tracker for tracker in _BUILT_IN}
 """The tracker classes by name, including registered ones."""
 
 

@@ -276,9 +276,11 @@ class LightningAliases:
 
     @property
     def lightning_module(self) -> TaskModule | None:
-        """Task of the run, or of ``trainer.strategy.connect(task)``; None before both."""
+        """Task of the run, or of a later ``trainer.strategy.connect(task)``; None before both."""
+        if self._trainer.stage is not None:
+            return self._trainer.task
         connected = (m for m in self._trainer.accelerator.unwrapped_models if isinstance(m, TaskModule))
-        return self._trainer.task or next(connected, None)
+        return next(connected, self._trainer.task)
 
     @property
     def model(self) -> Any:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .common import __version__
 from .common.lazy_exports import lazy_exports
-from .common.version import __version__
+from .common.peer_finder import add_peer_modules
 
 if TYPE_CHECKING:
     from . import (
@@ -59,5 +60,6 @@ if TYPE_CHECKING:
     from .strategies.launch import debug_launcher, notebook_launcher
     from .trainer import DataModule, TaskModule, Trainer, TrainerSettings, load_checkpoint
 
+__path__ = add_peer_modules(__name__, __path__)
 __getattr__, __dir__, _names = lazy_exports(__name__)
 __all__ = ["__version__", *_names]

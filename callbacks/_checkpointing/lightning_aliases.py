@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...common.messages import warn
+from .removal import remove
 from .top_k import TopKCheckpoints
 
 if TYPE_CHECKING:
@@ -17,19 +18,16 @@ if TYPE_CHECKING:
 # Lightning methods that Treadle never calls, with replacements.
 _SAVE = "Override _save_checkpoint(trainer, filepath) or check_monitor_top_k instead."
 _FORMAT = "Override format_checkpoint_name instead."
-_REMOVE = "Remove the method: a checkpoint is deleted once its successor is complete."
 _NEVER_CALLED = {
     "_save_topk_checkpoint": _SAVE,
     "_save_last_checkpoint": _SAVE,
     "_save_monitor_checkpoint": _SAVE,
     "_save_none_monitor_checkpoint": _SAVE,
     "_save_model": _SAVE,
-    "_update_best_and_save": _SAVE,
     "_should_skip_saving_checkpoint": _SAVE,
     "_get_metric_interpolated_filepath_name": _FORMAT,
     "_format_checkpoint_name": _FORMAT,
-    "_remove_checkpoint": _REMOVE,
-    "_del_model": _REMOVE,
+    "_del_model": "Override _remove_checkpoint instead.",
 }
 
 
@@ -42,7 +40,14 @@ class CheckpointAliases:
     train_time_interval: timedelta | None
     save_last: bool
 
+    @property
+    def _directory(self) -> str:
+        raise NotImplementedError
+
     def _save(self, trainer: Trainer, values: dict[str, float], ranked: bool) -> None:
+        raise NotImplementedError
+
+    def _save_kept(self, trainer: Trainer, values: dict[str, float], ranked: bool) -> None:
         raise NotImplementedError
 
     def _warn_of_never_called(self, base: type) -> None:
@@ -90,6 +95,15 @@ class CheckpointAliases:
 
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
         self._save(trainer, {name: float(value) for name, value in monitor_candidates.items()}, True)
+
+    def _update_best_and_save(self, current: Tensor, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
+        """Save a checkpoint that is among the best. An override is called for each of them."""
+        self._save_kept(trainer, {name: float(value) for name, value in monitor_candidates.items()}, True)
+
+    def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        """Remove a checkpoint that another has replaced. An override is called on every rank."""
+        if trainer.is_global_zero:
+            remove(filepath, self._directory, trainer.ckpt_path, trainer.checkpointer.plugin)
 
     def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
         if self.save_last and self._top_k.saved_step != trainer.progress.step:

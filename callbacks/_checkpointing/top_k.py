@@ -98,9 +98,10 @@ class TopKCheckpoints:
         previous_paths = {*self.best_k_models, ""}
         self.best_k_models = {p: s for p, s in self.best_k_models.items() if p != replaced} | {path: score}
         best = find_best_path(self.best_k_models, self.mode)
-        # The best checkpoint of another directory, from before a resume, stays the best until a better one is saved.
+        # The best checkpoint of another directory, from before a resume, stays the best while none here is as good. (A
+        # subclass that renames the best one leaves its score.)
         earlier = None if self.best_model_path in previous_paths else self.best_model_score
-        if earlier is None or is_better(float(self.best_k_models[best]), float(earlier), self.mode):
+        if earlier is None or not is_better(float(earlier), float(self.best_k_models[best]), self.mode):
             self.best_model_path, self.best_model_score = best, self.best_k_models[best]
 
     def forget(self, paths: Iterable[str]) -> None:

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping
-from functools import partial, update_wrapper
+from collections.abc import Callable
+from functools import update_wrapper
 from types import MethodType
 from typing import Any
 
+import yaml
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...common.messages import announce, warn
+from ...common import __version__
+from ...common.messages import warn
 from ...engine import seed_everything
 from ...trainer import Trainer
-from ...trainer.core import DataModule, TaskModule, read_saved_arguments
-from .namespace import Namespace
+from ...trainer.core import (
+    CLASS_PATH,
+    INSTANTIATOR,
+    DataModule,
+    TaskModule,
+    giving_settings,
+    instantiate_module,
+    overrides,
+    read_hyperparameters,
+)
 from .optimizers import LRSchedulerTypeTuple, ReduceLROnPlateau, instantiate_class
-from .parser import ActionConfigFile, LightningArgumentParser
+from .parser import LightningArgumentParser
 from .save_config import SaveConfigCallback
-from .settings import describe_import_path, find_class
-from .writing import NotWritten, to_plain
+
+from jsonargparse import ActionConfigFile, Namespace, class_from_function  # isort: skip  # `.parser` checks it first
 
 ArgsType = list[str] | dict[str, Any] | Namespace | None
 
@@ -57,14 +66,19 @@ class LightningCLI:
         auto_configure_optimizers: Whether the optimizer and scheduler in the settings replace the task's
             ``configure_optimizers``. An optimizer or scheduler that is linked to an argument never replaces it.
             Default: True.
-        load_from_checkpoint_support: Accepted and ignored.
+        load_from_checkpoint_support: Whether ``save_hyperparameters`` saves the settings instead of the arguments.
+            `TaskModule.load_from_checkpoint` can then build the objects in the arguments, such as an encoder, too.
+            Default: True.
         save_config_overwrite: Lightning 1's name for the argument ``overwrite`` of ``save_config_callback``. Default:
             None, which does not pass ``overwrite``.
+
+    Raises:
+        ModuleNotFoundError: When the class is imported, if jsonargparse is not installed.
 
     Attributes:
         parser: The parser of the command line.
         config: The parsed configuration. The settings of a subcommand are nested under the subcommand's name.
-        config_init: A copy of ``config`` with the built task and data module in place of their settings.
+        config_init: A copy of ``config`` with built objects in place of their settings.
         model, datamodule, trainer: The task, data module and Trainer that were built. ``datamodule`` is None if there
             is no data module.
         subcommand: Name of the subcommand to run; None with ``run=False``.
@@ -111,6 +125,7 @@ class LightningCLI:
         self.parser_kwargs = parser_kwargs or {}
         self.parser_class = parser_class
         self.auto_configure_optimizers = auto_configure_optimizers
+        self.load_from_checkpoint_support = load_from_checkpoint_support
         self.model_class, self.datamodule_class = model_class, datamodule_class
         self.subclass_mode_model = model_class is None or subclass_mode_model
         self.subclass_mode_data = datamodule_class is None or subclass_mode_data
@@ -139,8 +154,9 @@ class LightningCLI:
         Args:
             **kwargs: Arguments of ``parser_class``.
         """
+        kwargs.setdefault("dump_header", [f"treadle=={__version__}"])
         parser = self.parser_class(**kwargs)
-        parser.add_argument("-c", "--config", action=ActionConfigFile)
+        parser.add_argument("-c", "--config", action=ActionConfigFile, help="a YAML or JSON file with settings")
         return parser
 
     def setup_parser(
@@ -216,17 +232,19 @@ class LightningCLI:
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         added = parser.add_subcommands()
-        trainer_class = self.trainer_class if isinstance(self.trainer_class, type) else Trainer
+        trainer_class = self.trainer_class
+        if not isinstance(trainer_class, type):
+            trainer_class = class_from_function(trainer_class)
         for name in self.subcommands():
             description = (getattr(trainer_class, name).__doc__ or "").strip().partition("\n")[0]
             options = {"description": description, **kwargs.get(name, {})}
             self._subcommand_parsers[name] = self._prepare_subcommand_parser(trainer_class, name, **options)
-            added.add_subcommand(name, self._subcommand_parsers[name])
+            added.add_subcommand(name, self._subcommand_parsers[name], help=description)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = self.init_parser(**kwargs)
         self._add_arguments(parser)
-        skip = self.subcommands()[subcommand]
+        skip: set[str | int] = set(self.subcommands()[subcommand])
         self._subcommand_method_arguments[subcommand] = parser.add_method_arguments(klass, subcommand, skip=skip)
         return parser
 
@@ -239,7 +257,7 @@ class LightningCLI:
         """
         for key, (classes, link_to) in {**parser._optimizers, **parser._lr_schedulers}.items():
             if link_to != "AUTOMATIC":
-                compute = _convert_to_dict if isinstance(classes, tuple) else partial(_add_class_path, classes)
+                compute = None if isinstance(classes, tuple) else _make_class_path_adder(classes)
                 parser.link_arguments(key, link_to, compute_fn=compute)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -251,9 +269,10 @@ class LightningCLI:
         """
         if args is not None and len(sys.argv) > 1:
             warn(
-                f"LightningCLI(args=...) replaces the command line, so {sys.argv[1:]} is ignored. Use only one of them."
+                f"LightningCLI's args parameter replaces the command line, so {sys.argv[1:]} is ignored. Use only one "
+                "of them."
             )
-        if isinstance(args, Mapping | argparse.Namespace):
+        if isinstance(args, dict | Namespace):
             self.config = parser.parse_object(args)
         else:
             self.config = parser.parse_args(args)
@@ -264,22 +283,23 @@ class LightningCLI:
         path = self.config[subcommand].get("ckpt_path") if subcommand else None
         if not path or not os.path.exists(path):
             return
-        settings = self.config[subcommand].get("model")
-        named = isinstance(settings, Namespace) and "class_path" in settings
-        cls = find_class(settings.class_path) if named else self.model_class
-        if not isinstance(cls, type) or not isinstance(settings, Namespace):
+        saved = read_hyperparameters(path)
+        settings: Any = {name: value for name, value in saved.items() if name not in (CLASS_PATH, INSTANTIATOR)}
+        if not settings:
             return
-        given = vars(settings.init_args if named else settings)
-        linked = {link.path[1] for link in self._parser(subcommand).links if link.path[0] == "model" and link.path[1:]}
-        saved = read_saved_arguments(cls, path, given)
-        changed = {
-            name: value
-            for name, value in saved.items()
-            if name in given and name not in linked and not _is_written_alike(value, given[name])
-        }
-        if changed:
-            announce(f"model: using the values saved in {path} for {', '.join(changed)}.")
-            self.config = self.parser.parse_object({subcommand: {"model": changed}}, self.config)
+        if self.subclass_mode_model:
+            saved.setdefault(CLASS_PATH, self.config[subcommand].model.class_path)
+        if CLASS_PATH in saved:
+            settings = {"class_path": saved[CLASS_PATH], "dict_kwargs": settings}
+        cls = self.model_class or TaskModule
+        try:
+            instantiate_module(cls if isinstance(cls, type) else class_from_function(cls), saved, build=False)
+            self.config = self.parser.parse_object({subcommand: {"model": settings}}, self.config)
+        except ValueError as error:
+            self.parser.error(f"Parsing of ckpt_path hyperparameters failed: {path}: {error}")
+        except SystemExit:
+            print(f"Parsing of ckpt_path hyperparameters failed: {path}", file=sys.stderr)
+            raise
 
     def _parser(self, subcommand: str | None) -> LightningArgumentParser:
         return self.parser if subcommand is None else self._subcommand_parsers[subcommand]
@@ -289,7 +309,7 @@ class LightningCLI:
 
     def _set_seed(self) -> None:
         seed = self._get(self.config, "seed_everything")
-        if seed is False or seed is None:
+        if seed is False:
             return
         seed = seed_everything(workers=True) if seed is True else seed_everything(seed, workers=True)
         self.config.get(str(self.subcommand), self.config)["seed_everything"] = seed
@@ -301,11 +321,47 @@ class LightningCLI:
 
     def instantiate_classes(self) -> None:
         """Build the task, the data module and the Trainer."""
-        self.config_init = self.parser.instantiate_classes(self.config)
+        instantiators: list[Any] = []
+        if self.load_from_checkpoint_support:
+            model, data = self.model_class or TaskModule, self.datamodule_class or DataModule
+            instantiators = [
+                (self._make_instantiator("model"), model, self.subclass_mode_model),
+                (self._make_instantiator("data"), data, self.subclass_mode_data),
+            ]
+            # An object that a function builds saves its arguments.
+            instantiators = [entry for entry in instantiators if isinstance(entry[1], type)]
+        self.config_init = self.parser.instantiate(self.config, instantiators=instantiators)
         self.datamodule = self._get(self.config_init, "data")
         self.model = self._get(self.config_init, "model")
         self._add_configure_optimizers_method_to_model(self.subcommand)
         self.trainer = self.instantiate_trainer()
+
+    def _make_instantiator(self, key: str) -> Callable[..., Any]:
+        """Return a function that builds the task or data module and passes it its settings as hyperparameters."""
+        text = self._parser(self.subcommand).dump(
+            self.config.get(str(self.subcommand), self.config),
+            format="yaml",
+            skip_link_targets=False,
+            skip_unset=False,
+        )
+        settings = yaml.safe_load(text).get(key) or {}
+        if "class_path" in settings:
+            arguments = {**settings.get("init_args", {}), **settings.get("dict_kwargs", {})}
+            settings = {CLASS_PATH: settings["class_path"], **arguments}
+
+        def build(cls: type, *args: Any, applied_instantiation_links: dict[str, Any], **kwargs: Any) -> Any:
+            for target, value in applied_instantiation_links.items():
+                owner, _, path = target.partition(".")
+                if owner == key:
+                    *parents, name = path.removeprefix("init_args.").split(".")
+                    place = settings
+                    for parent in parents:
+                        place = place[parent]
+                    place[name] = value
+            with giving_settings(cls, settings):
+                return cls(*args, **kwargs)
+
+        return build
 
     def after_instantiate_classes(self) -> None:
         """Run custom code after the objects are built. By default, do nothing."""
@@ -318,21 +374,23 @@ class LightningCLI:
         """
         parser = self._parser(self.subcommand)
         extra_callbacks = [self._get(self.config_init, key) for key in parser.callback_keys]
-        arguments = {**vars(self._get(self.config_init, "trainer", Namespace())), **kwargs}
+        arguments = {**self._get(self.config_init, "trainer", {}), **kwargs}
         return self._instantiate_trainer(arguments, extra_callbacks)
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Any]) -> Trainer:
         if "callbacks" not in config:
             warn(
-                f"{self.trainer_class.__qualname__} has no argument 'callbacks', so callbacks from the settings, "
-                "trainer_defaults and save_config_callback are not used. Add the argument 'callbacks' to "
-                f"{self.trainer_class.__qualname__}."
+                f"`{self.trainer_class.__qualname__}` class does not expose the `callbacks` argument, so callbacks in "
+                "the settings, trainer_defaults and save_config_callback are not used. Add it to __init__."
             )
             return self.trainer_class(**config)
         config["callbacks"] = [
             *_make_list(config["callbacks"]),
             *callbacks,
-            *_make_list(self.trainer_defaults.get("callbacks")),
+            *(
+                instantiate_class((), callback) if isinstance(callback, dict) else callback
+                for callback in _make_list(self.trainer_defaults.get("callbacks"))
+            ),
         ]
         if self.save_config_callback is not None and not config.get("fast_dev_run", False):
             settings = self.config.get(str(self.subcommand), self.config)
@@ -378,10 +436,11 @@ class LightningCLI:
         scheduler = None
         if schedulers:
             scheduler = self._get_class_settings(parser._lr_schedulers[schedulers[0]][0], schedulers[0])
-        if type(self.model).configure_optimizers is not TaskModule.configure_optimizers:
+        if overrides(self.model, "configure_optimizers"):
             warn(
-                f"{type(self.model).__name__}.configure_optimizers is not used, because --{optimizers[0]} replaces it. "
-                "Remove that option, or pass LightningCLI(auto_configure_optimizers=False)."
+                f"`{type(self.model).__name__}.configure_optimizers` will be overridden by "
+                f"`{type(self).__name__}.configure_optimizers`, because --{optimizers[0]} is set. Remove that option, "
+                "or pass LightningCLI(auto_configure_optimizers=False)."
             )
         configure = self.configure_optimizers
 
@@ -395,9 +454,7 @@ class LightningCLI:
 
     def _get_class_settings(self, classes: Any, key: str) -> dict[str, Any] | None:
         settings = self._get(self.config_init, key)
-        if settings is None:
-            return None
-        return _convert_to_dict(settings) if isinstance(classes, tuple) else _add_class_path(classes, settings)
+        return settings if isinstance(classes, tuple) else _make_class_path_adder(classes)(settings)
 
     # -- the run -----------------------------------------------------------------------------------------------------
 
@@ -419,21 +476,12 @@ class LightningCLI:
         return arguments
 
 
-def _is_written_alike(value: Any, other: Any) -> bool:
-    """Return whether two values are written identically in a configuration."""
-    try:
-        return value is other or to_plain(value) == to_plain(other)
-    except NotWritten:
-        return False
-
-
 def _make_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _add_class_path(cls: type, init_args: Namespace) -> dict[str, Any]:
-    return {"class_path": describe_import_path(cls), "init_args": init_args.as_dict()}
+def _make_class_path_adder(cls: type) -> Callable[[Namespace], dict[str, Any]]:
+    def add_class_path(init_args: Namespace) -> dict[str, Any]:
+        return {"class_path": f"{cls.__module__}.{cls.__name__}", "init_args": init_args.as_dict()}
 
-
-def _convert_to_dict(settings: Any) -> Any:
-    return settings.as_dict() if isinstance(settings, Namespace) else settings
+    return add_class_path

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.lr_scheduler import LRScheduler
-
-from ..config import ConfigError
-from ..config.instantiate import catalog
-from .settings import translate_class_path
 
 
 class ReduceLROnPlateau(schedulers.ReduceLROnPlateau):
@@ -61,18 +57,15 @@ OptimizerCallable = Callable[[Iterable], Optimizer]
 LRSchedulerCallable = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau]
 
 
-def instantiate_class(args: Any, init: Mapping[str, Any] | argparse.Namespace) -> Any:
+def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
     """Build an object from its settings and from positional arguments that the settings do not contain.
 
     Args:
         args: A tuple of positional arguments, or a single argument.
-        init: A dict or namespace of the form ``{"class_path": ..., "init_args": {...}}``. ``init_args`` is optional.
+        init: A dict of the form ``{"class_path": ..., "init_args": {...}}``. ``init_args`` is optional.
 
     Returns:
         An instance of the class that ``class_path`` names. If it names a function, the function's return value.
-
-    Raises:
-        ConfigError: If ``class_path`` is missing or invalid.
 
     Example:
         >>> import torch
@@ -80,10 +73,6 @@ def instantiate_class(args: Any, init: Mapping[str, Any] | argparse.Namespace) -
         >>> instantiate_class(torch.nn.Linear(2, 1).parameters(), init).defaults["lr"]
         0.1
     """
-    settings = vars(init) if isinstance(init, argparse.Namespace) else init
-    if "class_path" not in settings:
-        raise ConfigError(f"instantiate_class needs {{'class_path': ..., 'init_args': ...}}, not {init!r:.200}.")
-    keywords = settings.get("init_args") or {}
-    keywords = vars(keywords) if isinstance(keywords, argparse.Namespace) else keywords
-    cls = catalog.find(translate_class_path(settings["class_path"]), object)
-    return cls(*(args if isinstance(args, tuple) else (args,)), **keywords)
+    module, _, name = init["class_path"].rpartition(".")
+    cls = getattr(importlib.import_module(module), name)
+    return cls(*(args if isinstance(args, tuple) else (args,)), **init.get("init_args", {}))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks import Callback
-from ...common.remote_path import as_path
+from ...common.remote_path import RemotePath, as_path
 from ...engine.weights import make_parent
-from .namespace import Namespace
 from .parser import LightningArgumentParser
 
 if TYPE_CHECKING:
+    from jsonargparse import Namespace
+
     from ...trainer import Trainer
     from ...trainer.core import TaskModule
 
@@ -25,18 +26,19 @@ class SaveConfigCallback(Callback):
         config: The configuration to write.
         config_filename: Name of the file. Default: ``"config.yaml"``.
         overwrite: Whether to replace an existing file of that name. Default: False.
-        multifile: Accepted and ignored.
+        multifile: Whether settings that were read from a file of their own, as with ``--model model.yaml``, are written
+            to a file of that name. The destination must be a local folder. Default: False, a single file.
         save_to_log_dir: Whether to write the file. If False, a subclass must override ``save_config``. Default: True.
 
     Raises:
         ValueError: If ``save_to_log_dir`` is False and ``save_config`` is not overridden.
 
     Example:
-        >>> parser = LightningArgumentParser()
-        >>> parser.add_argument("--width", type=int, default=8)
+        >>> parser = LightningArgumentParser(dump_header=["my run"])
+        >>> _ = parser.add_argument("--width", type=int, default=8)
         >>> callback = SaveConfigCallback(parser, parser.parse_args(["--width=4"]), config_filename="run.yaml")
-        >>> print(callback.parser.dump(callback.config), end="")  # doctest: +ELLIPSIS
-        # treadle==...
+        >>> print(callback.parser.dump(callback.config), end="")
+        # my run
         width: 4
     """
 
@@ -55,8 +57,8 @@ class SaveConfigCallback(Callback):
         self.already_saved = False
         if not save_to_log_dir and type(self).save_config is SaveConfigCallback.save_config:
             raise ValueError(
-                "save_to_log_dir=False saves nothing unless a subclass of SaveConfigCallback defines save_config. "
-                "Define it, or pass LightningCLI(save_config_callback=None)."
+                "`save_to_log_dir=False` only makes sense with a subclass of SaveConfigCallback that defines "
+                "save_config. Define it, or pass LightningCLI(save_config_callback=None)."
             )
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
@@ -79,13 +81,18 @@ class SaveConfigCallback(Callback):
             path = as_path(folder) / self.config_filename
             if not self.overwrite and world.broadcast(path.is_file() if world.is_main else None):
                 raise RuntimeError(
-                    f"{path} already exists; it is probably from an earlier run. Delete it, pass "
-                    "LightningCLI(save_config_kwargs={'overwrite': True}) to overwrite it, or pass "
+                    f"{path} already exists; it is probably from an earlier run. Aborting to avoid overwriting it. "
+                    "Delete it, pass LightningCLI(save_config_kwargs={'overwrite': True}) to overwrite it, or pass "
                     "LightningCLI(save_config_callback=None) to save no configuration."
                 )
             if trainer.is_global_zero:
                 make_parent(path)
-                self.parser.save(self.config, str(path), skip_none=False, overwrite=self.overwrite)
+                if isinstance(path, RemotePath):
+                    path.write_bytes(self.parser.dump(self.config, skip_unset=False).encode())
+                else:
+                    self.parser.save(
+                        self.config, path, skip_unset=False, overwrite=self.overwrite, multifile=self.multifile
+                    )
         if trainer.is_global_zero:
             self.save_config(trainer, pl_module, stage)
         self.already_saved = True

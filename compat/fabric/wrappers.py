@@ -26,7 +26,6 @@ from ...engine import Accelerator, move_data_to_device
 from ...engine.data import shards_itself
 from ...engine.optim import PreparedOptimizer
 from ...strategies import World, cast_floating
-from ..overrides.distributed import YieldedSamples
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -207,8 +206,8 @@ class FabricDataLoader:
 
 class _SharedSampler(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[Any]:
-        yielded: Any = self.dataset
-        yielded.values = list(yielded.sampler)
+        sampler: Any = self.dataset
+        yielded = list(sampler)  # the samples that the user's sampler yields in this epoch
         return (yielded[index] for index in super().__iter__())
 
 
@@ -229,7 +228,7 @@ def _share(loader: DataLoader[Any], world: World) -> DataLoader[Any]:
     if isinstance(inner, RandomSampler | SequentialSampler):
         sampler = DistributedSampler(loader.dataset, **options)
     else:
-        sampler = _SharedSampler(YieldedSamples(inner), **options)
+        sampler = _SharedSampler(inner, **options)
     shared = copy.copy(loader)
     # Not with setattr: a DataLoader refuses to change these after its construction.
     shared.__dict__["sampler"] = sampler

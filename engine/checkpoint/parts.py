@@ -69,7 +69,9 @@ def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] |
         document, tensors = encode(state)
         if rank == 0:
             files[f"{name}.json"] = _encode_json(name, document)
-    tensors = {key: local(t) if is_sharded(t) and t.device_mesh.size() == 1 else t for key, t in tensors.items()}
+    for key, tensor in [*tensors.items()]:
+        if is_sharded(tensor) and tensor.device_mesh.size() == 1:  # type: ignore[attr-defined]
+            tensors[key] = local(tensor)  # complete, and readable by others
     pieces = {key: piece_of(tensor) for key, tensor in tensors.items() if is_sharded(tensor)}
     if pieces:
         shapes = {key: list(tensors[key].shape) for key in pieces}

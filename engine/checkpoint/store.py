@@ -245,7 +245,7 @@ def remove(path: AnyPath | str) -> None:
 
 
 def link(path: Path | str, target: Path | str) -> None:
-    """Give a checkpoint that is a file a second name, in the place of a checkpoint that has it.
+    """Give a checkpoint that is a file a second name, instead of a checkpoint that has it.
 
     It is a hard link, so it stays when the first name is deleted. A file system without such links gets a copy.
 

@@ -17,5 +17,6 @@ if TYPE_CHECKING:
     from .sharded_sampler import get_length, shards_itself
     from .skip_batches import skip_first_batches
     from .stream_end import Outlook
+    from .streamed_batches import has_user_iter
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

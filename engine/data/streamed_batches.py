@@ -52,9 +52,11 @@ def make_batches_error(source: Any) -> ValueError:
     )
 
 
-def has_user_iter(source: DataLoader[Any]) -> bool:
-    """Return whether a loader's ``__iter__`` is user-defined, and not a copy of torch's, like torchdata's."""
-    return type(source).__iter__ is not DataLoader.__iter__ and "_get_iterator" not in _list_names(source)
+def has_user_iter(source: Any) -> bool:
+    """Return whether this is a DataLoader whose ``__iter__`` is user-defined, and not a copy of torch's (torchdata)."""
+    return isinstance(source, DataLoader) and (
+        type(source).__iter__ is not DataLoader.__iter__ and "_get_iterator" not in _list_names(source)
+    )
 
 
 def reads_other_loaders(source: DataLoader[Any]) -> bool:

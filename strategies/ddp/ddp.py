@@ -165,6 +165,7 @@ class DDP(Strategy):
         **other: Any,
     ) -> None:
         self.group_options = make_group_options(timeout, process_group_backend)
+        self.process_group_backend = process_group_backend
         arguments = {
             "comm_hook": comm_hook,
             "comm_state": comm_state,

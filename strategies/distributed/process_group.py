@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...common import __version__
 from ...common.messages import named_ranks
 from ...common.open_files import allow_open_files
-from ...common.version import __version__
 from ..processes import name_gloo_interface
 from .launch_environment import LaunchEnvironment
 from .matching_calls import forget_arrivals

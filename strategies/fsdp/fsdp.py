@@ -99,6 +99,7 @@ class FSDP(Strategy):
         process_group_backend: str | None = None,
     ) -> None:
         self.group_options = make_group_options(timeout, process_group_backend)
+        self.process_group_backend = process_group_backend
         self.auto_wrap_policy = check_policy(auto_wrap_policy, "auto_wrap_policy")
         Recompute.parse(activation_checkpointing_policy)  # raises an error if it is not a policy
         self.activation_checkpointing_policy = activation_checkpointing_policy

@@ -921,13 +921,50 @@ def test_lightnings_names_of_the_internals(tmp_path):
     )  # fmt: skip
 
 
-class InVain(ModelCheckpoint):
+class Exports(ModelCheckpoint):
+    """Has a folder in place of each checkpoint, and the best one's path without a suffix, as scvi-tools does."""
+
+    def on_save_checkpoint(self, trainer, *args):
+        folder = Path(self.format_checkpoint_name(self._monitor_candidates(trainer)).removesuffix(".ckpt"))
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(trainer.lightning_module.state_dict(), folder / "model.pt")
+
+    def _update_best_and_save(self, current, trainer, monitor_candidates):
+        assert float(current) == float(monitor_candidates["val_loss"])
+        super()._update_best_and_save(current, trainer, monitor_candidates)
+        if os.path.exists(self.best_model_path):
+            os.remove(self.best_model_path)
+        self.best_model_path = self.best_model_path.removesuffix(".ckpt")
+
     def _remove_checkpoint(self, trainer, filepath):
-        """Keep all."""
+        super()._remove_checkpoint(trainer, filepath)
+        shutil.rmtree(filepath.removesuffix(".ckpt"))
+
+
+@pytest.mark.parametrize(  # as with lightning 2.6.6
+    ("count", "values", "kept", "best"),
+    [
+        (1, [2.0, 3.0, 1.0, 4.0], ["epoch=2"], "epoch=2"),
+        (2, [2.0, 3.0, 1.0, 4.0], ["epoch=0", "epoch=2"], "epoch=2"),
+        # a checkpoint that is not the best stays, and the best is not taken for one of an earlier run
+        (2, [1.0, 2.0, 3.0, 4.0], ["epoch=0", "epoch=1", "epoch=1.ckpt"], "epoch=0"),
+    ],
+)
+def test_a_subclass_replaces_the_best_by_something_else(tmp_path, count, values, kept, best):
+    saving = Exports(dirpath=tmp_path, monitor="val_loss", filename="{epoch}", save_top_k=count)
+    fit(tmp_path, saving, values=values, max_epochs=4)
+    assert sorted(path.name for path in tmp_path.glob("epoch*")) == kept
+    assert Path(saving.best_model_path) == tmp_path / best
+    assert float(saving.best_model_score) == min(values)
+
+
+class InVain(ModelCheckpoint):
+    def _save_topk_checkpoint(self, trainer, monitor_candidates):
+        """Save nothing."""
 
 
 def test_what_is_overridden_in_vain_is_said(tmp_path):
-    with pytest.warns(UserWarning, match="InVain overrides _remove_checkpoint, which Treadle never calls"):
+    with pytest.warns(UserWarning, match="InVain overrides _save_topk_checkpoint, which Treadle never calls"):
         fit(tmp_path, InVain(dirpath=tmp_path), values=[1.0], max_epochs=1)
 
 

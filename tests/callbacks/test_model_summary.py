@@ -27,6 +27,10 @@ def rows_of(text):
     return [re.split(r"  +", line) for line in str(text).splitlines()]
 
 
+def test_lightnings_name_of_the_depth():
+    assert ModelSummary(max_depth=3)._max_depth == ModelSummary(max_depth=3).max_depth == 3
+
+
 def test_the_table():
     found = summarize(Parts())
     assert rows_of(found)[0] == ["name", "type", "parameters", "mode"]

@@ -187,5 +187,23 @@ def test_what_is_wrong_is_said_at_once(tmp_path):
 
     with pytest.raises(ValueError, match=r"needs the method write_on_epoch_end. Define it in Half"):
         Half("epoch")
-    with pytest.raises(OSError, match="disk full"):
-        written(tmp_path, loader_of("plain", 4), Half("batch"))
+    for interval in ("batch", "batch_and_epoch"):
+        with pytest.raises(OSError, match="disk full"):
+            written(tmp_path, loader_of("plain", 4), Half(interval))
+
+
+def test_a_writer_may_do_all_of_it_in_the_hooks(tmp_path):
+    class Collects(BasePredictionWriter):
+        found = None
+
+        def on_predict_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+            self.found = [*(self.found or []), batch_idx]
+
+        def on_predict_epoch_end(self, trainer, pl_module):
+            self.found.append("end")
+
+    for interval in ("batch", "epoch", "batch_and_epoch"):
+        collects = Collects(interval)
+        written(tmp_path, loader_of("plain", 4), collects)
+        assert collects.found[0] == 0
+        assert collects.found[-1] == "end"

@@ -30,18 +30,14 @@ from treadle.compat.demos.boring_classes import (
     ManualOptimBoringModel,
     RandomDataset,
 )
-from treadle.compat.demos.lstm import SequenceSampler, SimpleLSTM
 from treadle.compat.demos.transformer import Transformer, WikiText2
 from treadle.compat.loggers.csv_logs import ExperimentWriter
 from treadle.compat.loggers.logger import DummyExperiment, DummyLogger, merge_dicts
-from treadle.compat.loops.optimization.automatic import Closure, ClosureResult
-from treadle.compat.loops.optimization.manual import ManualResult
-from treadle.compat.loops.utilities import check_finite_loss
-from treadle.compat.overrides.distributed import UnrepeatedDistributedSampler, UnrepeatedDistributedSamplerWrapper
+from treadle.compat.overrides.distributed import UnrepeatedDistributedSampler
 from treadle.compat.plugins import AsyncCheckpointIO, DoublePrecision, HalfPrecision, MixedPrecision, TorchCheckpointIO
 from treadle.compat.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
-from treadle.compat.serve import ServableModule, ServableModuleValidator
 from treadle.compat.strategies import ParallelStrategy
+from treadle.compat.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from treadle.compat.utilities.compile import from_compiled, to_uncompiled
 from treadle.compat.utilities.data import extract_batch_size, has_len_all_ranks
 from treadle.compat.utilities.enums import GradClipAlgorithmType
@@ -54,6 +50,7 @@ import treadle
 from treadle import LightningDataModule, LightningModule, Trainer
 from treadle.utilities import memory, parsing
 from treadle.utilities.model_summary import LayerSummary, get_human_readable_count
+from treadle.utilities.model_summary import summarize as summarize_layers
 
 QUIET = {
     "enable_progress_bar": False,
@@ -93,6 +90,30 @@ def test_kinds_of_devices_as_objects() -> None:
     assert find_usable_cuda_devices(0) == []
     with pytest.raises(ValueError, match="num_devices=99"):
         find_usable_cuda_devices(99)
+
+
+def test_devices_are_parsed_without_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(**arguments: object) -> tuple[object, object, list[str]]:
+        found = _AcceleratorConnector(**arguments)
+        assert found.accelerator == found._accelerator_flag
+        return found._accelerator_flag, found._devices_flag, [str(device) for device in found._parallel_devices]
+
+    assert parse(accelerator="cpu", devices="auto") == ("cpu", 1, ["cpu"])
+    assert parse(accelerator=CPUAccelerator(), devices=2) == ("cpu", 2, ["cpu", "cpu"])
+    assert parse(accelerator="cpu", devices="3") == ("cpu", 3, ["cpu"] * 3)
+    with pytest.raises(ValueError, match="accelerator='cup' is not one of"):
+        parse(accelerator="cup")
+    with pytest.raises(ValueError, match="devices=0 must be"):
+        parse(accelerator="cpu", devices=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert parse(devices=-1) == ("cuda", [0, 1, 2, 3], ["cuda:0", "cuda:1", "cuda:2", "cuda:3"])
+    assert parse(accelerator="gpu", devices=[1, 3]) == ("cuda", [1, 3], ["cuda:1", "cuda:3"])
+    assert parse(accelerator="gpu", devices="2,") == ("cuda", [2], ["cuda:2"])
+    # "auto" is what the Trainer would use: all devices only where further processes can be started
+    for has_script, expected in ((True, [0, 1, 2, 3]), (False, [0])):
+        monkeypatch.setattr("treadle.strategies.launch.supervisor.has_script", lambda found=has_script: found)
+        assert parse()[1] == expected
 
 
 def test_parallel_strategies() -> None:
@@ -321,10 +342,6 @@ def test_the_other_demos() -> None:
     data.setup("fit")
     assert [len(next(iter(loader))[0]) for loader in data.val_dataloader()] == [4, 4]
     assert DemoModel()(torch.ones(2, 32)).shape == (2, 10)
-    lstm = SimpleLSTM(10, 4, 4, 1)
-    scores, hidden = lstm(torch.zeros(2, 3, dtype=torch.long), lstm.init_hidden(2))
-    assert (scores.shape, hidden[0].shape) == ((6, 10), (1, 2, 4))
-    assert list(SequenceSampler(range(7), 2)) == [[0, 3], [1, 4], [2, 5]]
 
 
 def test_the_transformer_of_the_demos_has_lightnings_numbers(tmp_path) -> None:
@@ -339,26 +356,7 @@ def test_the_transformer_of_the_demos_has_lightnings_numbers(tmp_path) -> None:
     assert [part.tolist() for part in text[1]] == [[2, 1], [1, 3]]
 
 
-# -- loops, optimizers, samplers -------------------------------------------------------------------------------------
-
-
-def test_closures() -> None:
-    weight = torch.ones((), requires_grad=True)
-    closure = Closure(
-        lambda: ClosureResult.from_training_step_output({"loss": weight * 4, "n": 1}, normalize=2),
-        lambda loss: loss.backward(),
-    )
-    assert closure().item() == 2.0
-    result = closure.consume_result()
-    assert (weight.grad.item(), result.asdict()["n"], result.loss.requires_grad) == (2.0, 1, False)
-    with pytest.raises(ValueError, match="was not called"):
-        closure.consume_result()
-    with pytest.raises(ValueError, match="a dict without 'loss'"):
-        ClosureResult.from_training_step_output({"x": 1})
-    assert not ManualResult.from_training_step_output(weight * 2).asdict()["loss"].requires_grad
-    check_finite_loss(torch.ones(()))
-    with pytest.raises(ValueError, match="is nan"):
-        check_finite_loss(torch.tensor(math.nan))
+# -- optimizers, samplers --------------------------------------------------------------------------------------------
 
 
 def test_the_optimizer_of_a_step_is_a_lightning_optimizer() -> None:
@@ -376,8 +374,6 @@ def test_samplers_that_repeat_nothing() -> None:
     assert shares == [[0, 2, 4], [1, 3]]
     shuffled = UnrepeatedDistributedSampler(range(5), num_replicas=2, rank=0)
     assert list(shuffled) == torch.randperm(5, generator=torch.Generator().manual_seed(0)).tolist()[::2]
-    wrapped = UnrepeatedDistributedSamplerWrapper([9, 8, 7], num_replicas=2, rank=0, shuffle=False)
-    assert (list(wrapped), len(wrapped)) == ([9, 7], 2)
 
 
 # -- loggers and files -----------------------------------------------------------------------------------------------
@@ -487,7 +483,6 @@ def test_arguments_of_init() -> None:
     child = Child(5, d=6)
     assert child.collected == [{"a": 1, "b": 2, "x": 3}, {"c": 5, "d": 6}]
     assert dict(child.hparams) == {"a": 1, "x": 3, "c": 5, "d": 6}
-    assert parsing.parse_class_init_keys(Base) == ("self", "args", "kwargs")
     child.rate = 0.1
     assert (parsing.lightning_getattr(child, "rate"), parsing.lightning_getattr(child, "x")) == (0.1, 3)
     parsing.lightning_setattr(child, "x", 4)
@@ -495,10 +490,6 @@ def test_arguments_of_init() -> None:
     assert not parsing.lightning_hasattr(child, "nothing")
     with pytest.raises(AttributeError, match=r"neither the task .* has an attribute or a hyperparameter 'nothing'"):
         parsing.lightning_setattr(child, "nothing", 1)
-    values = {"a": 1, "f": lambda: 1}
-    with pytest.warns(UserWarning, match="'f' can't be pickled"):
-        parsing.clean_namespace(values)
-    assert values == {"a": 1}
 
 
 def test_compiled_tasks() -> None:
@@ -510,6 +501,15 @@ def test_compiled_tasks() -> None:
         to_uncompiled(task)
     with pytest.raises(ValueError, match="the result of torch\\.compile"):
         from_compiled(nn.Linear(1, 1))
+
+
+def test_the_layers_of_a_summary_by_name() -> None:
+    task = BoringModel()
+    task.example_input_array = torch.ones(4, 32)
+    (name, row), *others = summarize_layers(task)._layer_summary.items()
+    assert not others
+    assert (name, row.layer_type, row.num_parameters, row.training) == ("layer", "Linear", 66, True)
+    assert (row.in_size, row.out_size) == ([4, 32], [4, 2])
 
 
 def test_numbers_of_a_summary() -> None:
@@ -531,32 +531,3 @@ def test_errors_of_memory() -> None:
     assert not memory.is_oom_error(RuntimeError("no"))
     detached = memory.recursive_detach({"a": [torch.ones(1, requires_grad=True)], "b": 1}, to_cpu=True)
     assert (detached["a"][0].requires_grad, detached["b"]) == (False, 1)
-
-
-class Served(BoringModel, ServableModule):
-    def configure_payload(self):
-        return {"body": {"x": list(range(32))}}
-
-    def configure_serialization(self):
-        return {"x": lambda x: torch.tensor(x, dtype=torch.float)}, {"output": lambda x: x.tolist()}
-
-    def serve_step(self, x):
-        assert not self.training
-        return {"output": (self(x) * 0 + 3).long()}
-
-    def configure_response(self):
-        return {"output": [3, 3]}
-
-
-class Wrong(Served):
-    def configure_response(self):
-        return {"output": [3, 4]}
-
-
-def test_a_task_is_served_before_it_trains() -> None:
-    callback = ServableModuleValidator(port=0)
-    Trainer(**QUIET, fast_dev_run=1, callbacks=callback).fit(Served())
-    assert (callback.successful, callback.resp.json()) == (True, {"output": [3, 3]})
-    for task, words in ((Wrong(), r"returned \{'output': \[3, 3\]\}"), (BoringModel(), "also a ServableModule")):
-        with pytest.raises((ValueError, TypeError), match=words):
-            Trainer(**QUIET, fast_dev_run=1, callbacks=ServableModuleValidator(port=0)).fit(task)

@@ -52,7 +52,7 @@ def test_document_and_tables_are_those_that_make_compat_writes():
 
 
 def test_the_version_is_our_own():
-    assert treadle.__version__ == importlib.import_module("treadle.common.version").__version__
+    assert treadle.__version__ == importlib.import_module("treadle.common").__version__
     assert pl.__version__ == treadle.__version__
 
 

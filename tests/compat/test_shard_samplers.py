@@ -7,9 +7,9 @@ import json
 import pytest
 from processes import run
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from treadle.data_loader import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler, SkipBatchSampler
 
 import treadle
-from treadle.data_loader import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler, SkipBatchSampler
 
 
 class DynamicBatches:

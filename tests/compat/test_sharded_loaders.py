@@ -7,16 +7,15 @@ import pytest
 import torch
 from processes import run
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
-
-import treadle
 from treadle.data_loader import (
     DataLoaderDispatcher,
     DataLoaderShard,
-    SkipDataLoader,
     get_sampler,
     prepare_data_loader,
 )
 from treadle.state import GradientState
+
+import treadle
 
 
 class Stream(IterableDataset):
@@ -95,8 +94,6 @@ def test_first_batches_are_skipped():
     )
     assert batches(shard(in_sampler, 0)) == [[0, 1], [4, 5]]
     assert batches(treadle.skip_first_batches(shard(in_sampler, 1), 1)) == [[6, 0]]
-    skipping = SkipDataLoader(range(5), skip_batches=1, batch_size=2)
-    assert (batches(skipping), len(skipping)) == ([[2, 3], [4]], 2)
 
 
 def test_a_copy_is_of_the_same_kind():
@@ -110,6 +107,8 @@ def test_what_is_refused():
         prepare_data_loader(DataLoader(range(4)), dispatch_batches=True)
     with pytest.raises(ValueError, match="batch_size=3 must be a multiple of num_processes=2"):
         shard(DataLoader(range(9), 3), 0, split_batches=True)
+    with pytest.raises(ValueError, match=r"Prepare the DataLoader with treadle\.Accelerator instead"):
+        shard(DataLoader(range(4)), 0, use_stateful_dataloader=True)
     with pytest.raises(TypeError, match="Pass the original DataLoader"):
         treadle.Accelerator(cpu=True).prepare(shard(DataLoader(range(9), 3), 0))
 

@@ -1,8 +1,6 @@
 """Accelerate's trackers by class and by name."""
 
 import pytest
-
-import treadle
 from treadle.tracking import (
     LOGGER_TYPE_TO_CLASS,
     GeneralTracker,
@@ -12,6 +10,8 @@ from treadle.tracking import (
     on_main_process,
     register_tracker_class,
 )
+
+import treadle
 from treadle.utils import LoggerType
 
 

@@ -219,13 +219,7 @@ READ_NOTHING = {
         f"Exports.{way}(file_path)": "writes"
         for way in ("to_onnx", "to_safetensors", "to_torch_export", "to_torchscript")
     },
-    **{
-        f"LightningArgumentParser.{way}": "reads YAML as the configurations do; tests/cli/config damages it"
-        for way in ("merge_file(file)", "parse_path(cfg_path)")
-    },
-    "LightningArgumentParser.save(path)": "writes",
-    "LightningArgumentParser.print_help(file)": "is a stream",
-    "LightningArgumentParser.link_arguments(source)": "is an argument's name",
+    "LightningArgumentParser.print_usage(file)": "is a stream",
     "LightningCLI.__init__(load_from_checkpoint_support)": "is no path",
     "SaveConfigCallback.__init__(config_filename)": "writes",
     **{f"SaveConfigCallback.__init__({flag})": "is no path" for flag in ("multifile", "save_to_log_dir")},
@@ -233,7 +227,6 @@ READ_NOTHING = {
     "OnExceptionCheckpoint.__init__(dirpath)": "writes",
     "OnExceptionCheckpoint.__init__(filename)": "is a pattern of names",
     "SpikeWatch.__init__(dirpath)": "writes",
-    "is_shared_filesystem(path)": "writes",
     "claim_version(root_dir)": "writes",
     "DirectoryLogger.__init__(save_dir)": "writes",
     "folders(directory)": "lists names",

@@ -4,7 +4,6 @@ import ast
 
 import pytest
 from house import (
-    MIRRORED,
     TOP_ROOMS,
     exports,
     files,
@@ -12,7 +11,6 @@ from house import (
     imports_in,
     is_package,
     package_of,
-    sentence,
     target,
     tree,
 )
@@ -241,10 +239,10 @@ def test_omegaconf_is_known_to_configurations_hyperparameters_and_stored_states_
 def test_no_folder_is_too_full():
     counted = {}
     for module in files():
-        if not is_package(module) and module not in MOVED and MIRRORED not in sentence(module):
+        if not is_package(module) and module not in MOVED:
             counted[package_of(module)] = counted.get(package_of(module), 0) + 1
-    # The files of compat and utils are the peers' module paths.
-    ours = {package: count for package, count in counted.items() if room(package) != "compat" and package != "utils"}
+    # The files of compat are at the peers' module paths.
+    ours = {package: count for package, count in counted.items() if room(package) != "compat"}
     full = {package: count for package, count in ours.items() if count > MOST_MODULES}
     assert set(full) == FULL_BY_NAME, full
 

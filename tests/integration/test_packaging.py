@@ -1,10 +1,15 @@
-"""What an installed copy must hold: the license, and every folder of the package."""
+"""What an installed copy must hold: the license, every folder of the package, and types for the peers' modules."""
 
+import os
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 from house import TOP_ROOMS
+from treadle.common.peer_names import list_paths
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -25,3 +30,56 @@ def test_every_folder_with_code_is_packaged(room):
     wanted = {name if name.split(".")[0] == "treadle" else f"treadle.{name}" for name in names}
     listed = set(SETTINGS["tool"]["setuptools"]["packages"])
     assert wanted <= listed
+
+
+def check_types(folder, program):
+    """Run mypy on a program against the package as built, with no other library at hand, and return its output."""
+    command = [sys.executable, "-m", "mypy", "--no-site-packages", "--follow-imports", "silent", "--no-incremental"]
+    (folder / "program.py").write_text(program, encoding="utf-8")
+    environment = {**os.environ, "MYPYPATH": str(folder / "lib")}
+    done = subprocess.run(
+        [*command, "program.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def built(tmp_path):
+    """The folder that a wheel is made of."""
+    build = [sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path), "--build-lib"]
+    subprocess.run([*build, str(tmp_path / "lib")], cwd=ROOT, capture_output=True, check=True, timeout=100)
+    return tmp_path / "lib"
+
+
+def test_an_archive_can_be_imported(built, tmp_path):
+    archive = shutil.make_archive(str(tmp_path / "treadle"), "zip", built)
+    source = "import treadle\nfrom treadle.compat.callbacks.early_stopping import EarlyStopping\n"
+    source += "print(EarlyStopping, treadle.__file__)"
+    environment = {**os.environ, "PYTHONPATH": archive}
+    command = [sys.executable, "-c", source]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    home = os.path.join(archive, "treadle", "__init__.py")
+    assert done.stdout == f"<class 'treadle.callbacks.early_stopping.EarlyStopping'> {home}\n", done.stderr
+
+
+def test_type_checkers_find_the_modules_that_have_no_file(built, tmp_path):
+    """The wheel has a stub for each, so a project whose imports were replaced stays free of errors."""
+    program = "".join(f"import treadle.compat.{path}\n" for path in list_paths() if path)
+    program += """
+import treadle.compat as pl
+from treadle.compat.callbacks.early_stopping import EarlyStopping
+from treadle.compat.callbacks.spike import SpikeDetection
+from treadle.state import PartialState
+from treadle.utils import gather
+from treadle.utils.operations import gather as same
+
+class Stopping(EarlyStopping):
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        print(PartialState().device, gather, same, SpikeDetection())
+"""
+    assert "Success: no issues found" in check_types(tmp_path, program)
+    missing = check_types(tmp_path, "from treadle.compat.callbacks.nothing import EarlyStopping\n")
+    assert "import-not-found" in missing
+    for stub in list(built.rglob("*.pyi")):
+        stub.unlink()
+    assert 'has no attribute "EarlyStopping"' in check_types(tmp_path, program)

@@ -1,9 +1,7 @@
 """Commands of the tools: listed, completed by a shell, and found by their entry points."""
 
 import importlib
-
-import pytest
-from treadle.cli.completion import list_candidates
+import re
 
 from treadle.__main__ import main
 
@@ -17,22 +15,19 @@ def test_they_are_listed(capsys):
     assert described["sweep"] == "run many trials of one configuration, each with different values"
 
 
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("treadle mig", ["migrate"]),
-        ("treadle migrate --w", ["--write"]),
-        ("treadle migrate sr", []),
-        ("treadle sweep --d", ["--dry-run"]),
-        ("treadle sweep --config ", []),
-        ("treadle sweep tri", ["trials="]),
-        ("treadle sweep --config s.yaml trainer.max_e", ["trainer.max_epochs="]),
-        ("treadle plan --world", ["--world-size"]),
-        ("treadle doctor --n", ["--nproc-per-node"]),
-    ],
-)
-def test_candidates(line, found):
-    assert list_candidates(line) == found
+def test_a_shell_completes_their_options(capsys):
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    for command, words in {
+        "migrate": "--write",
+        "sweep": "--config --dry-run",
+        "plan": "--config --world-size --gpu",
+        "doctor": "--nproc-per-node",
+    }.items():
+        (line,) = re.findall(rf"^_shtab_treadle_{command}_option_strings=\((.*)\)", script, re.MULTILINE)
+        assert set(words.split()) <= set(line.replace("'", "").split())
+    assert "trainer.max_epochs=" in script
+    assert "trials=" in script
 
 
 def test_paths_that_documents_promise():

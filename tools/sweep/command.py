@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...cli import completion
 from ...cli.commands import print_on_rank_zero, report_error
 from ...cli.config import ConfigError
 from ...common.messages import format_count
@@ -83,19 +83,17 @@ def run_for_script(
         return 128 + signal.SIGINT
 
 
-def complete(before: Sequence[str], last: str) -> Iterable[str]:
-    """Return words that may complete ``last`` after the words ``before``; see `treadle completion`."""
+def build_parser() -> argparse.ArgumentParser:
+    """Return a parser that describes the command line to `treadle completion`."""
+    from ...cli import completion
     from . import KEYS
 
-    if before[-1] in ("-c", "--config"):
-        return ()  # the shell completes files itself
-    if last.startswith("-"):
-        return ("--config", "--dry-run", "--help")
-    key, equals, _ = last.partition("=")
-    if equals:
-        return [f"{key}={value}" for value in completion.list_values(key)]
-    own_keys = [f"{name}=" for name in KEYS if name not in ("config", "parameters")]
-    return [*own_keys, *completion.list_keys([], last)]
+    parser = argparse.ArgumentParser("treadle sweep")
+    parser.add_argument("-c", "--config", metavar="FILE", help=OPTIONS["-c, --config FILE"])
+    parser.add_argument("--dry-run", action="store_true", help=OPTIONS["--dry-run"])
+    own_settings = [f"{name}=" for name in KEYS if name not in ("config", "parameters")]
+    parser.add_argument("settings", nargs="*", choices=sorted({*own_settings, *completion.list_settings()}))
+    return parser
 
 
 def _parse(arguments: Sequence[str]) -> tuple[str | None, list[str], bool]:

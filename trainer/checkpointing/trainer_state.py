@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from numpy import ndarray
+from torch import Tensor
 
 from ...callbacks import Callback
 from ...common.messages import warn
@@ -24,6 +28,7 @@ from ...engine.checkpoint import (
     OpenCheckpoint,
     Save,
     TrainerStates,
+    encode,
     find_not_finite,
     lay_out,
     load_into_memory,
@@ -32,7 +37,16 @@ from ...engine.checkpoint import (
     read_frozen_note,
 )
 from ...engine.weights import Opened, load_opened
-from ..core import DataModule, HookedWeights, overrides, read_hook_entries, read_weights
+from ..core import (
+    DataModule,
+    HookedWeights,
+    copy_added_objects,
+    overrides,
+    read_hook_entries,
+    read_weights,
+    remember,
+)
+from ..loop import Hooks
 from . import run_identity
 from .checkpoint_dict import DictSave
 from .checkpoint_io import CheckpointIO, TorchCheckpointIO
@@ -110,6 +124,9 @@ class TrainerCheckpointer:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.earlier_callback_states: dict[str, Any] = {}
+        self._origin = ""  # see `remember`
+        self._owners: tuple[Any, Any] = (None, None)  # its task and data module
+        self._left_out: dict[str, dict[str, str]] = {}  # what the last save left out: words by name, by part
         self._added: dict[str, Any] | None = None  # entries that hooks add to the checkpoint being saved
 
     # -- save ----------------------------------------------------------------------------------------------------
@@ -252,7 +269,22 @@ class TrainerCheckpointer:
             "samples": progress.samples,
             "task": run_identity.class_name(type(task)),
             "configuration": run_identity.configuration(task, self._trainer.datamodule),
-        }
+        } | ({"origin": self._origin, "left_out": self._left_out} if any(self._left_out.values()) else {})
+
+    def remember_owners(self, task: TaskModule, datamodule: DataModule | None) -> None:
+        """Let loads in this process find the objects that a task's checkpoints lack. Call it on all processes.
+
+        Args:
+            task: The task.
+            datamodule: The data module.
+        """
+        if self._owners[0] is task and self._owners[1] is datamodule:
+            return
+        self._owners = task, datamodule
+        self._origin = self._trainer.accelerator.world.broadcast(uuid4().hex)
+        for owner, part in ((task, HPARAMS), (datamodule, DATAMODULE_HPARAMS)):
+            if owner is not None:
+                remember(owner, part, self._origin)
 
     def parts(self, task: TaskModule) -> dict[str, Any]:
         """Return the hyperparameters and the YAML configuration of the run, by their names in a checkpoint.
@@ -261,10 +293,12 @@ class TrainerCheckpointer:
             task: Task whose hyperparameters are saved.
         """
         parts: dict[str, Any] = {}
+        self.remember_owners(task, self._trainer.datamodule)  # one of `trainer.strategy.connect` has no stage
         for name, owner in ((HPARAMS, task), (DATAMODULE_HPARAMS, self._trainer.datamodule)):
+            self._left_out[name] = {}
             if owner is not None and owner.hparams:
                 stored = owner.stored_hparams()
-                owner.check_hparams(stored)
+                self._left_out[name] = owner.check_hparams(stored)
                 parts[name] = {
                     "hyper_parameters": stored.values,
                     "hparams_name": owner.hparams_name,
@@ -326,8 +360,12 @@ class TrainerCheckpointer:
             progress: Counters of the run at the step that is saved.
             weights_only: Omit what is needed only to resume.
         """
+        known = self._left_out.pop(ADDED, {})
         make = partial(make_document, self._trainer, task, progress, weights_only)
-        hooks = self._trainer.hooks.on_save_checkpoint if self._trainer.hooks is not None else ()
+        table = self._trainer.hooks
+        if table is None or table.task is not task:  # it was connected without a stage
+            table = Hooks(self._trainer, task, self._trainer.callbacks)
+        hooks = table.on_save_checkpoint
         if not hooks:
             return HookedState({}, None, make)
         document = make()
@@ -342,7 +380,30 @@ class TrainerCheckpointer:
                 k: v for k, v in entries.pop("hyper_parameters").items() if k not in hparams or v is not hparams[k]
             }
             entries |= {"hyper_parameters": changed} if changed else {}
+        self._take_objects(task, entries, known)
         return HookedState(entries, weights.get_edited(checkpoint), lambda: dict(checkpoint))
+
+    def _take_objects(self, task: TaskModule, entries: dict[str, Any], known: Mapping[str, str]) -> None:
+        """Move entries that checkpoints cannot store from those that hooks added to the task.
+
+        A warning names those that are not in ``known``.
+        """
+        objects = {}
+        for name, value in entries.items():
+            if isinstance(value, Tensor | ndarray):
+                continue  # data, which must not be lost
+            try:
+                encode(value)
+            except TypeError:
+                objects[name] = value
+        task.__dict__["_added_objects"] = objects
+        self._left_out[ADDED] = {name: f"{name} ({type(entries.pop(name)).__qualname__})" for name in objects}
+        if new := [words for name, words in self._left_out[ADDED].items() if name not in known]:
+            warn(
+                f"on_save_checkpoint of {type(task).__name__} or a callback adds {', '.join(new)}, which checkpoints "
+                "cannot store, because they are or contain objects. Only loads in this process get copies; a load in "
+                "another process lacks the entries. Add a state_dict() or other data instead."
+            )
 
     def dump_checkpoint(self, weights_only: bool = False) -> dict[str, Any]:
         """Return the run's checkpoint as a dict in Lightning's layout, after the ``on_save_checkpoint`` hooks.
@@ -512,6 +573,9 @@ class TrainerCheckpointer:
                 )
         assert self._trainer.hooks is not None
         added = Added({**self._get_counts(), **state["added"]})
+        if self._trainer.hooks.on_load_checkpoint and self._trainer.opened_checkpoint is not None:
+            opened = self._trainer.opened_checkpoint
+            added |= copy_added_objects(opened.manifest.info, opened.path)
         if hparams := self._get_hparams():
             added["hyper_parameters"] = hparams | state["added"].get("hyper_parameters", {})
         if self._trainer.hooks.on_load_checkpoint and self._trainer.task is not None:

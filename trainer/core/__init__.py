@@ -7,11 +7,20 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from .cli_hparams import CLASS_PATH, INSTANTIATOR, giving_settings, instantiate_module
     from .configure_optimizers import SchedulerConfig, check_ownership, endless, parse_optimizers
     from .datamodule import DataHooks, DataModule
     from .hooked_weights import HookedWeights
     from .hooks import TaskHooks
-    from .loading import load_checkpoint, read_hook_entries, read_saved_arguments, read_weights, warn_of_code
+    from .living import remember
+    from .loading import (
+        copy_added_objects,
+        load_checkpoint,
+        read_hook_entries,
+        read_hyperparameters,
+        read_weights,
+        warn_of_code,
+    )
     from .signatures import REQUIRED, Argument, Signature, described, signature
     from .stored_hparams import AttributeDict
     from .task import TaskModule, has_own, log_to, overrides, task_modules

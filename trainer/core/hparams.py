@@ -17,6 +17,7 @@ from ...common.messages import nearest, warn
 from ...common.optional import is_config
 from ...common.validation import WrongTypeError
 from ...loggers import plain
+from .cli_hparams import CLASS_PATH, given_settings
 from .signatures import signature
 from .stored_hparams import (
     AttributeDict,
@@ -65,7 +66,11 @@ class HyperparametersMixin:
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         caller = frame or inspect.currentframe().f_back  # type: ignore[union-attr]
         if all(isinstance(name, str) for name in args):
-            values = _select_arguments(self, _collect_init_arguments(self, caller), args)
+            given = given_settings.get()
+            if given is not None and given[0] is type(self):
+                values = _select_arguments(self, given[1], args)
+            else:
+                values = _select_arguments(self, _collect_init_arguments(self, caller), args)
             self._keep({name: value for name, value in values.items() if name not in ignored})
         else:
             if len(args) != 1:
@@ -120,13 +125,17 @@ class HyperparametersMixin:
 
     def plain_hparams(self) -> dict[str, Any]:
         """Return `hparams` in the form that loggers receive."""
-        return plain({name: readable(value) for name, value in self.stored_hparams().values.items()})
+        values = self.stored_hparams().values.items()
+        return plain({name: readable(value) for name, value in values if name != CLASS_PATH})
 
-    def check_hparams(self, stored_form: Stored) -> None:
+    def check_hparams(self, stored_form: Stored) -> dict[str, str]:
         """Warn once about each hyperparameter that cannot be passed to the constructor from a checkpoint.
 
         Args:
             stored_form: Result of `stored_hparams`.
+
+        Returns:
+            The reason for each such hyperparameter, by name.
         """
         checked: set[str] = self.__dict__.setdefault("_hparams_checked", set())
         lost: dict[str, str] = {}
@@ -141,13 +150,16 @@ class HyperparametersMixin:
                 except CannotRebuild as error:
                     lost[name] = f"{name} ({error})"
         checked.update(self.hparams)
+        known: dict[str, str] = self.__dict__.setdefault("_hparams_lost", {})
+        known |= lost
         if lost:
             names = [name for name in self.hparams if name in lost]
             words, passed = (", ".join(lost[name] for name in names), ", ".join(f"{name}=..." for name in names))
             warn(
                 f"{type(self).__name__}.hparams: checkpoints cannot store {words}. Pass {passed} to "
-                f"load_from_checkpoint. save_hyperparameters(ignore={names}) silences this warning."
+                f"load_from_checkpoint in another process. save_hyperparameters(ignore={names}) silences this warning."
             )
+        return known
 
 
 def _classify(whole: Any) -> tuple[str, str]:

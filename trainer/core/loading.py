@@ -6,14 +6,17 @@ import csv
 import inspect
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...common.messages import name_type, nearest, warn
+from ...common.optional import is_installed
 from ...engine.checkpoint import (
+    ADDED,
     DATAMODULE_HPARAMS,
     HPARAMS,
     OpenCheckpoint,
@@ -27,9 +30,11 @@ from ...engine.checkpoint import (
     read_tensor,
 )
 from ...engine.weights import Opened, Source, TorchFile, View, check_extent, load, open_source
+from .cli_hparams import CLASS_PATH, INSTANTIATOR, instantiate_module
 from .hooked_weights import HookedWeights
+from .living import copy_objects, read_left_out
 from .signatures import Argument, signature
-from .stored_hparams import CannotRebuild, rebuild
+from .stored_hparams import CannotRebuild, readable, rebuild
 
 if TYPE_CHECKING:
     from .task import TaskModule
@@ -101,16 +106,19 @@ def build(
             _take_changed_hparams(document, hook_entries)
             if file_hparams is not None:
                 document = _replace_hparams(file_hparams, document)
-            task = cls(**_merge_arguments(cls, opened_source.place, document, overrides))
+            task = _construct(cls, opened_source.place, document, overrides)
             task.configure_model()
             opened_source = _edit_weights(task, opened_source, saved, hook_entries)
         else:
             document = {} if opened_source.file is None else _read_document(opened_source, opened_source.file)
+            info = _read_info(document)
+            document |= {"left_out": read_left_out(info, HPARAMS), "find": partial(copy_objects, info, HPARAMS)}
             if file_hparams is not None:
                 document |= _replace_hparams(file_hparams, {})
-            task = cls(**_merge_arguments(cls, opened_source.place, document, overrides))
+            task = _construct(cls, opened_source.place, document, overrides)
             task.configure_model()
             if opened_source.file is not None:
+                document |= copy_added_objects(info, opened_source.place)
                 task.on_load_checkpoint(document)
                 # The hook may have changed it.
                 opened_source = Opened(opened_source.place, dict(document["state_dict"]))
@@ -144,10 +152,7 @@ def build_datamodule(
             )
         if file_hparams is not None:
             document = _replace_hparams(file_hparams, document)
-        takes_arguments = cls.__init__ is not object.__init__  # object.__init__'s signature accepts anything
-        module = cls(
-            **_merge_arguments(cls, opened_source.place, document, overrides) if takes_arguments else overrides
-        )
+        module = _construct(cls, opened_source.place, document, overrides)
         if state is not None:
             module.load_state_dict(state)
     return module
@@ -208,13 +213,18 @@ def load_checkpoint(
     return document | {"state_dict": weights | opened_source.others}
 
 
-def read_saved_arguments(cls: type[TaskModule], source: Source, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the constructor arguments of a task: those in its checkpoint, completed by those in ``given``.
+def _construct(cls: type[Any], place: str, document: Mapping[str, Any], overrides: dict[str, Any]) -> Any:
+    """Build a task or data module from its saved hyperparameters and the caller's overrides."""
+    settings = document.get("hyper_parameters")
+    if isinstance(settings, Mapping) and INSTANTIATOR in settings and is_installed("jsonargparse"):
+        return instantiate_module(cls, {**settings, **overrides})
+    if cls.__init__ is object.__init__:  # its signature accepts anything
+        return cls(**overrides)
+    return cls(**_merge_arguments(cls, place, document, overrides))
 
-    Raises:
-        TypeError: If a required argument is missing.
-        ValueError: If the checkpoint cannot be read.
-    """
+
+def read_hyperparameters(source: Source) -> dict[str, Any]:
+    """Return the hyperparameters of the task in a checkpoint as plain data; an empty dict if there are none."""
     with open_source(source) as opened_source:
         saved, document = opened_source.checkpoint, {}
         if saved is not None:
@@ -222,10 +232,9 @@ def read_saved_arguments(cls: type[TaskModule], source: Source, given: Mapping[s
             _take_changed_hparams(document, read_hook_entries(saved))
         elif opened_source.file is not None:
             document = _read_parts(opened_source.file)[0]
-        stored_names = {*(document.get("hyper_parameters") or ()), document.get("hparams_name")}
-        stored_names -= {*(document.get("left_out") or ())}
-        overrides = {name: value for name, value in given.items() if name not in stored_names}
-        return _merge_arguments(cls, opened_source.place, document, overrides)
+    values = document.get("hyper_parameters") or {}
+    is_enum = {name: isinstance(value, Record) and value.kind == "enum" for name, value in values.items()}
+    return {name: value.content if is_enum[name] else readable(value) for name, value in values.items()}
 
 
 def _edit_weights(task: TaskModule, source: Opened, saved: OpenCheckpoint, checkpoint: dict[str, Any]) -> Opened:
@@ -246,7 +255,20 @@ def read_weights(opened: OpenCheckpoint) -> dict[str, Any]:
 def read_hook_entries(opened: OpenCheckpoint) -> dict[str, Any]:
     """Return the entries that ``on_save_checkpoint`` hooks added to a checkpoint, and its epoch and step."""
     manifest = opened.manifest
-    return load_into_memory(open_added(opened), {}, {}) | {"epoch": manifest.epoch, "global_step": manifest.step}
+    entries = load_into_memory(open_added(opened), {}, {}) | copy_added_objects(manifest.info, opened.path)
+    return entries | {"epoch": manifest.epoch, "global_step": manifest.step}
+
+
+def copy_added_objects(info: Mapping[str, Any], place: Any) -> dict[str, Any]:
+    """Return the objects that ``on_save_checkpoint`` hooks added, if a task of this process has them; else warn."""
+    lost = read_left_out(info, ADDED)
+    objects = copy_objects(info, HPARAMS, lost, added=True)
+    if lost:
+        warn(
+            f"{place} does not contain {_join_words(lost)}, which on_save_checkpoint added, because a checkpoint "
+            "stores only data. Create such objects in on_load_checkpoint."
+        )
+    return objects
 
 
 def _take_changed_hparams(document: dict[str, Any], hook_entries: dict[str, Any]) -> None:
@@ -266,6 +288,8 @@ def _read_hparams(saved: OpenCheckpoint, part: str) -> dict[str, Any]:
             f"{saved.path}: part {part!r} is damaged: it is {name_type(document)}, but must be a dict. "
             f"{filesystem.RESTORE}"
         )
+    if "hparams_kind" in document:  # not the earliest format
+        document["find"] = partial(copy_objects, saved.manifest.info, part)
     return document
 
 
@@ -289,6 +313,14 @@ def _read_document(opened_source: Opened, file: TorchFile) -> dict[str, Any]:
     return parts | {
         "state_dict": {name: read_tensor(piece) for name, piece in opened_source.weights.items()} | opened_source.others
     }
+
+
+def _read_info(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest's entries from a dict that a `CheckpointIO` plugin wrote; an empty dict for another file."""
+    exact = document.get("treadle")
+    text = exact.get("info") if isinstance(exact, dict) else None
+    info = json.loads(text) if isinstance(text, bytes) else None
+    return info if isinstance(info, dict) else {}
 
 
 def _read_parts(file: TorchFile) -> tuple[dict[str, Any], dict[str, str]]:
@@ -337,17 +369,19 @@ def _merge_arguments(
     for name in (*_OLD_NAMES, "hyper_parameters"):
         section = document.get(name)
         saved |= vars(section) if hasattr(section, "__dict__") else section or {}
-    saved = {name: value for name, value in saved.items() if name not in ("_instantiator", "_class_path")}
+    saved = {name: value for name, value in saved.items() if name not in (INSTANTIATOR, CLASS_PATH)}
     parameters = inspect.signature(cls.__init__).parameters
     names = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][1:]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     lost = {name: words for name, words in (document.get("left_out") or {}).items() if name not in overrides}
+    find: Callable[[dict[str, str]], dict[str, Any]] = document.get("find") or (lambda lost: {})
     whole = document.get("hparams_name")
     if isinstance(whole, str) and whole in names:  # save_hyperparameters(hparams): one argument that holds all
         kind, name = document.get("hparams_kind") or ("mapping", "")
         inside = {} if takes_all else {name: value for name, value in overrides.items() if name not in names}
         overrides = {name: value for name, value in overrides.items() if name not in inside}
-        saved = {whole: Record(kind, name, {**saved, **inside})} if whole not in overrides else {}
+        found = {} if whole in overrides else find(lost)
+        saved = {whole: Record(kind, name, {**saved, **found, **inside})} if whole not in overrides else {}
         if lost and whole not in overrides:
             warn(f"{place}: {whole} lacks {_join_words(lost)}, which cannot be stored. {_advise_passing(lost)}")
         lost = {}
@@ -370,6 +404,7 @@ def _merge_arguments(
         cls, {name: value for name, value in saved.items() if name not in {*lost, *overrides}}, document
     )
     lost |= not_rebuilt
+    saved |= find(lost)
     _check_missing(cls, place, {*saved, *overrides}, lost)
     return {**saved, **overrides}
 

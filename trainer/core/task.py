@@ -553,6 +553,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, Exports, nn.Module):
         state["_trainer"] = state["_metrics"] = None
         state["_toggled"] = []
         state.pop("_compiler", None)
+        state.pop("_added_objects", None)
         return state
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 from ...common.messages import format_count, name_type, warn
 from ...common.validation import WrongTypeError
 from ...engine import Accelerator, CombinedLoader, JointLoader, Loader, check_values_match
-from ...engine.data import is_collection
+from ...engine.data import has_user_iter, is_collection
 from .. import arguments
 from ..core import DataHooks, DataModule, TaskModule, has_own
 
@@ -199,8 +199,12 @@ class Sources:
         )
         is_sequential = isinstance(loader, JointLoader) and loader.mode == "sequential"
         for single_loader in loader.loaders if is_sequential else [loader]:  # type: ignore[attr-defined]
-            count = arguments.limited(f"limit_{kind}_batches", self.limits[kind], single_loader.length)
-            single_loader.limit = single_loader.limit if count is None or count == single_loader.length else count
+            length = single_loader.length
+            count = arguments.limited(f"limit_{kind}_batches", self.limits[kind], length)
+            if count is None and has_user_iter(single_loader.source):
+                single_loader.limit = length  # reading on may be an error there, as in zip(strict=True) with a cycle
+            elif count is not None and count != length:
+                single_loader.limit = count
         if self._fixed_order and kind in ("train", "val") and loader.keep_order() and kind not in self._warned:
             self._warned.add(kind)
             warn(

@@ -188,7 +188,7 @@ class FitLoop:
                 self._close_epoch()
         self.steps.read_outcome()  # a limit ended the run within the epoch
         if self.steps.missing_losses and self.steps.missing_losses == progress.batch - batch_before:
-            raise ValueError(
+            warn(
                 f"training_step returned None for all {format_count(self.steps.missing_losses, 'batch')} of epoch "
                 f"{progress.epoch}, so nothing was trained. Return the loss. To compute gradients yourself, set "
                 "self.automatic_optimization = False in __init__."

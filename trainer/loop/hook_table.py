@@ -31,6 +31,7 @@ class Hooks:
         callbacks: Callbacks of the Trainer.
 
     Attributes:
+        task: The user's task.
         without_loader_index: Hooks of evaluation batches without an argument ``dataloader_idx``, by name.
 
     Raises:
@@ -38,6 +39,7 @@ class Hooks:
     """
 
     def __init__(self, trainer: Trainer, task: TaskModule, callbacks: Iterable[Callback]) -> None:
+        self.task = task
         self.without_loader_index: dict[str, Hook] = {}
         self._loader_counts: dict[str, int] = {}  # number of dataloaders of each kind in the latest evaluation
         for owner, valid_names in ((task, _OF_TASK), *((callback, _OF_CALLBACK) for callback in callbacks)):

@@ -146,6 +146,7 @@ class Stage:
         one_order = self.name == "fit" and trainer.overfit_batches > 0
         trainer.sources = sources = Sources(task, datamodule, self.loaders, accelerator, limits, shard, one_order)
         trainer.logbook.agree_on_versions()
+        trainer.checkpointer.remember_owners(task, datamodule)
         stage_profiler.begin(trainer, hooks, self.name)
         with accelerator.world.together():
             for owner in (datamodule, task):

@@ -1,5 +1,6 @@
 """Names that scripts import from ``accelerate.utils``, ``accelerate.state`` and ``accelerate.logging``."""
 
+from ..common.peer_finder import add_peer_modules
 from ..common.peer_names import find_peer_names
 from ..compat.available import (
     compare_versions,
@@ -111,6 +112,9 @@ from ..strategies import (
     ParallelismConfig,
 )
 from ..strategies.distributed import DistributedOperationException, DistributedType
+
+__path__ = add_peer_modules(__name__, __path__)
+
 from .tqdm import tqdm  # its module has the same name
 
 __all__ = [

@@ -8,9 +8,8 @@ from ....common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import catalog
-    from .annotation_words import PLAIN, describe_annotation, format_value, simplify
-    from .annotations import Checker
+    from .annotation_words import describe_annotation
     from .build import CheckedConfig, check, locate_error
-    from .recipes import CollectionRecipe, MappingRecipe, ObjectRecipe, Opaque, PlainRecipe, Recipe, make_default_value
+    from .recipes import Opaque, make_default_value
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

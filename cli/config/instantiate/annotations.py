@@ -53,10 +53,6 @@ class Checker:
         self.problems: list[str] = []
         self.secrets = secrets or {}
 
-    def make_trial(self) -> Checker:
-        """Return a new checker with the same secrets and no problems."""
-        return Checker(self.secrets)
-
     def report(self, value: Value, path: Path, words: str) -> None:
         """Add an error message, which begins with the value's source and path, to ``problems``."""
         self.problems.append(hide_secrets(f"{value.source}: {format_path(path)}{words}", self.secrets))
@@ -221,7 +217,7 @@ class Checker:
         numbers = any(candidate in (int, float, bool) for candidate in members)
         for strict in (True,) if numbers else (True, False):
             for member in sorted(members, key=lambda candidate: candidate is not type(value.data)):
-                trial = self.make_trial()
+                trial = Checker(self.secrets)
                 if (recipe := trial.check(value, member, path, lenient=not strict)) is not None:
                     return recipe
         shaped_alike = [member for member in members if has_shape(value, simplify(member))]

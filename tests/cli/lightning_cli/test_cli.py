@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from lightning_cli_samples import Color, Data, Encoder, Factories, Linked, Model, Options, build_model
+from lightning_cli_samples import Data, DeepEncoder, Encoder, Factories, Linked, Model, Options, build_model
 from processes import run, script
 from quiet import QUIET
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, Timer
@@ -84,7 +84,7 @@ RECORDED = {
         for case in RECORDED
     ],
 )
-@pytest.mark.filterwarnings("ignore:Model.configure_optimizers", "ignore:Factories.configure_optimizers")
+@pytest.mark.filterwarnings("ignore:.*will be overridden by")
 def test_metrics_are_the_peers(case):
     cli, model, words, train_loss, val_loss = RECORDED[case]
     done = execute("fit", *words.split(), cli=cli, model=model)
@@ -154,7 +154,7 @@ def test_functions_in_place_of_classes():
 def test_settings_as_a_dict():
     cli = execute(args={"fit": {"model": {"lr": 0.1}, "trainer.max_epochs": 1}})
     assert (cli.model.hparams.lr, cli.trainer.max_epochs) == (0.1, 1)
-    assert build(args={"model.lr": 0.2, "model": {"color": "BLUE"}}).model.hparams.color is Color.BLUE
+    assert build(args={"model.lr": 0.2, "model": {"color": "BLUE"}}).model.hparams.color == "BLUE"
 
 
 @pytest.mark.parametrize(("default", "seed"), [(True, 0), (123, 123), (False, False)])
@@ -261,14 +261,14 @@ def test_the_settings_optimizer_is_announced_and_may_be_changed():
             return optimizer
 
     words = ("fit", "--optimizer=Adam", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=2")
-    with pytest.warns(UserWarning, match=r"Model.configure_optimizers is not used, because --optimizer replaces it"):
+    with pytest.warns(UserWarning, match=r"`Model.configure_optimizers` will be overridden by `Halved"):
         cli = execute(*words, cli=Halved)
     assert cli.model.seen == [torch.optim.Adam, torch.optim.lr_scheduler.StepLR]
     with pytest.raises(SystemExit):
         execute(*words, auto_configure_optimizers=False)
 
 
-@pytest.mark.filterwarnings("ignore:Late.configure_optimizers")
+@pytest.mark.filterwarnings("ignore:.*will be overridden by")
 def test_an_optimizer_is_built_when_the_run_asks_for_it():
     class Late(Model):
         def __init__(self):
@@ -287,20 +287,40 @@ class Stored(Model):
     def __init__(self, encoder: Encoder, width: int = 3):
         super().__init__()
         self.save_hyperparameters()
+        self.encoder = encoder
 
 
-@pytest.mark.filterwarnings("ignore:Stored.hparams", "ignore:.*Stored takes no lr")
-def test_a_checkpoint_names_no_classes(here):
+class Partly(Model):
+    def __init__(self, encoder: Encoder, width: int = 3):
+        super().__init__()
+        for name in list(self.hparams):
+            del self.hparams[name]
+        self.save_hyperparameters("width")
+        self.width = width
+
+
+@pytest.mark.filterwarnings("ignore:.*will be overridden by")
+def test_a_checkpoint_brings_the_objects_in_its_arguments():
     defaults = {**DEFAULTS, "enable_checkpointing": True, "default_root_dir": ".", "max_epochs": 1}
-    words = ("fit", "--model.encoder=DeepEncoder", "--model.width=5")
-    path = execute(*words, model=Stored, trainer_defaults=defaults).trainer.checkpoint_callback.best_model_path
-    with pytest.raises(TypeError, match="encoder"):
-        Stored.load_from_checkpoint(path)
+    words = ("fit", "--model.encoder=DeepEncoder", "--model.encoder.depth=7", "--model.width=5", "--optimizer=SGD")
+    cli = execute(*words, model=Stored, trainer_defaults=defaults)
+    path = cli.trainer.checkpoint_callback.best_model_path
+    assert cli.model.hparams.encoder["class_path"] == "lightning_cli_samples.DeepEncoder"
+    loaded = Stored.load_from_checkpoint(path, width=6)
+    assert (type(loaded.encoder), loaded.encoder.depth, loaded.hparams.width) == (DeepEncoder, 7, 6)
     encoder = Encoder()
-    loaded = Stored.load_from_checkpoint(path, encoder=encoder)
-    assert (loaded.hparams.encoder, loaded.hparams.width) == (encoder, 5)
-    again = execute("test", "--model.encoder=Encoder", f"--ckpt_path={path}", model=Stored)
-    assert (type(again.model.hparams.encoder), again.model.hparams.width) == (Encoder, 5)
+    assert Stored.load_from_checkpoint(path, encoder=encoder).encoder is encoder
+    named = execute("fit", f"--model={__name__}.Stored", *words[1:], model=None, trainer_defaults=defaults)
+    path = named.trainer.checkpoint_callback.best_model_path
+    assert type(treadle.TaskModule.load_from_checkpoint(path).encoder) is DeepEncoder
+    tested = execute("test", f"--ckpt_path={path}", f"--model={MODEL}", model=None).model
+    assert (type(tested), tested.encoder.depth) == (Stored, 7)
+    path = execute(
+        "fit", *words[1:], model=Partly, trainer_defaults=defaults
+    ).trainer.checkpoint_callback.best_model_path
+    assert execute("test", f"--ckpt_path={path}", "--model.encoder=Encoder", model=Partly).model.width == 5
+    kept = build("--model.encoder=DeepEncoder", model=Stored, load_from_checkpoint_support=False).model
+    assert isinstance(kept.hparams.encoder, DeepEncoder)
 
 
 def test_callbacks_from_everywhere():
@@ -319,11 +339,17 @@ def test_callbacks_from_everywhere():
     assert cli.trainer.checkpoint_callback.monitor == "val_loss"
 
 
-def test_a_class_path_of_lightning_means_ours():
+def test_a_class_path_of_lightning_means_ours(here):
     word = '--trainer.callbacks=[{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}]'
     cli = build(word, "--trainer.enable_checkpointing=true")
     assert isinstance(cli.trainer.checkpoint_callback, ModelCheckpoint)
-    assert cli.config.trainer.callbacks[0].class_path == "treadle.callbacks.ModelCheckpoint"
+    (here / "lightning.yaml").write_text(
+        "trainer:\n  callbacks:\n  - class_path: pytorch_lightning.callbacks.ModelCheckpoint\n  model_registry: null\n"
+        "model:\n  name: pytorch_lightning.Trainer\n"
+    )
+    cli = build("--config=lightning.yaml", "--trainer.enable_checkpointing=true")
+    assert isinstance(cli.trainer.checkpoint_callback, ModelCheckpoint)
+    assert cli.config.model.name == "pytorch_lightning.Trainer"
 
 
 def test_trainers_of_ones_own():
@@ -365,13 +391,13 @@ def test_environment_variables(monkeypatch, here):
 LOGGED = {**DEFAULTS, "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": ".", "name": "logs"}}}
 WORDS = (
     *("fit", "--seed_everything=3", "--model.lr=0.1", "--model.color=BLUE", "--model.path=a/b", "--model.name=no"),
-    *("--model.extra={deep: [1, '1e-3', null]}", "--model.options.width=9", "--model.activation=torch.tanh"),
+    *("--model.extra={deep: [1, '2', null]}", "--model.options.width=9", "--model.activation=torch.tanh"),
     *("--model.encoder=DeepEncoder", "--model.encoder.activation=ReLU", "--optimizer=AdamW", "--optimizer.lr=0.05"),
     *("--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss", "--trainer.max_epochs=1"),
 )
 
 
-@pytest.mark.filterwarnings("ignore:Model.configure_optimizers")
+@pytest.mark.filterwarnings("ignore:.*will be overridden by")
 def test_the_saved_configuration_repeats_the_run(here):
     options = {"trainer_defaults": LOGGED, "save_config_callback": SaveConfigCallback}
     first = execute(*WORDS, **options)
@@ -382,8 +408,8 @@ def test_the_saved_configuration_repeats_the_run(here):
     assert again.trainer.callback_metrics == first.trainer.callback_metrics
     assert torch.equal(again.model.net.weight, first.model.net.weight)
     hparams = again.model.hparams
-    assert (hparams.color, hparams.path, hparams.name, hparams.options) == (Color.BLUE, Path("a/b"), "no", Options(9))
-    assert hparams.extra == {"deep": [1, "1e-3", None]}
+    assert (hparams.color, hparams.path, hparams.name, hparams.options["width"]) == ("BLUE", "a/b", "no", 9)
+    assert hparams.extra == {"deep": [1, "2", None]}
     assert again.model.activation is torch.tanh
     assert isinstance(again.model.encoder.activation, torch.nn.ReLU)
     assert yaml.safe_load(saved.read_text())["seed_everything"] == 3
@@ -405,13 +431,13 @@ def test_a_saved_configuration_is_not_overwritten(here):
 def test_a_configuration_saved_elsewhere():
     class Elsewhere(SaveConfigCallback):
         def save_config(self, trainer, pl_module, stage):
-            pl_module.seen.append((stage, self.parser.dump(self.config, skip_none=False)))
+            pl_module.seen.append((stage, self.parser.dump(self.config, skip_unset=False)))
 
     kwargs = {"save_config_callback": Elsewhere, "save_config_kwargs": {"save_to_log_dir": False}}
     ((stage, text),) = execute("fit", "--trainer.max_epochs=1", **kwargs).model.seen
     assert stage == "fit"
     assert yaml.safe_load(text)["model"]["lr"] == 0.02
-    with pytest.raises(ValueError, match="save_to_log_dir=False saves nothing unless"):
+    with pytest.raises(ValueError, match="`save_to_log_dir=False` only makes sense with"):
         execute("fit", save_config_callback=SaveConfigCallback, save_config_kwargs={"save_to_log_dir": False})
 
 
@@ -436,14 +462,17 @@ def test_two_processes_write_one_configuration_and_refuse_together(here):
     assert [path.name for path in (here / "logs").iterdir()] == ["version_0"]
 
 
-def test_a_checkpoint_brings_its_hyperparameters(here):
+def test_a_checkpoint_brings_its_hyperparameters(here, capsys):
     defaults = {**DEFAULTS, "enable_checkpointing": True, "default_root_dir": "."}
     cli = execute("fit", "--model.lr=0.1", "--model.color=BLUE", "--model.options.width=9", trainer_defaults=defaults)
     path = cli.trainer.checkpoint_callback.best_model_path
     tested = execute("test", f"--ckpt_path={path}", "--model.mode=max")
     hparams = tested.model.hparams
-    assert (hparams.lr, hparams.color, hparams.options, hparams.mode) == (0.1, Color.BLUE, Options(9), "min")
+    assert (hparams.lr, hparams.color, hparams.options["width"], hparams.mode) == (0.1, "BLUE", 9, "min")
     assert torch.equal(tested.model.net.weight, cli.model.net.weight)
+    with pytest.raises(SystemExit):
+        execute("test", f"--ckpt_path={path}", model=Factories)
+    assert "Parsing of ckpt_path hyperparameters failed" in capsys.readouterr().err
     named = execute("test", f"--model={MODEL}", f"--ckpt_path={path}", model=None)
     assert named.model.hparams.lr == 0.1
 

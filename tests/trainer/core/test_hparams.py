@@ -3,7 +3,9 @@
 import dataclasses
 import enum
 import functools
+import gc
 import sys
+import threading
 import warnings
 from argparse import Namespace
 from datetime import date
@@ -14,8 +16,10 @@ import pytest
 import torch
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from treadle.compat.plugins.io import TorchCheckpointIO
 from treadle.loggers import CSVLogger, Logger
 
 import treadle
@@ -53,13 +57,19 @@ def loader():
     return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
 
 
-def fitted(task, root, **flags):
+def fitted(task, root, datamodule=None, **flags):
     """Train a little and save; returns the checkpoint."""
     quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **{**quiet, "logger": False, **flags})
-    trainer.fit(task, None if "datamodule" in flags else loader())
+    trainer.fit(task, datamodule or loader())
     trainer.save_checkpoint(root / "c")
     return root / "c"
+
+
+def in_another_process(cls, path, **arguments):
+    """Load as a process does that does not have the task."""
+    gc.collect()
+    return cls.load_from_checkpoint(path, **arguments)
 
 
 def config():
@@ -109,7 +119,7 @@ def test_what_can_not_be_stored_is_said_once_and_has_to_be_passed(tmp_path):
     with pytest.raises(
         TypeError, match=r"does not contain net \(Linear\), optimizer \(partial\), which Hydra needs\. Pass"
     ):
-        Hydra.load_from_checkpoint(path)
+        in_another_process(Hydra, path)
     other = nn.Linear(2, 1)
     again = Hydra.load_from_checkpoint(path, net=other, optimizer=optimizer)
     assert again.net is other
@@ -133,7 +143,7 @@ def test_a_default_that_is_no_data_is_not_missed(tmp_path, recwarn):
     with pytest.warns(
         UserWarning, match=r"does not contain activation \(builtin.*; Default uses its default.*activation=\.\.\."
     ):
-        assert Default.load_from_checkpoint(path).hparams.activation is torch.relu
+        assert in_another_process(Default, path).hparams.activation is torch.relu
 
 
 def test_a_dict_that_can_be_stored_in_part_is_logged_in_part_and_passed_whole(tmp_path):
@@ -147,7 +157,7 @@ def test_a_dict_that_can_be_stored_in_part_is_logged_in_part_and_passed_whole(tm
         path = fitted(Part({"width": 3, "activation": nn.ReLU}), tmp_path, logger=logger)
     assert yaml.safe_load(Path(logger.log_dir, "hparams.yaml").read_text()) == {"settings": {"width": 3}}
     with pytest.raises(TypeError, match=r"does not contain settings\.activation \(class ReLU\), which Part needs"):
-        Part.load_from_checkpoint(path)
+        in_another_process(Part, path)
 
 
 # -- what comes back -----------------------------------------------------------------------------------------------
@@ -217,7 +227,7 @@ def test_a_dataclass_that_no_annotation_names_is_not_built(tmp_path):
     ):
         path = fitted(Untyped(Layer(2), Mode.EXACT), tmp_path)
     with pytest.raises(TypeError, match=r"layer \(a Layer, but the argument is not annotated.*load_from_checkpoint"):
-        Untyped.load_from_checkpoint(path)
+        in_another_process(Untyped, path)
     assert Untyped.load_from_checkpoint(path, layer=Layer(2)).hparams.mode is Mode.EXACT
 
 
@@ -341,14 +351,92 @@ def test_what_it_lacks_can_be_passed(tmp_path):
     net = nn.Linear(1, 1)
     path = fitted(Whole({"net": net, "lr": 0.3}), tmp_path)
     with pytest.warns(UserWarning, match=r"settings lacks net \(Linear\), which cannot be stored\. Pass net=\.\.\."):
-        assert Whole.load_from_checkpoint(path).settings == {"lr": 0.3}
+        assert in_another_process(Whole, path).settings == {"lr": 0.3}
     assert Whole.load_from_checkpoint(path, net=net).settings == {"lr": 0.3, "net": net}
 
 
 def test_an_entry_whose_key_cannot_be_stored_is_left_out(tmp_path):
     path = fitted(Whole({object: 1, "lr": 0.3, "nested": {object: 2, "depth": 4}}), tmp_path)
     with pytest.warns(UserWarning, match="cannot be stored"):
-        assert Whole.load_from_checkpoint(path).settings == {"lr": 0.3, "nested": {"depth": 4}}
+        assert in_another_process(Whole, path).settings == {"lr": 0.3, "nested": {"depth": 4}}
+
+
+class HasObjects(Task):
+    """A library's model: its loss is among the arguments of arguments, and its hooks save an object."""
+
+    def __init__(self, arguments, layer=None, width=2):
+        super().__init__()
+        self.save_hyperparameters()
+        self.loss, self.metric = arguments["loss"], nn.L1Loss()
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["metric"], checkpoint["words"] = self.metric, ["a"]
+
+    def on_load_checkpoint(self, checkpoint):
+        self.metric, self.words = checkpoint["metric"], checkpoint["words"]
+
+
+class KeepingData(treadle.DataModule):
+    def __init__(self, transform):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self):
+        return loader()
+
+
+class Pickles(TorchCheckpointIO):
+    """A plugin that is the user's."""
+
+
+@pytest.mark.parametrize("plugins", [[], [Pickles()]], ids=["file", "plugin"])
+def test_objects_come_back_as_copies_as_long_as_the_task_exists(tmp_path, plugins):
+    loss, scale = nn.SmoothL1Loss(beta=0.3), torch.Tensor.mul
+    task, data = HasObjects({"loss": loss, "size": 3}, Layer(4)), KeepingData(scale)
+    with pytest.warns(UserWarning, match=r"adds metric \(L1Loss\), which checkpoints cannot store"):
+        path = fitted(task, tmp_path, datamodule=data, plugins=plugins)
+    again = HasObjects.load_from_checkpoint(path, width=7)
+    assert (again.loss.beta, again.hparams.arguments["size"], again.hparams.width, again.words) == (0.3, 3, 7, ["a"])
+    assert type(again.metric) is nn.L1Loss
+    assert not {again.loss, again.metric} & {task.loss, task.metric}
+    assert torch.equal(again.net.weight, task.net.weight)
+    assert plugins or again.hparams.layer == Layer(4)
+    assert plugins or KeepingData.load_from_checkpoint(path).hparams.transform is scale
+    resumed = HasObjects({"loss": loss}, Layer(4))
+    treadle.Trainer(max_epochs=2, accelerator="cpu", plugins=plugins, **QUIET).fit(resumed, loader(), ckpt_path=path)
+    assert resumed.metric is not task.metric
+    assert type(resumed.metric) is nn.L1Loss
+    del task, data, again, resumed
+    with (
+        pytest.warns(UserWarning, match=r"does not contain metric \(L1Loss\), which on_save_checkpoint added"),
+        pytest.raises(KeyError, match="metric"),
+    ):
+        in_another_process(HasObjects, path, arguments={"loss": loss}, layer=None)
+
+
+def test_the_hooks_of_a_task_that_was_connected_after_another_are_called(tmp_path):
+    """A library may save a model that it has not trained, such as one that needs no training."""
+    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **QUIET)
+    for task in (HasObjects({"loss": nn.L1Loss()}), HasObjects({"loss": nn.MSELoss()})):
+        trainer.strategy.connect(task)
+        trainer.save_checkpoint(tmp_path / "c")
+        again = HasObjects.load_from_checkpoint(tmp_path / "c")
+        assert (type(again.loss), again.words) == (type(task.loss), ["a"])
+        assert torch.equal(again.net.weight, task.net.weight)
+        trainer.fit(HasObjects({"loss": nn.L1Loss()}), loader())
+
+
+def test_an_object_that_cannot_be_copied_has_to_be_passed(tmp_path):
+    class Locked(Task):
+        def __init__(self, lock):
+            super().__init__()
+            self.save_hyperparameters()
+
+    task = Locked(threading.Lock())
+    path = fitted(task, tmp_path)
+    with pytest.raises(TypeError, match=r"lock \(lock\), which cannot be copied: .*lock.*Pass lock="):
+        Locked.load_from_checkpoint(path)
+    assert Locked.load_from_checkpoint(path, lock=None).hparams.lock is None
 
 
 # -- copies --------------------------------------------------------------------------------------------------------

@@ -157,6 +157,23 @@ def test_a_checkpoint_that_does_not_exist_is_a_file_not_found_error(tmp_path):
         assert not isinstance(caught.value, FileNotFoundError)
 
 
+class Wraps(Tiny):
+    def __init__(self, net):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = net
+
+
+def load_on_each_rank(path):
+    """Load a task whose argument is a module, which only this process still has."""
+    task, loader = Wraps(nn.Linear(2, 3)), DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", devices=2, **QUIET)
+    trainer.fit(task, loader)
+    trainer.save_checkpoint(path)
+    again = Wraps.load_from_checkpoint(path)
+    return again.net is not task.net and torch.equal(again.net.weight, task.net.weight)
+
+
 def start_from_scratch(path):
     trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", devices=2, **QUIET)
     task, loader, caught = Tiny(), DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2), []
@@ -167,8 +184,8 @@ def start_from_scratch(path):
         except FileNotFoundError:
             caught.append("missing")
     trainer.fit(task, loader)
-    return caught, trainer.global_step
+    return caught, trainer.global_step, load_on_each_rank(f"{path} saved")
 
 
-def test_every_rank_may_catch_it(tmp_path):
-    assert run(start_from_scratch, 2, str(tmp_path / "none")) == [(["missing", "missing"], 1)] * 2
+def test_every_rank_may_catch_it_and_has_its_objects(tmp_path):
+    assert run(start_from_scratch, 2, str(tmp_path / "none")) == [(["missing", "missing"], 1, True)] * 2

@@ -1,5 +1,7 @@
 """`overfit_batches`, `reload_dataloaders_every_n_epochs`, and what a data module can do."""
 
+import itertools
+
 import pytest
 import torch
 from quiet import QUIET
@@ -236,6 +238,47 @@ def test_a_buffer_that_is_filled_meanwhile():
     task = Plays()
     trainer(reload_dataloaders_every_n_epochs=1, max_epochs=3).fit(task)
     assert task.seen == [[0], [1], [1], [2], [2], [2]]
+
+
+class Joined(DataLoader):
+    """Two loaders, the shorter of them again and again. There is nothing to read after ``len(self)`` batches."""
+
+    def __init__(self, longer, shorter):
+        self.parts = longer, shorter
+        super().__init__(longer.dataset, longer.batch_size)
+
+    def __iter__(self):
+        longer, shorter = self.parts
+        return (torch.cat(found) for found in zip(longer, itertools.cycle(shorter), strict=True))
+
+
+@pytest.mark.parametrize("limit", [1.0, 3, 2, 5])
+def test_a_loader_of_ones_own_is_not_read_beyond_its_length(limit):
+    class Reads(Task):
+        def training_step(self, batch, batch_idx):
+            return super().training_step([batch], batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            self.evaluated.append(batch.flatten().tolist())
+
+        test_step = validation_step
+        predict_step = validation_step
+
+    def tensor(count, first=0):
+        return torch.arange(float(first), first + count)[:, None]
+
+    joined = Joined(DataLoader(tensor(6), 2), DataLoader(tensor(2, 10), 1))
+    expected = [[0, 1, 10], [2, 3, 11], [4, 5, 10]]
+    expected = expected if limit == 1.0 else expected[:limit]
+    task, one = Reads(), trainer(**{f"limit_{kind}_batches": limit for kind in ("train", "val", "test", "predict")})
+    one.fit(task, joined, joined)
+    assert task.seen == expected * 2
+    assert one.global_step == len(task.seen)
+    assert task.evaluated[-len(expected) :] == expected
+    for stage in (one.validate, one.test, one.predict):
+        task.evaluated = []
+        stage(task, joined)
+        assert task.evaluated == expected
 
 
 def test_workers_of_old_loaders_end_and_passed_loaders_stay():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import gc
 import math
 import pathlib
 import random
@@ -214,6 +215,8 @@ def test_hyperparameters(tmp_path, seed):
     named = [str(w.message) for w in caught if "checkpoints cannot store setting" in str(w.message)]
     refused = refusal(lambda: encode(setting))  # of all that is generated, only enum members are stored nevertheless
     assert len(named) == (refused != "" and "Colour" not in refused)
+    del task
+    gc.collect()  # as in another process, which does not have the task's objects
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         again = Task.load_from_checkpoint(tmp_path / "c" / "epoch=0-step=2.ckpt")
@@ -335,10 +338,15 @@ def test_what_hooks_add_is_looked_at_in_the_first_save(tmp_path):
     adds = Adds(1)
     made(tmp_path, adds, ModelCheckpoint(tmp_path / "c")).fit(Task(), loader())
     assert adds.calls == [2]
-    adds = Adds(object())
-    with pytest.raises(TypeError, match=r"added.*can't be stored"):
+    adds = Adds(torch.ones(2).to_sparse())  # data would be lost
+    with pytest.raises(TypeError, match=r"added is a torch.sparse_coo tensor"):
         made(tmp_path, adds, ModelCheckpoint(tmp_path / "c")).fit(Task(), loader())
     assert adds.calls == [2]
+    adds, saver = Adds(object()), ModelCheckpoint(tmp_path / "d", save_top_k=-1, every_n_train_steps=1)
+    with pytest.warns(UserWarning, match=r"adds added \(object\), which checkpoints cannot store") as said:
+        made(tmp_path, adds, saver).fit(Task(), loader())
+    assert adds.calls == [1, 2]
+    assert sum("adds added" in str(one.message) for one in said) == 1
 
 
 def test_a_run_that_saves_nothing_may_hold_anything(tmp_path):
