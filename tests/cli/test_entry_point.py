@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+import treadle
 from treadle.__main__ import main
 
 
@@ -20,6 +21,8 @@ def package(tmp_path, monkeypatch):
         "import argparse\n"
         "SUMMARY = 'make it shine'\n"
         "def main(arguments):\n    print(arguments)\n    return 7\n"
+        "def run_for_script(arguments, program, command, model, data, defaults):\n"
+        "    print(arguments, program.split()[-1], len(command), model, data, defaults)\n    return 8\n"
         "def build_parser():\n"
         "    parser = argparse.ArgumentParser()\n    parser.add_argument('--wax')\n    return parser\n"
     )
@@ -53,6 +56,15 @@ def test_a_command_that_cannot_be_loaded_is_named_with_its_error(package, capsys
     assert main(["--help"]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  scratch"))
     assert line.endswith(f"can't be loaded: the package polish registers {error}")
+
+
+def test_a_script_offers_registered_commands(package, capsys):
+    with pytest.raises(SystemExit, match="8"):
+        treadle.cli.run(defaults={"seed": 1}, arguments=["polish", "a=1"])
+    assert capsys.readouterr().out == "['a=1'] polish 2 None None {'seed': 1}\n"
+    with pytest.raises(SystemExit, match="1"):
+        treadle.cli.run(arguments=["scratch"])
+    assert "the command 'scratch' can't be loaded" in capsys.readouterr().err
 
 
 def test_a_package_does_not_replace_a_command(package, capsys):
