@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,9 @@ def prepare(library: dict[str, Any], folder: Path, source: str | None) -> tuple[
         call(*pip, *TOOLS, *PEERS, *library["requirements"])
         call(*pip, "--no-deps", "--editable", clone)
         call(*pip, "--editable", ROOT, "torch==2.13.0")
+        path = f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        for command in library.get("prepare", ()):
+            call("sh", "-c", command, cwd=clone, env=os.environ | {"PATH": path})
         ready.touch()
     return clone, python
 
@@ -56,22 +60,22 @@ def run(
 ) -> tuple[dict[str, str], dict[str, str], float]:
     """Return the outcome of each test, the reasons of failures, and the seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "outcomes"
+        out, copy = Path(folder) / "outcomes", Path(folder) / library["name"]
+        shutil.copytree(clone, copy, symlinks=True, ignore=shutil.ignore_patterns(".git"))  # without traces of others
         environment = os.environ | {
             "LIBRARY_SWAP": str(int(swapped)),
             "LIBRARY_OUTCOMES": str(out),
-            "PYTHONPATH": str(Path(__file__).parent),
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
+            **library.get("environment", {}),
         }
         command = [python, "-m", "pytest", "-q", "-p", "library_swap", "-n", processes, "--dist", "loadfile"]
         command += ["--timeout", library.get("timeout", 120), "--continue-on-collection-errors"]
-        for test in library.get("deselect", []):
-            command += ["--deselect", test]
         start = time.perf_counter()
         subprocess.run(
             [str(c) for c in [*command, *library.get("options", []), *library["tests"]]],
-            cwd=clone,
+            cwd=copy,
             env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -98,8 +102,8 @@ def main() -> None:
     if unknown := set(options.names) - {library["name"] for library in chosen}:
         sys.exit(f"{', '.join(unknown)}: not in libraries.toml")
     options.folder.mkdir(parents=True, exist_ok=True)
-    print("| Library | Version | Tests | Pass with Lightning | Of these with Treadle | | s, Lightning | s, Treadle |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    print("| Library | Version | Pass with Lightning | Of these with Treadle | | s, Lightning | s, Treadle |")
+    print("|---|---|---|---|---|---|---|", flush=True)
     for library in chosen:
         clone, python = prepare(library, options.folder, options.source)
         theirs, _, theirs_seconds = run(library, clone, python, False, options.processes)
@@ -107,7 +111,7 @@ def main() -> None:
         passed = [test for test, outcome in theirs.items() if outcome == "passed"]
         failed = [test for test in passed if ours.get(test) != "passed"]
         kept = len(passed) - len(failed)
-        cells = [library["name"], library["version"], " ".join(library["tests"]), len(passed), kept]
+        cells = [library["name"], library["version"], len(passed), kept]
         cells += [f"{kept / max(1, len(passed)):.1%}", f"{theirs_seconds:.0f}", f"{seconds:.0f}"]
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
         for test in failed:

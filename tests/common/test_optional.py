@@ -48,5 +48,5 @@ def test_every_extra_that_an_error_names_exists():
         if keyword.arg == "extra" and isinstance(keyword.value, ast.Constant)
     }
     services = {"clearml", "comet", "mlflow", "swanlab", "trackio", "wandb"}
-    assert named == {"onnx", "plot", "psutil", "rich", *services}
+    assert named == {"cli", "onnx", "plot", "psutil", "rich", *services}
     assert named <= set(extras)
