@@ -1,10 +1,15 @@
 """`docs/architecture.md` says how the house is: its rooms and the files to open for a step, a save and a resume."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
-from house import picture
+import torch
+from house import files, picture
+from quiet import trainer
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.compat.demos.boring_classes import BoringModel
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -30,3 +35,63 @@ def test_every_file_and_folder_that_is_named_exists():
     named = re.findall(r"`([\w/]+/(?:\w+\.(?:py|md))?)`", PAGE)
     assert len(named) > 40
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+# Files of Treadle whose functions run in one optimizer step, in one save, and in the start of a resumed fit beyond those
+# of a new one. They may only fall.
+MOST_RUN = {"step": 9, "save": 49, "resume": 23}
+
+
+class Watched(BoringModel):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(8, 32)), 2)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).sum()
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 0:
+            self.started()
+        self.at_step(batch_idx)
+
+    def started(self):
+        pass
+
+    def at_step(self, batch_idx):
+        pass
+
+
+def test_few_files_run(tmp_path):
+    names = {str(path): module for module, path in files().items()}
+    run = set()
+
+    def note(frame, event, argument):
+        if event == "call" and (module := names.get(frame.f_code.co_filename)) is not None:
+            run.add(module)
+
+    def watch(on):
+        sys.setprofile(note if on else None)
+
+    def fit(max_epochs, **options):
+        """The files that run between the call and the first step."""
+        task = Watched()
+        task.started = lambda: watch(False)
+        run.clear()
+        made = trainer(max_epochs=max_epochs)
+        watch(True)
+        made.fit(task, **options)
+        return set(run), made
+
+    fresh, made = fit(1)
+    run.clear()
+    watch(True)
+    made.save_checkpoint(tmp_path / "c.ckpt")
+    watch(False)
+    found = {"save": set(run), "resume": fit(2, ckpt_path=tmp_path / "c.ckpt")[0] - fresh}
+    task = Watched()
+    task.at_step = lambda batch_idx: watch(batch_idx == 1)  # from the second batch to the third
+    run.clear()
+    trainer(max_epochs=1).fit(task)
+    found["step"] = set(run)
+    counted = {story: len(modules) for story, modules in found.items()}
+    assert all(counted[story] <= MOST_RUN[story] for story in counted), found

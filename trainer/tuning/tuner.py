@@ -31,7 +31,7 @@ class Tuner:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+        self._trainer = trainer
 
     def lr_find(
         self,
@@ -145,7 +145,7 @@ class Tuner:
         self, finder: Callback, method: str, model: TaskModule, loaders_by_kind: dict[str, Any], data: Any
     ) -> None:
         """Run the search as a stage that ends before its first step."""
-        trainer, kind = self.trainer, type(finder)
+        trainer, kind = self._trainer, type(finder)
         if any(isinstance(callback, kind) for callback in trainer.callbacks):
             raise ValueError(
                 f"the Trainer already has a {kind.__name__} in its callbacks. Remove the callback, or call "
