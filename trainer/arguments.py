@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from ..common.durations import parse_duration
 from ..common.messages import format_count, nearest, warn
 from ..common.validation import check_bool, check_int, check_path, check_positive, choose
 from ..engine import TorchDynamoPlugin
+from ..engine.preemption import SLURMEnvironment
 from ..strategies import LaunchEnvironment, Precision, Strategy, TorchSyncBatchNorm
 from .checkpointing import CheckpointIO, TorchCheckpointIO
 from .settings import Limit, TrainerSettings
@@ -219,13 +220,20 @@ def refuse_with_barebones(**flags: Any) -> None:
             )
 
 
-def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[Any, bool, CheckpointIO]:
-    """Return the precision and ``sync_batchnorm`` that ``plugins`` or the flags of the same names set, and the writer.
+class Plugged(NamedTuple):
+    """Settings that come from ``plugins`` or from the flags of the same names."""
 
-    The writer of checkpoints is a `CheckpointIO`.
-    """
+    precision: Any
+    sync_batchnorm: bool
+    writer: CheckpointIO
+    requeue_signal: int | None
+
+
+def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> Plugged:
+    """Return what ``plugins`` and the flags ``precision`` and ``sync_batchnorm`` set."""
     check_bool("sync_batchnorm", sync_batchnorm)
     writer: CheckpointIO = TorchCheckpointIO()
+    slurm = SLURMEnvironment()
     several = isinstance(plugins, Iterable) and not isinstance(plugins, str | Mapping)
     for plugin in plugins if several else [] if plugins is None else [plugins]:
         if isinstance(plugin, Precision):
@@ -240,12 +248,14 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> tuple[
             sync_batchnorm = True
         elif isinstance(plugin, CheckpointIO):
             writer = plugin
+        elif isinstance(plugin, SLURMEnvironment):
+            slurm = plugin
         elif not isinstance(plugin, LaunchEnvironment):  # a LaunchEnvironment is detected in any case
             raise TypeError(
                 f"plugins={plugin!r:.100} must be a treadle.plugins.Precision, TorchSyncBatchNorm() or CheckpointIO. "
                 "Remove it. Treadle detects the cluster."
             )
-    return precision, sync_batchnorm, writer
+    return Plugged(precision, sync_batchnorm, writer, slurm.requeue_signal if slurm.auto_requeue else None)
 
 
 def set_sync_batchnorm(strategy: Strategy, enabled: bool) -> None:

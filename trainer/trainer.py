@@ -137,7 +137,7 @@ class Trainer(LightningAliases, Copyable):
         profiler: Profile the actions of the loop, such as hooks, with ``"simple"``, ``"advanced"``, ``"pytorch"`` or a
             `Profiler`. Default: no profiling.
         compile: Compile the model's modules; a dict sets arguments of ``torch.compile``. Default: False.
-        plugins: A `Precision`, a ``TorchSyncBatchNorm()``, a `CheckpointIO`, or several in a list. Default: none.
+        plugins: A `Precision`, `CheckpointIO`, `SLURMEnvironment`, ``TorchSyncBatchNorm()``, or a list. Default: none.
         enable_autolog_hparams: Send hyperparameters to the loggers when ``fit`` begins. Default: True.
         default_root_dir: Folder for logs and checkpoints for which no other folder is set. Default: the working
             directory.
@@ -281,7 +281,7 @@ class Trainer(LightningAliases, Copyable):
         self.reload_dataloaders_every_n_epochs = arguments.check_int("reload_dataloaders_every_n_epochs", every, 0)
         self.detect_anomaly = arguments.check_bool("detect_anomaly", detect_anomaly)
         self.enable_autolog_hparams = arguments.check_bool("enable_autolog_hparams", enable_autolog_hparams)
-        precision, sync_batchnorm, self._writer = arguments.unpack_plugins(plugins, precision, sync_batchnorm)
+        self._plugged = arguments.unpack_plugins(plugins, precision, sync_batchnorm)
         self.default_root_dir = arguments.check_directory("default_root_dir", default_root_dir)
         self.on_nonfinite = choose("on_nonfinite", on_nonfinite, ("raise", "skip", "ignore"))
         arguments.set_determinism(deterministic, benchmark)
@@ -291,13 +291,13 @@ class Trainer(LightningAliases, Copyable):
         self.build_accelerator = partial(
             Accelerator,
             **place,
-            mixed_precision=Precision.parse(precision),
+            mixed_precision=Precision.parse(self._plugged.precision),
             gradient_accumulation_steps=arguments.check_int("accumulate_grad_batches", accumulate_grad_batches, 1),
             spread=True,
             dynamo_plugin=arguments.parse_compilation(compile),
             timeout=timeout,
         )
-        self.sync_batchnorm = sync_batchnorm
+        self.sync_batchnorm = self._plugged.sync_batchnorm
         self.connect()
         self.profiler = choose_profiler(profiler)
         self.profiled: Profiled | None = None
@@ -348,8 +348,8 @@ class Trainer(LightningAliases, Copyable):
         if self.accelerator.watchdog is not None:
             self.accelerator.watchdog.follow(self, locate, find_directory)
         arguments.set_sync_batchnorm(self.strategy, self.sync_batchnorm)
-        self.strategy.checkpoint_io = self._writer
-        self.preemption = Preemption(self.accelerator, self.grace_seconds)
+        self.strategy.checkpoint_io = self._plugged.writer
+        self.preemption = Preemption(self.accelerator, self.grace_seconds, self._plugged.requeue_signal)
         self.checkpointer = TrainerCheckpointer(self)
         if "logbook" in vars(self):  # in a copy
             self.logbook.move_to(self.accelerator)

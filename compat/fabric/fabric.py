@@ -79,7 +79,7 @@ class Fabric:
         callbacks: Any = None,
         loggers: Logger | list[Logger] | None = None,
     ) -> None:
-        precision, sync_batchnorm, _ = unpack_plugins(plugins, precision, False)
+        precision, sync_batchnorm, *_ = unpack_plugins(plugins, precision, False)
         if sync_batchnorm:
             raise ValueError(
                 "plugins=TorchSyncBatchNorm() is not supported, because the strategy converts the BatchNorm layers. "

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # SIGHUP means that the terminal was closed. If processes get different signals, the last one in this list counts.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+_REQUEUE_SIGNAL = getattr(signal, "SIGUSR1", None)
 _DEADLY = tuple(getattr(signal, name) for name in ("SIGUSR2",) if hasattr(signal, name))
 _FINALIZERS = {multiprocessing.util.Finalize.__call__.__code__, weakref.finalize.__call__.__code__}
 _REQUEUE_LIMIT = 30  # seconds; the scheduler's own limit for an answer is 10 by default
@@ -59,7 +60,7 @@ class Preemption:
 
     A signal does not interrupt a step or a save. If another rank has ended, however, the step raises `PeerFailed`,
     because it cannot finish. All ranks leave after the same step. In the context of `leaving_at_once`, a rank leaves
-    immediately. After SIGUSR1 (SLURM's ``--signal=USR1@90``), `leave` asks SLURM to requeue the job.
+    immediately. After ``requeue_signal`` (SLURM's ``--signal=USR1@90``), `leave` asks SLURM to requeue the job.
 
     By default, Ctrl-C (SIGINT) immediately raises KeyboardInterrupt or calls the script's own handler. Inside
     `holding_interrupts`, KeyboardInterrupt is raised only after the save. Inside `catching_interrupts`, Ctrl-C is
@@ -69,6 +70,7 @@ class Preemption:
     Args:
         accelerator: The Accelerator of the run. Its ranks agree on when to leave.
         grace: Maximum time from the signal to the end of each process, in seconds. Default: no limit.
+        requeue_signal: The signal after which the job is requeued; None for none. Default: SIGUSR1.
 
     Attributes:
         caught: The first signal that asked this process to end, or None.
@@ -82,8 +84,11 @@ class Preemption:
         False
     """
 
-    def __init__(self, accelerator: Accelerator, grace: float | None = None) -> None:
+    def __init__(
+        self, accelerator: Accelerator, grace: float | None = None, requeue_signal: int | None = _REQUEUE_SIGNAL
+    ) -> None:
         self._grace = grace
+        self._requeue_signal = requeue_signal
         self._deadline: Deadline | None = None
         self.caught: signal.Signals | None = None
         self._agreed: signal.Signals | None = None
@@ -329,7 +334,7 @@ class Preemption:
         return self._agreed
 
     def leave(self) -> NoReturn:
-        """End the process; after SIGUSR1, first ask SLURM to requeue the job. Call it on all ranks, after saving.
+        """End the process; if asked by ``requeue_signal``, first let SLURM requeue the job. Call it on all ranks.
 
         Raises:
             Preempted: After any signal except Ctrl-C.
@@ -339,11 +344,9 @@ class Preemption:
         assert caught is not None, "no rank got a signal"
         if caught is signal.SIGINT:
             raise KeyboardInterrupt
-        if caught.name == "SIGUSR1":
-            if self._speaks:
-                requeue_job()
-            caught = signal.SIGTERM
-        raise Preempted(128 + caught)
+        if caught == self._requeue_signal and self._speaks:
+            requeue_job()
+        raise Preempted(128 + (signal.SIGTERM if caught == _REQUEUE_SIGNAL else caught))
 
 
 def _is_in_finalizer(frame: FrameType | None) -> bool:

@@ -37,8 +37,8 @@ def test_every_file_and_folder_that_is_named_exists():
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-# Files of Treadle whose functions run in one optimizer step, in one save, and in the start of a resumed fit beyond those
-# of a new one. They may only fall.
+# Files of Treadle whose functions run in one optimizer step, in one save, and in the start of a resumed fit beyond
+# those of a new one. They may only fall.
 MOST_RUN = {"step": 9, "save": 49, "resume": 23}
 
 

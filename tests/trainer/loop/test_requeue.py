@@ -8,6 +8,8 @@ import time
 
 import pytest
 from processes import clean_environment, programs, python, run
+from quiet import trainer
+from treadle.compat.demos.boring_classes import BoringModel
 from treadle.strategies import open_world
 
 import treadle
@@ -78,3 +80,38 @@ def claims():
 def test_one_process_claims_a_name():
     first, second = run(claims, 2)
     assert [sorted(pair) for pair in zip(first, second, strict=True)] == [[False, True], [False, False], [False, True]]
+
+
+@pytest.mark.parametrize(
+    ("options", "sent", "calls", "status"),
+    [
+        ({}, "SIGUSR1", "requeue 7\n", 143),
+        ({"auto_requeue": False}, "SIGUSR1", "", 143),
+        ({"requeue_signal": signal.SIGHUP}, "SIGHUP", "requeue 7\n", 129),
+        ({"requeue_signal": signal.SIGHUP}, "SIGUSR1", "", 143),
+    ],
+)
+def test_lightnings_plugin_sets_the_signal(tmp_path, monkeypatch, options, sent, calls, status):
+    from treadle.compat.plugins.environments import SLURMEnvironment
+
+    class Signaled(BoringModel):
+        def on_train_batch_end(self, *args):
+            os.kill(os.getpid(), getattr(signal, sent))
+
+    (tmp_path / "calls").write_text("")
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
+    with pytest.raises(treadle.engine.Preempted) as left:
+        trainer(max_steps=5, plugins=[SLURMEnvironment(**options)]).fit(Signaled())
+    assert left.value.code == status
+    assert (tmp_path / "calls").read_text() == calls
+
+
+def test_another_signal_is_refused():
+    from treadle.compat.plugins.environments import SLURMEnvironment
+
+    with pytest.raises(ValueError, match=r"requeue_signal=.* must be signal.SIGUSR1, SIGHUP or SIGTERM"):
+        SLURMEnvironment(requeue_signal=signal.SIGUSR2)
