@@ -7,7 +7,7 @@ import os
 from ....loggers import CSVLogger as LightningCSVLogger
 
 
-class CSVLogger(LightningCSVLogger):
+class FabricCSVLogger(LightningCSVLogger):
     """`treadle.loggers.CSVLogger` with ``root_dir`` instead of ``save_dir``.
 
     Args:
@@ -29,3 +29,7 @@ class CSVLogger(LightningCSVLogger):
     def root_dir(self) -> str:
         """Parent directory of all experiments."""
         return self.save_dir
+
+
+# The name there. Of two classes of one name, a configuration file could not name the other by its short name.
+CSVLogger = FabricCSVLogger
