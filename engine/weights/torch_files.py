@@ -115,6 +115,8 @@ class TorchFile:
         reach = 1 + sum((length - 1) * step for length, step in zip(view.shape, view.stride, strict=True))
         if (view.offset + reach) * size > view.storage.count * view.storage.dtype.itemsize:
             raise ValueError("a tensor extends beyond its storage. Copy or download the file again")
+        if elements > reach and elements * size > _COPIED_AT_LEAST:
+            raise ValueError("a tensor repeats a small part of the file many times. Save a contiguous copy of it")
         first = start + view.offset * size
         if reach == elements and view.stride == _compute_strides(view.shape):
             return FilePiece(self.path.absolute(), self._mark, view.dtype, shape, first, reach * size)

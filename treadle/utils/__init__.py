@@ -115,7 +115,10 @@ from ..strategies.distributed import DistributedOperationException, DistributedT
 
 __path__ = add_peer_modules(__name__, __path__)
 
-from .tqdm import tqdm  # its module has the same name
+from . import tqdm as _module_of_tqdm  # first, because it has the name of its function
+
+# isort: split
+from ..compat.environment import tqdm
 
 __all__ = [
     "AcceleratorState",
