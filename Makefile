@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # 6 MB. The dependencies it names would replace NumPy, transformers and torch by older ones, and bring torchvision.
 STREAMING := mosaicml-streaming Brotli catalogue cramjam python-snappy zstd
 
-.PHONY: install demo test test-all test-slow test-resume test-faults test-elastic test-soak test-slurm test-browser test-gpu lint types docs compat wheel bench bench-gpu clean
+.PHONY: install demo test quick test-all test-slow test-resume test-faults test-elastic test-soak test-slurm test-browser test-gpu lint types docs compat wheel bench bench-gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/digits.py
@@ -27,6 +27,13 @@ $(VENV)/.installed: $(VENV)/.demo
 
 test: install
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not exhaustive and not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)
+
+# For the loop of an editor: what shows itself within a minute, in this process and one beside it.
+quick: install
+	$(BIN)/python -m pytest -q -n 2 --quick -r '' $(QUICK) $(ARGS)
+QUICK := -m 'not exhaustive and not slow and not faults' tests/common tests/engine tests/trainer/loop tests/trainer/core \
+  $(addprefix --ignore=tests/, trainer/core/test_export.py trainer/loop/test_compile.py engine/test_quantization.py \
+  engine/test_trackers.py engine/preemption engine/big_models)
 
 # The same, and every variant of what the tests above show with one.
 test-all: install

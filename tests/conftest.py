@@ -31,11 +31,31 @@ LONGEST_FIRST = (
 )
 
 
+STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
+"""Audit events of a new process."""
+
+
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="skip each test that starts a process, when it does")
+
+
 def pytest_configure(config):
     """Hide GPUs from tests that mean the CPU: all but tests/gpu. TREADLE_TEST_GPU=1 shows them to whatever is run."""
+    if config.getoption("--quick"):
+        sys.addaudithook(lambda event, _: pytest.skip("it starts a process") if event in STARTS and _running else None)
     asked = os.environ.get("TREADLE_TEST_GPU") == "1" or any("tests/gpu" in argument for argument in config.args)
     if not asked:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+_running: set[str] = set()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item):
+    _running.add(item.nodeid)
+    yield
+    _running.clear()
 
 
 def pytest_collection_modifyitems(items):
