@@ -16,8 +16,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from ..cli.commands import CommandParser
 from ..cli.config import make_printable
 from ..common.messages import format_count, named_ranks, nearest
 
@@ -61,16 +62,9 @@ class Finding:
     text: str
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def build_parser(program: str = "treadle doctor") -> argparse.ArgumentParser:
     """Return the argument parser of `treadle doctor`. It raises a ValueError for an invalid command line."""
-    parser = _Parser(
-        program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = CommandParser(program, DESCRIPTION)
     parser.add_argument("--dir", default=".", metavar="FOLDER", help="where the run would write (default: .)")
     parser.add_argument(
         "--timeout", type=float, default=30.0, metavar="S", help="seconds to wait for a rank (default: 30)"

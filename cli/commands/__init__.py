@@ -8,6 +8,7 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import stages
+    from .argument_parser import CommandParser
     from .command_line import print_on_rank_zero, report_error
     from .config_help import describe_target
     from .printed import dump_yaml

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from ...common.messages import format_count
 from ...common.remote_path import absolute, as_path
+from .argument_parser import CommandParser
 
 if TYPE_CHECKING:
     import torch
@@ -28,16 +28,9 @@ The files load with safetensors.torch.load_file, from_pretrained, or treadle.loa
 _OTHER_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
-def build_parser(program: str = "treadle export") -> argparse.ArgumentParser:
+def build_parser(program: str = "treadle export") -> CommandParser:
     """Return the argument parser of `treadle export`. It raises a ValueError for an invalid command line."""
-    parser = _Parser(
-        program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = CommandParser(program, DESCRIPTION)
     parser.add_argument("checkpoint", help="the checkpoint: a file, a folder or a URL")
     parser.add_argument("output", help="a file whose name ends in .safetensors, or a folder")
     parser.add_argument("--dtype", help="convert floating-point weights: float32, bfloat16, float16, float64")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ...callbacks.reporting import format_duration
 from ...common.messages import format_count, nearest, print_unless_closed
@@ -20,6 +20,7 @@ from ...common.remote_path import as_path
 from ...trainer.runs import Run, index
 from ..config import DEFAULT, make_printable
 from ..run_comparison import Comparison, format_value, write_page
+from .argument_parser import CommandParser
 from .terminal_plot import plot
 from .trial_parameters import format_parameters
 
@@ -43,14 +44,9 @@ _LONGEST = 2000  # characters of a line that are shown
 _WIDEST_CELL = 40  # characters of a value in a comparison; the page shows all
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def build_parser(program: str = "treadle runs") -> argparse.ArgumentParser:
     """Return the argument parser of `treadle runs`. It raises a ValueError for an invalid command line."""
-    parser = _make_parser(program, DESCRIPTION)
+    parser = CommandParser(program, DESCRIPTION)
     parser.add_argument("dir", nargs="?", default="runs", metavar="DIR", help="folder of the runs (default: runs)")
     parser.add_argument("--name", help="only runs of this name")
     parser.add_argument("--state", help=f"only runs in this state: {', '.join(STATES)}")
@@ -60,7 +56,7 @@ def build_parser(program: str = "treadle runs") -> argparse.ArgumentParser:
 
 def build_show_parser(program: str = "treadle runs show") -> argparse.ArgumentParser:
     """Return the argument parser of `treadle runs show`. It raises a ValueError for an invalid command line."""
-    parser = _make_parser(program, "Show one run: metadata, configuration, environment, last values, curves.")
+    parser = CommandParser(program, "Show one run: metadata, configuration, environment, last values, curves.")
     parser.add_argument(
         "run",
         nargs="?",
@@ -79,7 +75,7 @@ def build_show_parser(program: str = "treadle runs show") -> argparse.ArgumentPa
 
 def build_compare_parser(program: str = "treadle runs compare") -> argparse.ArgumentParser:
     """Return the argument parser of `treadle runs compare`. It raises a ValueError for an invalid command line."""
-    parser = _make_parser(
+    parser = CommandParser(
         program,
         "Compare runs: state, last values, and the configuration keys, hyperparameters and versions that differ.\n"
         "A page with the curves of all of them is written to the working directory. Any browser can open it, without\n"
@@ -92,12 +88,6 @@ def build_compare_parser(program: str = "treadle runs compare") -> argparse.Argu
     parser.add_argument("--no-page", action="store_true", help="print the differences only")
     parser.add_argument("--json", action="store_true", help="print the comparison as a JSON object, and write no page")
     return parser
-
-
-def _make_parser(program: str, description: str) -> argparse.ArgumentParser:
-    return _Parser(
-        program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -32,15 +32,10 @@ class SLURMEnvironment:
                 f"requeue_signal={requeue_signal!r} must be signal.SIGUSR1, SIGHUP or SIGTERM. Change it here and in "
                 "sbatch --signal."
             )
-        self.requeue_signal: signal.Signals | None = allowed[0] if requeue_signal is None else requeue_signal
+        default = getattr(signal, "SIGUSR1", None)  # Windows has none
+        self.requeue_signal: signal.Signals | None = default if requeue_signal is None else requeue_signal
 
     @staticmethod
     def detect() -> bool:
         """Return whether SLURM has started this process as a task of a job."""
         return "SLURM_PROCID" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
-
-    @staticmethod
-    def job_id() -> int | None:
-        """Return SLURM's number of the job; None outside SLURM."""
-        number = os.environ.get("SLURM_JOB_ID", "")
-        return int(number) if number.isdigit() else None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, TextIO
 
+from ...cli.commands import CommandParser
 from ...common.messages import format_count
 from ...common.optional import require
 
@@ -31,16 +31,9 @@ NEEDS_MANUAL_CHANGE = "Needs a manual change"
 DIFFERS = "Runs, but behaves differently (docs/differences)"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
-def build_parser(program: str = "treadle migrate") -> argparse.ArgumentParser:
+def build_parser(program: str = "treadle migrate") -> CommandParser:
     """Return the argument parser of `treadle migrate`. It raises a ValueError for an invalid command line."""
-    parser = _Parser(
-        program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = CommandParser(program, DESCRIPTION)
     parser.add_argument("path", help="a folder, or a file")
     parser.add_argument("--write", action="store_true", help="change the files (default: print a diff)")
     return parser

@@ -8,8 +8,9 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from ...cli.commands import CommandParser
 from ...common.messages import nearest
 
 if TYPE_CHECKING:
@@ -31,16 +32,9 @@ If the run does not fit, changes that would make it fit are listed, as are chang
 them is planned as well (--no-advice skips this)."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def build_parser(program: str = "treadle plan") -> argparse.ArgumentParser:
     """Return the argument parser of `treadle plan`. It raises a ValueError for an invalid command line."""
-    parser = _Parser(
-        program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = CommandParser(program, DESCRIPTION)
     add = parser.add_argument
     words = "a run's configuration; may be repeated, later files take precedence"
     add("--config", action="append", metavar="FILE", help=words)

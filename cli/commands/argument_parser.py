@@ -1,0 +1,24 @@
+"""Argument parser of a command with options of its own."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from typing import NoReturn
+
+
+class CommandParser(ArgumentParser):
+    """Argument parser that raises a ValueError for an invalid command line instead of ending the program.
+
+    Args:
+        program: The command, such as ``"treadle export"``.
+        description: The text of its help, whose lines are kept.
+    """
+
+    def __init__(self, program: str, description: str) -> None:
+        super().__init__(
+            program, description=description, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a ValueError with argparse's message."""
+        raise ValueError(message)
