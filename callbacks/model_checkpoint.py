@@ -15,7 +15,7 @@ from ..common.durations import parse_duration
 from ..common.messages import announce, warn
 from ..common.remote_path import absolute, as_path, lexists
 from ..common.validation import check_bool, check_bool_or_word, check_int, check_monitor, choose
-from ..engine.checkpoint import Job
+from ..engine.checkpoint import Job, forget_saved
 from ..engine.checkpoint import store as checkpoint
 from ._checkpointing import (
     STATE,
@@ -295,7 +295,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
                 removed = finish_removing(replaced, self._directory, progress.step, trainer.ckpt_path)
                 stores = [*map(checkpoint.CheckpointStore, folders(self._directory, self.name_depth))]
                 recovered = [sentence for store in stores for sentence in store.recover()]
-                checkpoint.forget_saved(store.directory for store in stores)
+                forget_saved(store.directory for store in stores)
                 for sentence in [*recovered, *(f"{path}: removed, because it had been replaced" for path in removed)]:
                     announce(sentence)
         self._top_k.replaced = []

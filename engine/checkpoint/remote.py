@@ -288,7 +288,7 @@ class Upload:
         return dict(zip(files, _run_concurrently(transfer, list(files)), strict=True))
 
     def commit(self, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool) -> None:
-        """Commit the files that all processes have uploaded; see `store.commit`.
+        """Commit the files that all processes have uploaded; see `store.DiskSave.commit`.
 
         Raises:
             ValueError: If the target, a file, the manifest or a file of a hook is not valid.

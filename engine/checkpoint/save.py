@@ -26,7 +26,7 @@ from . import filesystem, model_check, store
 from .json_codec import decode, encode
 from .parts import Files, TensorFile, encode_part, estimate_size
 from .remote import Upload
-from .store import DiskSave, FileSave, Save
+from .store import DiskSave, Save
 from .train_state import (
     STATE,
     OptimizerState,
@@ -376,7 +376,7 @@ def _write_and_commit(
                 merged = {name: entry for written, _ in of_ranks for name, entry in written.items()}
                 save.commit(merged, info, others)
         except Exception as caught:
-            error = error or (_explain_error(caught, target, files) if isinstance(save, FileSave) else caught)
+            error = error or _explain_error(caught, target, files)
     is_deleted = (
         isinstance(error, FileNotFoundError | ValueError)
         and isinstance(target, Path)

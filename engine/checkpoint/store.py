@@ -26,7 +26,7 @@ import os
 import stat
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,43 +34,13 @@ from typing import Any, Protocol
 from ...common.remote_path import AnyPath, RemotePath, absolute, as_path
 from ...strategies.processes import forget_unfinished, note_unfinished
 from . import atomic_swap, filesystem, remote
-from .atomic_swap import UNFINISHED, forget_saved
-from .manifest import MANIFEST, Manifest, check_files, is_checkpoint, read_manifest, verify
+from .atomic_swap import UNFINISHED
+from .manifest import MANIFEST, Manifest, check_files, read_manifest
+from .manifest import is_checkpoint as is_checkpoint
+from .manifest import verify as verify
 from .one_file import Layout, is_checkpoint_file, is_replaceable_file
 from .one_file import write as write_one_file
-from .parts import Files, encode_part, open_part, pack, read_part, unpack, write_files
-
-__all__ = [
-    "MANIFEST",
-    "CheckpointStore",
-    "Manifest",
-    "begin",
-    "beside",
-    "check_target",
-    "commit",
-    "discard",
-    "encode_part",
-    "find_again",
-    "forget_saved",
-    "is_checkpoint",
-    "link",
-    "open_part",
-    "read_manifest",
-    "read_part",
-    "remove",
-    "verify",
-    "write_files",
-    "write_part",
-]
-
-
-def write_part(target: Path | str, name: str, state: Any, writer: str = "") -> dict[str, filesystem.Entry]:
-    """Write one part of a checkpoint next to its target, fsync the files, and return their entries for `commit`.
-
-    Several processes may write parts concurrently if the names differ. ``writer`` is the process that will call
-    `commit`; see `beside`.
-    """
-    return write_files(beside(target, writer), encode_part(name, state))
+from .parts import Files, pack, unpack, write_files
 
 
 def check_target(target: AnyPath) -> None:
@@ -97,45 +67,6 @@ def beside(target: AnyPath | str, writer: str = "") -> Path:
     return atomic_swap.beside(target, "part", writer)
 
 
-def commit(
-    target: Path | str, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool = False
-) -> Path:
-    """Commit the written parts as a checkpoint by one rename, and return its absolute path.
-
-    One process calls this function after all processes have written their parts. An existing checkpoint at the target
-    is replaced; at every moment, at least one of the two is complete on the disk.
-
-    ``files`` holds the entries that `write_part` returned on all processes. ``info`` is stored in the manifest. Other
-    files in the directory `beside` the target become part of the checkpoint if ``others`` is True, and are deleted if
-    it is False.
-
-    Raises:
-        ValueError: If a listed file is missing or has the wrong size, or the manifest, a file of a hook or the target
-            is not valid.
-        TypeError: If ``info`` contains a tensor, an array, or a value that cannot be encoded as JSON.
-        OSError: If a disk operation fails. An earlier checkpoint at the target is not lost.
-    """
-    target, source = Path(os.path.abspath(target)), beside(target)
-    atomic_swap.check_target(target)
-    sequence = _find_next_sequence(target.parent)
-    entries = {name: dict(files[name]) for name in sorted(files)}
-    written = _sync_added_files(source, set(files)) if others else {}
-    data = Manifest.build(entries, info, sequence, written).to_json()
-    for name, entry in entries.items():
-        filesystem.check_file(source, name, entry, digests=False, fix=atomic_swap.SHARE_TARGET)
-    for stray in sorted(set(os.listdir(source)) - set(files)):  # left by a killed attempt, such as its manifest
-        if not others:
-            filesystem.delete(source / stray)
-    with _explaining_refusal(target, source):
-        filesystem.write_bytes(source / MANIFEST, data)
-        filesystem.fsync(source / MANIFEST)
-        if others:
-            filesystem.delete(source / UNFINISHED)
-        filesystem.fsync(source)
-        _put_in_place(source, target, sequence)
-    return target
-
-
 def _put_in_place(source: Path, target: Path, sequence: int) -> None:
     if problem := atomic_swap.explain_replaced(target, target):
         warnings.warn(f"{problem} This save replaces it again.")
@@ -143,22 +74,6 @@ def _put_in_place(source: Path, target: Path, sequence: int) -> None:
     version = _identify_version(source)
     atomic_swap.swap_in(source, target)
     _get_known_sequences(target.parent)[target.name] = version, sequence
-
-
-@contextmanager
-def _explaining_refusal(target: Path, source: Path) -> Iterator[None]:
-    """Return a context that deletes ``source`` and explains the error if the disk refuses an operation."""
-    try:
-        yield
-    except OSError as error:
-        reason = filesystem.explain_refusal(
-            target.parent, error
-        )  # before the deletion, which may free what was missing
-        with suppress(OSError):
-            _delete(source)
-        if reason != error.strerror and not isinstance(error, FileNotFoundError):
-            raise OSError(error.errno, f"can't save {target}: {reason}. Earlier checkpoints are kept.") from error
-        raise
 
 
 def _sync_added_files(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
@@ -278,18 +193,54 @@ class Save(Protocol):
 
 
 class DiskSave:
-    """Save to a directory: every process writes its own files, and one commits them. `remote.Upload` saves to a URL."""
+    """Save to a directory: every process writes its own files, and one commits them. `remote.Upload` saves to a URL.
 
-    def __init__(self, target: Path, writer: str) -> None:
-        self._target, self.staging = target, beside(target, writer)
+    Args:
+        target: Path of the checkpoint.
+        writer: The process that commits it (`identify_process`). Default: this process.
+    """
+
+    def __init__(self, target: Path, writer: str = "") -> None:
+        self._target, self.staging = Path(os.path.abspath(target)), beside(target, writer)
 
     def write(self, files: Files) -> dict[str, filesystem.Entry]:
-        """Write this process's files, and return their entries for the manifest."""
+        """Write this process's files, fsync them, and return their entries for the manifest."""
         return write_files(self.staging, files)
 
     def commit(self, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool) -> None:
-        """Commit the checkpoint; see `store.commit`."""
-        commit(self._target, files, info, others)
+        """Commit the written files as a checkpoint by one rename, after all processes have written theirs.
+
+        An existing checkpoint at the target is replaced; at every moment, at least one of the two is complete on the
+        disk.
+
+        Args:
+            files: The results of `write` on all processes.
+            info: Metadata for the manifest.
+            others: Make the other files in `staging` part of the checkpoint. If False, they are deleted.
+
+        Raises:
+            ValueError: If a listed file is missing or has the wrong size, or the manifest, a file of a hook or the
+                target is not valid.
+            TypeError: If ``info`` contains a tensor, an array, or a value that cannot be encoded as JSON.
+            OSError: If a disk operation fails. An earlier checkpoint at the target is not lost.
+        """
+        target, source = self._target, self.staging
+        atomic_swap.check_target(target)
+        sequence = _find_next_sequence(target.parent)
+        entries = {name: dict(files[name]) for name in sorted(files)}
+        written = _sync_added_files(source, set(files)) if others else {}
+        data = Manifest.build(entries, info, sequence, written).to_json()
+        for name, entry in entries.items():
+            filesystem.check_file(source, name, entry, digests=False, fix=atomic_swap.SHARE_TARGET)
+        for stray in sorted(set(os.listdir(source)) - set(files)):  # left by a killed attempt, such as its manifest
+            if not others:
+                filesystem.delete(source / stray)
+        filesystem.write_bytes(source / MANIFEST, data)
+        filesystem.fsync(source / MANIFEST)
+        if others:
+            filesystem.delete(source / UNFINISHED)
+        filesystem.fsync(source)
+        _put_in_place(source, target, sequence)
 
     def discard(self, is_main: bool) -> None:
         """Delete the files of an uncommitted save. ``is_main`` is True on rank zero, which deletes them."""
@@ -333,7 +284,7 @@ class FileSave(JoinedSave):
         self._target, self._layout = target, layout
 
     def commit(self, files: Mapping[str, Any], info: Mapping[str, Any], others: bool) -> None:
-        """Write the checkpoint with ``files`` of the other ranks, and put it in place; see `store.commit`."""
+        """Write the checkpoint with ``files`` of the other ranks, and put it in place; see `DiskSave.commit`."""
         assert self._layout is not None
         assert not others  # files of hooks need a directory
         target, source = self._target, self.staging

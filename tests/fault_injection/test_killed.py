@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import stored
 import torch
 from processes import run
 from safetensors.torch import load_file
@@ -649,7 +650,7 @@ class Constant(nn.Module):
 def exported(folder, value, name, **options):
     path = folder.parent / f"checkpoint-{value}"
     if not path.exists():
-        checkpoint.commit(path, checkpoint.write_part(path, "model", Constant(value).state_dict()), {})
+        stored.commit(path, stored.write_part(path, "model", Constant(value).state_dict()), {})
     export(path, folder / name, **options)
 
 
@@ -795,7 +796,7 @@ def test_killed_from_outside(tmp_path, kills, form):
         found = checkpoint.verify(target).step
         assert found >= max(step, 1), "older than one that was seen before"
         step = found
-        assert checkpoint.read_part(target, "state") == {"step": step}
-        assert {value for t in checkpoint.read_part(target, "model").values() for value in t.tolist()} == {float(step)}
+        assert stored.read_part(target, "state") == {"step": step}
+        assert {value for t in stored.read_part(target, "model").values() for value in t.tolist()} == {float(step)}
     print(f"{halves} of {kills} kills left a half-written file")
     assert halves > kills // 10

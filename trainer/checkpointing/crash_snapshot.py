@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...common.remote_path import AnyPath
 from ...engine import Loader
-from ...engine.checkpoint import ADDED, STATE, CallbackStates, TrainState, store
+from ...engine.checkpoint import ADDED, STATE, CallbackStates, TrainState, encode_part
 from ...engine.checkpoint import save as snapshot
 from ...engine.metrics import metric_state, read_numbers
 from ...strategies import World
@@ -209,7 +209,7 @@ class LastStep:
             shared["registered"]["history"] = trainer.history.state_dict()  # large, so not copied in each step
             shared["scaler"] = None if accelerator.scaler is None else accelerator.scaler.state_dict()
             shared["registered"]["callbacks"]["added"] = hooked.added
-            files |= store.encode_part(STATE, shared)
+            files |= encode_part(STATE, shared)
             files |= snapshot.encode_rank_state(0, state["random"], [])
         # It lacks the other processes' state, so a resume treats it as that of one process.
         info = {**snapshot.run_metadata(accelerator), **trainer.checkpointer.info(state["progress"], task)}

@@ -21,12 +21,13 @@ from ...engine.checkpoint import (
     Manifest,
     OpenCheckpoint,
     filesystem,
+    find_again,
     find_first_intact,
     has_part,
+    is_checkpoint,
     open_callback_states,
     open_together,
 )
-from ...engine.checkpoint import store as checkpoint
 from ...loggers import DirectoryLogger
 from ..core import load_checkpoint
 from ..runs import CHECKPOINTS, RECORD
@@ -133,7 +134,7 @@ class CheckpointResolver:
         return opened
 
     def _open(self, path: AnyPath) -> OpenCheckpoint:
-        if isinstance(path, Path) and path.is_file() and not checkpoint.is_checkpoint(path):
+        if isinstance(path, Path) and path.is_file() and not is_checkpoint(path):
             return self._open_dict(path)
         opened = open_together(self.world, self.world.broadcast(path))
         opened.verify(self.world)
@@ -178,14 +179,14 @@ class CheckpointResolver:
         exists = True
         with self.world.together():
             if self.world.is_main:
-                checkpoint.find_again(path)
+                find_again(path)
                 exists = path.is_dir() or path.is_file()
         if not self.world.broadcast(exists):
             raise CheckpointNotFoundError(f"ckpt_path={str(path)!r} does not exist. Pass {self._describe_choices()}.")
 
     def _check_is_checkpoint(self, path: AnyPath) -> None:
         """Raise a ValueError if a path is a folder of checkpoints."""
-        if path.is_dir() and not checkpoint.is_checkpoint(path):
+        if path.is_dir() and not is_checkpoint(path):
             inside = CheckpointStore(path).find() or CheckpointStore(path / CHECKPOINTS).find()
             if inside:
                 number = f" ({len(inside)} were found)" if len(inside) > 1 else ""
@@ -363,8 +364,8 @@ class CheckpointResolver:
             best, source = _recorded_best(callback, latest), str(latest.path)
         if not best:
             raise ValueError(f"ckpt_path='best', but {source} records no best checkpoint. Pass a path.")
-        checkpoint.find_again(best)
-        if not (checkpoint.is_checkpoint(best) or as_path(best).is_file()):
+        find_again(best)
+        if not (is_checkpoint(best) or as_path(best).is_file()):
             raise ValueError(
                 f"ckpt_path='best', but {best}, the best checkpoint according to {source}, does not exist. Pass a path."
             )
@@ -418,9 +419,9 @@ def _recorded_best(callback: ModelCheckpoint, latest: OpenCheckpoint) -> str:
     """Return the path of the best checkpoint that the ModelCheckpoint recorded in a checkpoint; "" if none."""
     state = open_callback_states(latest)["callbacks"].get(callback.state_key, {})
     best, dirpath = state.get("best_model_path", ""), state.get("dirpath")
-    if best and dirpath and as_path(dirpath) in as_path(best).parents and not checkpoint.is_checkpoint(best):
+    if best and dirpath and as_path(dirpath) in as_path(best).parents and not is_checkpoint(best):
         inside = best[len(dirpath) :].lstrip("/\\")
         for folder in latest.path.parents:  # the run's directory was moved
-            if checkpoint.is_checkpoint(moved := folder / inside):
+            if is_checkpoint(moved := folder / inside):
                 return str(moved)
     return str(best)

@@ -19,10 +19,11 @@ import torch
 from processes import run
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
+from stored import read_part
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from treadle.engine.checkpoint import filesystem
-from treadle.engine.checkpoint.store import CheckpointStore, read_manifest, read_part
+from treadle.engine.checkpoint.store import CheckpointStore, read_manifest
 from treadle.strategies import FSDP
 
 import treadle

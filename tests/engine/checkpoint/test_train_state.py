@@ -5,11 +5,12 @@ from typing import get_type_hints
 
 import pytest
 import torch
+from stored import read_part
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint
 from treadle.engine.checkpoint.manifest import read_manifest
-from treadle.engine.checkpoint.parts import encode_part, read_part, write_files
+from treadle.engine.checkpoint.parts import encode_part, write_files
 from treadle.engine.checkpoint.train_state import (
     CallbackStates,
     OptimizerState,
