@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ..accelerator import Accelerator
 
 _NAME = re.compile(r"checkpoint_(\d+)")
-_REPLACED = re.compile(r"\.checkpoint_(\d+)\.(.+\.)?old")
+_REPLACED = re.compile(r"\.checkpoint_(\d+)\..+\.old")
 
 
 def _check_equal_targets(targets: list[AnyPath], world: World) -> None:
@@ -165,10 +165,10 @@ class Checkpointer:
                 files, copying = self.host_copies.copy_tensors(files, optimizer_files, optimizers)
         if numbering is not None:
             numbering.iteration += 1
-        self._publish(targets, files, info, numbering, copying, make_save)
+        self._start_save(targets, files, info, numbering, copying, make_save)
         return targets[0]
 
-    def _publish(
+    def _start_save(
         self,
         targets: list[AnyPath],
         files: Files,
@@ -183,23 +183,23 @@ class Checkpointer:
         """
         hooked = bool(self.save_hooks)
 
-        def publish(world: World) -> None:
+        def save_to_all(world: World) -> None:
             for target in targets:
-                snapshot.publish(world, target, files, info, hooked, make_save)
+                snapshot.write_and_commit(world, target, files, info, hooked, make_save)
             if numbering is not None and numbering.total_limit is not None:
                 with world.together():
                     if world.is_main:
                         _drop_oldest(targets[0].parent, numbering.total_limit)
 
         if copying is None:
-            publish(self._accelerator.world)
+            save_to_all(self._accelerator.world)
             return
         world = self._accelerator.world.beside()
 
         def work() -> None:
             with world.together():
                 copying.finish()
-            publish(world)
+            save_to_all(world)
 
         self.saving = Job(work)
 

@@ -20,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...common.messages import warn
+from ...common.messages import abbreviate, warn
 from ...common.remote_path import RemotePath
 from ...common.temporary import temporary_folder
 from ...strategies.processes import forget_unfinished, note_unfinished
@@ -130,9 +130,8 @@ def remove(path: RemotePath) -> None:
     """
     manifest, objects = read_manifest(path), path.sizes()
     if others := [name for name in _find_foreign(objects) if name not in manifest.names]:
-        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         raise ValueError(
-            f"{path} contains files that do not belong to the checkpoint ({', '.join(others[:5])}{more}), so it isn't "
+            f"{path} contains files that do not belong to the checkpoint ({abbreviate(others, 5)}), so it isn't "
             "deleted. Move them elsewhere, or delete the folder yourself."
         )
     (path / MANIFEST).unlink()

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...common.messages import abbreviate as abbreviate
 from ...common.open_files import allow_open_files
 from ...common.tensor_bytes import view_bytes
 from .filesystem import DTYPES, RESTORE
@@ -260,15 +261,6 @@ def read_mark(descriptor: int) -> tuple[int, ...]:
     """Return the size in bytes, modification time in ns and inode number of an open file, to detect a change."""
     status = os.fstat(descriptor)
     return (status.st_size, status.st_mtime_ns, status.st_ino)
-
-
-def abbreviate(names: list[str]) -> str:
-    """Return the first eight names of a list and the number of omitted names, as text.
-
-    Args:
-        names: The names to list.
-    """
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 SHAPES = "shapes"

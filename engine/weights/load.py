@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ...common.messages import name_type, warn
+from ...common.messages import abbreviate, name_type, warn
 from ...strategies import SingleDevice, World
 from ...strategies.distributed import cut_like
 from ..big_models import is_dispatched
-from ..checkpoint import abbreviate, check_frozen, compute_digests, read_tensor
+from ..checkpoint import check_frozen, compute_digests, read_tensor
 from ..parameter_names import strip_compile_prefix
 from .sources import Opened, Source, open_source
 
@@ -194,12 +194,9 @@ def _compare(
         f"{tuple(state[targets[name]].shape)} in the model"
         for name in reshaped
     ]
-    more = f"\n  and {len(lines) - 30} more" if len(lines) > 30 else ""
     raise ValueError(
-        f"{source.place} contains the weights of a different model:\n"
-        "  "
-        + "\n  ".join(line[:300] for line in lines[:30])
-        + more
+        f"{source.place} contains the weights of a different model:\n  "
+        + abbreviate([line[:300] for line in lines], 30, "\n  ")
         + f"\nTo load what fits, pass strict=False.{_suggest_prefix(weights, targets)}"
     )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...common.messages import name_type
+from ...common.messages import abbreviate, name_type
 from ...common.remote_path import AnyPath
 from ...common.temporary import temporary_folder
 from ..checkpoint import (
@@ -18,7 +18,6 @@ from ..checkpoint import (
     CheckpointNotFoundError,
     OpenCheckpoint,
     Weights,
-    abbreviate,
     check_files,
     extra_part,
     filesystem,

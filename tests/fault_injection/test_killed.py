@@ -456,7 +456,7 @@ def save_as(form, target, step, size=2**7):
         if form == "file":
             layout = lay_out(files, {"state_dict": weights})
             make_save = lambda target, writer: FileSave(target, writer, layout)  # noqa: E731
-        snapshot.publish(World(), target, files, {"step": step}, make_save=make_save)
+        snapshot.write_and_commit(World(), target, files, {"step": step}, make_save=make_save)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,10 @@ from pathlib import Path
 
 from treadle.engine.checkpoint import OpenCheckpoint, encode_part, read_manifest
 from treadle.engine.checkpoint.store import DiskSave
+from treadle.strategies.processes import identify_process
+
+DEAD = f"{identify_process().split('-')[0]}-1-1"
+"""A process of this machine that has ended, as it stands in the names of unfinished saves."""
 
 
 def write_part(target, name, state, writer=""):

@@ -12,7 +12,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks import Checkpoint, ModelCheckpoint, folders
-from ...common.messages import announce, warn
+from ...common.messages import abbreviate, announce, warn
 from ...common.remote_path import AnyPath, absolute, as_path
 from ...engine import CheckpointStore
 from ...engine.checkpoint import (
@@ -287,7 +287,7 @@ class CheckpointResolver:
                     report.skipped.append(str(error))
                     continue
                 if lines:
-                    report.other_runs.setdefault(_shortened(lines), []).append(path)
+                    report.other_runs.setdefault(abbreviate(lines, 5, "; "), []).append(path)
                 else:
                     yield opened
 
@@ -395,10 +395,6 @@ def _latest_first(stores: list[CheckpointStore], report: SearchReport) -> Iterat
         report.skipped += problems
     while any(by_store):  # between folders the step decides
         yield max(filter(None, by_store), key=lambda pairs: (pairs[-1][0].step, str(pairs[-1][1]))).pop()
-
-
-def _shortened(lines: list[str], most: int = 5) -> str:
-    return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more" if len(lines) > most else "")
 
 
 def _find_earlier_runs(root: AnyPath, names: str) -> list[AnyPath]:

@@ -14,7 +14,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from ...callbacks import Callback
-from ...common.messages import warn
+from ...common.messages import abbreviate, warn
 from ...common.remote_path import AnyPath, absolute
 from ...engine import isolated_random_state, random_state
 from ...engine.checkpoint import (
@@ -249,9 +249,8 @@ class TrainerCheckpointer:
             path: Path of the checkpoint, for the message.
         """
         if names := find_not_finite(task):
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ValueError(
-                f"{', '.join(names[:3])}{more} contain{'s' * (len(names) == 1)} NaN or infinity after optimizer step "
+                f"{abbreviate(names, 3)} contain{'s' * (len(names) == 1)} NaN or infinity after optimizer step "
                 f"{self._trainer.progress.step}, so {path} is not saved. Resume from an earlier checkpoint with a "
                 "lower learning rate or with gradient_clip_val."
             )

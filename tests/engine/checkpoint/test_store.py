@@ -494,22 +494,22 @@ def test_what_a_killed_attempt_staged_does_not_get_in(tmp_path):
 
 def test_a_new_one_that_rots_during_an_interrupted_swap_leaves_the_old_one(tmp_path):
     save(tmp_path / "last", 2).rename(tmp_path / "new")
-    save(tmp_path / "last", 1).rename(tmp_path / ".last.old")
-    (tmp_path / "new").rename(tmp_path / ".last.part")
-    flip_a_bit(tmp_path / ".last.part" / "model.safetensors")
+    save(tmp_path / "last", 1).rename(tmp_path / f".last.{stored.DEAD}.old")
+    (tmp_path / "new").rename(tmp_path / f".last.{stored.DEAD}.part")
+    flip_a_bit(tmp_path / f".last.{stored.DEAD}.part" / "model.safetensors")
     assert "restored" in CheckpointStore(tmp_path).recover()[0]
     assert_holds(tmp_path / "last", 1)
 
 
 def test_the_replaced_one_is_kept_as_long_as_its_replacement_is_damaged(tmp_path):
     save(tmp_path / "last", 1)
-    shutil.copytree(tmp_path / "last", tmp_path / ".last.old")
+    shutil.copytree(tmp_path / "last", tmp_path / f".last.{stored.DEAD}.old")
     os.truncate(tmp_path / "last" / "model.safetensors", 10)
     store = CheckpointStore(tmp_path)
     assert "kept" in store.recover()[0]
     path, skipped = store.latest()
     assert_holds(path, 1)
-    assert path.name == ".last.old"
+    assert path.name == f".last.{stored.DEAD}.old"
     assert all("model.safetensors" in reason for reason in skipped)
     save(tmp_path / "last", 2)
     assert os.listdir(tmp_path) == ["last"]
@@ -517,7 +517,9 @@ def test_the_replaced_one_is_kept_as_long_as_its_replacement_is_damaged(tmp_path
 
 
 def test_directories_of_others_are_left_alone(tmp_path):
-    for name in (".cache.part", ".book.old", ".thesis.gone", "mine"):
+    kinds = {"cache": "part", "book": "old", "thesis": "gone"}
+    foreign = [f".{name}.{stored.DEAD}.{kind}" for name, kind in kinds.items()]
+    for name in (*foreign, ".cache.part", "mine"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").write_text("mine")
     (tmp_path / ".cache.part.old").write_text("a file")
@@ -526,7 +528,7 @@ def test_directories_of_others_are_left_alone(tmp_path):
     assert CheckpointStore(tmp_path).find() == []
     with pytest.raises(ValueError, match=r"exists and is not a checkpoint"):
         save(tmp_path / "mine", 1)
-    for name in ("cache", "book", "thesis"):
+    for name in kinds:
         save(tmp_path / name, 1)
         checkpoint.remove(tmp_path / name)
     checkpoint.discard(tmp_path / "mine")
@@ -807,7 +809,7 @@ def test_a_sibling_that_nobody_may_look_into_is_somebody_elses():
         folder = Path(name)
         private = folder / "systemd-private"
         private.mkdir(mode=0)
-        (folder / ".own.part").mkdir(mode=0)
+        (folder / f".own.{stored.DEAD}.part").mkdir(mode=0)
         save(folder / "step-1", 1)
 
         def work():
