@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .json_codec import MAX_DEPTH, Record, check_tensor, decode, encode
     from .load import compare_weights, load_into_memory
     from .manifest import MANIFEST, CheckpointNotFoundError, Manifest, check_files, is_checkpoint, read_manifest
-    from .model_check import check_frozen, compute_digests, find_not_finite, read_frozen_note
+    from .model_check import check_frozen, compare_names, compute_digests, find_not_finite, read_frozen_note
     from .one_file import is_checkpoint_file, lay_out
     from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together
     from .parts import encode_part, has_part

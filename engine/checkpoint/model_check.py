@@ -215,11 +215,24 @@ def check_weights(
     ]
     if not lines:
         return weights
-    text = f"{path} was saved by a different model:\n  " + abbreviate(lines, 30, "\n  ")
     if strict:
-        raise ValueError(f"{text}\n{TO_LOAD_WHAT_FITS}")
-    warn(f"{text}\nWeights that do not fit are skipped.")
+        raise ValueError(f"{_describe_other_model(path, lines)}\n{TO_LOAD_WHAT_FITS}")
+    warn(f"{_describe_other_model(path, lines)}\nWeights that do not fit are skipped.")
     return {name: value for name, value in weights.items() if name in state and name not in {**reshaped, **untied}}
+
+
+def _describe_other_model(path: AnyPath | str, lines: list[str]) -> str:
+    return f"{path} was saved by a different model:\n  " + abbreviate(lines, 30, "\n  ")
+
+
+def compare_names(model: nn.Module, weights: Mapping[str, Any], path: AnyPath | str, complete: bool) -> None:
+    """Check names and shapes alone, before any value is read; see `list_differences`.
+
+    Raises:
+        ValueError: If they differ from the model's.
+    """
+    if lines := list_differences(model, weights, complete):
+        raise ValueError(f"{_describe_other_model(path, lines)}\n{TO_LOAD_WHAT_FITS}")
 
 
 def list_differences(

@@ -113,7 +113,7 @@ def _compare_sizes(
     ``objects`` contains the size of each object in bytes, by its path relative to ``path``. ``fix`` is the advice at
     the end of the error message.
     """
-    for name, entry in {**manifest.files, **manifest.others}.items():
+    for name, entry in manifest.checked.items():
         size = objects.get(manifest.path_of(name))
         if size is None:
             raise ValueError(f"{path}: {name} is missing. {fix}")
@@ -205,7 +205,7 @@ class Download:
 
     def __init__(self, source: RemotePath, manifest: Manifest) -> None:
         self._source, self._manifest = source, manifest
-        self._entries = {**manifest.files, **manifest.others}
+        self._entries = manifest.checked
         self._here: set[str] = set()
         self.folder = Path(tempfile.mkdtemp(dir=temporary_folder("downloads")))
         (self.folder / MANIFEST).write_bytes(manifest.source)

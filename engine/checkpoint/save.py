@@ -170,7 +170,7 @@ def discard_on_failure(accelerator: Accelerator, target: AnyPath) -> Iterator[No
         raise
 
 
-class Attempts:
+class ErrorCollector:
     """Context manager for blocks that all run even if one fails, because other processes may be waiting for them."""
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class Attempts:
             self._error = self._error or error
         return error is None or isinstance(error, Exception)
 
-    def end(self) -> None:
+    def raise_first(self) -> None:
         """Raise the first error, if a block failed."""
         if self._error is not None:
             raise self._error
@@ -212,27 +212,27 @@ def collect(
             "save_state was called during gradient accumulation, but a checkpoint does not contain accumulated "
             "gradients. Call save_state when accelerator.sync_gradients is True, after optimizer.step()."
         )
-    rank, files, attempts = accelerator.process_index, dict[str, Any](), Attempts()
-    weights = _collect_weights(accelerator, target, attempts)
+    rank, files, errors = accelerator.process_index, dict[str, Any](), ErrorCollector()
+    weights = _collect_weights(accelerator, target, errors)
     for number, (model, state) in enumerate(zip(accelerator.models, weights, strict=True)):
-        with attempts:
+        with errors:
             left_out = frozen[number] if frozen else {}
             files |= {} if state is None else _collect_model_files(accelerator, number, model, state, left_out)
     for name, content in parts.items():
-        with attempts:
+        with errors:
             files |= encode_part(name, content, rank)
     if not weights_only:
-        with attempts:
+        with errors:
             files |= encode_optimizers(accelerator)
         # Called on every process, because registered objects may use collectives to determine their state.
-        with attempts:
+        with errors:
             files |= encode_part(STATE, _collect_shared_state(accelerator), rank)
-        with attempts:
+        with errors:
             has_rank_buffers = rank > 0 and accelerator.strategy.has_rank_buffers
             files |= encode_rank_state(
                 rank, collect_rank_random_state(accelerator), _collect_buffers(accelerator) if has_rank_buffers else []
             )
-    attempts.end()
+    errors.raise_first()
     if not weights_only:
         _warn_unsaved(accelerator, files)
     return files
@@ -253,10 +253,10 @@ def _collect_model_files(
 
 def encode_optimizers(accelerator: Accelerator) -> Files:
     """Return the files of the optimizers' states that this process writes. Call this function on all ranks."""
-    rank, strategy, attempts = accelerator.process_index, accelerator.strategy, Attempts()
+    rank, strategy, errors = accelerator.process_index, accelerator.strategy, ErrorCollector()
     files: Files = {}
     for number, prepared in enumerate(accelerator.optimizers):
-        with attempts:
+        with errors:
             optimizer = prepared.optimizer
             names = optimizer_state.name_parameters(optimizer, accelerator.unwrapped_models)
             state: OptimizerState = optimizer_state.encode_by_name(
@@ -267,7 +267,7 @@ def encode_optimizers(accelerator: Accelerator) -> Files:
                 files |= encode_part(optimizer_part(number, rank), state)
             else:
                 files |= encode_part(optimizer_part(number), state, rank)
-    attempts.end()
+    errors.raise_first()
     return files
 
 
@@ -408,7 +408,7 @@ def _explain_error(error: Exception, target: AnyPath, files: Files) -> Exception
     return OSError(error.errno, text)
 
 
-def _collect_weights(accelerator: Accelerator, target: AnyPath, attempts: Attempts) -> list[dict[str, Any] | None]:
+def _collect_weights(accelerator: Accelerator, target: AnyPath, errors: ErrorCollector) -> list[dict[str, Any] | None]:
     """Return each model's state dict: sharded, or whole if there are save hooks.
 
     A state that a hook removed is None.
@@ -424,7 +424,7 @@ def _collect_weights(accelerator: Accelerator, target: AnyPath, attempts: Attemp
     whole = [accelerator.get_state_dict(model) for model in models]
     left = list(whole)
     for hook in accelerator.checkpointer.save_hooks.values():
-        with attempts:
+        with errors:
             hook(list(models), left, staging)
     # Ranks other than zero may have no part of a sharded object, and then write nothing.
     return [
@@ -440,11 +440,11 @@ def _split_tensors(weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 def _collect_shared_state(accelerator: Accelerator) -> TrainState:
-    attempts, registered = Attempts(), dict[str, Any]()
+    errors, registered = ErrorCollector(), dict[str, Any]()
     for name, value in accelerator.checkpointer.registered.items():
-        with attempts:
+        with errors:
             registered[name] = value.state_dict()
-    attempts.end()
+    errors.raise_first()
     return collect_train_state(accelerator, registered)
 
 

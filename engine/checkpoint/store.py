@@ -380,7 +380,7 @@ class CheckpointStore:
                 if isinstance(path, Path):
                     check_files(path, manifest, digests=verify)
                 elif verify:
-                    remote.Download(path, manifest).fetch([*manifest.files, *manifest.others])
+                    remote.Download(path, manifest).fetch(manifest.checked)
                 else:
                     remote.check_files(path, manifest)
             except ValueError as error:
