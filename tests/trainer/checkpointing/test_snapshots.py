@@ -7,8 +7,6 @@ from treadle.compat.demos.boring_classes import BoringModel
 from treadle.engine.checkpoint import OpenCheckpoint, encode
 from treadle.engine.checkpoint import save as saving
 
-import treadle
-
 
 class Fails(BoringModel):
     def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -34,7 +32,7 @@ def test_a_new_entry_of_the_state_is_added_in_one_place(tmp_path, monkeypatch):
         accelerator="cpu", logger=False, max_epochs=1, limit_train_batches=5, callbacks=[callback]
     )
     with pytest.raises(RuntimeError, match="planned"):
-        trainer.fit(task)
+        made.fit(task)
     (crashed,) = (tmp_path / "c").iterdir()
     asked, left = (OpenCheckpoint(path).read_part("state") for path in (tmp_path / "asked.ckpt", crashed))
     assert asked.keys() == left.keys()
