@@ -28,9 +28,7 @@ def test_a_new_entry_of_the_state_is_added_in_one_place(tmp_path, monkeypatch):
     task = Fails()
     task.folder = tmp_path
     callback = ModelCheckpoint(tmp_path / "c", save_top_k=0, save_on_exception=True)
-    trainer = treadle.Trainer(
-        accelerator="cpu", logger=False, max_epochs=1, limit_train_batches=5, callbacks=[callback]
-    )
+    made = trainer(enable_checkpointing=True, limit_train_batches=5, callbacks=[callback])
     with pytest.raises(RuntimeError, match="planned"):
         made.fit(task)
     (crashed,) = (tmp_path / "c").iterdir()
