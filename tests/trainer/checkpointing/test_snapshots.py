@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from quiet import trainer
 from treadle.callbacks import ModelCheckpoint
 from treadle.compat.demos.boring_classes import BoringModel
 from treadle.engine.checkpoint import OpenCheckpoint, encode
