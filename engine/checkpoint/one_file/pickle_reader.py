@@ -157,6 +157,10 @@ class _Reader(pickle._Unpickler):  # type: ignore[name-defined,misc]
         self.append({})
         self.add_pairs(flat)
 
+    def make_frozenset(self) -> None:
+        elements = self.pop_mark()  # first, because it replaces `append`
+        self.append(frozenset(map(_check_key, elements)))
+
     def append_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         into = target.items if isinstance(target, UnbuiltCall) else target
@@ -201,12 +205,14 @@ _RECORDING: dict[bytes, Callable[[_Reader], None]] = {
     pickle.APPEND: lambda reader: reader.append_items([reader.stack.pop()]),
     pickle.APPENDS: lambda reader: reader.append_items(reader.pop_mark()),
     pickle.ADDITEMS: _Reader.add_elements,
-    pickle.FROZENSET: lambda reader: reader.append(frozenset(map(_check_key, reader.pop_mark()))),
+    pickle.FROZENSET: _Reader.make_frozenset,
+    # Python's own allocates what the file announces.
+    pickle.BYTEARRAY8: lambda reader: reader.append(bytearray(reader.read(*struct.unpack("<Q", reader.read(8))))),
 }
-# Old ways to call, numbers for classes, data outside the file, and BYTEARRAY8, which allocates what it announces.
+# Old ways to call, numbers for classes, and data outside the file.
 _UNSUPPORTED = (
     *(pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.PERSID),
-    *(pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
+    *(pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
 )
 _HANDLERS = {
     opcode: handler
