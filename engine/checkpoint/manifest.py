@@ -147,6 +147,18 @@ def read_manifest(path: AnyPath | str, name: str = MANIFEST) -> Manifest:
         raise ValueError(f"{path}: {name} is damaged: {reason}. {filesystem.RESTORE}") from error
 
 
+def read_manifests(paths: Iterable[AnyPath]) -> tuple[list[tuple[Manifest, AnyPath]], list[str]]:
+    """Return checkpoints with their manifests, latest last, and a message for each unreadable manifest."""
+    checkpoints: list[tuple[Manifest, AnyPath]] = []
+    problems = []
+    for path in paths:
+        try:
+            checkpoints.append((read_manifest(path), path))
+        except ValueError as error:
+            problems.append(str(error))
+    return sorted(checkpoints, key=lambda pair: (pair[0].step, pair[0].sequence, pair[1].name)), problems
+
+
 def read_source(path: AnyPath | str, name: str = MANIFEST) -> bytes:
     """Return the unparsed content of a checkpoint's manifest.
 

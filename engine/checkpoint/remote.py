@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
@@ -26,7 +26,7 @@ from ...common.temporary import temporary_folder
 from ...strategies.processes import forget_unfinished, note_unfinished
 from . import filesystem
 from .atomic_swap import UNFINISHED, explain_refused_file
-from .manifest import FOLDER, MANIFEST, Manifest, read_manifest, read_source
+from .manifest import FOLDER, MANIFEST, Manifest, read_manifest, read_manifests, read_source
 from .parts import Files, serialize, write_file
 
 T = TypeVar("T")
@@ -68,18 +68,11 @@ def check_writable(directory: RemotePath) -> None:
         ) from error
 
 
-def find_checkpoints(directory: RemotePath) -> tuple[list[tuple[Manifest, RemotePath]], list[str]]:
-    """Return a folder's committed checkpoints, latest last, and a message for each unreadable manifest."""
-    checkpoints, problems = [], []
+def list_checkpoints(directory: RemotePath) -> Iterator[RemotePath]:
+    """Yield the URLs of the committed checkpoints in a folder, including damaged ones."""
     for name in directory.names():
-        path = directory / name
-        if name.startswith(".") or not (path / MANIFEST).is_file():
-            continue
-        try:
-            checkpoints.append((read_manifest(path), path))
-        except ValueError as error:
-            problems.append(str(error))
-    return sorted(checkpoints, key=lambda pair: (pair[0].step, pair[0].sequence, pair[1].name)), problems
+        if not name.startswith(".") and (directory / name / MANIFEST).is_file():
+            yield directory / name
 
 
 def _find_next_sequence(directory: RemotePath) -> int:
@@ -89,7 +82,9 @@ def _find_next_sequence(directory: RemotePath) -> int:
     """
     highest = _known_sequences(directory)
     if not highest:
-        highest.append(max((manifest.sequence for manifest, _ in find_checkpoints(directory)[0]), default=0))
+        highest.append(
+            max((manifest.sequence for manifest, _ in read_manifests(list_checkpoints(directory))[0]), default=0)
+        )
     highest[0] += 1
     return highest[0]
 

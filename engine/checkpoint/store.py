@@ -35,7 +35,7 @@ from ...common.remote_path import AnyPath, RemotePath, absolute, as_path
 from ...strategies.processes import forget_unfinished, note_unfinished
 from . import atomic_swap, filesystem, remote
 from .atomic_swap import UNFINISHED
-from .manifest import MANIFEST, Manifest, check_files, read_manifest
+from .manifest import MANIFEST, Manifest, check_files, read_manifest, read_manifests
 from .manifest import is_checkpoint as is_checkpoint
 from .manifest import verify as verify
 from .one_file import Layout, is_checkpoint_file, is_replaceable_file
@@ -357,9 +357,8 @@ class CheckpointStore:
         """
         directory = self.directory
         if isinstance(directory, RemotePath):
-            checkpoints, problems = remote.find_checkpoints(directory)
-            return [*checkpoints], problems
-        return _scan(directory)
+            return read_manifests(remote.list_checkpoints(directory))
+        return read_manifests(_iterate_checkpoints(directory))
 
     def latest(self, verify: bool = True) -> tuple[AnyPath | None, list[str]]:
         """Return the latest intact checkpoint.
@@ -425,18 +424,6 @@ class CheckpointStore:
         matches = [atomic_swap.BESIDE.fullmatch(name) for name in filesystem.list_names(self.directory)]
         names = sorted({match["name"] for match in matches if match})
         return [sentence for name in names for sentence in atomic_swap.recover(self.directory / name)]
-
-
-def _scan(directory: Path) -> tuple[list[tuple[Manifest, AnyPath]], list[str]]:
-    """Return the checkpoints with their manifests, latest last, and a message for each unreadable manifest."""
-    checkpoints: list[tuple[Manifest, AnyPath]] = []
-    problems = []
-    for path in _iterate_checkpoints(directory):
-        try:
-            checkpoints.append((read_manifest(path), path))
-        except ValueError as error:
-            problems.append(str(error))
-    return sorted(checkpoints, key=lambda pair: (pair[0].step, pair[0].sequence, pair[1].name)), problems
 
 
 def _iterate_checkpoints(directory: Path) -> Iterator[Path]:

@@ -91,10 +91,6 @@ def test_a_checkpoint_is_a_directory_of_plain_files(tmp_path):
     assert info == {"step": 7, "epoch": 1, "samples": 56, "world_size": 1, "note": (1, "a")}
 
 
-def test_the_model_loads_with_safetensors_alone(tmp_path):
-    assert equal(load_file(save(tmp_path / "a", 2) / "model.safetensors"), model_state(2))
-
-
 def test_tied_weights_are_stored_once_and_tied_again(tmp_path):
     weight, flat = torch.randn(64, 64), torch.arange(10.0)
     state = {"embed": weight, "head": torch.nn.Parameter(weight), "a": flat[:6], "b": flat[4:], "t": weight.t()}
@@ -105,7 +101,8 @@ def test_tied_weights_are_stored_once_and_tied_again(tmp_path):
     assert equal(back, state)
     assert back["embed"] is back["head"]
     assert back["a"].untyped_storage().data_ptr() != back["b"].untyped_storage().data_ptr()
-    assert set(load_file(path / "model.safetensors")) == {"embed", "a", "b", "t"}
+    alone = load_file(path / "model.safetensors")  # safetensors' own reader
+    assert equal(alone, {name: state[name] for name in ("embed", "a", "b", "t")})
 
 
 def test_parts_without_tensors_and_models_without_weights(tmp_path):
@@ -250,8 +247,11 @@ def test_without_digests_only_sizes_are_compared(tmp_path):
 # -- the process is killed -------------------------------------------------------------------------------------------
 
 
-def every_kill(prepare, action, moments=("before", "half", "after")):
-    """Prepare the disk, and kill the action at one of its disk operations: at each of them in turn."""
+def every_kill(prepare, action, moments=("half", "after")):
+    """Prepare the disk, and kill the action at one of its disk operations: at each of them in turn.
+
+    What stands on the disk before an operation is what stands there after the one before.
+    """
     prepare()
     points = [point for point in disk_points(action) if point.moment in moments]
     assert len(points) > 3
@@ -280,7 +280,7 @@ def test_killed_while_overwriting_one_of_both_is_always_loadable(where):
         if len(seen) % 8 == 0:
             save(target, 3)
             assert_holds(target, 3)
-    assert len(seen) > 50
+    assert len(seen) > 35
     assert set(seen) == {1, 2}
 
 

@@ -388,6 +388,11 @@ def resume_some(root, world, steps):
     return [train(of_width(world), seed=9, ckpt_path=root / f"step{step}") for step in steps]
 
 
+def save_and_resume(root, steps):
+    """A run of two processes, and resumptions in them of a run of one."""
+    return save_some(root / "two", 2), resume_some(root / "one", 2, steps)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*nothing is validated")
 def test_two_processes(tmp_path):
@@ -418,10 +423,9 @@ def whole_batches(ranks, start=0):
 def test_another_number_of_processes(tmp_path):
     steps = (1, 2, 4, 6)  # 4 steps are an epoch
     one = [save_some(tmp_path / "one", 1)]
-    two = run(save_some, 2, tmp_path / "two", 2)
+    two, one_on_two = zip(*run(save_and_resume, 2, tmp_path, steps), strict=True)
     reference = whole_batches(one)
     assert [ids for ids, _ in whole_batches(two)] == [ids for ids, _ in reference]
-    one_on_two = run(resume_some, 2, tmp_path / "one", 2, steps)
     two_on_one = [resume_some(tmp_path / "two", 1, steps)]
     for resumed in (one_on_two, two_on_one):
         for number, step in enumerate(steps):
