@@ -1,6 +1,5 @@
 """Paths of an object store: what their URLs may be, what each request does, and requests that fail and are repeated."""
 
-import pickle
 import sys
 import uuid
 from pathlib import Path
