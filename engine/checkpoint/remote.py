@@ -95,19 +95,12 @@ def _known_sequences(directory: RemotePath) -> list[int]:
     return []
 
 
-def check_files(path: RemotePath, manifest: Manifest) -> None:
-    """Raise a ValueError unless a checkpoint's objects exist, with the sizes in its manifest."""
-    _compare_sizes(path, manifest, path.sizes())
+def check_files(path: RemotePath, manifest: Manifest, fix: str = filesystem.RESTORE) -> None:
+    """Raise a ValueError unless a checkpoint's objects exist, with the sizes in its manifest.
 
-
-def _compare_sizes(
-    path: RemotePath, manifest: Manifest, objects: Mapping[str, int], fix: str = filesystem.RESTORE
-) -> None:
-    """Raise a ValueError unless ``objects`` has a checkpoint's files, with the sizes in its manifest.
-
-    ``objects`` contains the size of each object in bytes, by its path relative to ``path``. ``fix`` is the advice at
-    the end of the error message.
+    ``fix`` is the advice at the end of the error message.
     """
+    objects = path.sizes()
     for name, entry in manifest.checked.items():
         size = objects.get(manifest.path_of(name))
         if size is None:
@@ -296,7 +289,7 @@ class Upload:
         written = self._upload_others(set(files)) if others else {}
         manifest = Manifest.build(entries, info, _find_next_sequence(target.parent), written, self._folder)
         data = manifest.to_json()
-        _compare_sizes(target, manifest, target.sizes(), "Save again, to a URL that no other job writes to.")
+        check_files(target, manifest, "Save again, to a URL that no other job writes to.")
         self._may_be_committed = True
         try:
             (target / MANIFEST).write_bytes(data)

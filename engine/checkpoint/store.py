@@ -27,7 +27,6 @@ import stat
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -73,7 +72,7 @@ def _put_in_place(source: Path, target: Path, sequence: int) -> None:
     forget_unfinished(source)  # the checkpoint is complete: after a failure below, `recover` decides
     version = _identify_version(source)
     atomic_swap.swap_in(source, target)
-    _get_known_sequences(target.parent)[target.name] = version, sequence
+    _known_sequences[target] = version, sequence
 
 
 def _sync_added_files(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
@@ -118,7 +117,7 @@ def discard(target: AnyPath | str) -> None:
         remote.clear_staging(target)
         return
     if atomic_swap.is_staged(beside(target)):
-        _delete(beside(target))
+        filesystem.delete(beside(target), first=MANIFEST)
     forget_unfinished(beside(target))
 
 
@@ -444,21 +443,25 @@ def _iterate_entries(directory: Path) -> Iterator[Path]:
         yield path
 
 
+# The version and the sequence number of each checkpoint that a commit has found next to its own. With many kept
+# checkpoints, reading their manifests each time took longer than the save itself.
+_known_sequences: dict[Path, tuple[tuple[int, ...], int]] = {}
+
+
 def _find_next_sequence(directory: Path) -> int:
     """Return one more than the highest sequence number in a directory; unreadable manifests are ignored."""
-    known = _get_known_sequences(directory)
     present = {}
     for path in _iterate_entries(directory):
         with suppress(ValueError, OSError):
             version = _identify_version(path)
-            entry = known.get(path.name)
+            entry = _known_sequences.get(path)
             if entry is None or entry[0] != version:
                 entry = version, read_manifest(path).sequence if _looks_like_checkpoint(path) else 0
-            present[path.name] = entry
-    for name in list(known):  # copied to a list, because asynchronous saves commit in threads
-        if name not in present:
-            known.pop(name, None)
-    known.update(present)
+            present[path] = entry
+    # Copied to a list, because asynchronous saves commit in threads.
+    for path in [path for path in list(_known_sequences) if path.parent == directory and path not in present]:
+        _known_sequences.pop(path, None)  # deleted checkpoints would accumulate throughout a long run
+    _known_sequences.update(present)
     return max((sequence for _, sequence in present.values()), default=0) + 1
 
 
@@ -470,15 +473,6 @@ def _identify_version(path: Path) -> tuple[int, ...]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-# Each commit needs the sequence numbers of all checkpoints next to it. With many kept checkpoints, reading their
-# manifests each time took longer than the save itself. Deleted checkpoints are dropped, because the cache would grow
-# throughout a long run.
-@lru_cache(maxsize=8)
-def _get_known_sequences(directory: Path) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return a directory's cache, which maps a checkpoint's name to its manifest's file version and sequence number."""
-    return {}
-
-
 def _looks_like_checkpoint(path: Path) -> bool:
     if is_checkpoint_file(path) or (path.suffix == ".ckpt" and is_replaceable_file(path)):
         return True  # an empty file, or one of another library, is named among those that are skipped
@@ -487,7 +481,3 @@ def _looks_like_checkpoint(path: Path) -> bool:
             file.endswith(".safetensors") for file in filesystem.list_names(path)
         )
     return False
-
-
-def _delete(directory: Path) -> None:
-    filesystem.delete(directory, first=MANIFEST)
