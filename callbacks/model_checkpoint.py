@@ -397,14 +397,14 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             return
         if last.step <= self._top_k.saved_step:
             return
-        if last.lost:
-            warn(f"the run is not saved, because {last.lost}. Its checkpoints are from earlier steps.")
+        if last.unsavable_reason:
+            warn(f"the run is not saved, because {last.unsavable_reason}. Its checkpoints are from earlier steps.")
             return
         values = {self.monitor or "": float("nan"), **trainer.logbook.callback_values, **last.counts}
         if self.save_last:
             path = self._choose_path(trainer, values, last.step, self.last_model_path, last=True)
             self.last_model_path = path
-            last.amend(self, last_model_path=path)
+            last.update_callback_state(self, last_model_path=path)
         else:
             path = self._choose_path(trainer, values, last.step)
         last.save(as_path(path), self.save_weights_only, self.save_trainable_only, self.format)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         read_whole_model,
     )
     from .save import check_places
-    from .store import CheckpointStore, FileSave, JoinedSave, Save, find_again
+    from .store import CheckpointStore, FileSave, JoinedSave, Save, recover_interrupted
     from .train_state import (
         ADDED,
         CONFIG,

@@ -37,7 +37,9 @@ from .one_file import is_checkpoint_file, is_replaceable_file, is_unfinished_fil
 UNFINISHED = "unfinished.json"
 """Name of the file that marks a directory whose checkpoint is not complete yet or is being deleted."""
 
-BESIDE = re.compile(rf"\.(?P<name>.+?)\.(?P<writer>{IDENTITY})(-(?P<number>\d+))?\.(?P<kind>part|old|gone)", re.DOTALL)
+VERSION_NAME = re.compile(
+    rf"\.(?P<name>.+?)\.(?P<writer>{IDENTITY})(-(?P<number>\d+))?\.(?P<kind>part|old|gone)", re.DOTALL
+)
 """Pattern of the directory names that exist next to a checkpoint while it is replaced or deleted."""
 
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
@@ -65,7 +67,7 @@ def explain_refused_file(name: str) -> str:
     return f"a save_state pre-hook wrote {name}, {reason}."
 
 
-def beside(target: Path | str, kind: str, writer: str = "") -> Path:
+def get_version_path(target: Path | str, kind: str, writer: str = "") -> Path:
     """Return the path of the next (``part``), replaced (``old``) or deleted (``gone``) version of ``target``.
 
     ``writer`` is the process that commits it; the default is this process.
@@ -77,7 +79,7 @@ def beside(target: Path | str, kind: str, writer: str = "") -> Path:
 def list_versions(target: Path, *kinds: str) -> list[tuple[Path, str]]:
     """Return the paths of the versions next to a checkpoint, each with the name of its writer."""
     try:
-        matches = [BESIDE.fullmatch(name) for name in filesystem.list_names(target.parent)]
+        matches = [VERSION_NAME.fullmatch(name) for name in filesystem.list_names(target.parent)]
     except PermissionError:  # of a directory above the checkpoints
         return []
     return [
@@ -163,9 +165,8 @@ def _set_aside(target: Path, aside: Path) -> None:
 
 def _choose_unused(target: Path, kind: str) -> Path:
     """Return an unused path of this process for a version; an earlier version may not be deleted yet."""
-    paths = itertools.chain(
-        [beside(target, kind)], (beside(target, kind, f"{identify_process()}-{n}") for n in itertools.count())
-    )
+    writers = itertools.chain([""], (f"{identify_process()}-{n}" for n in itertools.count()))
+    paths = (get_version_path(target, kind, writer) for writer in writers)
     return next(path for path in paths if not os.path.lexists(path))
 
 
@@ -221,9 +222,9 @@ def finish(target: Path, old: Path) -> str:
 
     If the new version is in place but damaged, both versions are kept.
     """
-    match = BESIDE.fullmatch(old.name)
+    match = VERSION_NAME.fullmatch(old.name)
     assert match is not None
-    part = beside(target, "part", match["writer"])
+    part = get_version_path(target, "part", match["writer"])
     if os.path.lexists(target):
         if not is_whole(target):
             return f"{target}: damaged; the checkpoint that it replaced is kept as {old.name}"

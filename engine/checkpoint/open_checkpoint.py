@@ -41,7 +41,7 @@ class OpenCheckpoint:
     def __init__(self, path: AnyPath | str, manifest: Manifest | None = None) -> None:
         self.path = as_path(path)
         if manifest is None:
-            store.find_again(self.path)
+            store.recover_interrupted(self.path)
             manifest = read_manifest(self.path)
         self.manifest = manifest
         self.verified = False

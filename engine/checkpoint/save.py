@@ -396,7 +396,7 @@ def _explain_error(error: Exception, target: AnyPath, files: Files) -> Exception
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return error
     needed = f"This process needs {sum(estimate_size(content) for content in files.values()):,} bytes"
-    folder = store.beside(target)
+    folder = store.get_staging_path(target)
     with suppress(OSError):
         existing = next(parent for parent in folder.parents if os.path.exists(parent))
         needed += f", but only {shutil.disk_usage(existing).free:,} are free"
@@ -420,7 +420,7 @@ def _collect_weights(accelerator: Accelerator, target: AnyPath, errors: ErrorCol
     with accelerator.world.together():
         if accelerator.is_main_process:
             store.begin(target)
-    staging = str(store.beside(target, accelerator.world.broadcast(identify_process())))
+    staging = str(store.get_staging_path(target, accelerator.world.broadcast(identify_process())))
     whole = [accelerator.get_state_dict(model) for model in models]
     left = list(whole)
     for hook in accelerator.checkpointer.save_hooks.values():

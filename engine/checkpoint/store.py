@@ -55,7 +55,7 @@ def check_target(target: AnyPath) -> None:
         atomic_swap.check_target(target)
 
 
-def beside(target: AnyPath | str, writer: str = "") -> Path:
+def get_staging_path(target: AnyPath | str, writer: str = "") -> Path:
     """Return the directory that contains a checkpoint's parts until `commit`; for a URL, a folder of this process.
 
     ``writer`` is the process that will call `commit` (`identify_process`); the default is this process.
@@ -63,7 +63,7 @@ def beside(target: AnyPath | str, writer: str = "") -> Path:
     target = as_path(target)
     if isinstance(target, RemotePath):
         return remote.open_staging(target)
-    return atomic_swap.beside(target, "part", writer)
+    return atomic_swap.get_version_path(target, "part", writer)
 
 
 def _put_in_place(source: Path, target: Path, sequence: int) -> None:
@@ -96,9 +96,9 @@ def _sync_added_files(source: Path, files: set[str]) -> dict[str, filesystem.Ent
 
 
 def begin(target: AnyPath | str) -> Path:
-    """Create an empty directory `beside` a target, into which hooks write files, and return it."""
+    """Create an empty directory at `get_staging_path`, into which hooks write files, and return it."""
     discard(target)
-    source = beside(target)
+    source = get_staging_path(target)
     filesystem.make_staging_directory(source)
     note_unfinished(source)
     filesystem.write_bytes(
@@ -108,7 +108,7 @@ def begin(target: AnyPath | str) -> Path:
 
 
 def discard(target: AnyPath | str) -> None:
-    """Delete the files that were written `beside` a target but not committed.
+    """Delete the files that were written at `get_staging_path` but not committed.
 
     An existing checkpoint at the target is not changed.
     """
@@ -116,12 +116,12 @@ def discard(target: AnyPath | str) -> None:
     if isinstance(target, RemotePath):
         remote.clear_staging(target)
         return
-    if atomic_swap.is_staged(beside(target)):
-        filesystem.delete(beside(target), first=MANIFEST)
-    forget_unfinished(beside(target))
+    if atomic_swap.is_staged(get_staging_path(target)):
+        filesystem.delete(get_staging_path(target), first=MANIFEST)
+    forget_unfinished(get_staging_path(target))
 
 
-def find_again(path: AnyPath | str) -> None:
+def recover_interrupted(path: AnyPath | str) -> None:
     """Restore the checkpoint at a path if its replacement, or that of a directory above it, was interrupted.
 
     Between the two renames of a replacement, no checkpoint exists at the path. A process that is replacing the
@@ -170,9 +170,9 @@ def link(path: Path | str, target: Path | str) -> None:
     path, target = Path(os.path.abspath(path)), Path(os.path.abspath(target))
     atomic_swap.check_target(target)
     if not (target.exists() and path.samefile(target)):  # renaming one of two names of a file does nothing
-        filesystem.delete(beside(target))
-        filesystem.link(path, beside(target))
-        _put_in_place(beside(target), target, read_manifest(path).sequence)
+        filesystem.delete(get_staging_path(target))
+        filesystem.link(path, get_staging_path(target))
+        _put_in_place(get_staging_path(target), target, read_manifest(path).sequence)
 
 
 class Save(Protocol):
@@ -200,7 +200,7 @@ class DiskSave:
     """
 
     def __init__(self, target: Path, writer: str = "") -> None:
-        self._target, self.staging = Path(os.path.abspath(target)), beside(target, writer)
+        self._target, self.staging = Path(os.path.abspath(target)), get_staging_path(target, writer)
 
     def write(self, files: Files) -> dict[str, filesystem.Entry]:
         """Write this process's files, fsync them, and return their entries for the manifest."""
@@ -279,7 +279,7 @@ class FileSave(JoinedSave):
     """
 
     def __init__(self, target: Path, writer: str, layout: Layout | None) -> None:
-        super().__init__(beside(target, writer), layout is not None)
+        super().__init__(get_staging_path(target, writer), layout is not None)
         self._target, self._layout = target, layout
 
     def commit(self, files: Mapping[str, Any], info: Mapping[str, Any], others: bool) -> None:
@@ -420,7 +420,7 @@ class CheckpointStore:
         """
         if isinstance(self.directory, RemotePath):
             return remote.recover(self.directory)
-        matches = [atomic_swap.BESIDE.fullmatch(name) for name in filesystem.list_names(self.directory)]
+        matches = [atomic_swap.VERSION_NAME.fullmatch(name) for name in filesystem.list_names(self.directory)]
         names = sorted({match["name"] for match in matches if match})
         return [sentence for name in names for sentence in atomic_swap.recover(self.directory / name)]
 
@@ -433,7 +433,7 @@ def _iterate_checkpoints(directory: Path) -> Iterator[Path]:
 def _iterate_entries(directory: Path) -> Iterator[Path]:
     """Yield the entries of a directory that may be checkpoints."""
     for name in filesystem.list_names(directory):
-        path, match = directory / name, atomic_swap.BESIDE.fullmatch(name)
+        path, match = directory / name, atomic_swap.VERSION_NAME.fullmatch(name)
         if name.startswith(".") and not (match and match["kind"] == "old"):
             continue
         if os.path.islink(path):

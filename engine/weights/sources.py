@@ -21,11 +21,11 @@ from ..checkpoint import (
     check_files,
     extra_part,
     filesystem,
-    find_again,
     is_checkpoint_file,
     model_part,
     read_frozen_note,
     read_whole_model,
+    recover_interrupted,
 )
 from .download import check_digest, fetch, fetch_from_store, find_in_store, is_url
 from .torch_files import TorchFile, View
@@ -130,7 +130,7 @@ _open_until_exit: list[Opened] = []
 def _open(path: AnyPath, sha256: str | None, *, digests: bool = True) -> Opened:
     place = str(path)
     try:
-        find_again(path)
+        recover_interrupted(path)
         if isinstance(path, Path) and is_checkpoint_file(path):
             if sha256 is not None:
                 check_digest(path, sha256)

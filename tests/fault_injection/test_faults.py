@@ -356,7 +356,7 @@ def test_a_file_can_be_named(tmp_path):
         with pytest.raises(kind), plan:
             save(tmp_path / "last")
     plan.check()
-    part = store.beside(tmp_path / "last").name
+    part = store.get_staging_path(tmp_path / "last").name
     assert [os.path.basename(firing.path) for firing in plan.firings] == ["manifest.json", part, part]
 
 

@@ -22,12 +22,12 @@ from ...engine.checkpoint import (
     OpenCheckpoint,
     compare_names,
     filesystem,
-    find_again,
     find_first_intact,
     has_part,
     is_checkpoint,
     open_callback_states,
     open_together,
+    recover_interrupted,
 )
 from ...engine.weights import open_source
 from ...loggers import DirectoryLogger
@@ -192,7 +192,7 @@ class CheckpointResolver:
         exists = True
         with self.world.together():
             if self.world.is_main:
-                find_again(path)
+                recover_interrupted(path)
                 exists = path.is_dir() or path.is_file()
         if not self.world.broadcast(exists):
             raise CheckpointNotFoundError(f"ckpt_path={str(path)!r} does not exist. Pass {self._describe_choices()}.")
@@ -377,7 +377,7 @@ class CheckpointResolver:
             best, source = _recorded_best(callback, latest), str(latest.path)
         if not best:
             raise ValueError(f"ckpt_path='best', but {source} records no best checkpoint. Pass a path.")
-        find_again(best)
+        recover_interrupted(best)
         if not (is_checkpoint(best) or as_path(best).is_file()):
             raise ValueError(
                 f"ckpt_path='best', but {best}, the best checkpoint according to {source}, does not exist. Pass a path."

@@ -72,8 +72,8 @@ class LastStep:
             hooks: Dispatch table of the run.
         """
         vars(hooks).update(
-            on_step_end=(*hooks.on_step_end, self.note),
-            on_train_epoch_start=(self.note, *hooks.on_train_epoch_start),
+            on_step_end=(*hooks.on_step_end, self.record),
+            on_train_epoch_start=(self.record, *hooks.on_train_epoch_start),
             on_validation_start=(self._note_validation_start, *hooks.on_validation_start),
         )
 
@@ -92,10 +92,10 @@ class LastStep:
     def _note_validation_start(self) -> None:
         """Record the last step before its validation, because a run that resumes from it repeats the validation."""
         if not self._trainer.sanity_checking:
-            self.note()
+            self.record()
             self._sums = sum_parameters(self._task)  # to detect other weights, such as averages
 
-    def note(self) -> None:
+    def record(self) -> None:
         """Record the state of the run after a complete step."""
         # Called on every process, because a user's object may call collectives in it.
         registered = self._collect_registered()
@@ -125,7 +125,7 @@ class LastStep:
                 states[name] = copy.deepcopy(value.state_dict())
         return states
 
-    def amend(self, callback: Callback, **values: Any) -> None:
+    def update_callback_state(self, callback: Callback, **values: Any) -> None:
         """Update a callback's state in the recorded step, for example the path of a checkpoint that it has saved.
 
         Args:
@@ -146,7 +146,7 @@ class LastStep:
         return {"epoch": self._state["progress"].epoch, "step": self.step}
 
     @property
-    def lost(self) -> str:
+    def unsavable_reason(self) -> str:
         """Reason why the step can no longer be saved; "" if it can."""
         trainer = self._trainer
         if trainer.preemption.abandoned:
@@ -154,7 +154,7 @@ class LastStep:
         if self._changed:
             return "the error occurred after a callback had changed the model or its optimizer and before the next step"
         if self._moving and trainer.progress.step_is_unfinished and trainer.world_size == 1:
-            self.note()  # the step is taken; with several processes this could wait for the others
+            self.record()  # the step is taken; with several processes this could wait for the others
         if self._moving:
             return "the error occurred after the next optimizer step had begun and before it was complete"
         if self._sums is not None and not all(map(torch.equal, self._sums, sum_parameters(self._task))):

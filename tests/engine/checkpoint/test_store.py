@@ -326,7 +326,7 @@ def test_killed_while_overwriting_nothing_of_others_is_lost(tmp_path, hooked):
         if not searched and target.exists() and not (target / "best").exists():
             searched = True
             with pytest.warns(UserWarning, match="removed the checkpoint that it replaced"):
-                checkpoint.find_again(target / "best")  # which is another process's, perhaps
+                checkpoint.recover_interrupted(target / "best")  # which is another process's, perhaps
             assert_holds(target / "best", 7)
         CheckpointStore(target.parent).recover()
         assert os.listdir(target.parent) == ["last"]
@@ -456,7 +456,7 @@ def test_a_failed_rename_puts_the_old_one_back(tmp_path, monkeypatch):
     rename = filesystem.rename
 
     def failing(source, target):
-        if source == checkpoint.beside(tmp_path / "last"):
+        if source == checkpoint.get_staging_path(tmp_path / "last"):
             raise OSError(5, "Input/output error")
         rename(source, target)
 
@@ -485,7 +485,7 @@ def test_a_leftover_that_cannot_be_deleted_does_not_undo_the_save(tmp_path, monk
 
 def test_what_a_killed_attempt_staged_does_not_get_in(tmp_path):
     stored.write_part(tmp_path / "x", "rank-00005", {"t": torch.ones(2)})
-    part = checkpoint.beside(tmp_path / "x")
+    part = checkpoint.get_staging_path(tmp_path / "x")
     (part / "manifest.json").write_text("{}")
     (part / "hook" / "deep").mkdir(parents=True)
     (part / "hook" / "deep" / "a.pt").write_bytes(b"half")
@@ -718,7 +718,7 @@ def test_what_a_run_that_lives_is_writing_stays_until_it_is_killed(tmp_path, oth
     process, writer = other_run
     stored.write_part(tmp_path / "last", "model", {"t": torch.ones(2)}, writer)
     save(tmp_path / "last", 1).rename(old := tmp_path / f".last.{writer}.old")
-    part = checkpoint.beside(tmp_path / "last", writer)
+    part = checkpoint.get_staging_path(tmp_path / "last", writer)
     store = CheckpointStore(tmp_path)
     assert store.recover() == []  # it is between its two renames
     assert [path.name for path in store.find()] == [old.name]
@@ -741,7 +741,7 @@ def test_what_another_machine_is_writing_stays_for_an_hour(tmp_path, monkeypatch
     (message,) = CheckpointStore(tmp_path).recover()  # two renames take no two seconds
     assert "restored" in message
     assert_holds(tmp_path / "last", 1)
-    assert checkpoint.beside(tmp_path / "last", writer).is_dir()
+    assert checkpoint.get_staging_path(tmp_path / "last", writer).is_dir()
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 3500)
     assert CheckpointStore(tmp_path).recover() == []
