@@ -39,7 +39,7 @@ from treadle.engine.big_models.offload_file import write_weights
 from treadle.engine.checkpoint import lay_out, parts
 from treadle.engine.checkpoint import save as snapshot
 from treadle.engine.checkpoint import store as checkpoint
-from treadle.engine.checkpoint.atomic_swap import BESIDE
+from treadle.engine.checkpoint.atomic_swap import VERSION_NAME
 from treadle.engine.checkpoint.store import CheckpointStore, FileSave
 from treadle.engine.configuration import ProjectConfiguration
 from treadle.engine.weights.sources import open_weights
@@ -179,7 +179,7 @@ class Door:
         assert skipped == []
         for one in store.find():
             checkpoint.verify(one)
-            match = BESIDE.fullmatch(one.name)
+            match = VERSION_NAME.fullmatch(one.name)
             name = match["name"] if match else one.name
             assert content(one) in self.known[name], one
         return checkpoint.read_manifest(path).step
