@@ -13,7 +13,7 @@ import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from ....common.messages import name_type
 
@@ -79,6 +79,10 @@ def read(stream: Any) -> Any:
         raise ValueError(f"its pickle is damaged ({type(error).__name__}). Copy or download the file again") from error
 
 
+# Python's own in Python, which type checkers take for the one in C.
+_PythonUnpickler: Any = vars(pickle)["_Unpickler"]
+
+
 class _Refused(Exception):
     """Error about an intact pickle whose content is not accepted."""
 
@@ -103,7 +107,7 @@ class _Handlers(dict[int, Callable[["_Reader"], None]]):
         return handler
 
 
-class _Reader(pickle._Unpickler):  # type: ignore[name-defined,misc]
+class _Reader(_PythonUnpickler):
     """Unpickler, in Python, whose opcodes that would import, call or change an object record this instead."""
 
     def __init__(self, stream: Any) -> None:
@@ -214,8 +218,6 @@ _UNSUPPORTED = (
     *(pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.PERSID),
     *(pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
 )
-_HANDLERS = {
-    opcode: handler
-    for opcode, handler in cast(dict[int, Any], _Reader.dispatch).items()
-    if bytes([opcode]) not in _UNSUPPORTED
-} | {opcode[0]: handler for opcode, handler in _RECORDING.items()}
+_HANDLERS = {opcode: handler for opcode, handler in _Reader.dispatch.items() if bytes([opcode]) not in _UNSUPPORTED} | {
+    opcode[0]: handler for opcode, handler in _RECORDING.items()
+}
