@@ -218,6 +218,6 @@ _UNSUPPORTED = (
     *(pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.PERSID),
     *(pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
 )
-_HANDLERS = {opcode: handler for opcode, handler in _Reader.dispatch.items() if bytes([opcode]) not in _UNSUPPORTED} | {
-    opcode[0]: handler for opcode, handler in _RECORDING.items()
-}
+_HANDLERS = {
+    opcode: handler for opcode, handler in _PythonUnpickler.dispatch.items() if bytes([opcode]) not in _UNSUPPORTED
+} | {opcode[0]: handler for opcode, handler in _RECORDING.items()}
