@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, WeightedRandomSampler
 from torchmetrics import MeanMetric, SumMetric
-from torchmetrics.classification import MulticlassAccuracy
 
 import treadle
 
@@ -505,33 +504,6 @@ def test_a_generator_for_the_training_loader_is_refused_before_anything_is_loade
     with pytest.raises(ValueError, match="has 1 generator, but the checkpoint has 0"):
         accelerator.load_state(tmp_path / "ckpt")
     assert torch.equal(net.weight, before)
-
-
-class Counted(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(1, 1)
-        self.accuracy = MulticlassAccuracy(3, average="micro")
-
-    def training_step(self, batch, batch_idx):
-        self.accuracy(batch.long().flatten() % 3, batch.long().flatten() % 2)
-        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
-        return self.net(batch).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_metric_objects_go_on(tmp_path):
-    data = [torch.tensor([[0.0], [1.0]]), torch.tensor([[2.0], [3.0]]), torch.tensor([[4.0], [5.0]])]
-    found = []
-    saver = treadle.Callback()
-    saver.on_step_end = lambda trainer, task: trainer.save_checkpoint(tmp_path / f"step{trainer.global_step}")
-    for path, callbacks in ((None, saver), (tmp_path / "step2", None)):
-        own = quiet.trainer(max_epochs=1, callbacks=callbacks)
-        own.fit(Counted(), data, ckpt_path=path)
-        found.append(float(own.callback_metrics["accuracy"]))
-    assert found == pytest.approx([1 / 3, 1 / 3])
 
 
 def saves_in(hook, path, epoch):
