@@ -165,9 +165,10 @@ def _set_aside(target: Path, aside: Path) -> None:
 
 def _choose_unused(target: Path, kind: str) -> Path:
     """Return an unused path of this process for a version; an earlier version may not be deleted yet."""
-    writers = itertools.chain([""], (f"{identify_process()}-{n}" for n in itertools.count()))
-    paths = (get_version_path(target, kind, writer) for writer in writers)
-    return next(path for path in paths if not os.path.lexists(path))
+    path, number = get_version_path(target, kind), 0
+    while os.path.lexists(path):
+        path, number = get_version_path(target, kind, f"{identify_process()}-{number}"), number + 1
+    return path
 
 
 def _runs(writer: str) -> bool:

@@ -458,9 +458,9 @@ def _find_next_sequence(directory: Path) -> int:
             if entry is None or entry[0] != version:
                 entry = version, read_manifest(path).sequence if _looks_like_checkpoint(path) else 0
             present[path] = entry
-    # Copied to a list, because asynchronous saves commit in threads.
-    for path in [path for path in list(_known_sequences) if path.parent == directory and path not in present]:
-        _known_sequences.pop(path, None)  # deleted checkpoints would accumulate throughout a long run
+    for path in list(_known_sequences):  # copied to a list, because asynchronous saves commit in threads
+        if path.parent == directory and path not in present:
+            _known_sequences.pop(path, None)  # deleted checkpoints would accumulate throughout a long run
     _known_sequences.update(present)
     return max((sequence for _, sequence in present.values()), default=0) + 1
 

@@ -40,7 +40,7 @@ from treadle.engine.checkpoint import lay_out, parts
 from treadle.engine.checkpoint import save as snapshot
 from treadle.engine.checkpoint import store as checkpoint
 from treadle.engine.checkpoint.atomic_swap import VERSION_NAME
-from treadle.engine.checkpoint.store import CheckpointStore, FileSave
+from treadle.engine.checkpoint.store import CheckpointStore, DiskSave, FileSave
 from treadle.engine.configuration import ProjectConfiguration
 from treadle.engine.weights.sources import open_weights
 from treadle.strategies import FSDP, World
@@ -140,7 +140,7 @@ class Door:
 
     def go_on(self, keep=False):
         """Do the work, noting each commit that returned."""
-        commit_directory, commit_file = checkpoint.commit, FileSave.commit
+        commits = {kind: kind.commit for kind in (DiskSave, FileSave)}
 
         def note(path, info):
             with self.log.open("a") as log:
@@ -149,20 +149,16 @@ class Door:
                 copy = shutil.copytree if path.is_dir() else shutil.copy
                 copy(path, self.aside / "known" / f"{path.name}@{info['step']}")
 
-        def noted(target, files, info, *args, **kwargs):
-            path = commit_directory(target, files, info, *args, **kwargs)
-            note(path, info)
-            return path
-
-        def noted_file(save, files, info, others):
-            commit_file(save, files, info, others)
+        def noted(save, files, info, others):
+            commits[type(save)](save, files, info, others)
             note(save._target, info)
 
-        checkpoint.commit, FileSave.commit = noted, noted_file
+        DiskSave.commit = FileSave.commit = noted
         try:
             self.work()
         finally:
-            checkpoint.commit, FileSave.commit = commit_directory, commit_file
+            for kind, commit in commits.items():
+                kind.commit = commit
 
     def committed(self):
         return [int(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
