@@ -285,7 +285,7 @@ def _has_tensor_per_sample(value: Any, samples: int) -> bool:
 def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
     """Reduce every tensor in a nested value over the processes; see `Accelerator.reduce`."""
     choose("reduction", reduction, REDUCTIONS)
-    if world.size > 1 and world.debug is None and reduction != "none":
+    if world.size > 1 and reduction != "none":
         _check_forms("reduce", value, world)  # otherwise gloo returns what was in memory, and NCCL hangs
 
     def reduce_tensor(tensor: Tensor) -> Tensor:
@@ -352,7 +352,7 @@ def _has_dimension(tensor: Tensor, dim: int) -> bool:
 def broadcast(value: Any, world: World, source: int) -> Any:
     """Return ``value`` with its tensors replaced by those of rank ``source``; all ranks need the same structure."""
     check_process(source, world.size, "from_process")
-    if world.size > 1 and world.debug is None:
+    if world.size > 1:
         _check_forms("broadcast", value, world)
     return apply_nested(value, Tensor, lambda t: world.broadcast_tensor(t.detach().clone(), source))
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         variables_set,
         without_launch_variables,
     )
-    from .open_world import make_world, open_world
+    from .open_world import open_world
     from .retry import DONE, RETRY, Attempts
     from .tracebacks import PeerFailed, format_error, hide_frames
     from .waiting_call import DistributedOperationException

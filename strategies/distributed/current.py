@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from . import process_group
 from .launch_environment import LaunchEnvironment
-from .open_world import make_world, open_world
+from .open_world import open_world
 from .watchdog import dismiss
 from .world import World
 
@@ -38,7 +38,7 @@ def current_world(accelerator: str = "auto") -> World:
         return open_world(accelerator, spread=False)
     rank, size, local_rank = current_place()
     launched = LaunchEnvironment.read()
-    return make_world(
+    return World(
         rank=rank,
         size=size,
         local_rank=local_rank,
@@ -65,7 +65,7 @@ def backend_of(world: World) -> str | None:
 def disconnect() -> None:
     """Stop the watchdog and destroy the process group, if there is one."""
     dismiss()
-    process_group.spare_lines.clear()
+    process_group.forget_groups()
     if dist.is_initialized():
         process_group.await_gloo_threads()
         dist.destroy_process_group()

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any
 
 import torch
 
 from ...common.validation import check_int, choose
 from ..launch import supervisor
 from ..processes import die_with_parent, open_scratch
-from .collective_debug import DebugWorld
 from .devices import Devices, device_of, device_type, parse_devices
-from .launch_environment import DebugEnvironment, LaunchEnvironment
+from .launch_environment import LaunchEnvironment
 from .world import World
-
-
-def make_world(**place: Any) -> World:
-    """Return a `World` or, with ``TREADLE_DEBUG=1``, a `DebugWorld`. The arguments are those of `World`."""
-    return World(**place) if DebugEnvironment.read() is None else DebugWorld(**place)
 
 
 def open_world(
@@ -62,7 +55,7 @@ def open_world(
             device_indices = list(range(torch.cuda.device_count() if uses_all else 1))
         if len(device_indices) > 1:
             supervisor.relaunch(len(device_indices))
-        return make_world(device=requested or device_of(kind, device_indices[0]))
+        return World(device=requested or device_of(kind, device_indices[0]))
     if launched.supervisor is not None:
         die_with_parent(launched.supervisor)
     open_scratch(launched.supervisor or os.getppid())
@@ -70,7 +63,7 @@ def open_world(
         device_indices = list(range(launched.local_world_size))
     launched.check(devices, len(device_indices), num_nodes)
     visible_count = torch.cuda.device_count() if kind == "cuda" else None
-    return make_world(
+    return World(
         rank=launched.rank,
         size=launched.world_size,
         local_rank=launched.local_rank,

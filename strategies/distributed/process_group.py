@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,14 @@ from ...common.messages import named_ranks
 from ...common.open_files import allow_open_files
 from ..processes import name_gloo_interface
 from .launch_environment import LaunchEnvironment
-from .matching_calls import forget_arrivals
 from .tracebacks import forget_store, report_uncaught
 from .watchdog import dismiss
 
 # Groups of all processes that Worlds created for threads running alongside the training, and no longer use, with their
 # timeouts.
 spare_lines: list[tuple[timedelta, dist.ProcessGroup]] = []
+_comparison_groups: list[dist.ProcessGroup] = []
+meetings: Counter[str] = Counter()  # number of times that all processes have met in each call of `World.meet`
 
 _CONNECTING = timedelta(seconds=30)
 _OTHER_FILES = 512  # open files of the datasets, the data workers and the libraries
@@ -56,7 +58,7 @@ def connect(
             f"backend={backend!r}, but the existing process group uses {dist.get_backend_config()}. Remove backend."
         )
     if not dist.is_initialized():
-        spare_lines.clear()  # they belong to a group that has ended
+        forget_groups()
         # gloo is kept beside nccl, so that objects and host tensors are exchanged without the GPU.
         if backend in (None, "nccl"):
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -101,6 +103,23 @@ def _await_connections(store: dist.Store, size: int) -> None:
         store.set("all connected", "")
     with contextlib.suppress(dist.DistError):  # a rank that failed in the meantime is reported elsewhere
         store.wait(["all connected"], _CONNECTING)
+
+
+def forget_groups() -> None:
+    """Discard what belongs to a process group that ends or has ended."""
+    spare_lines.clear()
+    _comparison_groups.clear()
+    meetings.clear()
+
+
+def comparison_group(timeout: timedelta) -> dist.ProcessGroup:
+    """Return the group in which all worlds compare their calls in debug mode. Must be called on all ranks.
+
+    It is separate, because a rank that has skipped a call exchanges something else in the group of the calls.
+    """
+    if not _comparison_groups:
+        _comparison_groups.append(dist.new_group(None, timeout, "gloo"))
+    return _comparison_groups[0]
 
 
 def let_segments_grow() -> None:
@@ -247,8 +266,7 @@ def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPSt
 def disconnect(store: dist.Store | None = None) -> None:
     """Destroy the process group, so that the next `connect` creates a new one. After an uncaught error, keep it."""
     dismiss()
-    spare_lines.clear()
-    forget_arrivals()
+    forget_groups()
     forget_store()
     await_gloo_threads()
     # After an uncaught exception the other ranks may have ended, and a backend's shutdown would wait for them.

@@ -61,7 +61,6 @@ from ..processes import (
     scratch,
     write_beat,
 )
-from .matching_calls import shared_count
 from .tracebacks import find_owner, is_agent_store, silence_uncaught
 from .waiting_call import WAITING_FILES, WaitingCall, describe_mismatch, find_waiting_call, is_users
 
@@ -76,9 +75,12 @@ _HURRY = 0.02  # seconds
 _REPORT = 2.0  # seconds that the other ranks wait for the report
 _LOST = 2.0  # seconds without progress, after another rank has ended, after which a rank counts as waiting
 _INTERRUPT = 2.0  # seconds within which the main thread has to notice an interrupt
-_STALL = 8.0  # seconds of waiting after which a rank counts as stalled; `meet` has its own, shorter limit
-_END = "the end of the script"
+_STALL = 8.0  # seconds of waiting after which a rank counts as stalled
 _DEBUGGERS = ("bdb", "pdb")
+
+_AT_END = WaitingCall("the end of the script", "has reached the end of the script")
+entered = [0]
+"""Number of training steps and collectives that this process has entered."""
 
 _phases: dict[CodeType, str] = {}
 _loops: set[CodeType] = set()
@@ -149,7 +151,6 @@ class Watchdog:
         self._owner: Callable[[], Any] = lambda: None
         self._locate: Callable[[Any], tuple[str, Any]] = lambda owner: ("", None)
         self._find_directory: Callable[[Any], Any] = str
-        self._count = shared_count()
         self._pid = os.getpid()
         self._ended = threading.Event()
         self._alarmed = threading.Event()
@@ -158,6 +159,7 @@ class Watchdog:
         self._idleness = Idleness()
         self._stall: WaitingCall | None = None
         self._told: WaitingCall | None = None  # what the other ranks know of it
+        self._stalled = 0  # number of stalled ranks
         self._leaving = False
         self._answered_at = time.monotonic()  # time of the store's last answer
         self._round = 0
@@ -232,7 +234,7 @@ class Watchdog:
     def _find_stall(self, frames: list[FrameType], seconds: float) -> WaitingCall | None:
         """Return the call in which this rank is stalled, or None if it is not stalled."""
         if self._leaving:
-            return WaitingCall(_END, f"waits at {_END}")
+            return _AT_END
         if not seconds or min(self._idleness.measure(), seconds) < min(_STALL, 0.7 * self.limit):
             return None
         call = find_waiting_call(frames)
@@ -261,7 +263,7 @@ class Watchdog:
 
     def _sign(self, frames: list[FrameType]) -> Any:
         stack = [(id(frame.f_code), frame.f_lasti) for frame in frames]
-        return int(self._count.values[0]), self._ask_owner(self._locate), stack
+        return entered[0], self._ask_owner(self._locate), stack
 
     def _alarm(self) -> None:
         if self._store is not None:
@@ -319,6 +321,9 @@ class Watchdog:
                     self._answer()
                 unfinished = self._errand(self._store)
                 self._alarmed.wait(_HURRY if unfinished else self.period)  # `leave` also sets it
+            if not hasattr(sys, "last_value"):  # a rank that waits for this one from now on waits in vain
+                self._leaving, self._stall = True, _AT_END
+                self._tell_stall()
         self._answered_at = math.inf
 
     def _find_keeper(self) -> None:
@@ -369,16 +374,16 @@ class Watchdog:
             end_at_once(1)
 
     def _tell_stall(self) -> bool:
-        """Update the count of stalled ranks. Return whether this rank's call has changed and all ranks are stalled."""
+        """Update the count of stalled ranks. Return whether all ranks are stalled, in calls not compared before."""
         assert self._store is not None
-        stall, told = self._stall, self._told
-        if stall == told:
+        stall, told, count = self._stall, self._told, self._stalled
+        if stall is None and told is None:
             return False
         self._told = stall
-        if stall is not None:
+        if stall is not None and stall != told:
             self._store.set(f"call of {self.rank}", json.dumps([stall.kind, stall.words]))
-        change = (stall is not None) - (told is not None)
-        return self._store.add("stalled", change) == self.size
+        self._stalled = self._store.add("stalled", (stall is not None) - (told is not None))
+        return self._stalled == self.size and (count, told) != (self.size, stall)
 
     def _find_mismatch(self) -> str:
         """Describe the calls in which all ranks are stalled; return "" if they may match or not all are stalled."""
@@ -409,7 +414,7 @@ class Watchdog:
         # The sentry may have seen a last sign of progress before this alarm, or the rank has continued since then.
         moved = self._alarmed.is_set() and self._sign(frames) != self._signature
         self._write_stacks(folder_name, rank)
-        words = [is_waiting(frames), moved, int(self._count.values[0]), self._describe(frames), now - self._since]
+        words = [is_waiting(frames), moved, entered[0], self._describe(frames), now - self._since]
         del frames
         store.set(f"answer {self._round} of {rank}", json.dumps(words))
         answers = self._collect_answers()

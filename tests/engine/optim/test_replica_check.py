@@ -11,7 +11,7 @@ from treadle.strategies import DDP
 
 import treadle
 
-DEBUG = {"TREADLE_DEBUG": "1", "TREADLE_DEBUG_TIMEOUT": "20"}
+DEBUG = {"TREADLE_DEBUG": "1"}
 
 
 def make(accelerator, **options):
