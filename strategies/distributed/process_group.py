@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ...common import __version__
 from ...common.messages import named_ranks
 from ...common.open_files import allow_open_files
-from ..processes import name_gloo_interface
+from ..processes import name_gloo_interface, read_stat
 from .launch_environment import LaunchEnvironment
 from .tracebacks import forget_store, report_uncaught
 from .watchdog import dismiss
@@ -303,17 +303,8 @@ def await_gloo_threads(limit: float = 1.0, looks: int = 3) -> None:
     while tasks.exists() and at_rest < looks and time.monotonic() < deadline:
         time.sleep(0.002)  # releases the GIL, which they may be waiting for
         mine = str(threading.get_native_id())
-        name, _ = _read_thread(tasks / mine)
-        others = [_read_thread(task) for task in tasks.iterdir() if task.name != mine]
-        # In torch 2.6 gloo's threads have the name of the thread that started them.
-        states = [state for other, state in others if "gloo" in other or other == name]
-        at_rest = 0 if "R" in states else at_rest + 1
-
-
-def _read_thread(task: Path) -> tuple[str, str]:
-    """Return the name and state of a thread, both empty if it has ended. ``"R"`` means running or ready to run."""
-    try:
-        name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-    except OSError:
-        return "", ""
-    return name, rest.split()[0]
+        name, _ = read_stat(tasks / mine)
+        others = [read_stat(task) for task in tasks.iterdir() if task.name != mine]
+        # In torch 2.6 gloo's threads have the name of the thread that started them. "R": running or ready to run.
+        states = [fields[:1] for other, fields in others if "gloo" in other or other == name]
+        at_rest = 0 if ["R"] in states else at_rest + 1

@@ -48,6 +48,7 @@ from ...common.messages import write_stderr
 from ..processes import (
     Dumps,
     Idleness,
+    Pulse,
     end_at_once,
     explain_silence,
     fetch_stacks,
@@ -291,19 +292,18 @@ class Watchdog:
     def _tell(self) -> None:
         assert self._store is not None
         with contextlib.suppress(RuntimeError):  # the store's process has ended: the collectives will report it
-            number, woke, neighbour = 0, time.monotonic(), Pulse((self.rank + 1) % self.size)
+            number, woke, neighbour, pulse = 0, time.monotonic(), (self.rank + 1) % self.size, Pulse()
             while not self._ended.is_set():
                 # All ranks may have been stopped, and the neighbour may still be.
                 if time.monotonic() - woke > 2 * self.period + 1.0:
-                    neighbour = Pulse(neighbour.rank)
+                    pulse = Pulse()
                 number, woke = number + 1, time.monotonic()
                 self._store.set(f"beat of {self.rank}", json.dumps([number, *self._introduce()]))
-                if neighbour.silent(self._read_beat(neighbour.rank)) > self.limit and not self._has_ended(
-                    neighbour.rank
-                ):
+                silence = pulse.measure_silence(self._read_beat(neighbour))
+                if silence > self.limit and not self._has_ended(neighbour):
                     self._alarmed.set()
-                if self._is_lost(neighbour.rank):
-                    self._store.compare_set("ended first", "", str(neighbour.rank))
+                if self._is_lost(neighbour):
+                    self._store.compare_set("ended first", "", str(neighbour))
                     if self._is_stuck():
                         self._alarmed.set()
                 self._leave_if_alone()
@@ -578,33 +578,17 @@ class Watchdog:
     def _await_others(self) -> None:
         """Wait for the other ranks to end. Raise the alarm for a silent rank, which cannot raise it itself."""
         self._leaving = True
-        pulses = [Pulse(rank) for rank in range(self.size) if rank != self.rank]
+        pulses = {rank: Pulse() for rank in range(self.size) if rank != self.rank}
         while not self._alarmed.is_set():
             self._since = time.monotonic()  # this wait does not count as lack of progress
             postpone_exit_limit()
-            pulses = [pulse for pulse in pulses if not self._has_ended(pulse.rank)]
+            pulses = {rank: pulse for rank, pulse in pulses.items() if not self._has_ended(rank)}
             if not pulses:
                 return
-            if any(pulse.silent(self._read_beat(pulse.rank)) > self.limit for pulse in pulses):
+            if any(pulse.measure_silence(self._read_beat(rank)) > self.limit for rank, pulse in pulses.items()):
                 self._alarm()
             time.sleep(min(0.1, self.period))
         time.sleep(_ANSWER + _REPORT + 2.0)  # the courier ends this process
-
-
-class Pulse:
-    """Heartbeats of one rank, as another rank sees them."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self._newest: str | None = None
-        self._since = time.monotonic()
-
-    def silent(self, beat: str | None) -> float:
-        """Compare the rank's latest heartbeat with the previous one, and return the seconds since it last changed."""
-        now = time.monotonic()
-        if beat != self._newest:
-            self._newest, self._since = beat, now
-        return now - self._since
 
 
 _current: list[Watchdog] = []

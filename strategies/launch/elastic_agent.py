@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from torch.distributed.elastic.agent.server import WorkerSpec
@@ -19,13 +19,12 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ...common.messages import format_count, named_ranks
 from ..distributed import HUNG
-from ..processes import kill_session
-from .membership import Membership
-from .rank_board import RankBoard
+from ..processes import RankBoard, kill_session
 from .rendezvous import SIGNALS, Job, Place
 
 # Signals that make ranks save and leave.
@@ -37,10 +36,58 @@ _POLL = 0.01  # seconds; the order of failures closer than this is unknown; a ra
 _HUNG_GRACE = 0.5  # seconds
 _AGAIN_GRACE = 1.0  # seconds
 _NEWS, _NEWS_OF_LEAVING = 1.2, 3.0  # seconds; torch requests the state of the machines at most once per second
+# Seconds that machines that meet again wait for more machines. They lost each other at the same time, whereas machines
+# that meet for the first time may be started half a minute apart (torch's default for both, which --rdzv-conf changes).
+_LAST_CALL = timedelta(seconds=5)
+_LEAVE = 5.0  # seconds
 _CHANGED = "the machines of the run have changed; restarting"
 _LEFT_EARLY = 256  # not an exit status that the system uses
 # Keys under which the machines' agents inform each other.
 _END, _DONE, _LEFT = "treadle/end", "treadle/done", "treadle/left"
+
+
+class Membership:
+    """Machines that take part in a run, wait to join it, or have left it.
+
+    Changes are reported only if the rendezvous is a `DynamicRendezvousHandler` of torch, as with the c10d backend.
+    """
+
+    def __init__(self, handler: Any) -> None:
+        self._handler = handler if isinstance(handler, DynamicRendezvousHandler) else None
+        self._size = 0
+
+    def begin_round(self) -> None:
+        """Prepare the first or a later rendezvous of the run, so that torch creates a new store for the ranks."""
+        if self._handler is None:
+            return
+        # torch (2.4 to 2.13) keeps the ranks' store over restarts, with the keys of the killed ranks, and on some
+        # machines with the address of a machine that has left. With None it is created again, and all machines see the
+        # new one.
+        self._handler._bootstrap_store_info = self._handler._shared_tcp_store_server = None
+        self._handler.num_nodes_waiting()  # this requests the state from the store
+        state, timeout = self._handler._state_holder.state, self._handler.settings.timeout
+        if (state.complete or state.round > 0) and timeout.last_call > _LAST_CALL:
+            timeout._set_timeouts(last_call=_LAST_CALL)
+
+    def end_round(self, size: int) -> None:
+        """Record the number of machines that took part in the completed rendezvous."""
+        self._size = size
+
+    def look(self) -> tuple[bool, bool]:
+        """Return whether a machine has left the run, and whether another one is waiting to join."""
+        if self._handler is None:
+            return False, False
+        waiting = self._handler.num_nodes_waiting()
+        present = len(self._handler._state_holder.state.participants)
+        # A machine that is alone and was stopped for a while has no information about itself.
+        return self._size > 1 and present < self._size, waiting > 0
+
+    def leave(self) -> None:
+        """Report immediately that this machine leaves, so that the other machines need not wait for a timeout."""
+        if self._handler is not None:
+            self._handler._stop_heartbeats()
+            with contextlib.suppress(RendezvousError):  # the store has ended, or does not answer in time
+                self._handler._op_executor.run(_RendezvousExitOp(), time.monotonic() + _LEAVE)
 
 
 class Elsewhere(Exception):
