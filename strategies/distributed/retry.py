@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...common.messages import named_ranks
 from . import process_group
-from .current import abort, current_place, current_world, disconnect
 from .launch_environment import LaunchEnvironment
+from .open_world import abort, current_place, current_world, disconnect
 from .tracebacks import PeerFailed
 
 DONE, RETRY = "done", "retry"
@@ -53,7 +53,7 @@ class Attempts:
     def begin(self) -> None:
         """Start a new attempt and, with GPUs, the thread that aborts collectives after another process has failed."""
         self._number += 1
-        if self.size > 1 and _may_use_nccl():
+        if self.size > 1 and torch.cuda.is_available():
             self._over = threading.Event()
             threading.Thread(target=self._abort_after_others, args=(self._over,), daemon=True).start()
 
@@ -129,10 +129,6 @@ class Attempts:
                 f"{which} may be waiting in a collective that can't be aborted."
             ) from None
         return [self._store.get(name).decode() for name in names]
-
-
-def _may_use_nccl() -> bool:
-    return torch.cuda.is_available()
 
 
 def _is_nccl() -> bool:

@@ -172,16 +172,7 @@ class World:
         Args:
             mesh: One-dimensional mesh that includes this process.
         """
-        return type(self)(
-            rank=mesh.get_local_rank(),
-            size=mesh.size(),
-            local_rank=self.local_rank,
-            local_size=self.local_size,
-            node_rank=self.node_rank,
-            device=self.device,
-            timeout=self.timeout,
-            group=mesh.get_group(),
-        )
+        return self._derive(rank=mesh.get_local_rank(), size=mesh.size(), group=mesh.get_group())
 
     def beside(self) -> World:
         """Return a world of the same processes, for a background thread.
@@ -196,15 +187,7 @@ class World:
             if group is None:
                 ranks = None if self.group is None else dist.get_process_group_ranks(self.group)
                 group = dist.new_group(ranks, self.timeout, "gloo")
-            self._beside = type(self)(
-                rank=self.rank,
-                size=self.size,
-                local_rank=self.local_rank,
-                local_size=self.local_size,
-                node_rank=self.node_rank,
-                timeout=self.timeout,
-                group=group,
-            )
+            self._beside = self._derive(rank=self.rank, size=self.size, group=group, device=torch.device("cpu"))
         return self._beside
 
     def release_beside(self) -> None:
@@ -407,8 +390,12 @@ class World:
             raise ValueError(
                 f"rank {self.rank} is not in the given process group. Make this call only on the ranks of the group."
             )
-        size = dist.get_world_size(group)
-        return type(self)(rank=rank, size=size, device=self.device, timeout=self.timeout, group=group)
+        return self._derive(rank=rank, size=dist.get_world_size(group), group=group)
+
+    def _derive(self, **place: Any) -> World:
+        """Return a world of other processes, or with another group, at this process's place on its machine."""
+        inherited = ("local_rank", "local_size", "node_rank", "device", "timeout")
+        return World(**{name: getattr(self, name) for name in inherited} | place)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the values of all processes, in rank order, on every process.

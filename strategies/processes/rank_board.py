@@ -84,10 +84,10 @@ class Pulse:
     """Heartbeats of one rank, as another process sees them."""
 
     def __init__(self) -> None:
-        self._latest: str | bytes | None = None
+        self._latest: Any = None
         self._since = time.monotonic()
 
-    def measure_silence(self, beat: str | bytes | None) -> float:
+    def measure_silence(self, beat: Any) -> float:
         """Compare the rank's latest heartbeat with the previous one, and return the seconds since it last changed."""
         now = time.monotonic()
         if beat != self._latest:

@@ -99,7 +99,7 @@ def train(hangs):
 for hangs in (False, True):
     thread = threading.Thread(target=train, args=(hangs,))
     thread.start()
-    time.sleep(5)  # also with nothing that trains
+    time.sleep(3)  # also with nothing that trains
     print("alive", flush=True)
 time.sleep(60)
 """
@@ -178,7 +178,7 @@ def test_a_watchdog_that_has_ended_holds_no_file(tmp_path):
 
 
 class SlowStore(HashStore):
-    """A store in which a question of the courier's takes until `go_on` is set."""
+    """A store in which a question of the watchdog's takes until `go_on` is set."""
 
     def __init__(self):
         super().__init__()
@@ -195,7 +195,7 @@ class SlowStore(HashStore):
         return super().add(key, amount)
 
 
-def test_an_end_while_the_courier_asks_is_no_alarm(tmp_path, monkeypatch):
+def test_an_end_while_the_watchdog_asks_is_no_alarm(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     store = SlowStore()
     store.set("1 has ended", "")
@@ -203,7 +203,7 @@ def test_an_end_while_the_courier_asks_is_no_alarm(tmp_path, monkeypatch):
     assert store.asked.wait(10)
     leaving = threading.Thread(target=watchdog.leave)
     leaving.start()
-    assert watchdog._alarmed.wait(10)  # `leave` wakes the courier by it
+    assert watchdog._alarmed.wait(10)  # `leave` wakes the exchange by it
     store.go_on.set()
     leaving.join()
     assert store.alarms == 0
