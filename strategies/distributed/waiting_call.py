@@ -133,7 +133,12 @@ def describe_mismatch(calls: Mapping[int, WaitingCall]) -> str:
     kinds = {call.kind for call in calls.values()}
     if len(kinds) < 2 or "" in kinds:
         return ""
-    lines = describe_calls({rank: call.words for rank, call in calls.items()})
+    return describe_calls_that_differ({rank: call.words for rank, call in calls.items()})
+
+
+def describe_calls_that_differ(words: Mapping[int, str]) -> str:
+    """Return the message about ranks that wait in different calls, which ``words`` describes by rank."""
+    lines = describe_calls(words)
     return f"the ranks wait in calls that do not match, so none of these calls can end:\n{lines}\n{_ADVICE}"
 
 

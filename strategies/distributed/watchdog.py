@@ -63,7 +63,14 @@ from ..processes import (
     write_beat,
 )
 from .tracebacks import find_owner, is_agent_store, silence_uncaught
-from .waiting_call import WAITING_FILES, WaitingCall, describe_mismatch, find_waiting_call, is_users
+from .waiting_call import (
+    WAITING_FILES,
+    WaitingCall,
+    describe_calls_that_differ,
+    describe_mismatch,
+    find_waiting_call,
+    is_users,
+)
 
 if TYPE_CHECKING:
     from .world import World
@@ -76,12 +83,36 @@ _HURRY = 0.02  # seconds
 _REPORT = 2.0  # seconds that the other ranks wait for the report
 _LOST = 2.0  # seconds without progress, after another rank has ended, after which a rank counts as waiting
 _INTERRUPT = 2.0  # seconds within which the main thread has to notice an interrupt
+_MOST_LOOKED_AT = 64  # ranks that each rank that waits for a meeting examines
 _STALL = 8.0  # seconds of waiting after which a rank counts as stalled
 _DEBUGGERS = ("bdb", "pdb")
 
 _AT_END = WaitingCall("the end of the script", "has reached the end of the script")
-entered = [0]
-"""Number of training steps and collectives that this process has entered."""
+
+
+class _Progress:
+    """Counts of this process, by which other ranks see whether it is ahead of them.
+
+    Attributes:
+        entered: Number of training steps and collectives that this process has entered.
+        meetings: Number of completed calls of `World.meet`, and ``entered`` at the last one.
+    """
+
+    def __init__(self) -> None:
+        self.entered = 0
+        self.meetings = (0, 0)
+
+    def note_meeting(self) -> None:
+        """Record that a call of `World.meet` is complete."""
+        self.meetings = self.meetings[0] + 1, self.entered
+
+    def measure(self) -> list[int]:
+        """Return the number of meetings, and the steps and collectives since then: larger for a rank that is ahead."""
+        number, entered = self.meetings
+        return [number, self.entered - entered]
+
+
+progress = _Progress()
 
 _phases: dict[CodeType, str] = {}
 _loops: set[CodeType] = set()
@@ -255,12 +286,14 @@ class Watchdog:
             "pid": self._pid,
             "dumps": self._dumps.path,
             "where": self._describe(stack_of(self.thread)),
+            "progress": progress.measure(),
+            "still": time.monotonic() - self._since,
             "directory": str(self._resolve("")),
         }
 
     def _sign(self, frames: list[FrameType]) -> Any:
         stack = [(id(frame.f_code), frame.f_lasti) for frame in frames]
-        return entered[0], self._ask_owner(self._locate), stack
+        return progress.entered, self._ask_owner(self._locate), stack
 
     def _alarm(self) -> None:
         if self._store is not None:
@@ -304,7 +337,7 @@ class Watchdog:
                 self._leave_if_alone()
                 if self._store_host is None and number <= _FIRST and self.rank != 0 and not is_agent_store():
                     self._store_host = self._find_pid(0)
-                if self._tell_stall() and (mismatch := self._find_mismatch()):
+                if mismatch := self._find_mismatch() if self._tell_stall() else self._find_skipped_meeting():
                     # Sending the report may make a rank seem busy again.
                     self._store.set(f"mismatch {self._round}", mismatch)
                     self._alarmed.set()
@@ -384,6 +417,20 @@ class Watchdog:
         calls = {rank: WaitingCall(*json.loads(self._store.get(f"call of {rank}"))) for rank in range(self.size)}
         return describe_mismatch(calls)
 
+    def _find_skipped_meeting(self) -> str:
+        """Describe the calls if this rank is stalled in `World.meet`, which another rank has passed by; else return "".
+
+        The other rank may be in a collective of NCCL, in which it waits without a stack or idleness that shows it.
+        """
+        if self._told is None or not self._told.kind.startswith("meet "):
+            return ""
+        calls = {self.rank: self._told.words}
+        for rank in range(min(self.size, _MOST_LOOKED_AT)):
+            beat = self._read_beat(rank)
+            if beat is not None and beat["progress"] > progress.measure() and beat["still"] >= _STALL:
+                calls[rank] = f"has continued, and waits or works {beat['where']}"
+        return describe_calls_that_differ(calls) if len(calls) > 1 else ""
+
     def _describe(self, frames: list[FrameType]) -> str:
         user = next(filter(is_users, reversed(frames)), None)
         line = f"{user.f_code.co_filename}:{user.f_lineno}" if user else ""
@@ -400,7 +447,7 @@ class Watchdog:
         # The clock may have seen a last sign of progress before this alarm, or the rank has continued since then.
         moved = self._alarmed.is_set() and self._sign(frames) != self._signature
         self._write_stacks(folder_name, rank)
-        words = [is_waiting(frames), moved, entered[0], self._describe(frames), now - self._since]
+        words = [is_waiting(frames), moved, progress.entered, self._describe(frames), now - self._since]
         del frames
         store.set(f"answer {self._round} of {rank}", json.dumps(words))
         answers = self._collect_answers()

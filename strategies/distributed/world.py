@@ -22,7 +22,7 @@ from . import process_group
 from .launch_environment import DebugEnvironment
 from .tracebacks import PeerFailed
 from .waiting_call import check_marks, mark_call, mark_exchange
-from .watchdog import entered
+from .watchdog import progress
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -230,7 +230,7 @@ class World:
     def advance(self) -> None:
         """Record that this process is entering a training step or a collective."""
         if self._counts:
-            entered[0] += 1
+            progress.entered += 1
 
     def _enter(self, operation: str, tensor: torch.Tensor | None = None) -> None:
         self.advance()
@@ -274,7 +274,7 @@ class World:
                 call, the watchdog ends the run earlier.
         """
         if self.size > 1 and self.group is None:
-            self._enter("meet")
+            self._compare("meet")
             self._await_arrivals(call)
 
     def _await_arrivals(self, call: str) -> None:
@@ -303,6 +303,7 @@ class World:
                 store.add(arrived, -1)  # the next call may be one that all ranks make
             raise
         process_group.meetings[call] += 1
+        progress.note_meeting()
 
     def all_reduce(self, tensor: torch.Tensor, operation: str = "sum") -> torch.Tensor:
         """Reduce ``tensor`` over all processes, in place.

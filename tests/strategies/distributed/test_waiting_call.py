@@ -179,6 +179,18 @@ accelerator = treadle.Accelerator(cpu=True, devices=2)
 if accelerator.is_main_process:
     accelerator.save_state("s")
 """
+PASSED = """
+import threading
+accelerator = treadle.Accelerator(cpu=True, devices=2)
+model = accelerator.prepare(torch.nn.Linear(2, 1))
+accelerator.save_state("s")
+if accelerator.is_main_process:
+    accelerator.save_state("s")
+model(torch.ones(4, 2))
+lock = threading.Lock()  # as in a collective of NCCL's, which no stack shows
+lock.acquire()
+lock.acquire()
+"""
 FIT = """
 class Task(treadle.TaskModule):
     def __init__(self):
@@ -219,9 +231,10 @@ trainer.fit(Task(), DataLoader(TensorDataset(torch.ones(16, 2)), 4))
         # Calls of torch that come first of all.
         pytest.param(FIRST, "all_reduce at .*train.py:10", "barrier at .*train.py:10", marks=pytest.mark.exhaustive),
         (END, "meet in save_state at .*train.py:11", "has reached the end of the script"),
+        (PASSED, "meet in save_state at .*train.py:14", "has continued, and waits or works in .*train.py:18"),
         (FIT, r"\w+ in fit at .*train.py:25", "meet in save_checkpoint at .*train.py:19"),
     ],
-    ids=["barrier", "save_state", "save_model", "torch", "end", "fit"],
+    ids=["barrier", "save_state", "save_model", "torch", "end", "passed", "fit"],
 )
 def test_ranks_that_wait_in_different_calls_end_with_both_lines(source, first, second, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where the stacks are written

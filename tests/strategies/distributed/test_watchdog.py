@@ -99,7 +99,7 @@ def train(hangs):
 for hangs in (False, True):
     thread = threading.Thread(target=train, args=(hangs,))
     thread.start()
-    time.sleep(3)  # also with nothing that trains
+    time.sleep(5)  # also with nothing that trains
     print("alive", flush=True)
 time.sleep(60)
 """
