@@ -90,7 +90,7 @@ class Membership:
                 self._handler._op_executor.run(_RendezvousExitOp(), time.monotonic() + _LEAVE)
 
 
-class Elsewhere(Exception):
+class EndedByOtherMachine(Exception):
     """Error that ends the run because another machine ended it or cannot be reached.
 
     ``status`` is the exit status; the message is the reason.
@@ -212,7 +212,7 @@ class Agent(LocalElasticAgent):
             if self.membership.look()[0]:
                 if self.may_change:
                     return False
-                raise self._make_elsewhere(1, "a machine left the run before its ranks had ended")
+                raise self._make_other_end(1, "a machine left the run before its ranks had ended")
         return True
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
@@ -320,38 +320,38 @@ class Agent(LocalElasticAgent):
         try:
             return getattr(self._worker_group.store, method)(*args)
         except RuntimeError as error:  # DistError and its subclasses
-            raise self._make_elsewhere(
+            raise self._make_other_end(
                 1, f"the machine that hosts the run's store does not respond ({_get_first_line(error)})"
             ) from None
 
-    def _make_elsewhere(self, status: int, text: str) -> Elsewhere:
+    def _make_other_end(self, status: int, text: str) -> EndedByOtherMachine:
         if status not in _STOPPED:
             self.grace, self.hurried = self.job.failure_grace, True  # nothing can be saved without the other machines
-        return Elsewhere(status, text)
+        return EndedByOtherMachine(status, text)
 
     def _check_for_end(self) -> None:
-        """Raise `Elsewhere` if another machine has reported the end of the run or the ranks' store does not respond."""
+        """Raise an error if another machine has reported the end of the run or the ranks' store does not respond."""
         if self.several and self._ask("check", [_END]):
-            raise self._make_elsewhere(*json.loads(self._ask("get", _END)))
+            raise self._make_other_end(*json.loads(self._ask("get", _END)))
 
     def tell(self, status: int, text: str) -> None:
         """Report the end of the run to the other machines, unless another machine has already reported it.
 
         Raises:
-            Elsewhere: If another machine has reported first, or if the store does not respond.
+            EndedByOtherMachine: If another machine has reported first, or if the store does not respond.
         """
         if self.several:
             mine = json.dumps([status, text])
             stored = self._ask("compare_set", _END, "", mine)
             if stored.decode() != mine:
-                raise self._make_elsewhere(*json.loads(stored))
+                raise self._make_other_end(*json.loads(stored))
 
     def await_leave(self, seconds: float) -> None:
         """Wait at most ``seconds`` for all machines to be ready to leave, because the store ends with its host."""
         if not self.several:
             return
         end = time.monotonic() + seconds
-        with contextlib.suppress(Elsewhere):
+        with contextlib.suppress(EndedByOtherMachine):
             self._ask("add", _LEFT, 1)
             while self._ask("add", _LEFT, 0) < self._worker_group.group_world_size and time.monotonic() < end:
                 time.sleep(0.05)
@@ -381,7 +381,7 @@ def run(job: Job, place: Place | None, board: RankBoard) -> int:
         source = "" if place.local_addr is None else f" as {place.local_addr}"
         _print(f"waiting at {place.endpoint}{source} for {_count(job)} of the run {job.run_id}")
     stop: signal.Signals | None = None
-    elsewhere: Elsewhere | None = None
+    other_end: EndedByOtherMachine | None = None
     with _silence_agent():
         rendezvous = _make_rendezvous(job, place)
         agent = Agent(_make_spec(job, place, rendezvous), job, board)
@@ -391,18 +391,18 @@ def run(job: Job, place: Place | None, board: RankBoard) -> int:
             stop = error.sigval
         except KeyboardInterrupt:  # while the machines were meeting
             stop = signal.SIGINT
-        except Elsewhere as error:
-            elsewhere = error
+        except EndedByOtherMachine as error:
+            other_end = error
         except RendezvousError as error:
-            elsewhere = Elsewhere(
+            other_end = EndedByOtherMachine(
                 1, f"the rendezvous of the machines failed, or a machine has left: {_get_first_line(error)}"
             )
         finally:
             for number in (getattr(signal, name) for name in SIGNALS if hasattr(signal, name)):
                 signal.signal(number, signal.SIG_IGN)  # the rest takes a moment and must be completed
-            agent.finish(sweep=stop is not None or elsewhere is not None)
+            agent.finish(sweep=stop is not None or other_end is not None)
             _take_leave(agent, rendezvous, stop)
-    return _report_outcome(agent, stop, elsewhere)
+    return _report_outcome(agent, stop, other_end)
 
 
 def _protect_save(first: signal.Signals) -> None:
@@ -429,7 +429,7 @@ def _take_leave(agent: Agent, rendezvous: Any, stop: signal.Signals | None) -> N
         agent.membership.leave()  # the others continue without this machine
         return
     if stop is not None:
-        with contextlib.suppress(Elsewhere):
+        with contextlib.suppress(EndedByOtherMachine):
             agent.tell(_convert_signal(stop), f"{stop.name} was sent to {socket.gethostname()}")
     agent.await_leave(agent.job.failure_grace + 3)
     with contextlib.suppress(RendezvousError):
@@ -483,7 +483,7 @@ def _make_spec(job: Job, place: Place | None, rendezvous: Any) -> WorkerSpec:
     )
 
 
-def _report_outcome(agent: Agent, stop: signal.Signals | None, elsewhere: Elsewhere | None) -> int:
+def _report_outcome(agent: Agent, stop: signal.Signals | None, other_end: EndedByOtherMachine | None) -> int:
     """Print how the run ended, unless it succeeded, and return the exit status."""
     # A rank that even SIGKILL did not end, because it hangs in a driver, is missing in `ends`.
     started = agent.job.nproc if agent._worker_group.workers else 0
@@ -496,8 +496,8 @@ def _report_outcome(agent: Agent, stop: signal.Signals | None, elsewhere: Elsewh
         elif -codes.get(rank, 0) in numbers:
             words[agent.global_rank(rank)] += ", sent by this launcher"
     first = next((rank for rank, code in codes.items() if code), None)
-    if elsewhere is not None:
-        lines, status = [str(elsewhere)], elsewhere.status
+    if other_end is not None:
+        lines, status = [str(other_end)], other_end.status
     elif stop is not None:
         ranks = f"{started} rank{'' if started == 1 else 's'}"
         lines, status = [f"{stop.name} was forwarded to {ranks}"], _convert_signal(stop)
