@@ -89,11 +89,7 @@ class Attempts:
         """
         if self.size == 1:
             return True
-        outcomes = self._gather_outcomes(timedelta(days=365))
-        failed = [(rank, text) for rank, text in enumerate(outcomes) if text not in (DONE, RETRY)]
-        if failed:
-            raise PeerFailed(f"rank {failed[0][0]} failed: {failed[0][1]}")
-        return RETRY not in outcomes
+        return RETRY not in self._gather_outcomes(timedelta(days=365))
 
     def start_over(self) -> None:
         """Release the resources of the failed attempt, and reconnect the processes.
@@ -108,16 +104,14 @@ class Attempts:
                 abort()
             disconnect()
             gc.collect()
-            outcomes = self._gather_outcomes(self.patience)
-            failed = [(rank, text) for rank, text in enumerate(outcomes) if text not in (DONE, RETRY)]
-            if failed:
-                raise PeerFailed(f"rank {failed[0][0]} failed: {failed[0][1]}")
+            self._gather_outcomes(self.patience)
             if self._device is not None:
                 current_world(self._device)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def _gather_outcomes(self, limit: timedelta) -> list[str]:
+        """Wait for all reports, and return them. Raise an error if one is missing or reports an error."""
         names = [f"{self._number}/{rank}" for rank in range(self.size)]
         try:
             self._store.wait(names, limit)
@@ -128,7 +122,11 @@ class Attempts:
                 f"{named_ranks(silent)} did not report the result of this attempt within {limit.total_seconds():g} s. "
                 f"{which} may be waiting in a collective that can't be aborted."
             ) from None
-        return [self._store.get(name).decode() for name in names]
+        outcomes = [self._store.get(name).decode() for name in names]
+        for rank, text in enumerate(outcomes):
+            if text not in (DONE, RETRY):
+                raise PeerFailed(f"rank {rank} failed: {text}")
+        return outcomes
 
 
 def _is_nccl() -> bool:
