@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 
 from ..common.messages import name_type
 from ..engine.checkpoint import filesystem
-from ..engine.checkpoint.safetensors_file import abbreviate
-from ..engine.parameter_names import split_tied, strip_compile_prefix
+from ..engine.parameter_names import split_tied
 from ..engine.weights import open_weights, write_weights
 from ..strategies.distributed import current_world
 
@@ -34,27 +32,6 @@ def enable_fsdp_ram_efficient_loading() -> None:
 def disable_fsdp_ram_efficient_loading() -> None:
     """Set the environment variable that makes Transformers load weights on every rank."""
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"
-
-
-def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries with the prefixes of compilation and activation checkpointing removed from their names."""
-    return {
-        strip_compile_prefix(name.replace("._checkpoint_wrapped_module", "")).replace("._orig_mod", ""): value
-        for name, value in named_params.items()
-    }
-
-
-def get_parameters_from_modules(
-    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
-) -> set[nn.Parameter]:
-    """Return the set of parameters of modules that are passed, or that a regular expression selects by name.
-
-    Modules that are selected by their full names in ``model`` are moved to ``device``.
-    """
-    if isinstance(modules, str):
-        pattern = re.compile(modules)
-        modules = [module.to(device) for name, module in model.named_modules() if pattern.fullmatch(name)]
-    return {parameter for module in modules or () for parameter in module.parameters()}
 
 
 def ensure_weights_retied(
@@ -81,53 +58,10 @@ def ensure_weights_retied(
     return initialize
 
 
-def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, Tensor]) -> None:
-    """Replace the parameters of an optimizer in place.
-
-    ``mapping`` contains the new parameters, keyed by the ``data_ptr`` methods of the old ones.
-
-    Raises:
-        KeyError: If a parameter of the optimizer has no replacement.
-    """
-    for group in optimizer.param_groups:
-        missing = [tuple(parameter.shape) for parameter in group["params"] if parameter.data_ptr not in mapping]
-        if missing:
-            raise KeyError(
-                f"mapping has no new parameter for {len(missing)} of the {len(group['params'])} parameters in a group "
-                f"of the optimizer (shapes: {abbreviate(list(map(str, missing)))}). For each old parameter, add an "
-                "entry whose key is the parameter's data_ptr method."
-            )
-        group["params"] = [mapping[parameter.data_ptr] for parameter in group["params"]]
-
-
 def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
     """Shard a model with the accelerator's FSDP and return it; see `Accelerator.prepare_model`."""
     _check_sharded(accelerator)
     return accelerator.prepare_model(model)  # type: ignore[no-any-return]
-
-
-def fsdp2_load_full_state_dict(
-    accelerator: Any, model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
-) -> nn.Module:
-    """Load rank zero's full state into a sharded model, and return the model. Must be called on all ranks.
-
-    Raises:
-        ValueError: If the accelerator does not shard models, or a tensor has another shape.
-        KeyError: If the state lacks tensors of the model.
-    """
-    _check_sharded(accelerator)
-    module = accelerator.unwrap_model(model, keep_torch_compile=False)
-    state = dict(full_sd) if accelerator.is_main_process else {}
-    missing = [name for name in module.state_dict() if name not in state] if accelerator.is_main_process else []
-    missing = current_world().broadcast(missing, 0)  # all ranks raise an error, or none
-    if missing:
-        raise KeyError(
-            f"full_sd lacks tensors of the model: {abbreviate(missing)}. Pass the full state dict of the same model."
-        )
-    with current_world().together():
-        _refuse_other_shapes(module, state)
-    _set_model_state(module, state, full=True)
-    return model
 
 
 def save_fsdp_model(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,16 +32,6 @@ from .module_tensors import (
     set_module_tensor_to_device,
 )
 from .offload_files import PrefixedDataset
-
-_CAST_LAYERS = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Linear,
-)
 
 
 @dataclass(frozen=True)
@@ -353,63 +342,3 @@ def _attach_to_block(
         hook = AlignDevicesHook(device, io_same_device=not path, place_submodules=True, **shared)
         add_hook_to_module(block, hook)
     attach_execution_device_hook(block, device, preload_module_classes=preload if offload else None, **shared)
-
-
-class LayerwiseCastingHook(ModelHook):
-    """Hook that stores a module's weights in one dtype and computes in another.
-
-    Args:
-        storage_dtype: The dtype of floating-point weights between forward passes.
-        compute_dtype: The dtype during the forward pass.
-        non_blocking: Whether to cast asynchronously, if possible.
-    """
-
-    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
-        self.storage_dtype, self.compute_dtype, self.non_blocking = storage_dtype, compute_dtype, non_blocking
-
-    def init_hook(self, module: nn.Module) -> nn.Module:
-        """Cast the weights to the storage dtype."""
-        return self._cast(module, self.storage_dtype)
-
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Cast the weights to the compute dtype."""
-        self._cast(module, self.compute_dtype)
-        return args, kwargs
-
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Cast the weights to the storage dtype."""
-        self._cast(module, self.storage_dtype)
-        return output
-
-    def _cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
-        # Not with `Module.to(dtype=...)`, which drops the imaginary part of complex tensors.
-        return module._apply(lambda t: t.to(dtype, non_blocking=self.non_blocking) if t.is_floating_point() else t)
-
-
-def attach_layerwise_casting_hooks(
-    module: nn.Module,
-    storage_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    skip_modules_pattern: str | Iterable[str] | None = None,
-    skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
-    non_blocking: bool = False,
-) -> None:
-    """Add a `LayerwiseCastingHook` to each linear, convolution and transposed convolution layer that is not skipped.
-
-    Modules of ``skip_modules_classes``, and those whose names contain a match of a regular expression in
-    ``skip_modules_pattern``, are skipped with their submodules. The other arguments are those of
-    `LayerwiseCastingHook`.
-    """
-    patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else [*(skip_modules_pattern or ())]
-
-    def visit(path: str, inner: nn.Module) -> None:
-        if isinstance(inner, skip_modules_classes or ()) or any(re.search(pattern, path) for pattern in patterns):
-            return
-        if isinstance(inner, _CAST_LAYERS):
-            hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
-            add_hook_to_module(inner, hook, append=True)
-            return
-        for name, child in inner.named_children():
-            visit(f"{path}.{name}" if path else name, child)
-
-    visit("", module)
