@@ -47,7 +47,11 @@ class RunRng:
         self._ranks_differ = False
 
     def start(self, data_seed: int | None = None) -> RandomStream:
-        """Start the stream, and give all ranks rank zero's RNG state on the CPU; see `Accelerator.start_order`."""
+        """Start the stream, and give all ranks rank zero's RNG state on the CPU.
+
+        The stream starts from ``data_seed`` if that is set, otherwise from rank zero's RNG state. Until `draw_apart` is
+        called, all ranks draw the same random numbers on the CPU.
+        """
         with isolated_random_state():
             if data_seed is not None:
                 seed_generators(data_seed)
@@ -63,7 +67,10 @@ class RunRng:
         return self.stream
 
     def draw_apart(self) -> None:
-        """Give each data rank its own RNG state; see `Accelerator.draw_apart`."""
+        """Give each data rank its own RNG state, so that dropout does not drop the same units on every rank.
+
+        Ranks that process the same sample together keep the same RNG state.
+        """
         if self._ranks_differ or self.stream is None:
             return
         self._ranks_differ = True
@@ -75,7 +82,10 @@ class RunRng:
 
     @contextmanager
     def drawing_alike(self, purpose: str) -> Iterator[None]:
-        """Return a context in which all ranks draw the same random numbers; see `Accelerator.drawing_alike`."""
+        """Return a context in which all ranks draw the same random numbers, for use after `draw_apart`.
+
+        Different values of ``purpose`` result in different random numbers.
+        """
         if self._world.size == 1 or not self._ranks_differ:
             yield
             return

@@ -13,15 +13,16 @@ from ...engine.big_models import (
     Loan,
     ModelHook,
     add_hook_to_module,
-    copy_attributes,
     group_tied_names,
     iter_direct_tensors,
+    lend_all,
     make_stand_in,
     move,
     named_tensors,
     resolve,
-    set_tensor,
+    restore,
     set_tensor_by_names,
+    take_back_all,
 )
 from ...utils import find_device
 from .module_tensors import (
@@ -94,7 +95,6 @@ class AlignDevicesHook(ModelHook):
         self.original_devices: dict[str, torch.device] = {}
         self._has_own_map = False
         self._loans: dict[str, Loan] = {}
-        self._borrowed: list[tuple[dict[Any, Tensor], Device]] = []
 
     def __repr__(self) -> str:
         return (
@@ -144,56 +144,26 @@ class AlignDevicesHook(ModelHook):
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
         if self._loans:
-            grad = torch.is_grad_enabled()
-            # A tensor created in inference mode would remain an inference tensor on any device.
-            with torch.inference_mode(False), torch.no_grad():
-                brought: dict[int, Tensor] = {}  # so that a tensor with several names is moved once
-                for loan in self._loans.values():
-                    if id(loan.stand_in) not in brought:
-                        brought[id(loan.stand_in)] = self._read(loan)
-                    loan.lend(brought[id(loan.stand_in)], grad)
+            lend_all(self._loans.values(), self._get_device())
         if self.execution_device is None:
             return args, kwargs
         device = self._get_device()
         return move(args, device, ()), move(kwargs, device, self._get_skip_keys())
 
-    def _read(self, loan: Loan) -> Tensor:
-        device = self._get_device()
-        if self.tied_params_map is None:
-            return loan.read(device)
-        copies = self.tied_params_map.get(loan.piece.get().data_ptr())
-        if copies is None:
-            return loan.read(device)
-        if device not in copies:
-            copies[device] = loan.read(device)
-            self._borrowed.append((copies, device))
-        return copies[device]
-
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Release the offloaded weights and, with ``io_same_device``, move the output to the first input's device."""
-        with torch.inference_mode(False), torch.no_grad():
-            for loan in self._loans.values():
-                loan.take_back()
-        for copies, device in self._borrowed:
-            copies.pop(device, None)
-        self._borrowed.clear()
+        take_back_all(self._loans.values())
         if self.io_same_device and self.input_device is not None:
             return move(output, self.input_device, self._get_skip_keys())
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Restore the weights on their original devices if ``offload`` is set, except those from the meta device."""
-        restored: dict[int, Tensor] = {}
-        for name, device in self.original_devices.items():
-            if device.type == "meta":
-                continue
+        origins = {name: device for name, device in self.original_devices.items() if device.type != "meta"}
+        restore((self._loans[name], device) for name, device in origins.items() if name in self._loans)
+        for name, device in origins.items():
             if name not in self._loans:
                 set_module_tensor_to_device(module, name, device)
-                continue
-            loan = self._loans[name]
-            if id(loan.stand_in) not in restored:
-                restored[id(loan.stand_in)] = copy_attributes(loan.shape, loan.read(device))
-            set_tensor(loan.module, loan.name, restored[id(loan.stand_in)])
         self._loans = {}
         return module
 

@@ -16,7 +16,7 @@ from ...common.messages import nearest, warn
 from ...engine.big_models import (
     compute_module_sizes,
     copy_attributes,
-    find_station,
+    find_loading_hooks,
     is_accelerator,
     look_up_device,
     resolve,
@@ -286,7 +286,7 @@ def _convert(
 
 def has_offloaded_params(module: nn.Module) -> bool:
     """Return whether weights of a module are offloaded until the module is called."""
-    return _get_offload_hook(module) is not None or find_station(module) is not None
+    return _get_offload_hook(module) is not None or find_loading_hooks(module) is not None
 
 
 def _get_offload_hook(module: nn.Module) -> Any:
@@ -311,8 +311,8 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
         finally:
             hook.post_forward(module, None)
             hook.execution_device = before
-    elif station := find_station(module):
-        with station.lending(None if execution_device is None else _as_torch_device(execution_device)):
+    elif hooks := find_loading_hooks(module):
+        with hooks.lending(None if execution_device is None else _as_torch_device(execution_device)):
             yield
     elif execution_device is None:
         yield

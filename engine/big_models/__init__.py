@@ -21,13 +21,13 @@ if TYPE_CHECKING:
         cpu_offload_with_hook,
         disk_offload,
         dispatch_model,
-        find_station,
+        find_loading_hooks,
         is_dispatched,
         list_offloaded,
         remove_hook_from_submodules,
     )
     from .empty_init import init_empty_weights, init_on_device
-    from .hooks import Loan, make_stand_in, move
+    from .hooks import Loan, lend_all, make_stand_in, move, restore, take_back_all
     from .load_checkpoint import load_checkpoint_and_dispatch, load_checkpoint_in_model
     from .memory import get_max_memory, is_accelerator, resolve
     from .model_hooks import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -110,23 +110,83 @@ def _refuse_gradient(gradient: Tensor) -> None:
     )
 
 
-class Station:
-    """Hooks that load a module's offloaded tensors before its forward pass and, with ``moves``, move its inputs.
+def lend_all(loans: Iterable[Loan], device: torch.device) -> None:
+    """Load the values of offloaded tensors into their modules. A tensor with several names is loaded once.
+
+    Args:
+        loans: The tensors.
+        device: The device to load them to.
+    """
+    grad = torch.is_grad_enabled()
+    # A tensor created in inference mode would remain an inference tensor on any device.
+    with torch.inference_mode(False), torch.no_grad():
+        loaded: dict[int, Tensor] = {}
+        for loan in loans:
+            if id(loan.stand_in) not in loaded:
+                loaded[id(loan.stand_in)] = loan.read(device)
+            loan.lend(loaded[id(loan.stand_in)], grad)
+
+
+def take_back_all(loans: Iterable[Loan]) -> None:
+    """Put the stand-ins of offloaded tensors back into their modules; see `Loan.take_back`.
+
+    Args:
+        loans: The tensors.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        for loan in loans:
+            loan.take_back()
+
+
+def restore(loans: Iterable[tuple[Loan, torch.device]]) -> None:
+    """Put offloaded tensors back into their modules for good, on the given devices. Tied tensors stay tied.
+
+    Args:
+        loans: The tensors, each with its device.
+    """
+    restored: dict[int, Tensor] = {}
+    for loan, device in loans:
+        key = id(loan.stand_in)
+        if key not in restored:
+            values = torch.empty(loan.shape.shape, dtype=loan.shape.dtype, device=device)
+            with torch.no_grad():
+                loan.piece.fill(values)
+            restored[key] = copy_attributes(loan.shape, values)
+        set_tensor(loan.module, loan.name, restored[key])
+
+
+class ForwardHooks:
+    """Hooks of a dispatched module, which load its offloaded tensors and move its inputs and outputs.
 
     Two threads may run the module at the same time, and a module may call itself. The loaded values are therefore
     released only when the last call ends.
+
+    Args:
+        device: The device that runs the module.
+        loans: The offloaded tensors that the module needs.
+        moves_inputs: Whether inputs are moved to the device. Default: True.
+        returns: Whether the output is moved to the device of the first tensor in the inputs, as for the whole model.
+        skip: Keys whose values are not moved.
     """
 
-    def __init__(self, device: torch.device, loans: list[Loan], moves: bool, skip: Collection[str]) -> None:
-        self.device, self.loans, self.moves, self.skip = device, loans, moves, skip
-        self._lock = threading.Lock()
-        self._inside = 0
+    def __init__(
+        self,
+        device: torch.device,
+        loans: list[Loan],
+        *,
+        moves_inputs: bool = True,
+        returns: bool = False,
+        skip: Collection[str] = (),
+    ) -> None:
+        self.__setstate__(
+            {"device": device, "loans": loans, "moves_inputs": moves_inputs, "returns": returns, "skip": skip}
+        )
         self._handles: list[Any] = []
 
     def attach(self, module: nn.Module) -> None:
         """Add the hooks to a module."""
         self._handles = [module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True)]
-        if self.loans:
+        if self.loans or self.returns:
             self._handles.append(module.register_forward_hook(self.leave, always_call=True))
 
     def detach(self) -> None:
@@ -135,15 +195,21 @@ class Station:
             handle.remove()
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Load the offloaded tensors and, with ``moves``, move the inputs before the forward pass."""
+        """Load the offloaded tensors, and move the inputs before the forward pass."""
+        if self.returns:
+            first = next(iter_tensors((args, kwargs)), None)
+            self._list_devices().append(None if first is None else first.device)
         if self.loans:
-            with self._lock:
-                self._inside += 1
-                if self._inside == 1:
-                    self.bring()
-        if self.moves:
-            return move(args, self.device, ()), move(kwargs, self.device, self.skip)
-        return None
+            self._load(self.device)
+        return (move(args, self.device, ()), move(kwargs, self.device, self.skip)) if self.moves_inputs else None
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Release the offloaded tensors and move the output, even if the forward pass raised an error."""
+        if self.loans:
+            self._release()
+        devices = self._list_devices()
+        device = devices.pop() if devices else None
+        return None if device is None or output is None else move(output, device, self.skip)
 
     @contextmanager
     def lending(self, device: torch.device | None = None) -> Iterator[None]:
@@ -152,87 +218,33 @@ class Station:
         ``device`` is the device to load them onto; it is ignored if they are already loaded. Default: the device that
         runs the module.
         """
-        with self._lock:
-            self._inside += 1
-            if self._inside == 1:
-                self.bring(device)
+        self._load(device or self.device)
         try:
             yield
         finally:
-            self._leave()
+            self._release()
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Release the offloaded tensors when the last call in progress ends, even if a call raised an error."""
-        self._leave()
+    def _load(self, device: torch.device) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                lend_all(self.loans, device)
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         with self._lock:
             self._inside = max(0, self._inside - 1)
             if self._inside == 0:
-                with torch.inference_mode(False), torch.no_grad():
-                    for loan in self.loans:
-                        loan.take_back()
+                take_back_all(self.loans)
 
-    def bring(self, device: torch.device | None = None) -> None:
-        """Load the module's offloaded tensors. A tensor with several names is loaded once."""
-        grad = torch.is_grad_enabled()
-        # A tensor created in inference mode would remain an inference tensor on any device.
-        with torch.inference_mode(False), torch.no_grad():
-            brought: dict[int, Tensor] = {}
-            for loan in self.loans:
-                if id(loan.stand_in) not in brought:
-                    brought[id(loan.stand_in)] = loan.read(device or self.device)
-                loan.lend(brought[id(loan.stand_in)], grad)
+    def _list_devices(self) -> list[torch.device | None]:
+        """Return the devices of the first inputs of this thread's calls in progress."""
+        return vars(self._calls).setdefault("devices", [])  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_inside")}
+        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_inside", "_calls")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock(), _inside=0)
-
-
-class Home:
-    """Hooks of the whole model, which move inputs to the main device and outputs to the first input tensor's device."""
-
-    def __init__(self, device: torch.device, skip: Collection[str]) -> None:
-        self.device, self.skip = device, skip
-        self._calls = threading.local()
-        self._handles: list[Any] = []
-
-    def attach(self, module: nn.Module) -> None:
-        """Add the hooks to the model."""
-        self._handles = [
-            module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True),
-            module.register_forward_hook(self.leave, always_call=True),
-        ]
-
-    def detach(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-    def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Move the inputs to the model's main device before the forward pass."""
-        first = next(iter_tensors((args, kwargs)), None)
-        self._get_device_stack().append(None if first is None else first.device)
-        return move(args, self.device, ()), move(kwargs, self.device, self.skip)
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Move the output to the device of the first input tensor. Also called if the forward pass raised an error."""
-        stack = self._get_device_stack()
-        device = stack.pop() if stack else None
-        return None if device is None or output is None else move(output, device, self.skip)
-
-    def _get_device_stack(self) -> list[torch.device | None]:
-        if not hasattr(self._calls, "devices"):
-            self._calls.devices = []
-        return self._calls.devices  # type: ignore[no-any-return]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_calls"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _calls=threading.local())
+        vars(self).update(state, _lock=threading.Lock(), _inside=0, _calls=threading.local())
 
 
 def move(data: Any, device: torch.device, skip: Collection[str]) -> Any:

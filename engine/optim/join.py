@@ -82,7 +82,7 @@ def _catch_up(accelerator: Accelerator) -> None:
             "join_uneven_inputs: on at least one rank, the batches ended inside an accumulation group. The gradients "
             "of this unfinished group are dropped."
         )
-        accelerator.drop_gradients()
+        accelerator.accumulation.drop_gradients()
     steps_by_rank = [of_rank for of_rank, _ in counts]
     if all(of_rank == steps_by_rank[0] for of_rank in steps_by_rank):
         return

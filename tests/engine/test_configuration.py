@@ -325,7 +325,7 @@ def gradients_over(epochs, **options):
             with accelerator.accumulate():
                 accelerator.backward((weight * x).mean())
                 if accelerator.sync_gradients:
-                    accelerator.finish_gradients()
+                    accelerator.accumulation.finish_gradients()
                     found.append(weight.grad.item())
                 optimizer.step()
                 optimizer.zero_grad()

@@ -190,18 +190,6 @@ def test_tied_weights_stay_tied() -> None:
         assert not model["head"].weight.is_meta
 
 
-def test_tied_weights_are_brought_once() -> None:
-    linear = nn.Linear(2, 2, bias=False)
-    outer = nn.Sequential(linear, nn.Linear(2, 2, bias=False))
-    outer[1].weight = linear.weight
-    shared: dict[int, dict[Any, Tensor]] = {linear.weight.data_ptr(): {}}
-    attach_align_device_hook(outer, "cpu", offload=True, tied_params_map=shared)
-    with align_module_device(outer[0]), align_module_device(outer[1]):
-        assert outer[0].weight.data_ptr() == outer[1].weight.data_ptr()
-        assert [len(copies) for copies in shared.values()] == [1]
-    assert [len(copies) for copies in shared.values()] == [0]
-
-
 def name_hooks(model: nn.Module) -> dict[str, str]:
     """What is set of each hook, by module."""
     flags = ("offload", "io_same_device", "offload_buffers", "place_submodules")
