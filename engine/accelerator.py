@@ -49,8 +49,7 @@ from .process_state import AcceleratorState, GradientState, Process, register_ac
 from .profilers import profile
 from .quantization import convert_to_float8
 from .rank_consistency import check_loaders_match, check_model_matches, check_values_match
-from .rng import RandomStream
-from .run_rng import RunRng
+from .rng import RandomStream, RunRng
 from .trackers import GeneralTracker, Trackers, tracker_sources
 
 # Lists that public code reads although they are private in Accelerate.

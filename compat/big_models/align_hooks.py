@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,13 +95,6 @@ class AlignDevicesHook(ModelHook):
         self.original_devices: dict[str, torch.device] = {}
         self._has_own_map = False
         self._loans: dict[str, Loan] = {}
-
-    def __repr__(self) -> str:
-        return (
-            f"AlignDevicesHook(execution_device={self.execution_device}, offload={self.offload}, "
-            f"io_same_device={self.io_same_device}, offload_buffers={self.offload_buffers}, "
-            f"place_submodules={self.place_submodules}, skip_keys={self.skip_keys!r})"
-        )
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Offload the module's weights if ``offload`` is set, and move its other tensors to ``execution_device``."""
@@ -225,31 +218,25 @@ def attach_align_device_hook(
     ``preload_module_classes`` names load all weights of their submodules, which get no hooks. The other arguments are
     those of `AlignDevicesHook`.
     """
-    whole = offload and type(module).__name__ in (preload_module_classes or ())
-    prefix = f"{module_name}." if module_name else ""
-    if whole or next(named_module_tensors(module), None) is not None:
-        hook = AlignDevicesHook(
-            execution_device,
-            offload=offload,
-            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
-            offload_buffers=offload_buffers,
-            place_submodules=whole,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-        )
-        add_hook_to_module(module, hook, append=True)
-    for name, child in module.named_children() if not whole else ():
-        attach_align_device_hook(
-            child,
-            execution_device,
-            offload,
-            weights_map,
-            offload_buffers,
-            prefix + name,
-            skip_keys,
-            preload_module_classes,
-            tied_params_map,
-        )
+
+    def visit(path: str, part: nn.Module) -> None:
+        whole = offload and type(part).__name__ in (preload_module_classes or ())
+        prefix = f"{path}." if path else ""
+        if whole or next(named_module_tensors(part), None) is not None:
+            hook = AlignDevicesHook(
+                execution_device,
+                offload=offload,
+                weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+                offload_buffers=offload_buffers,
+                place_submodules=whole,
+                skip_keys=skip_keys,
+                tied_params_map=tied_params_map,
+            )
+            add_hook_to_module(part, hook, append=True)
+        for name, child in part.named_children() if not whole else ():
+            visit(prefix + name, child)
+
+    visit(module_name, module)
 
 
 def attach_align_device_hook_on_blocks(
@@ -277,38 +264,26 @@ def attach_align_device_hook_on_blocks(
             hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **shared)
             add_hook_to_module(module, hook)
         return
-    names: Iterable[str] = execution_device if isinstance(execution_device, Mapping) else offload  # type: ignore[assignment]
-    runs_on: Mapping[str, Any] = (
-        execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(names, execution_device)
+    names: Any = execution_device if isinstance(execution_device, Mapping) else offload
+    devices, offloads = (
+        value if isinstance(value, Mapping) else dict.fromkeys(names, value) for value in (execution_device, offload)
     )
-    offloads: Mapping[str, bool] = offload if isinstance(offload, Mapping) else dict.fromkeys(names, offload)
-    blocks = {name: (device, offloads[name]) for name, device in runs_on.items() if name in offloads}
+    preload = preload_module_classes
 
     def visit(path: str, block: nn.Module) -> None:
-        if path in blocks:
-            _attach_to_block(block, path, *blocks[path], preload_module_classes, away, shared)
+        if path in devices and path in offloads:
+            device, is_away = devices[path], offloads[path]
+            if is_away:
+                attach_align_device_hook(
+                    block, device, offload=True, module_name=path, preload_module_classes=preload, **away
+                )
+            if not (is_away and hasattr(block, "_hf_hook")):
+                place = {"io_same_device": not path, "place_submodules": not is_away, **shared}
+                add_hook_to_module(block, AlignDevicesHook(device, **place))
+            attach_execution_device_hook(block, device, preload_module_classes=preload if is_away else None, **shared)
         elif not path:
             add_hook_to_module(block, AlignDevicesHook(io_same_device=True, **shared))
         for name, child in block.named_children():
             visit(f"{path}.{name}" if path else name, child)
 
     visit(module_name, module)
-
-
-def _attach_to_block(
-    block: nn.Module,
-    path: str,
-    device: Device,
-    offload: bool,
-    preload: list[str] | None,
-    away: dict[str, Any],
-    shared: dict[str, Any],
-) -> None:
-    if offload:
-        attach_align_device_hook(block, device, offload=True, module_name=path, preload_module_classes=preload, **away)
-        if not hasattr(block, "_hf_hook"):
-            add_hook_to_module(block, AlignDevicesHook(device, io_same_device=not path, **shared))
-    else:
-        hook = AlignDevicesHook(device, io_same_device=not path, place_submodules=True, **shared)
-        add_hook_to_module(block, hook)
-    attach_execution_device_hook(block, device, preload_module_classes=preload if offload else None, **shared)

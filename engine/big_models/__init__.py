@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from .device_map import (
         check_device_map,
         clean_device_map,
+        device_map_plan,
         get_balanced_memory,
         infer_auto_device_map,
         look_up_device,
     )
-    from .device_map_report import device_map_plan
     from .dispatch import (
         cpu_offload,
         cpu_offload_with_hook,

@@ -7,7 +7,7 @@ import torch
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.engine.optim.gradient_check import _one_on, flag_not_finite
+from treadle.engine.optim.agreement import _one_on, flag_not_finite
 
 import treadle
 
