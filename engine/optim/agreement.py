@@ -40,6 +40,7 @@ class Agreement:
         missing: Number of samples, over all processes, in those batches of the step that were None.
         leave_vote: Whether this process votes to leave the epoch without taking this step.
         signaled: Whether some process received a signal to end the run and all processes have agreed on it.
+        on_host: Whether the gradients are in host memory, so that checks need not wait for a device.
         recent_losses: This process's losses of the latest micro-batches, for displays. Reading one that is on an
             accelerator waits for the device.
         not_finite: Flag on the device: 1.0 if the device must skip the step, else 0.0. None if the host decides.
@@ -54,9 +55,9 @@ class Agreement:
         self._world = world
         self._cursor = cursor
         self._device = world.device
-        self._on_host = world.device.type == "cpu"
+        self.on_host = world.device.type == "cpu"
         self._strategy = strategy
-        self._are_finite = HostCheck()
+        self._has_nonfinite = torch.zeros((), dtype=torch.float32, device="cpu")  # creating one takes 1 us
         self.reset()
 
     def forget_losses(self) -> None:
@@ -113,7 +114,7 @@ class Agreement:
         if not self.watch_finite:
             self.recent_losses.append(loss.detach())
             return True
-        if not self._on_host:
+        if not self.on_host:
             detached = loss.detach().float()
             self.recent_losses.append(detached)
             self._taints.append(detached * 0.0)  # without a read on the host
@@ -129,11 +130,37 @@ class Agreement:
         self.micro_batches += 1
         return finite
 
+    def check_on_host(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Return whether the gradients that optimizers are about to apply are finite, if they are in host memory.
+
+        It is several times as fast as ``torch._foreach_norm`` for small gradients (torch 2.13).
+        """
+        self._watched_optimizers = optimizers
+        gradients = []
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    gradient = parameter.grad
+                    if gradient is not None:
+                        gradients.append(gradient)
+        if not gradients:
+            return True
+        if self._strategy.sharded:
+            gradients = [local(gradient) for gradient in gradients]
+        found = self._has_nonfinite
+        try:
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, _ONE)  # type: ignore[arg-type]
+        except NotImplementedError:  # some gradient is sparse or complex
+            return all(map(is_finite, gradients))
+        if found.item() == 0.0:
+            return True
+        found.zero_()
+        return False
+
     def watch_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Check whether the reduced gradients that optimizers are about to apply are finite."""
-        if self._on_host:
-            self._watched_optimizers = optimizers
-            self._gradients_finite = self._are_finite(optimizers, self._strategy.sharded)
+        if self.on_host:
+            self._gradients_finite = self.check_on_host(optimizers)
             return
         watched, gradients = collect_gradients(optimizers)
         if gradients:
@@ -169,7 +196,7 @@ class Agreement:
 
     def taint(self) -> Tensor:
         """Return NaN if a checked loss or gradient of this process is not finite, else 0, as a tensor on the device."""
-        if self._on_host:
+        if self.on_host:
             return torch.tensor(0.0 if self.local_finite and self._gradients_finite else math.nan, device="cpu")
         values = [*self._taints, *((norms * 0.0).sum() for norms in self._norms)]
         return torch.stack(values).sum() if values else torch.zeros((), device=self._device)
@@ -191,7 +218,7 @@ class Agreement:
             self.not_finite = flag_not_finite(taint)
             return self.finite
         finite = not math.isnan(taint.item())
-        if not finite and not self._on_host:
+        if not finite and not self.on_host:
             self._note_losses([taint.item() for taint in self._taints])
             self._bad_parameters = None  # those of the step that was read last
         return finite
@@ -217,7 +244,7 @@ class Agreement:
         if not (self.collected or self.alone):
             summed = self._strategy.agreement()
         self.has_voted = self.collected = False
-        if self._on_host:
+        if self.on_host:
             if summed is not None:
                 self._read_votes(summed.tolist(), self._outlook)
             if not self._gradients_finite:
@@ -261,12 +288,32 @@ class Agreement:
         if pending is not None:
             self._read(pending)
 
+    def check_step(self, optimizer: Optimizer, place: Any) -> bool:
+        """Check the gradients of a step without votes; `GradientGuard` calls this method of an agreement of its own.
+
+        Replicas have the same gradients after the reduction, so only shards need an exchange.
+
+        Returns:
+            False if a gradient is not finite in the step that was read last, which `place` identifies.
+        """
+        self.next_place = place
+        self.watch_gradients((optimizer,))
+        self.collected = True
+        if self._strategy.sharded:
+            self._summed = torch.zeros(BALLOT_SIZE, dtype=torch.float32, device=self._device)
+            self._summed[_TAINT] = self.taint()
+            work = self._world.start_all_reduce(self._summed)
+            if work is not None:
+                work.wait()
+        self.count()
+        return self.finite
+
     def find_bad_parameters(self) -> list[Tensor]:
         """Return the parameters whose gradients were not finite on this process, in the step that was read last."""
         if self._bad_parameters is not None:
             return self._bad_parameters
         watched = (p for optimizer in self._watched_optimizers for p in list_parameters(optimizer))
-        return find_bad(watched if self._on_host else self._watched)
+        return find_bad(watched if self.on_host else self._watched)
 
 
 class Ballots:
@@ -326,39 +373,6 @@ class Ballots:
 # -- checks of gradients -------------------------------------------------------------------------------------------
 
 _ONE = torch.ones((), dtype=torch.float32, device="cpu")
-
-
-class HostCheck:
-    """Function object that checks whether gradients in host memory are finite.
-
-    It is several times as fast as ``torch._foreach_norm`` for small gradients (torch 2.13).
-    """
-
-    def __init__(self) -> None:
-        self._found = torch.zeros((), dtype=torch.float32, device="cpu")  # creating one for each call takes 1 us
-
-    def __call__(self, optimizers: Iterable[Optimizer], sharded: bool) -> bool:
-        """Return whether all gradients of ``optimizers`` are finite. If ``sharded``, check only their local shards."""
-        gradients = []
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    gradient = parameter.grad
-                    if gradient is not None:
-                        gradients.append(gradient)
-        if not gradients:
-            return True
-        if sharded:
-            gradients = [local(gradient) for gradient in gradients]
-        has_nonfinite = self._found
-        try:
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, has_nonfinite, _ONE)  # type: ignore[arg-type]
-        except NotImplementedError:  # some gradient is sparse or complex
-            return all(map(is_finite, gradients))
-        if has_nonfinite.item() == 0.0:
-            return True
-        has_nonfinite.zero_()
-        return False
 
 
 def collect_gradients(optimizers: Iterable[Optimizer]) -> tuple[list[Tensor], list[Tensor]]:

@@ -18,8 +18,7 @@ from ...common.messages import announce, format_count, named_ranks
 from ...strategies import Strategy
 from ..data import batch_indices
 from ..parameter_names import strip_compile_prefix
-from .agreement import Ballots, HostCheck, collect_gradients, find_bad, largest_elements
-from .optimizer_state import list_parameters
+from .agreement import Agreement
 
 if TYPE_CHECKING:
     from .accumulation import Accumulation
@@ -250,10 +249,8 @@ class GradientGuard:
     def __init__(self, policy: str, loaders: Sequence[Any], *, on_host: bool) -> None:
         self.policy = policy
         self.immediate = on_host or policy == "skip"
-        self._on_host = on_host
-        self._are_finite = HostCheck()
         self._loaders = loaders
-        self._pending: WeakKeyDictionary[PreparedOptimizer, Ballots] = WeakKeyDictionary()
+        self._checks: WeakKeyDictionary[PreparedOptimizer, Agreement] = WeakKeyDictionary()
 
     def __call__(self, optimizer: PreparedOptimizer) -> bool:
         """Return whether the optimizer may step. If it may not, its gradients are discarded.
@@ -265,42 +262,22 @@ class GradientGuard:
         accumulation = optimizer.accumulation
         if accumulation.loss_scale is not None:  # the loss scaler skips such steps
             return True
-        strategy, world = accumulation.strategy, accumulation.world
-        if not (self.immediate and self._on_host):
-            return self._look_on_device(optimizer)
-        finite = self._are_finite((optimizer.optimizer,), strategy.sharded)
-        if strategy.sharded:
-            finite = world.all(finite)
+        check = self._checks.get(optimizer) or self._start_checks(optimizer)
+        if check.on_host and not accumulation.strategy.sharded:
+            finite = check.check_on_host((optimizer.optimizer,))
+        else:
+            finite = check.check_step(optimizer.optimizer, optimizer.steps_taken)
+            accumulation.agreement.not_finite = check.not_finite
         if not finite:
-            self._refuse(optimizer, find_bad(list_parameters(optimizer)), accumulation.steps_of(optimizer) + 1)
+            self._refuse(optimizer, check)
         return finite
 
-    def _look_on_device(self, optimizer: PreparedOptimizer) -> bool:
+    def _start_checks(self, optimizer: PreparedOptimizer) -> Agreement:
         accumulation = optimizer.accumulation
-        parameters, gradients = collect_gradients((optimizer.optimizer,))
-        device = accumulation.world.device
-        norms = largest_elements(gradients, device) if gradients else torch.zeros(0, device=device)
-        taint = None
-        if accumulation.strategy.sharded:
-            taint = (norms * 0.0).sum()[None]  # NaN if one of them is not finite
-            work = accumulation.world.start_all_reduce(taint)
-            if work is not None:
-                work.wait()
-        ballots = Ballots(taint, [], [norms], parameters, accumulation.steps_of(optimizer) + 1)
-        if self.immediate:
-            return self._read(optimizer, ballots)
-        accumulation.agreement.not_finite = ballots.flag_not_finite()
-        before = self._pending.get(optimizer)
-        self._pending[optimizer] = ballots.copy_to_host()
-        return before is None or self._read(optimizer, before)
-
-    def _read(self, optimizer: PreparedOptimizer, ballots: Ballots) -> bool:
-        taint, _, norms = ballots.read()
-        bad = [p for p, norm in zip(ballots.watched, norms, strict=True) if not math.isfinite(norm)]
-        finite = not bad and (taint is None or math.isfinite(taint[0]))
-        if not finite:
-            self._refuse(optimizer, bad, ballots.place)
-        return finite
+        check = Agreement(accumulation.world, accumulation.strategy, accumulation.cursor)
+        check.watch_finite, check.immediate = True, self.immediate
+        self._checks[optimizer] = check
+        return check
 
     def read_pending(self) -> None:
         """Wait for the device, and read the pending check of each optimizer's latest step.
@@ -308,15 +285,18 @@ class GradientGuard:
         Raises:
             ValueError: If a gradient of one of these steps was not finite.
         """
-        pending = list(self._pending.items())
-        self._pending.clear()
-        for optimizer, ballots in pending:
-            self._read(optimizer, ballots)
+        for optimizer, check in list(self._checks.items()):
+            check.read_pending()
+            if not check.finite:
+                self._refuse(optimizer, check)
 
-    def _refuse(self, optimizer: PreparedOptimizer, bad: list[Tensor], step: int) -> None:
+    def _refuse(self, optimizer: PreparedOptimizer, check: Agreement) -> None:
         """Raise an error, or announce the skipped step and discard its gradients, according to the policy."""
-        self._pending.clear()
-        accumulation = optimizer.accumulation
+        accumulation, bad = optimizer.accumulation, check.find_bad_parameters()
+        late = 0 if check.immediate else optimizer.steps_taken - check.place  # steps since the one that is not finite
+        step = accumulation.steps_of(optimizer) - late + 1
+        for other in self._checks.values():
+            other.reset()
         evidence = self._collect_evidence(accumulation, bad)
         if accumulation.strategy.sharded:
             by_rank = dict(enumerate(accumulation.world.gather_objects(evidence)))
