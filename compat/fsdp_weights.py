@@ -11,6 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from ..common.messages import name_type
 from ..engine.checkpoint import filesystem
@@ -20,6 +29,7 @@ from ..strategies.distributed import current_world
 
 _MODEL = "pytorch_model_fsdp"
 _OPTIMIZER = "optimizer"
+_KEYS = {_MODEL: "model", _OPTIMIZER: "optimizer"}  # of the states in a folder of shards
 _NO_LIMIT = 2**63  # bytes; no file is larger
 
 
@@ -85,12 +95,10 @@ def save_fsdp_model(
         adapter_only: Whether to omit parameters that are not trainable. Default: False.
         use_dcp: Must be True (default), unless the full state is written.
     """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
     full = _is_full(fsdp_plugin, use_dcp)
     module = accelerator.unwrap_model(model, keep_torch_compile=False)
     options = StateDictOptions(full_state_dict=full, cpu_offload=full, ignore_frozen_params=adapter_only)
-    _write(accelerator, get_model_state_dict(module, options=options), output_dir, _MODEL, "model", model_index, full)
+    _write(accelerator, get_model_state_dict(module, options=options), Path(output_dir), _MODEL, model_index, full)
 
 
 def load_fsdp_model(
@@ -107,19 +115,19 @@ def load_fsdp_model(
     The arguments are those of `save_fsdp_model`. With ``adapter_only``, weights that are missing in the checkpoint are
     kept. The missing and unexpected keys are returned.
     """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
     full = _is_full(fsdp_plugin, use_dcp)
     module = accelerator.unwrap_model(model, keep_torch_compile=False)
     options = StateDictOptions(full_state_dict=full, ignore_frozen_params=adapter_only)
     state = {} if full else get_model_state_dict(module, options=options)
-    state = _read(accelerator, state, input_dir, _MODEL, "model", model_index, full)
+    state = _read(accelerator, state, Path(input_dir), _MODEL, model_index, full)
     with current_world().together():
         if full and accelerator.is_main_process:
             if not adapter_only:
                 _refuse_missing(module, state)
             _refuse_other_shapes(module, state)
-    return _set_model_state(module, state, full, strict=not adapter_only)
+    shared = full and current_world().size > 1
+    options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=shared, strict=not adapter_only)
+    return set_model_state_dict(module, state, options=options)
 
 
 def save_fsdp_optimizer(
@@ -135,13 +143,11 @@ def save_fsdp_optimizer(
 
     The arguments are those of `save_fsdp_model`.
     """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
     full = _is_full(fsdp_plugin, use_dcp)
     module = accelerator.unwrap_model(model, keep_torch_compile=False)
     options = StateDictOptions(full_state_dict=full, cpu_offload=full)
     state = get_optimizer_state_dict(module, _get_plain_optimizer(optimizer), options=options)
-    _write(accelerator, state, output_dir, _OPTIMIZER, "optimizer", optimizer_index, full)
+    _write(accelerator, state, Path(output_dir), _OPTIMIZER, optimizer_index, full)
 
 
 def load_fsdp_optimizer(
@@ -155,17 +161,11 @@ def load_fsdp_optimizer(
     use_dcp: bool = True,
 ) -> None:
     """Load the optimizer state that `save_fsdp_optimizer` wrote. Must be called on all ranks."""
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
-    )
-
     full = _is_full(fsdp_plugin, use_dcp)
     module = accelerator.unwrap_model(model, keep_torch_compile=False)
     plain = _get_plain_optimizer(optimizer)
     state = {} if full else get_optimizer_state_dict(module, plain, options=StateDictOptions())
-    state = _read(accelerator, state, input_dir, _OPTIMIZER, "optimizer", optimizer_index, full)
+    state = _read(accelerator, state, Path(input_dir), _OPTIMIZER, optimizer_index, full)
     options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=full and accelerator.num_processes > 1)
     set_optimizer_state_dict(module, plain, state, options=options)
     accelerator.wait_for_everyone()
@@ -223,8 +223,6 @@ def _merge(folder: Path, output: Path, safe_serialization: bool) -> None:
 
 
 def _merge_distributed(folder: Path) -> dict[str, Any]:
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
     with tempfile.TemporaryDirectory(prefix="treadle-") as scratch:
         path = Path(scratch) / "merged.bin"
         dcp_to_torch_save(folder, path)
@@ -279,56 +277,27 @@ def _refuse_other_shapes(module: nn.Module, state: Mapping[str, Any]) -> None:
             )
 
 
-def _set_model_state(module: nn.Module, state: dict[str, Any], full: bool, strict: bool = True) -> Any:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    shared = full and current_world().size > 1
-    options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=shared, strict=strict)
-    return set_model_state_dict(module, state, options=options)
-
-
 def _name_file(stem: str, index: int) -> str:
     return f"{stem}.bin" if index == 0 else f"{stem}_{index}.bin"
 
 
-def _write(
-    accelerator: Any,
-    state: dict[str, Any],
-    folder: str | os.PathLike[str],
-    stem: str,
-    key: str,
-    index: int,
-    full: bool,
-) -> None:
+def _write(accelerator: Any, state: dict[str, Any], folder: Path, stem: str, index: int, full: bool) -> None:
     with current_world().together():
-        filesystem.make_directory(Path(folder))
+        filesystem.make_directory(folder)
         if full and accelerator.is_main_process:
-            torch.save(state, Path(folder) / _name_file(stem, index))
+            torch.save(state, folder / _name_file(stem, index))
     if not full:
-        from torch.distributed import checkpoint
-
-        checkpoint.save({key: state}, checkpoint_id=Path(folder) / f"{stem}_{index}")
+        checkpoint.save({_KEYS[stem]: state}, checkpoint_id=folder / f"{stem}_{index}")
         accelerator.wait_for_everyone()
 
 
-def _read(
-    accelerator: Any,
-    state: dict[str, Any],
-    folder: str | os.PathLike[str],
-    stem: str,
-    key: str,
-    index: int,
-    full: bool,
-) -> dict[str, Any]:
+def _read(accelerator: Any, state: dict[str, Any], folder: Path, stem: str, index: int, full: bool) -> dict[str, Any]:
     accelerator.wait_for_everyone()
     if not full:
-        from torch.distributed import checkpoint
-
         inside = f"{stem}_{index}"
-        path = Path(folder)
-        checkpoint.load({key: state}, checkpoint_id=path if path.name == inside else path / inside)
+        checkpoint.load({_KEYS[stem]: state}, checkpoint_id=folder if folder.name == inside else folder / inside)
         return state
     with current_world().together():
         if accelerator.is_main_process:
-            state = torch.load(Path(folder) / _name_file(stem, index), map_location="cpu", weights_only=True)
+            state = torch.load(folder / _name_file(stem, index), map_location="cpu", weights_only=True)
     return state

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.messages import warn
+from ..engine.parameter_names import split_tied
 from ..engine.process_state import PartialState
 from ..engine.weights import save_object
 
@@ -77,24 +78,17 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
     If a tensor has several names, all but the first are removed, with a warning. Other tensors that share memory with
     an earlier one are copied.
     """
-    names: dict[Any, str] = {}
+    _, aliases = split_tied({name: value for name, value in state_dict.items() if isinstance(value, Tensor)})
     storages: set[tuple[torch.device, int]] = set()
-    cleaned, removed = {}, []
-    for name, value in state_dict.items():
-        if not isinstance(value, Tensor):
-            cleaned[name] = value
-            continue
-        storage = (value.device, value.untyped_storage().data_ptr())
-        view = (*storage, value.storage_offset(), value.shape, value.stride(), value.dtype)
-        if storage[1] and names.setdefault(view, name) != name:
-            removed.append(name)
-            continue
-        shares_memory = bool(storage[1]) and storage in storages
-        storages.add(storage)
-        cleaned[name] = value.clone() if shares_memory else value.contiguous()
-    if removed:
+    cleaned = {name: value for name, value in state_dict.items() if name not in aliases}
+    for name, value in cleaned.items():
+        if isinstance(value, Tensor):
+            storage = (value.device, value.untyped_storage().data_ptr())
+            cleaned[name] = value.clone() if storage[1] and storage in storages else value.contiguous()
+            storages.add(storage)
+    if aliases:
         warn(
-            f"tied tensors are kept under one name, so the other names are omitted: {', '.join(removed)}. Tie the "
+            f"tied tensors are kept under one name, so the other names are omitted: {', '.join(aliases)}. Tie the "
             "tensors again after loading."
         )
     return cleaned

@@ -40,6 +40,7 @@ class Agreement:
         missing: Number of samples, over all processes, in those batches of the step that were None.
         leave_vote: Whether this process votes to leave the epoch without taking this step.
         signaled: Whether some process received a signal to end the run and all processes have agreed on it.
+        joined: Whether ranks may leave the loop at different times, as in `join_uneven_inputs`.
         on_host: Whether the gradients are in host memory, so that checks need not wait for a device.
         recent_losses: This process's losses of the latest micro-batches, for displays. Reading one that is on an
             accelerator waits for the device.
@@ -48,7 +49,7 @@ class Agreement:
 
     def __init__(self, world: World, strategy: Strategy, cursor: Cursor) -> None:
         self.signal_vote = False
-        self.watch_finite = False
+        self.watch_finite = self.joined = False
         self.alone = world.size == 1
         self.immediate = world.device.type == "cpu"
         self.recent_losses: deque[float | Tensor] = deque(maxlen=1)
@@ -173,6 +174,12 @@ class Agreement:
         ``weight`` is the sum of this process's weights in the step, or None; see `Accumulation.backward`. ``missing``
         is the number of samples in its batches that were None.
         """
+        if self.joined and self._cursor.micro is None:
+            raise ValueError(
+                "inside join_uneven_inputs, backward(loss, weight=...) needs batches of a prepared DataLoader. "
+                "Otherwise, a rank that has left the loop can't contribute to the sum of the weights. Prepare the "
+                "DataLoader, or remove weight=..."
+            )
         self.has_voted = True
         if self.alone:
             return

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from ...strategies import World
 from ...strategies.distributed import is_sharded
 from ..data.batch_digest import digest
-from .agreement import Agreement
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
@@ -77,7 +76,7 @@ def watch(accelerator: Accelerator, optimizer: Optimizer) -> None:
 
     def check_replicas(*_: Any) -> None:
         nonlocal step_count
-        if type(accelerator.accumulation.agreement) is not Agreement:
+        if accelerator.accumulation.agreement.joined:
             return  # within join_uneven_inputs, where a process may have no more steps to take
         if step_count % every == 0 and accelerator.strategy.replicas_equal:
             accelerator.check_replicas()

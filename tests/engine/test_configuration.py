@@ -95,6 +95,7 @@ REFUSED = {
     "grid": ({"parallelism_config": utils.ParallelismConfig(dp_shard_size=2)}, ValueError, "the world size is 1"),
     "typo": ({"gradient_acumulation_steps": 2}, TypeError, "Did you mean 'gradient_accumulation_steps'"),
     "logging_dir": ({"logging_dir": "x"}, TypeError, "ProjectConfiguration"),
+    "strategy": ({"strategy": "dpp"}, ValueError, "Did you mean 'ddp'"),
     "strategies": (
         {"strategy": "single", "fsdp_plugin": utils.FullyShardedDataParallelPlugin()},
         ValueError,
