@@ -496,8 +496,8 @@ class _Forwarded:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, state: AcceleratorState, _: type) -> Any:
-        return getattr(state._accelerator, self._name, None)
+    def __get__(self, state: AcceleratorState | None, _: type) -> Any:
+        return self if state is None else getattr(state._accelerator, self._name, None)
 
 
 class AcceleratorState(PartialState):

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from ...engine.big_models import (
-    Loan,
     ModelHook,
+    OffloadedTensor,
     add_hook_to_module,
     group_tied_names,
     iter_direct_tensors,
-    lend_all,
-    make_stand_in,
+    load_all,
+    make_placeholder,
     move,
     named_tensors,
+    release_all,
     resolve,
     restore,
     set_tensor_by_names,
-    take_back_all,
 )
 from ...utils import find_device
 from .module_tensors import (
@@ -94,7 +94,7 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self._has_own_map = False
-        self._loans: dict[str, Loan] = {}
+        self._offloaded: dict[str, OffloadedTensor] = {}
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Offload the module's weights if ``offload`` is set, and move its other tensors to ``execution_device``."""
@@ -105,7 +105,7 @@ class AlignDevicesHook(ModelHook):
             self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
         for names in group_tied_names(tensors):
             if self.offload and self._goes_away(module, tensors[names[0]], names[0]):
-                self._lend_out(module, names, tensors[names[0]])
+                self._offload(module, names, tensors[names[0]])
             elif self.execution_device is not None:
                 ties = self.tied_params_map
                 set_module_tensor_to_device(module, names[0], self._get_device(), tied_params_map=ties)
@@ -117,7 +117,7 @@ class AlignDevicesHook(ModelHook):
             return True
         return self.offload_buffers and name not in get_non_persistent_buffers(module, self.place_submodules, fqns=True)
 
-    def _lend_out(self, module: nn.Module, names: list[str], tensor: Tensor) -> None:
+    def _offload(self, module: nn.Module, names: list[str], tensor: Tensor) -> None:
         """Replace a tensor of the module with a placeholder, under all its names."""
         if self.weights_map is None or self._has_own_map:
             self.weights_map, self._has_own_map = self.weights_map or {}, True
@@ -125,19 +125,19 @@ class AlignDevicesHook(ModelHook):
         source = next((name for name in names if name in self.weights_map), None)
         if source is None:
             raise ValueError(f"weights_map has no values for {names[0]!r}. Add them, or remove weights_map.")
-        shape, stand_in = make_stand_in(tensor)
+        shape, placeholder = make_placeholder(tensor)
         for name in names:
             path, _, last = name.rpartition(".")
             piece = _MappedPiece(self.weights_map, source)
-            self._loans[name] = Loan(module.get_submodule(path), last, piece, shape, stand_in)
-        set_tensor_by_names(module, names, stand_in)
+            self._offloaded[name] = OffloadedTensor(module.get_submodule(path), last, piece, shape, placeholder)
+        set_tensor_by_names(module, names, placeholder)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Load the offloaded weights, and move the inputs to ``execution_device``."""
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
-        if self._loans:
-            lend_all(self._loans.values(), self._get_device())
+        if self._offloaded:
+            load_all(self._offloaded.values(), self._get_device())
         if self.execution_device is None:
             return args, kwargs
         device = self._get_device()
@@ -145,7 +145,7 @@ class AlignDevicesHook(ModelHook):
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Release the offloaded weights and, with ``io_same_device``, move the output to the first input's device."""
-        take_back_all(self._loans.values())
+        release_all(self._offloaded.values())
         if self.io_same_device and self.input_device is not None:
             return move(output, self.input_device, self._get_skip_keys())
         return output
@@ -153,11 +153,11 @@ class AlignDevicesHook(ModelHook):
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Restore the weights on their original devices if ``offload`` is set, except those from the meta device."""
         origins = {name: device for name, device in self.original_devices.items() if device.type != "meta"}
-        restore((self._loans[name], device) for name, device in origins.items() if name in self._loans)
+        restore((self._offloaded[name], device) for name, device in origins.items() if name in self._offloaded)
         for name, device in origins.items():
-            if name not in self._loans:
+            if name not in self._offloaded:
                 set_module_tensor_to_device(module, name, device)
-        self._loans = {}
+        self._offloaded = {}
         return module
 
     def _get_device(self) -> torch.device:

@@ -312,7 +312,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
             hook.post_forward(module, None)
             hook.execution_device = before
     elif hooks := find_loading_hooks(module):
-        with hooks.lending(None if execution_device is None else _as_torch_device(execution_device)):
+        with hooks.loaded(None if execution_device is None else _as_torch_device(execution_device)):
             yield
     elif execution_device is None:
         yield

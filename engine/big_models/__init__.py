@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         remove_hook_from_submodules,
     )
     from .empty_init import init_empty_weights, init_on_device
-    from .hooks import Loan, lend_all, make_stand_in, move, restore, take_back_all
+    from .hooks import OffloadedTensor, load_all, make_placeholder, move, release_all, restore
     from .load_checkpoint import load_checkpoint_and_dispatch, load_checkpoint_in_model
     from .memory import get_max_memory, is_accelerator, resolve
     from .model_hooks import (

@@ -14,7 +14,7 @@ from ...common.messages import announce
 from ..checkpoint import MemoryPiece, Piece, UnreadTensor, Weights, abbreviate
 from ..weights import open_weights
 from .device_map import check_device_map, look_up_device
-from .hooks import ForwardHooks, Loan, make_stand_in, restore
+from .hooks import ForwardHooks, OffloadedTensor, make_placeholder, restore
 from .memory import Device, is_accelerator, resolve
 from .model_hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module, remove_hook_from_module
 from .module_sizes import check_class_names
@@ -194,7 +194,7 @@ def find_loading_hooks(module: nn.Module) -> ForwardHooks | None:
     Args:
         module: A module of a dispatched model.
     """
-    return next((hooks for hooks in _find_hooks([module]) if hooks.loans), None)
+    return next((hooks for hooks in _find_hooks([module]) if hooks.offloaded), None)
 
 
 def is_dispatched(model: nn.Module) -> bool:
@@ -205,7 +205,7 @@ def is_dispatched(model: nn.Module) -> bool:
     places = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
     if len(places) > 1 or "disk" in places:
         return True
-    return any(hooks.loans for hooks in _find_hooks(model.modules()))
+    return any(hooks.offloaded for hooks in _find_hooks(model.modules()))
 
 
 def list_offloaded(model: nn.Module) -> dict[str, UnreadTensor]:
@@ -217,12 +217,14 @@ def list_offloaded(model: nn.Module) -> dict[str, UnreadTensor]:
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(f"{name}." if name else "")
-    loans = [loan for hooks in _find_hooks(model.modules()) for loan in hooks.loans]
+    offloaded = [tensor for hooks in _find_hooks(model.modules()) for tensor in hooks.offloaded]
     references: dict[int, UnreadTensor] = {}
     return {
-        prefix + loan.name: references.setdefault(id(loan.stand_in), UnreadTensor(loan.piece, loan.shape.dtype))
-        for loan in loans
-        for prefix in names[id(loan.module)]
+        prefix + tensor.name: references.setdefault(
+            id(tensor.placeholder), UnreadTensor(tensor.piece, tensor.shape.dtype)
+        )
+        for tensor in offloaded
+        for prefix in names[id(tensor.module)]
     }
 
 
@@ -241,7 +243,7 @@ def remove_hook_from_submodules(model: nn.Module) -> nn.Module:
     hooks = _find_hooks(model.modules())
     for hook in hooks:
         hook.detach()
-    restore((loan, torch.device("cpu")) for hook in hooks for loan in hook.loans)
+    restore((tensor, torch.device("cpu")) for hook in hooks for tensor in hook.offloaded)
     if hasattr(model, "hf_device_map"):
         del model.hf_device_map
     return model
@@ -290,10 +292,10 @@ def dispatch(
         device = look_up_device(device_map, name)
         return main if device is None or is_away(device) else resolve(device)
 
-    lent = _locate_values(tensors, away, weights)
+    pieces = _locate_values(tensors, away, weights)
     for names in group_tied_names(tensors):
         old, device = tensors[names[0]], runs_on(names[0])
-        if names[0] in lent or old.device == device:
+        if names[0] in pieces or old.device == device:
             continue
         if old.is_meta and device.type != "meta":  # its values are in a file
             new = torch.empty_like(old, device=device)
@@ -301,8 +303,8 @@ def dispatch(
         else:
             new = old.detach().to(device)
         set_tensor_by_names(model, names, copy_attributes(old, new))
-    if lent or force_hooks or len({runs_on(name) for name in device_map}) > 1:
-        _install(model, runs_on, lent, set(device_map), main, skip_keys, preload_module_classes)
+    if pieces or force_hooks or len({runs_on(name) for name in device_map}) > 1:
+        _install(model, runs_on, pieces, set(device_map), main, skip_keys, preload_module_classes)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 
@@ -328,12 +330,12 @@ def _locate_values(
     tensors: Mapping[str, Tensor], away: Iterable[str], weights: Mapping[str, Piece]
 ) -> dict[str, Piece]:
     """Return the `Piece` with each offloaded tensor's values; all names of a tied tensor share one piece."""
-    away_names, lent = set(away), dict[str, Piece]()
+    away_names, pieces = set(away), dict[str, Piece]()
     for names in group_tied_names(tensors):
         if names[0] in away_names:
             piece = next((weights[name] for name in names if name in weights), None)
-            lent |= dict.fromkeys(names, piece or MemoryPiece(tensors[names[0]].detach().to("cpu")))
-    return lent
+            pieces |= dict.fromkeys(names, piece or MemoryPiece(tensors[names[0]].detach().to("cpu")))
+    return pieces
 
 
 def _disk_weights(
@@ -382,7 +384,7 @@ def _resolve_execution_device(model: nn.Module, device: Device | None) -> torch.
 def _install(
     model: nn.Module,
     runs_on: Callable[[str], torch.device],
-    lent: Mapping[str, Piece],
+    pieces: Mapping[str, Piece],
     entries: set[str],
     main: torch.device,
     skip_keys: Skip,
@@ -392,12 +394,12 @@ def _install(
     skip = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
     shapes: dict[str, Tensor] = {}
     for names in group_tied_names(tensors := named_tensors(model)):
-        if names[0] in lent:
-            shape, stand_in = make_stand_in(tensors[names[0]])
+        if names[0] in pieces:
+            shape, placeholder = make_placeholder(tensors[names[0]])
             shapes |= dict.fromkeys(names, shape)
-            set_tensor_by_names(model, names, stand_in)
+            set_tensor_by_names(model, names, placeholder)
     moves = any(runs_on(name).type != "cpu" for name in [*entries, *tensors])
-    loans: dict[str, list[Loan]] = {}
+    offloaded: dict[str, list[OffloadedTensor]] = {}
     hooked: dict[str, nn.Module] = {}
     visited: set[nn.Module] = set()
 
@@ -411,17 +413,19 @@ def _install(
         if around in (None, path) and (around == path or (moves and (owned or path in entries))):
             hooked[path] = module
         for name, tensor in owned:
-            if (full := f"{path}.{name}" if path else name) in lent:
+            if (full := f"{path}.{name}" if path else name) in pieces:
                 loader = path if around is None else around
-                loans.setdefault(loader, []).append(Loan(module, name, lent[full], shapes[full], tensor))
+                offloaded.setdefault(loader, []).append(
+                    OffloadedTensor(module, name, pieces[full], shapes[full], tensor)
+                )
                 hooked.setdefault(loader, module)
         for name, child in module.named_children():
             visit(f"{path}.{name}" if path else name, child, around)
 
     visit("", model, None)
     for path, module in hooked.items():
-        if moves or path in loans:
+        if moves or path in offloaded:
             first = next(iter(named_tensors(module)), "")
             name = path if path in entries else f"{path}.{first}".strip(".")
-            ForwardHooks(runs_on(name), loans.get(path, []), moves_inputs=moves, skip=skip).attach(module)
+            ForwardHooks(runs_on(name), offloaded.get(path, []), moves_inputs=moves, skip=skip).attach(module)
     ForwardHooks(main, [], returns=True, skip=skip).attach(model)

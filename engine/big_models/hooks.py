@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,8 @@ from ..checkpoint import MemoryPiece, Piece
 from .module_tensors import copy_attributes, is_buffer, set_tensor
 
 
-class StandIn(Tensor):
-    """Stand-in for an offloaded tensor, with the tensor's shape on the meta device and without values.
+class Placeholder(Tensor):
+    """Placeholder for an offloaded tensor, with the tensor's shape on the meta device and without values.
 
     In torch 2.13, the matrix product of a CPU tensor and a ``meta`` tensor is uninitialized memory. This class raises
     an error instead.
@@ -41,20 +42,24 @@ class StandIn(Tensor):
         return new
 
 
-class Loan:
-    """Offloaded tensor of a module, replaced by a stand-in while its values are not loaded.
+@dataclass(eq=False)
+class OffloadedTensor:
+    """Offloaded tensor of a module, replaced by a placeholder while its values are not loaded.
 
     Args:
         module: The module that has the tensor.
         name: The tensor's name in the module.
         piece: Reference to the tensor's values in main memory or in a file.
         shape: A description of the tensor: its class, dtype and shape, on the meta device.
-        stand_in: The stand-in; tied tensors share one.
+        placeholder: The placeholder; tied tensors share one.
     """
 
-    def __init__(self, module: nn.Module, name: str, piece: Piece, shape: Tensor, stand_in: Tensor) -> None:
-        self.module, self.name, self.piece, self.shape, self.stand_in = module, name, piece, shape, stand_in
-        self._mark = (0, -1)  # the tensor that was lent, and its version at that time
+    module: nn.Module
+    name: str
+    piece: Piece
+    shape: Tensor
+    placeholder: Tensor
+    _mark: tuple[int, int] = (0, -1)  # the tensor that was loaded, and its version at that time
 
     def read(self, device: torch.device) -> Tensor:
         """Return the tensor's values on a device, in the model's dtype.
@@ -67,7 +72,7 @@ class Loan:
         exact = device.type == "cpu" and self.piece.dtype == dtype
         return self.piece.get(exact).to(device=device, dtype=dtype)
 
-    def lend(self, values: Tensor, grad: bool) -> None:
+    def load(self, values: Tensor, grad: bool) -> None:
         """Put loaded values into the module. If ``grad`` is True, computing their gradient raises an error.
 
         Args:
@@ -80,26 +85,26 @@ class Loan:
             new.register_hook(_refuse_gradient)
         set_tensor(self.module, self.name, new)
 
-    def take_back(self) -> None:
-        """Put the stand-in back into the module. Values of a changed buffer, such as running statistics, are kept."""
+    def release(self) -> None:
+        """Put the placeholder back into the module. Values of a changed buffer, as of running statistics, are kept."""
         buffer = self.module._buffers.get(self.name) if is_buffer(self.shape) else None
-        if buffer is not None and buffer is not self.stand_in and self._is_changed(buffer):
+        if buffer is not None and buffer is not self.placeholder and self._is_changed(buffer):
             self.piece = MemoryPiece(buffer.detach().clone().to("cpu"))
-        set_tensor(self.module, self.name, self.stand_in)
+        set_tensor(self.module, self.name, self.placeholder)
 
     def _is_changed(self, buffer: Tensor) -> bool:
         # Batch normalization does not count its writes as versions, but it only writes in training.
         return self.module.training or buffer.is_inference() or (id(buffer), buffer._version) != self._mark
 
 
-def make_stand_in(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the description of a tensor to offload, and its stand-in; see `Loan`.
+def make_placeholder(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the description of a tensor to offload, and its placeholder; see `OffloadedTensor`.
 
     Args:
         tensor: The parameter or buffer to offload.
     """
     shape = tensor.detach().to("meta")
-    return copy_attributes(tensor, shape), copy_attributes(tensor, shape.as_subclass(StandIn), plain=True)
+    return copy_attributes(tensor, shape), copy_attributes(tensor, shape.as_subclass(Placeholder), plain=True)
 
 
 def _refuse_gradient(gradient: Tensor) -> None:
@@ -110,49 +115,49 @@ def _refuse_gradient(gradient: Tensor) -> None:
     )
 
 
-def lend_all(loans: Iterable[Loan], device: torch.device) -> None:
+def load_all(offloaded: Iterable[OffloadedTensor], device: torch.device) -> None:
     """Load the values of offloaded tensors into their modules. A tensor with several names is loaded once.
 
     Args:
-        loans: The tensors.
+        offloaded: The tensors.
         device: The device to load them to.
     """
     grad = torch.is_grad_enabled()
     # A tensor created in inference mode would remain an inference tensor on any device.
     with torch.inference_mode(False), torch.no_grad():
         loaded: dict[int, Tensor] = {}
-        for loan in loans:
-            if id(loan.stand_in) not in loaded:
-                loaded[id(loan.stand_in)] = loan.read(device)
-            loan.lend(loaded[id(loan.stand_in)], grad)
+        for tensor in offloaded:
+            if id(tensor.placeholder) not in loaded:
+                loaded[id(tensor.placeholder)] = tensor.read(device)
+            tensor.load(loaded[id(tensor.placeholder)], grad)
 
 
-def take_back_all(loans: Iterable[Loan]) -> None:
-    """Put the stand-ins of offloaded tensors back into their modules; see `Loan.take_back`.
+def release_all(offloaded: Iterable[OffloadedTensor]) -> None:
+    """Put the placeholders of offloaded tensors back into their modules; see `OffloadedTensor.release`.
 
     Args:
-        loans: The tensors.
+        offloaded: The tensors.
     """
     with torch.inference_mode(False), torch.no_grad():
-        for loan in loans:
-            loan.take_back()
+        for tensor in offloaded:
+            tensor.release()
 
 
-def restore(loans: Iterable[tuple[Loan, torch.device]]) -> None:
+def restore(offloaded: Iterable[tuple[OffloadedTensor, torch.device]]) -> None:
     """Put offloaded tensors back into their modules for good, on the given devices. Tied tensors stay tied.
 
     Args:
-        loans: The tensors, each with its device.
+        offloaded: The tensors, each with its device.
     """
     restored: dict[int, Tensor] = {}
-    for loan, device in loans:
-        key = id(loan.stand_in)
+    for tensor, device in offloaded:
+        key = id(tensor.placeholder)
         if key not in restored:
-            values = torch.empty(loan.shape.shape, dtype=loan.shape.dtype, device=device)
+            values = torch.empty(tensor.shape.shape, dtype=tensor.shape.dtype, device=device)
             with torch.no_grad():
-                loan.piece.fill(values)
-            restored[key] = copy_attributes(loan.shape, values)
-        set_tensor(loan.module, loan.name, restored[key])
+                tensor.piece.fill(values)
+            restored[key] = copy_attributes(tensor.shape, values)
+        set_tensor(tensor.module, tensor.name, restored[key])
 
 
 class ForwardHooks:
@@ -163,7 +168,7 @@ class ForwardHooks:
 
     Args:
         device: The device that runs the module.
-        loans: The offloaded tensors that the module needs.
+        offloaded: The offloaded tensors that the module needs.
         moves_inputs: Whether inputs are moved to the device. Default: True.
         returns: Whether the output is moved to the device of the first tensor in the inputs, as for the whole model.
         skip: Keys whose values are not moved.
@@ -172,21 +177,21 @@ class ForwardHooks:
     def __init__(
         self,
         device: torch.device,
-        loans: list[Loan],
+        offloaded: list[OffloadedTensor],
         *,
         moves_inputs: bool = True,
         returns: bool = False,
         skip: Collection[str] = (),
     ) -> None:
         self.__setstate__(
-            {"device": device, "loans": loans, "moves_inputs": moves_inputs, "returns": returns, "skip": skip}
+            {"device": device, "offloaded": offloaded, "moves_inputs": moves_inputs, "returns": returns, "skip": skip}
         )
         self._handles: list[Any] = []
 
     def attach(self, module: nn.Module) -> None:
         """Add the hooks to a module."""
         self._handles = [module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True)]
-        if self.loans or self.returns:
+        if self.offloaded or self.returns:
             self._handles.append(module.register_forward_hook(self.leave, always_call=True))
 
     def detach(self) -> None:
@@ -199,20 +204,20 @@ class ForwardHooks:
         if self.returns:
             first = next(iter_tensors((args, kwargs)), None)
             self._list_devices().append(None if first is None else first.device)
-        if self.loans:
+        if self.offloaded:
             self._load(self.device)
         return (move(args, self.device, ()), move(kwargs, self.device, self.skip)) if self.moves_inputs else None
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Release the offloaded tensors and move the output, even if the forward pass raised an error."""
-        if self.loans:
+        if self.offloaded:
             self._release()
         devices = self._list_devices()
         device = devices.pop() if devices else None
         return None if device is None or output is None else move(output, device, self.skip)
 
     @contextmanager
-    def lending(self, device: torch.device | None = None) -> Iterator[None]:
+    def loaded(self, device: torch.device | None = None) -> Iterator[None]:
         """Return a context in which the module holds its offloaded tensors, as during its forward pass.
 
         ``device`` is the device to load them onto; it is ignored if they are already loaded. Default: the device that
@@ -228,13 +233,13 @@ class ForwardHooks:
         with self._lock:
             self._inside += 1
             if self._inside == 1:
-                lend_all(self.loans, device)
+                load_all(self.offloaded, device)
 
     def _release(self) -> None:
         with self._lock:
             self._inside = max(0, self._inside - 1)
             if self._inside == 0:
-                take_back_all(self.loans)
+                release_all(self.offloaded)
 
     def _list_devices(self) -> list[torch.device | None]:
         """Return the devices of the first inputs of this thread's calls in progress."""

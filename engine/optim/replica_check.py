@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ...strategies import World
 from ...strategies.distributed import is_sharded
-from ..data.batch_digest import digest
+from ..data import digest
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
