@@ -70,7 +70,11 @@ def ensure_weights_retied(
 
 def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
     """Shard a model with the accelerator's FSDP and return it; see `Accelerator.prepare_model`."""
-    _check_sharded(accelerator)
+    if not accelerator.is_fsdp2:
+        raise ValueError(
+            "the accelerator does not shard models. Create it with "
+            "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())."
+        )
     return accelerator.prepare_model(model)  # type: ignore[no-any-return]
 
 
@@ -228,14 +232,6 @@ def _merge_distributed(folder: Path) -> dict[str, Any]:
         dcp_to_torch_save(folder, path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     return next(iter(state.values())) if len(state) == 1 else state  # type: ignore[no-any-return]
-
-
-def _check_sharded(accelerator: Any) -> None:
-    if not accelerator.is_fsdp2:
-        raise ValueError(
-            "the accelerator does not shard models. Create it with "
-            "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())."
-        )
 
 
 def _get_plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:

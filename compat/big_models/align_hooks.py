@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class _MappedPiece:
         out.copy_(self.weights[self.name])
 
 
+@dataclass(eq=False, repr=False)
 class AlignDevicesHook(ModelHook):
     """Hook that moves a module's inputs and its offloaded weights to the device on which the module runs.
 
@@ -72,29 +73,18 @@ class AlignDevicesHook(ModelHook):
         tied_params_map: See `set_module_tensor_to_device`.
     """
 
-    def __init__(
-        self,
-        execution_device: Device | None = None,
-        offload: bool = False,
-        io_same_device: bool = False,
-        weights_map: Mapping[str, Tensor] | None = None,
-        offload_buffers: bool = False,
-        place_submodules: bool = False,
-        skip_keys: str | list[str] | None = None,
-        tied_params_map: TiedParams | None = None,
-    ) -> None:
-        self.execution_device = execution_device
-        self.offload = offload
-        self.io_same_device = io_same_device
-        self.weights_map = weights_map
-        self.offload_buffers = offload_buffers
-        self.place_submodules = place_submodules
-        self.skip_keys = skip_keys
-        self.tied_params_map = tied_params_map
-        self.input_device: torch.device | None = None
-        self.original_devices: dict[str, torch.device] = {}
-        self._has_own_map = False
-        self._offloaded: dict[str, OffloadedTensor] = {}
+    execution_device: Device | None = None
+    offload: bool = False
+    io_same_device: bool = False
+    weights_map: Mapping[str, Tensor] | None = None
+    offload_buffers: bool = False
+    place_submodules: bool = False
+    skip_keys: str | list[str] | None = None
+    tied_params_map: TiedParams | None = None
+    input_device: torch.device | None = field(default=None, init=False)
+    original_devices: dict[str, torch.device] = field(default_factory=dict, init=False)
+    _has_own_map: bool = field(default=False, init=False)
+    _offloaded: dict[str, OffloadedTensor] = field(default_factory=dict, init=False)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Offload the module's weights if ``offload`` is set, and move its other tensors to ``execution_device``."""

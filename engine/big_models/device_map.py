@@ -12,7 +12,7 @@ from ..checkpoint import abbreviate
 from ..parameter_names import make_view_key
 from .memory import Device, format_bytes, get_max_memory, is_accelerator, resolve
 from .module_sizes import Dtypes, Part, measure_tensors, split_model
-from .module_tensors import READ_FROM_OUTSIDE, group_tied_names, named_tensors
+from .module_tensors import READ_FROM_OUTSIDE, group_tied_names, iter_direct_tensors, named_tensors
 
 DeviceMap = dict[str, Device]
 
@@ -86,13 +86,9 @@ def _iter_in_model_order(model: nn.Module, names: Iterable[str]) -> Iterable[str
     """Yield the given names in the model's order: each module, its own tensors, then its submodules."""
     name_set = set(names)
     for path, module in model.named_modules(remove_duplicate=False):
-        for name in [path, *(f"{path}.{name}" if path else name for name, _ in _list_direct_tensors(module))]:
+        for name in [path, *(f"{path}.{name}" if path else name for name, _ in iter_direct_tensors(module))]:
             if name in name_set:
                 yield name
-
-
-def _list_direct_tensors(module: nn.Module) -> list[tuple[str, object]]:
-    return [*module._parameters.items(), *module._buffers.items()]
 
 
 def _fill(

@@ -220,20 +220,3 @@ def test_what_the_device_is_told_has_one_format_whatever_the_default_is():
         torch.set_default_dtype(before)
     assert [flag.item() for flag in flags] == [0.0, 1.0]
     assert {flag.dtype for flag in flags} == {torch.float32}
-
-
-@pytest.mark.parametrize(("momentum", "protected"), [(0.0, [True, True]), (0.9, [False, True])])
-def test_steps_of_fused_sgd_that_the_device_skips(momentum, protected):
-    """All but the first with momentum, after which torch would take the momentum of a skipped step for one."""
-    accelerator = treadle.Accelerator(cpu=True)
-    net = nn.Linear(2, 1)
-    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1, momentum, fused=True))
-    seen = []
-    for _ in protected:
-        model(torch.ones(1, 2)).sum().backward()
-        before = net.weight.detach().clone()
-        optimizer._step_if_finite(torch.tensor([1.0]), None)
-        optimizer.zero_grad()
-        assert torch.equal(before, net.weight) == optimizer.guarded
-        seen.append(optimizer.guarded)
-    assert seen == protected
