@@ -255,14 +255,17 @@ def attach_align_device_hook_on_blocks(
             add_hook_to_module(module, hook)
         return
     names: Any = execution_device if isinstance(execution_device, Mapping) else offload
-    devices, offloads = (
-        value if isinstance(value, Mapping) else dict.fromkeys(names, value) for value in (execution_device, offload)
-    )
+
+    def by_name(value: Any) -> Mapping[str, Any]:
+        return value if isinstance(value, Mapping) else dict.fromkeys(names, value)
+
+    devices, offloads = by_name(execution_device), by_name(offload)
+    blocks = {name: (devices[name], offloads[name]) for name in devices if name in offloads}
     preload = preload_module_classes
 
     def visit(path: str, block: nn.Module) -> None:
-        if path in devices and path in offloads:
-            device, is_away = devices[path], offloads[path]
+        if path in blocks:
+            device, is_away = blocks[path]
             if is_away:
                 attach_align_device_hook(
                     block, device, offload=True, module_name=path, preload_module_classes=preload, **away

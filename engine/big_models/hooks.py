@@ -183,10 +183,14 @@ class ForwardHooks:
         returns: bool = False,
         skip: Collection[str] = (),
     ) -> None:
-        self.__setstate__(
-            {"device": device, "offloaded": offloaded, "moves_inputs": moves_inputs, "returns": returns, "skip": skip}
-        )
+        self.device, self.offloaded, self.skip = device, offloaded, skip
+        self.moves_inputs, self.returns = moves_inputs, returns
         self._handles: list[Any] = []
+        self._set_up_calls()
+
+    def _set_up_calls(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._calls = threading.local()
 
     def attach(self, module: nn.Module) -> None:
         """Add the hooks to a module."""
@@ -249,7 +253,8 @@ class ForwardHooks:
         return {name: value for name, value in vars(self).items() if name not in ("_lock", "_inside", "_calls")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.Lock(), _inside=0, _calls=threading.local())
+        vars(self).update(state)
+        self._set_up_calls()
 
 
 def move(data: Any, device: torch.device, skip: Collection[str]) -> Any:
