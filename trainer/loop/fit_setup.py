@@ -59,7 +59,7 @@ class Fit:
             trainer.progress.loaded = epoch = trainer.progress.epoch
             trainer.progress.val_loaded = epoch if is_validation_epoch(trainer) else -1
             trainer.metrics.reset()
-        with trainer.preemption.leaving_at_once(), trainer.checkpointer.ahead(trainer.opened_checkpoint):
+        with trainer.preemption.leaving_at_once(), trainer.checkpointer.restoring_counters(trainer.opened_checkpoint):
             model, random_state = self._prepare(reloads=self._reload_dataloaders())
         loader = sources.train
         trainer.accelerator.rng.draw_apart()  # the dataloaders exist, and the sanity check restores the RNG state

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import stored
 import torch
 from processes import script
 from safetensors.torch import load_file, save_file, save_model
@@ -32,7 +33,6 @@ from treadle.engine.big_models import (
     load_checkpoint_in_model,
     remove_hook_from_submodules,
 )
-from treadle.engine.checkpoint import store
 
 import treadle
 
@@ -364,8 +364,8 @@ def write(plain, path, form):
         save_model(plain, str(path / "one.safetensors"))  # leaves the tied name out
         return path / "one.safetensors"
     if form == "treadle":
-        files = store.write_part(path / "step-1", "model", plain.state_dict())
-        return store.commit(path / "step-1", files, {"step": 1})
+        files = stored.write_part(path / "step-1", "model", plain.state_dict())
+        return stored.commit(path / "step-1", files, {"step": 1})
     if form == "torch":
         torch.save(plain.state_dict(), path / "model.pt")
         return path / "model.pt"

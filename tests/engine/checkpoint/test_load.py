@@ -565,15 +565,6 @@ def test_a_path_whose_replacement_was_killed_between_two_renames(saved):
     assert not torch.equal(other.parts["body"].weight, model.parts["body"].weight)
 
 
-def test_a_folder_of_somebody_else_is_left_alone(saved):
-    accelerator, *_ = prepared()
-    (saved[0].parent / "mine").mkdir()
-    (saved[0].parent / "mine" / "x").write_text("")
-    with pytest.raises(ValueError, match="is not a checkpoint, so it isn't replaced"):
-        accelerator.save_state(saved[0].parent / "mine")
-    assert sorted(os.listdir(saved[0].parent)) == ["mine", "saved"]
-
-
 # -- a full disk -----------------------------------------------------------------------------------------------------
 
 
