@@ -101,7 +101,7 @@ def load(
     if shared is not None:
         _load_training(accelerator, manifest, shared, of_rank, optimizers)
         resume_options.hold(accelerator, optimizers, shared, script=schedule == "script")
-    accelerator.drop_gradients()
+    accelerator.accumulation.drop_gradients()
     return _finish_epoch(accelerator, manifest.info) if state and finish_epoch else manifest.info
 
 
@@ -135,7 +135,7 @@ def _load_training(
     _load_shared_state(accelerator, shared, manifest)
     world_unchanged = accelerator.world.size == manifest.world_size
     _load_buffers(accelerator, manifest, of_rank["buffers"] if of_rank is not None and world_unchanged else [])
-    accelerator.draw_apart()  # a rank that is not in the checkpoint draws its own numbers
+    accelerator.rng.draw_apart()  # a rank that is not in the checkpoint draws its own numbers
     if of_rank is not None:
         random = of_rank["random"]
         set_random_state(random)

@@ -207,7 +207,7 @@ def collect(
             is not valid.
         TypeError: If a state contains something that is not data.
     """
-    if accelerator.inside_group and not weights_only:
+    if accelerator.accumulation.position and not weights_only:
         raise ValueError(
             "save_state was called during gradient accumulation, but a checkpoint does not contain accumulated "
             "gradients. Call save_state when accelerator.sync_gradients is True, after optimizer.step()."

@@ -424,9 +424,9 @@ def test_gradients_of_before_are_forgotten(saved):
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.full((2, 4), 9.0)).square().mean())
         stepper.step()
-    assert accelerator.inside_group
+    assert accelerator.accumulation.position
     accelerator.load_state(saved[0])
-    assert not accelerator.inside_group
+    assert not accelerator.accumulation.position
     for _ in range(2):
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.ones(2, 4)).square().mean())
