@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+import stored
 import torch
 from processes import RankError, run, script
 from torch import nn
@@ -293,9 +294,9 @@ STATE = {"weight": torch.arange(64.0)}
 
 
 def save(target, value=0.0):
-    files = store.write_part(target, "model", {"weight": STATE["weight"] + value})
-    files |= store.write_part(target, "state", {"value": value})
-    return store.commit(target, files, {"step": 1})
+    files = stored.write_part(target, "model", {"weight": STATE["weight"] + value})
+    files |= stored.write_part(target, "state", {"value": value})
+    return stored.commit(target, files, {"step": 1})
 
 
 @pytest.mark.parametrize("point", [point for point in faults.POINTS if point.startswith("disk:")])
@@ -365,7 +366,7 @@ def test_a_file_can_be_named(tmp_path):
         with pytest.raises(kind), plan:
             save(tmp_path / "last")
     plan.check()
-    part = store.beside(tmp_path / "last").name
+    part = store.get_staging_path(tmp_path / "last").name
     assert [os.path.basename(firing.path) for firing in plan.firings] == ["manifest.json", part, part]
 
 
@@ -390,7 +391,7 @@ def test_every_disk_point_of_a_save_is_listed_and_struck_in_turn(tmp_path):
         struck, listed = os.path.relpath(firing.path, target.parent), os.path.relpath(point.path, tmp_path / "a")
         assert re.sub(IDENTITY, "", struck) == re.sub(IDENTITY, "", listed)  # the process is another one
         path, _ = store.CheckpointStore(target.parent).latest()
-        found.add(store.read_part(path, "state")["value"])
+        found.add(stored.read_part(path, "state")["value"])
     assert found == {0.0, 1.0}
     beyond = points[-1].fault()
     beyond = Fault(beyond.point, "kill", occurrence=beyond.occurrence + 1)

@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import stored
 import torch
 from processes import run
 from safetensors.torch import load_file
@@ -38,7 +39,7 @@ from treadle.engine.big_models.offload_file import write_weights
 from treadle.engine.checkpoint import lay_out, parts
 from treadle.engine.checkpoint import save as snapshot
 from treadle.engine.checkpoint import store as checkpoint
-from treadle.engine.checkpoint.atomic_swap import BESIDE
+from treadle.engine.checkpoint.atomic_swap import VERSION_NAME
 from treadle.engine.checkpoint.store import CheckpointStore, FileSave
 from treadle.engine.configuration import ProjectConfiguration
 from treadle.engine.weights.sources import open_weights
@@ -178,7 +179,7 @@ class Door:
         assert skipped == []
         for one in store.find():
             checkpoint.verify(one)
-            match = BESIDE.fullmatch(one.name)
+            match = VERSION_NAME.fullmatch(one.name)
             name = match["name"] if match else one.name
             assert content(one) in self.known[name], one
         return checkpoint.read_manifest(path).step
@@ -455,7 +456,7 @@ def save_as(form, target, step, size=2**7):
         if form == "file":
             layout = lay_out(files, {"state_dict": weights})
             make_save = lambda target, writer: FileSave(target, writer, layout)  # noqa: E731
-        snapshot.publish(World(), target, files, {"step": step}, make_save=make_save)
+        snapshot.write_and_commit(World(), target, files, {"step": step}, make_save=make_save)
 
 
 @pytest.mark.parametrize(
@@ -649,7 +650,7 @@ class Constant(nn.Module):
 def exported(folder, value, name, **options):
     path = folder.parent / f"checkpoint-{value}"
     if not path.exists():
-        checkpoint.commit(path, checkpoint.write_part(path, "model", Constant(value).state_dict()), {})
+        stored.commit(path, stored.write_part(path, "model", Constant(value).state_dict()), {})
     export(path, folder / name, **options)
 
 
@@ -795,7 +796,7 @@ def test_killed_from_outside(tmp_path, kills, form):
         found = checkpoint.verify(target).step
         assert found >= max(step, 1), "older than one that was seen before"
         step = found
-        assert checkpoint.read_part(target, "state") == {"step": step}
-        assert {value for t in checkpoint.read_part(target, "model").values() for value in t.tolist()} == {float(step)}
+        assert stored.read_part(target, "state") == {"step": step}
+        assert {value for t in stored.read_part(target, "model").values() for value in t.tolist()} == {float(step)}
     print(f"{halves} of {kills} kills left a half-written file")
     assert halves > kills // 10

@@ -761,7 +761,7 @@ def by_hand(strategy, disturb="", build=Net, accumulate=1, optimizer=torch.optim
         if disturb == "drops" and number == 2:
             with accelerator.accumulate(model):
                 backward(7)
-            accelerator.drop_gradients()
+            accelerator.accumulation.drop_gradients()
         with accelerator.accumulate(model):
             if disturb == "looks":
                 look()
