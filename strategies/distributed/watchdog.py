@@ -425,9 +425,10 @@ class Watchdog:
         if self._told is None or not self._told.kind.startswith("meet "):
             return ""
         calls = {self.rank: self._told.words}
+        seconds = _STALL + 2 * self.period  # a rank that is seen to wait is stalled by then, and names its own call
         for rank in range(min(self.size, _MOST_LOOKED_AT)):
             beat = self._read_beat(rank)
-            if beat is not None and beat["progress"] > progress.measure() and beat["still"] >= _STALL:
+            if beat is not None and beat["progress"] > progress.measure() and beat["still"] >= seconds:
                 calls[rank] = f"has continued, and waits or works {beat['where']}"
         return describe_calls_that_differ(calls) if len(calls) > 1 else ""
 
