@@ -12,8 +12,8 @@ from ...strategies import World
 from ..rng import Draw, RandomStream, isolated_random_state, random_state, seed_from, seed_generators
 from .combined_loader import CombinedLoader, compute_joint_length, read_rows
 from .dataset_check import find_least
-from .loader import Cursor, Loader
-from .micro_batches import GroupPlanner, Micro
+from .loader import Loader
+from .micro_batches import Cursor, GroupPlanner, Micro
 from .sampler_rng import read_states
 
 
@@ -21,7 +21,6 @@ class JointBatches:
     """Reader that combines the batches of prepared loaders, and forms accumulation groups with exact weights.
 
     Attributes:
-        order: An empty dict while an epoch runs, else None. The loaders store their own RNG states.
         passes: The number of passes that each loader has completed in the epoch.
         micros: Metadata of batches that were yielded and that the loop has not processed yet.
     """
@@ -31,7 +30,6 @@ class JointBatches:
         self.mode = source.mode
         self.form = source.in_form
         self.planner = planner
-        self.order: dict[str, Any] | None = None
         self.passes = [0] * len(loaders)
         self.micros: deque[tuple[Micro, Draw | None, None]] = deque()
 
@@ -146,7 +144,8 @@ class JointLoader(Loader):
             loader.limit = source.limit_of(number)
             if loader._plan.draws_later:
                 self._refuse_shared_generators(loader)
-        self._plan = JointBatches(self.loaders, source, GroupPlanner(world.rank, world.size, accumulate))
+        planner = GroupPlanner(world.rank, world.size, accumulate)
+        self._reader = self._plan = JointBatches(self.loaders, source, planner)
         self._reads = [generator for loader in self.loaders for generator in loader._reads]
 
     @property
@@ -165,20 +164,17 @@ class JointLoader(Loader):
 
     def _begin(self) -> Iterator[Any]:
         self._leave_epoch()
-        self._resuming = self._finished = False
-        self._plan.order = {}
+        self._position.begin({})  # the loaders store the states that their orders are drawn from
         for number, loader in enumerate(self.loaders):
             if loader._plan.draws_later and number not in self._loader_streams:
                 self._loader_streams[number] = _derive_stream(self._stream, number)
                 loader.draw_from(self._loader_streams[number])
-        passing, self._passing = self._passing, 0
         length = self.length
-        batches = self._plan.batches(None if length is None else max(0, length - self.batches))
-        return self._pass_over(passing, batches) if passing else batches
+        return self._pass_over(self._plan.batches(None if length is None else max(0, length - self.batches)))
 
     def end_epoch(self) -> None:
         """End the epoch, even if it was left early. A full iteration calls this method."""
-        if self._plan.order is not None:
+        if self._position.order is not None:
             self._plan.passes = [0] * len(self.loaders)
             for loader in self.loaders:
                 loader.end_epoch()
@@ -227,7 +223,7 @@ class JointLoader(Loader):
             "epoch": self.epoch,
             "samples": self.samples,
             "batches": self.batches,
-            "running": self._plan.order is not None,
+            "running": self._position.order is not None,
             "passes": list(self._plan.passes),
             "loaders": [loader.state_dict() for loader in self.loaders],
             "streams": {str(number): stream.get_state() for number, stream in self._loader_streams.items()},
@@ -255,12 +251,11 @@ class JointLoader(Loader):
         self._loader_streams = {int(number): RandomStream(stream) for number, stream in state["streams"].items()}
         for number, stream in self._loader_streams.items():
             self.loaders[number].draw_from(stream)
-        self.epoch, self.samples, self.batches = state["epoch"], state["samples"], state["batches"]
+        self._position.load_state_dict({**state, "order": {} if state["running"] else None, "started": False})
         plan.passes = list(state["passes"])
         if widths != [loader._plan.full for loader in self.loaders]:
-            self.batches = plan.behind()  # with another number of processes, each has fewer or more batches
-        plan.order = {} if state["running"] else None
-        self._resuming, self._micro = state["running"], None
+            self._position.batches = plan.behind()  # with another number of processes, each has fewer or more batches
+        self._last = None
 
     def reading_state(self) -> dict[str, Any]:
         """Return the state of this rank alone; see `Loader.reading_state`."""
