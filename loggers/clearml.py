@@ -10,7 +10,7 @@ from typing import Any
 from ..common.messages import warn
 from ..common.optional import require
 from ..common.validation import check_bool
-from ._services import ServiceLogger, check_options
+from .service_logger import ServiceLogger, check_options
 from .values import flatten
 
 FAILED = "failed"

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..common.optional import require
 from ..common.validation import check_bool
-from ._services import ServiceLogger, check_options
+from .service_logger import ServiceLogger, check_options
 
 OLD_NAMES = {"project_name": "project", "experiment_name": "name", "save_dir": "offline_directory"}
 """Current names of arguments, by their names in older versions of Lightning's and Comet's loggers."""

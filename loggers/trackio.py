@@ -8,7 +8,7 @@ import secrets
 from typing import Any
 
 from ..common.optional import require
-from ._services import ServiceLogger, check_options
+from .service_logger import ServiceLogger, check_options
 
 
 class TrackioLogger(ServiceLogger):

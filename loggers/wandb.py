@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
-import string
 import sys
 import warnings
 from collections.abc import Sequence
@@ -13,14 +11,14 @@ from typing import Any
 from ..common.messages import name_type
 from ..common.optional import require
 from ..common.validation import check_bool
-from ._services import Uploads, check_arguments, check_options
-from .logger import Logger, Params, process_rank, rank_zero_experiment
+from .logger import Params, process_rank, rank_zero_experiment
+from .service_logger import UploadingLogger, Uploads, check_arguments, check_options, make_id
 from .values import as_mapping, as_metrics, check_step, flatten, plain
 
 STEP = "trainer/global_step"  # W&B counts calls of `log`; charts are drawn over this instead
 
 
-class WandbLogger(Logger):
+class WandbLogger(UploadingLogger):
     """Logger that sends metrics, hyperparameters, media and checkpoints to Weights & Biases (``pip install wandb``).
 
     Rank zero begins a run on first use. The run stays open after a fit, so later fits continue it; `finish` ends it. A
@@ -121,7 +119,7 @@ class WandbLogger(Logger):
         """ID of the run. If none was passed, rank zero chooses it on first access, without connecting to W&B."""
         if self._version is None and process_rank() == 0:
             active = self._find_active_run()
-            self._version = active.id if active is not None else os.environ.get("WANDB_RUN_ID") or _make_id()
+            self._version = active.id if active is not None else os.environ.get("WANDB_RUN_ID") or make_id(8)
         return self._version
 
     @version.setter
@@ -395,14 +393,6 @@ class WandbLogger(Logger):
             wandb_artifact = wandb.Api().artifact(artifact, type=artifact_type)
         return str(wandb_artifact.download(root=None if save_dir is None else os.fspath(save_dir)))
 
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Upload checkpoints as ``log_model`` specifies.
-
-        Args:
-            checkpoint_callback: The callback that saved the checkpoint.
-        """
-        self._upload(self._uploads.collect_after_save(checkpoint_callback))
-
     def finalize(self, status: str) -> None:
         """Upload the pending checkpoints if the stage succeeded. The run stays open; see `finish`.
 
@@ -410,22 +400,17 @@ class WandbLogger(Logger):
             status: ``"success"`` or ``"failed"``.
         """
         if status == "success":
-            self._upload(self._uploads.collect_at_end())
+            self._upload_waiting()
 
-    def _upload(self, checkpoints: Any) -> None:
-        if process_rank() != 0:
-            return
-        for path, callback, facts in checkpoints:
-            import wandb
+    def _write_checkpoint(self, run: Any, path: str, aliases: list[str], facts: dict[str, Any]) -> None:
+        import wandb
 
-            name = self._checkpoint_name or f"model-{self.experiment.id}"
-            artifact = wandb.Artifact(name=name, type="model", metadata=facts)
-            if os.path.isdir(path):
-                artifact.add_dir(path, policy=self._file_policy)
-            else:
-                artifact.add_file(path, name="model.ckpt", policy=self._file_policy)  # Lightning's name
-            best = ["best"] if path == callback.best_model_path else []
-            self.experiment.log_artifact(artifact, aliases=["latest", *best])
+        artifact = wandb.Artifact(name=self._checkpoint_name or f"model-{run.id}", type="model", metadata=facts)
+        if os.path.isdir(path):
+            artifact.add_dir(path, policy=self._file_policy)
+        else:
+            artifact.add_file(path, name="model.ckpt", policy=self._file_policy)  # Lightning's name
+        run.log_artifact(artifact, aliases=aliases)
 
     def finish(self) -> None:
         """End the run once everything is sent or written. Later logging reopens it by its ID."""
@@ -439,8 +424,3 @@ def _choose_argument(name: str, value: Any, twin: str, other: Any) -> Any:
     if value is not None and other is not None and value != other:
         raise ValueError(f"{name}={value!r} and {twin}={other!r} set the same option. Pass only one of them.")
     return other if value is None else value
-
-
-def _make_id() -> str:
-    """Return an ID from the system's RNG, which training does not use."""
-    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
