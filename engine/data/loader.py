@@ -29,13 +29,13 @@ from .sampler_rng import (
 )
 from .sharded_sampler import GroupIndices, ShardedBatches, get_length, set_epoch, shards_itself
 from .source_libraries import explain_not_repeatable, explain_state_gap
-from .stream_end import may_read_ahead
 from .streamed_batches import (
     Counted,
     StreamedBatches,
     follow_iterator,
     has_user_iter,
     make_batches_error,
+    may_read_ahead,
     reads_other_loaders,
 )
 from .user_iter import UserBatches
@@ -596,7 +596,7 @@ class Loader:
         position = self._position
         position.load_state_dict(state)
         if isinstance(plan, StreamedBatches):
-            if state.get("own") and state["width"] != plan.full and state["order"] is not None:
+            if state["own"] and state["width"] != plan.full and state["order"] is not None:
                 skipped = format_count(plan.batches_of(state["items"]), "batch")
                 warn(
                     "the checkpoint was saved within an epoch, with a different world size, and each rank read its own "
@@ -604,10 +604,10 @@ class Loader:
                     "samples to the ranks in turn."
                 )
             plan.load_state(state["source"], state.get("first_digest", ""))
-            plan.workers = state.get("workers")
+            plan.workers = state["workers"]
             self.close()  # workers from before, if there are any, have drawn other numbers
-        items = state.get("items", plan.items(self.samples, self.batches))
-        if state.get("width") != plan.full:  # with another number of processes, each has fewer or more batches
+        items = state["items"]
+        if state["width"] != plan.full:  # with another number of processes, each has fewer or more batches
             position.batches = plan.batches_of(items)
         position.items_ahead = items - plan.items(self.samples, self.batches)
         self._last = None
@@ -640,9 +640,7 @@ class Loader:
         if state["order"] is None:
             return
         length = get_length(getattr(self.source, "dataset", None))
-        is_other_length = warn_length_changed(state.get("length"), length)
-        if "sampler" not in state:  # from a checkpoint of a version that did not save it
-            return
+        is_other_length = warn_length_changed(state["length"], length)
         saved, current = state["sampler"], plan.sampler_name if isinstance(plan, ShardedBatches) else None
         if saved != current:
             warn_order_changed(
@@ -670,24 +668,22 @@ class Loader:
         rank_state = None if planner.shares is None else self.state_dict()
         return {"generators": read_states(self._reads), "own": rank_state, "ranks": planner.world_size}
 
-    def load_reading_state(self, state: dict[str, Any] | list[Any]) -> None:
+    def load_reading_state(self, state: dict[str, Any]) -> None:
         """Restore the state that belongs to this rank alone.
 
         The position is restored only if the world size is unchanged, and the generators only if their number and types
         match.
 
         Args:
-            state: A state returned by `reading_state`, or a list of generator states, as saved by older versions.
+            state: A state returned by `reading_state`.
 
         Raises:
             ValueError: If the saved position does not fit this dataloader.
         """
-        if isinstance(state, list):  # from a checkpoint of a version without data per rank
-            state = {"generators": state, "own": None}
         if state["own"] is not None and state["ranks"] == self._plan.planner.world_size:
             self.load_state_dict(state["own"])
             plan, own = self._plan, state["own"]
-            if not self.evaluation and isinstance(plan, ShardedBatches) and own.get("sampler") == plan.sampler_name:
+            if not self.evaluation and isinstance(plan, ShardedBatches) and own["sampler"] == plan.sampler_name:
                 plan.expect_order(own["first_indices"])
         if match_generators(self._reads, state["generators"]):
             load_states(self._reads, state["generators"])

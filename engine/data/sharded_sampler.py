@@ -21,8 +21,7 @@ from torch.utils.data import (
 
 from ...strategies import World
 from ..rng import Draw, RandomStream, are_equal, host_state, seed_from, set_host_state
-from .batch_digest import digest
-from .dataset_check import get_length, share_data, warn_order_changed
+from .dataset_check import digest, get_length, share_data, warn_order_changed
 from .epoch_position import EpochPosition
 from .micro_batches import GroupPlanner, Micro, avoid_rewind, share
 from .rank_shares import RankShares, Share, compare_across_ranks
