@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..common.optional import is_installed, require
-from ..common.validation import check_bool
 from .logger import Params, process_rank, rank_zero_experiment
-from .service_logger import UploadingLogger, Uploads, check_arguments, undisturbed
+from .service_logger import UploadingLogger, Uploads, undisturbed
 from .values import as_mapping, as_metrics, flatten, plain
 
 FILES = "file:"
@@ -73,9 +72,8 @@ class MLFlowLogger(UploadingLogger):
         strict: bool = False,
     ) -> None:
         require("MLFlowLogger", "mlflow", extra="mlflow")
-        self.strict = check_bool("strict", strict)
         texts = {"experiment_name": experiment_name, "run_name": run_name, "tracking_uri": tracking_uri}
-        check_arguments(log_model, {**texts, "prefix": prefix, "run_id": run_id})
+        super().__init__({**texts, "run_id": run_id}, prefix, log_model, strict)
         if run_name is not None and (tags or {}).get(NAME_TAG, run_name) != run_name:
             raise ValueError(f"run_name={run_name!r} contradicts tags[{NAME_TAG!r}]={tags[NAME_TAG]!r}. Remove one.")  # type: ignore[index]
         directory = os.path.expandvars(os.path.expanduser(os.fspath(save_dir or "./mlruns")))
@@ -86,8 +84,6 @@ class MLFlowLogger(UploadingLogger):
         self._run_name = run_name
         self._version = run_id
         self.tags = tags
-        self._log_model = log_model
-        self._prefix = f"{prefix}-" if prefix else ""
         self._artifact_location = artifact_location
         self._wait = {} if synchronous is None else {"synchronous": synchronous}
         self._client: Any = None

@@ -58,14 +58,6 @@ def undisturbed() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def check_arguments(log_model: bool | str, texts: Mapping[str, Any]) -> None:
-    """Raise a ValueError if ``log_model`` is invalid, or a TypeError if one of ``texts`` is not a string or None."""
-    for argument, value in texts.items():
-        if value is not None:
-            check_text(argument, value)
-    check_bool_or_word("log_model", log_model, ("all",))
-
-
 def check_options(function: str, options: Mapping[str, Any], also: Iterable[str] = ()) -> None:
     """Raise a TypeError for options that a function of a service does not accept.
 
@@ -159,10 +151,30 @@ class Uploads:
 
 
 class UploadingLogger(Logger):
-    """Base class of loggers that upload checkpoints to a service, as their argument ``log_model`` specifies."""
+    """Base class of loggers that upload checkpoints to a service, as their argument ``log_model`` specifies.
 
-    _log_model: bool | str
-    _uploads: Uploads
+    Args:
+        texts: Arguments to check, by name. Each must be a string or None.
+        prefix: Text before every metric's name; None for no prefix.
+        separator: Text between the prefix and the name. Default: ``"-"``.
+        log_model: Upload checkpoints: True uploads the kept checkpoints at the end of a fit, or each one when it is
+            saved with ``ModelCheckpoint(save_top_k=-1)``; ``"all"`` uploads each one when it is saved; False uploads
+            none. Checkpoints at a URL are skipped.
+        strict: Raise the logger's errors. If False, the first error becomes a warning, and the run continues without
+            this logger.
+    """
+
+    def __init__(
+        self, texts: dict[str, Any], prefix: str | None, log_model: bool | str, strict: bool, separator: str = "-"
+    ) -> None:
+        self.strict = check_bool("strict", strict)
+        for argument, value in {**texts, "prefix": prefix}.items():
+            if value is not None:
+                check_text(argument, value)
+        check_bool_or_word("log_model", log_model, ("all",))
+        self._log_model = log_model
+        self._prefix = f"{prefix}{separator}" if prefix else ""
+        self._uploads = Uploads(log_model)
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Upload the kept checkpoints immediately, leave them to `finalize`, or do nothing; see ``log_model``.
@@ -205,42 +217,19 @@ class ServiceLogger(UploadingLogger):
     Args:
         name: Name of the experiment or project; None for the service's default.
         version: ID of the run to continue; None for a new run or, in some loggers, the service's active run.
-        prefix: Text before every metric's name; None for no prefix.
-        separator: Text between the prefix and the name. Default: ``"-"``.
-        log_model: Upload checkpoints: True uploads the kept checkpoints at the end of a fit, or each one when it is
-            saved with ``ModelCheckpoint(save_top_k=-1)``; ``"all"`` uploads each one when it is saved; False uploads
-            none. Checkpoints at a URL are skipped.
-        strict: Raise the logger's errors. If False, the first error becomes a warning, and the run continues without
-            this logger.
-        texts: Additional arguments to check, by name. Each must be a string or None.
+        texts: See `UploadingLogger`.
+        options: Further arguments of `UploadingLogger`.
     """
 
     _version: Any = None
     closes_with_stage = True
     """True if the run is closed at the end of each stage. Otherwise, only a failed stage and `finish` close it."""
 
-    def __init__(
-        self,
-        *,
-        name: str | None,
-        version: str | None,
-        prefix: str | None,
-        log_model: bool | str,
-        strict: bool,
-        separator: str = "-",
-        texts: dict[str, Any] | None = None,
-    ) -> None:
-        self.strict = check_bool("strict", strict)
-        check_arguments(log_model, {"prefix": prefix, **(texts or {})})
+    def __init__(self, name: str | None, version: str | None, texts: dict[str, Any], **options: Any) -> None:
+        super().__init__(texts, **options)
         self._name: Any = name
         self._version = version
-        self._prefix = f"{prefix}{separator}" if prefix else ""
-        self._log_model = log_model
-        self._forget()
-
-    def _forget(self) -> None:
         self._run: Any = None  # keeps the run in `_open_runs`
-        self._uploads = Uploads(self._log_model)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy, which reopens the run by its ID."""
@@ -248,7 +237,7 @@ class ServiceLogger(UploadingLogger):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._forget()
+        self._run, self._uploads = None, Uploads(self._log_model)
 
     @abstractmethod
     def _open(self) -> Any:

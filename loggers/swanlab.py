@@ -72,14 +72,9 @@ class SwanLabLogger(ServiceLogger):
     ) -> None:
         require("SwanLabLogger", "swanlab", extra="swanlab")
         texts = {"project": project, "workspace": workspace, "experiment_name": experiment_name, "mode": mode, "id": id}
-        super().__init__(
-            name=project or os.environ.get("SWANLAB_PROJECT_NAME") or "treadle_logs",
-            version=id or os.environ.get("SWANLAB_RUN_ID"),
-            prefix=prefix,
-            log_model=log_model,
-            strict=strict,
-            texts=texts,
-        )
+        name = project or os.environ.get("SWANLAB_PROJECT_NAME") or "treadle_logs"
+        version = id or os.environ.get("SWANLAB_RUN_ID")
+        super().__init__(name, version, texts, prefix=prefix, log_model=log_model, strict=strict)
         check_options("swanlab.init", kwargs, also=OLD_NAMES)
         self._save_dir = os.path.expandvars(os.path.expanduser(os.fspath(save_dir or ".")))
         given: dict[str, Any] = {"project": self._name, "workspace": workspace, "experiment_name": experiment_name}

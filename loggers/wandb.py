@@ -10,9 +10,8 @@ from typing import Any
 
 from ..common.messages import name_type
 from ..common.optional import require
-from ..common.validation import check_bool
 from .logger import Params, process_rank, rank_zero_experiment
-from .service_logger import UploadingLogger, Uploads, check_arguments, check_options, make_id
+from .service_logger import UploadingLogger, Uploads, check_options, make_id
 from .values import as_mapping, as_metrics, check_step, flatten, plain
 
 STEP = "trainer/global_step"  # W&B counts calls of `log`; charts are drawn over this instead
@@ -76,9 +75,8 @@ class WandbLogger(UploadingLogger):
         **kwargs: Any,
     ) -> None:
         require("WandbLogger", "wandb", extra="wandb")
-        self.strict = check_bool("strict", strict)
         texts = {"name": name, "version": version, "id": id, "project": project, "checkpoint_name": checkpoint_name}
-        check_arguments(log_model, {**texts, "prefix": prefix})
+        super().__init__(texts, prefix, log_model, strict)
         if add_file_policy not in ("mutable", "immutable"):
             raise ValueError(f"add_file_policy={add_file_policy!r} must be 'mutable' or 'immutable'.")
         directory = _choose_argument("save_dir", save_dir, "dir", dir) or os.environ.get("WANDB_DIR") or "."
@@ -97,11 +95,8 @@ class WandbLogger(UploadingLogger):
         self._project = project or os.environ.get("WANDB_PROJECT") or "treadle_logs"
         self._version = self._requested["id"] or (None if experiment is None else experiment.id)
         self._options = {"resume": "allow", **({"anonymous": "allow"} if anonymous else {}), **kwargs}
-        self._prefix = f"{prefix}-" if prefix else ""
-        self._log_model = log_model
         self._checkpoint_name = checkpoint_name
         self._file_policy: Any = add_file_policy
-        self._uploads = Uploads(log_model)
         self._experiment = experiment
 
     def __getstate__(self) -> dict[str, Any]:
