@@ -264,24 +264,7 @@ class WandbLogger(UploadingLogger):
 
             self._log({self._prefix + key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step)
 
-    def log_text(
-        self,
-        key: str,
-        columns: list[Any] | None = None,
-        data: list[list[str]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-    ) -> None:
-        """Record texts as a table.
-
-        Args:
-            key: Name of the table.
-            columns: Names of the columns.
-            data: Rows of the table, each a list of strings.
-            dataframe: A pandas data frame, instead of ``columns`` and ``data``.
-            step: Optimizer step. Default: the latest step.
-        """
-        self.log_table(key, columns, data, dataframe, step)
+    log_text = log_table  # as in Lightning, texts are recorded as a table
 
     def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: Any) -> None:
         """Record images.

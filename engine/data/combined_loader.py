@@ -478,7 +478,7 @@ class JointLoader(Loader):
         return {
             "mode": self._plan.mode,
             "epoch": self.epoch,
-            "samples": self.samples,
+            "samples": self._position.samples,
             "batches": self.batches,
             "running": self._position.order is not None,
             "passes": list(self._plan.passes),

@@ -429,11 +429,6 @@ class Loader:
         self._position.epoch = epoch
 
     @property
-    def samples(self) -> int:
-        """Number of samples that all processes have read or skipped in this epoch; see `EpochPosition`."""
-        return self._position.samples
-
-    @property
     def batches(self) -> int:
         """Number of batches that this process has read or skipped in this epoch."""
         return self._position.batches
@@ -551,7 +546,7 @@ class Loader:
             **self._position.state_dict(),
             "width": plan.full,
             "length": get_length(getattr(self.source, "dataset", None)),
-            "items": plan.items(self.samples, self.batches) + self._position.items_ahead,
+            "items": plan.items(self._position.samples, self.batches) + self._position.items_ahead,
             "generators": plan.draws.private_states(),
             "epochs": plan.draws.epochs(),
             "samplers": plan.draws.sampler_states(),
@@ -559,7 +554,7 @@ class Loader:
             "source": plan.state(drawn) if isinstance(plan, StreamedBatches) else None,
             "workers": plan.workers if isinstance(plan, StreamedBatches) else None,
             "sampler": plan.sampler_name if isinstance(plan, ShardedBatches) else None,
-            "first_indices": plan.summarize_order(self.samples) if isinstance(plan, ShardedBatches) else None,
+            "first_indices": plan.summarize_order(self._position.samples) if isinstance(plan, ShardedBatches) else None,
             **(self._reader.state_dict() if isinstance(self._reader, UserBatches) else {}),
             **({"first_digest": plan.first_digest} if isinstance(plan, StreamedBatches) and order else {}),
             **({"first": self._first} if self._repeats else {}),
@@ -609,7 +604,7 @@ class Loader:
         items = state["items"]
         if state["width"] != plan.full:  # with another number of processes, each has fewer or more batches
             position.batches = plan.batches_of(items)
-        position.items_ahead = items - plan.items(self.samples, self.batches)
+        position.items_ahead = items - plan.items(self._position.samples, self.batches)
         self._last = None
         self._first = state.get("first")
         if isinstance(self._reader, UserBatches):

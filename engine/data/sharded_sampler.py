@@ -363,37 +363,30 @@ class ShardedBatches:
 
     def _read_global_batches(self) -> Iterator[tuple[list[Any], list[int] | None]]:
         """Yield global batches as flat indices, with the sizes of the ranks' batches; None for even shares."""
-        size, width = self.planner.size, self.width
+        width = self.width
         skip = self.start.samples if self.planner.shares is None else 0  # with data of its own, a rank skips batches
         items = self._pull(width)
         first = self._first_indices = []
-        if self.plain:
+        in_batches = self.batched and not self.plain
+        if in_batches:
+            skipped = 0
+            while skipped < skip and (batch := next(items, None)) is not None:
+                skipped += len(batch)
+                if len(first) < _COMPARED:
+                    first += batch
+        else:
             first += itertools.islice(items, min(skip, _COMPARED))
             next(itertools.islice(items, skip - len(first), skip - len(first)), None)
-            if skip:
-                self._take_drawn()  # the run's stream has followed the copy up to here
-            while chunk := list(itertools.islice(items, width)):
-                if len(first) < _COMPARED:
-                    first += chunk
-                if len(chunk) == width or not self.drop_last:
-                    yield chunk, None
-            return
-        skipped = 0
-        while skipped < skip and (item := next(items, None)) is not None:
-            skipped += len(item) if self.batched else 1
-            if len(first) < _COMPARED:
-                first += item if self.batched else [item]
         if skip:
-            self._take_drawn()
-        while batches := list(itertools.islice(items, size)):
+            self._take_drawn()  # the run's stream has followed the copy up to here
+        while group := list(itertools.islice(items, width)):
+            indices = list(itertools.chain.from_iterable(group)) if in_batches else group
             if len(first) < _COMPARED:
-                first += itertools.chain.from_iterable(batches) if self.batched else batches
-            if not self.batched:
-                yield batches, None
-            elif len(batches) == size:
-                yield list(itertools.chain.from_iterable(batches)), [len(batch) for batch in batches]
+                first += indices
+            if len(group) == width:
+                yield indices, [len(batch) for batch in group] if in_batches else None
             elif not self.drop_last:
-                yield list(itertools.chain.from_iterable(batches)), None
+                yield indices, None
 
     def _read_groups(self) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
         """Yield groups of global batches, each with the numbers of samples in its batches."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.messages import format_count, name_type, warn
-from ...strategies import World
+from ...strategies import World, apply_nested
 from ..data import share
 
 _METHODS = ("compute", "reset", "state_dict", "load_state_dict")
@@ -158,10 +158,9 @@ def _is_counter(name: str, value: Any) -> bool:
     return name == "_num_vals_seen" or (isinstance(value, Tensor) and not value.ndim and name in ("min_val", "max_val"))
 
 
-def _copy_value(value: Any, device: str | None) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to(device or value.device, copy=True)  # the next update may add to it in place
-    return [_copy_value(item, device) for item in value] if isinstance(value, list) else value
+def _copy_value(value: Any, device: Any) -> Any:
+    # A copy in any case, because the next update may add to a state in place.
+    return apply_nested(value, Tensor, lambda tensor: tensor.detach().to(device or tensor.device, copy=True))
 
 
 def _restore_state(metric: Any, saved: Any) -> None:
@@ -174,15 +173,9 @@ def _restore_state(metric: Any, saved: Any) -> None:
     device = getattr(metric, "device", None)
     for name, value in (saved["states"] | saved["more"]).items():
         current = getattr(metric, name, None)
-        setattr(metric, name, _move_value(value, current.device if isinstance(current, Tensor) else device))
+        setattr(metric, name, _copy_value(value, current.device if isinstance(current, Tensor) else device))
     metric._update_count = saved["count"]
     metric._computed = None
-
-
-def _move_value(value: Any, device: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone() if device is None else value.clone().to(device)
-    return [_move_value(item, device) for item in value] if isinstance(value, list) else value
 
 
 def _share_counts(metric: Any, place: str, every: list[Any], world: World) -> Any:
