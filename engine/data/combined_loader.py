@@ -16,7 +16,7 @@ from ..collectives import with_items
 from ..nested import honor_type
 from ..rng import Draw, RandomStream, isolated_random_state, random_state, seed_from, seed_generators
 from .dataset_check import find_least, get_length
-from .loader import Loader
+from .loader import INSIDE_GROUP, Loader
 from .micro_batches import Cursor, GroupPlanner, Micro
 from .sampler_rng import read_states
 
@@ -474,7 +474,8 @@ class JointLoader(Loader):
         Raises:
             ValueError: If it is called inside a group of micro-batches, because accumulated gradients are not saved.
         """
-        self._refuse_inside_group()
+        if self._last is not None and not self._last[0].last:
+            raise ValueError(INSIDE_GROUP)
         return {
             "mode": self._plan.mode,
             "epoch": self.epoch,

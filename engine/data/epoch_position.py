@@ -37,9 +37,6 @@ class Phase(Enum):
     FINISHED = auto()  # as BETWEEN; the loaded epoch had no batch left, and nothing was read since
 
 
-_SAVED = ("epoch", "samples", "batches", "order", "started")
-
-
 @dataclass(slots=True)
 class EpochPosition:
     """Position of a dataloader in its epochs.
@@ -84,11 +81,17 @@ class EpochPosition:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the part of the position that checkpoints contain."""
-        return {name: getattr(self, name) for name in _SAVED}
+        return {
+            "epoch": self.epoch,
+            "samples": self.samples,
+            "batches": self.batches,
+            "order": self.order,
+            "started": self.started,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state returned by `state_dict`."""
         self.rewind()
-        for name in _SAVED:
-            setattr(self, name, state[name])
+        self.epoch, self.samples, self.batches = state["epoch"], state["samples"], state["batches"]
+        self.order, self.started = state["order"], state["started"]
         self.phase = Phase.BETWEEN if self.order is None else Phase.LOADED

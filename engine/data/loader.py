@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from ...common.messages import format_count, name_type, warn
+from ...common.messages import name_type, warn
 from ...strategies import World
 from ..rng import Draw, RandomStream, isolated_random_state
 from .dataset_check import find_least, warn_length_changed, warn_order_changed
@@ -52,6 +52,11 @@ from .workers import (
 )
 
 _NO_MORE = object()
+
+INSIDE_GROUP = (
+    "the dataloader's state was requested during gradient accumulation, but a checkpoint does not contain accumulated "
+    "gradients. Save it when accelerator.sync_gradients is True, after optimizer.step()."
+)
 
 
 class Loader:
@@ -537,35 +542,23 @@ class Loader:
         Raises:
             ValueError: If it is called inside a group of micro-batches, because accumulated gradients are not saved.
         """
-        self._refuse_inside_group()
-        plan = self._plan
+        if self._last is not None and not self._last[0].last:
+            raise ValueError(INSIDE_GROUP)
+        plan, position = self._plan, self._position
         drawn = None if self._last is None else self._last[1]
-        order = self._position.order
-        plan.draws.warn_of_counts(order is not None)
+        plan.draws.warn_of_counts(position.order is not None)
         return {
-            **self._position.state_dict(),
+            **position.state_dict(),
             "width": plan.full,
             "length": get_length(getattr(self.source, "dataset", None)),
-            "items": plan.items(self._position.samples, self.batches) + self._position.items_ahead,
+            "items": plan.items(position.samples, position.batches) + position.items_ahead,
             "generators": plan.draws.private_states(),
             "epochs": plan.draws.epochs(),
             "samplers": plan.draws.sampler_states(),
             "own": plan.planner.shares is not None,
-            "source": plan.state(drawn) if isinstance(plan, StreamedBatches) else None,
-            "workers": plan.workers if isinstance(plan, StreamedBatches) else None,
-            "sampler": plan.sampler_name if isinstance(plan, ShardedBatches) else None,
-            "first_indices": plan.summarize_order(self._position.samples) if isinstance(plan, ShardedBatches) else None,
-            **(self._reader.state_dict() if isinstance(self._reader, UserBatches) else {}),
-            **({"first_digest": plan.first_digest} if isinstance(plan, StreamedBatches) and order else {}),
+            **self._reader.state_dict(drawn),
             **({"first": self._first} if self._repeats else {}),
         }
-
-    def _refuse_inside_group(self) -> None:
-        if self._last is not None and not self._last[0].last:
-            raise ValueError(
-                "the dataloader's state was requested during gradient accumulation, but a checkpoint does not contain "
-                "accumulated gradients. Save it when accelerator.sync_gradients is True, after optimizer.step()."
-            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state returned by `state_dict`. The world size may have changed.
@@ -581,8 +574,7 @@ class Loader:
             self.epoch = state["epoch"]  # the loader now has another sampler, and its own order
             return
         self.check(state)
-        if isinstance(plan, ShardedBatches):
-            plan.expect_order(None)
+        self._reader.load_state_dict(state)
         if not self.evaluation:
             self.compare_epoch(state)
         plan.draws.load_private(state["generators"])
@@ -591,24 +583,13 @@ class Loader:
         position = self._position
         position.load_state_dict(state)
         if isinstance(plan, StreamedBatches):
-            if state["own"] and state["width"] != plan.full and state["order"] is not None:
-                skipped = format_count(plan.batches_of(state["items"]), "batch")
-                warn(
-                    "the checkpoint was saved within an epoch, with a different world size, and each rank read its own "
-                    f"stream. Each rank skips {skipped}. The resumed run is exact only if the stream assigns single "
-                    "samples to the ranks in turn."
-                )
-            plan.load_state(state["source"], state.get("first_digest", ""))
-            plan.workers = state["workers"]
             self.close()  # workers from before, if there are any, have drawn other numbers
         items = state["items"]
         if state["width"] != plan.full:  # with another number of processes, each has fewer or more batches
             position.batches = plan.batches_of(items)
-        position.items_ahead = items - plan.items(self._position.samples, self.batches)
+        position.items_ahead = items - plan.items(position.samples, position.batches)
         self._last = None
         self._first = state.get("first")
-        if isinstance(self._reader, UserBatches):
-            self._reader.load_state_dict(state)
 
     def check(self, state: dict[str, Any]) -> None:
         """Check that a saved state fits the dataloader.
@@ -636,7 +617,7 @@ class Loader:
             return
         length = get_length(getattr(self.source, "dataset", None))
         is_other_length = warn_length_changed(state["length"], length)
-        saved, current = state["sampler"], plan.sampler_name if isinstance(plan, ShardedBatches) else None
+        saved, current = state["sampler"], plan.sampler_name
         if saved != current:
             warn_order_changed(
                 f"the checkpoint was saved within an epoch of {saved or 'a stream'}, but the dataloader now has "
@@ -644,7 +625,7 @@ class Loader:
             )
         elif isinstance(plan, ShardedBatches) and not is_other_length and not state["own"]:
             # Ranks with data of their own have other indices than rank zero.
-            plan.expect_order(state["first_indices"])
+            plan.expect_order(state)
 
     def describe_difference(self, state: dict[str, Any]) -> str:
         """Return the reason why a saved state does not fit the generators and samplers; "" if it fits."""
@@ -679,7 +660,7 @@ class Loader:
             self.load_state_dict(state["own"])
             plan, own = self._plan, state["own"]
             if not self.evaluation and isinstance(plan, ShardedBatches) and own["sampler"] == plan.sampler_name:
-                plan.expect_order(own["first_indices"])
+                plan.expect_order(own)
         if match_generators(self._reads, state["generators"]):
             load_states(self._reads, state["generators"])
         elif not self.evaluation:

@@ -68,7 +68,6 @@ class ShardedBatches:
         micros: For each batch that the loop has not processed yet: its metadata, the draws made for its group (or
             None), and the indices of the group.
         dataset_epoch: The number that ``set_epoch`` of the dataset receives for the next epoch.
-        expected: The result of `summarize_order` in the epoch that is resumed; None if it is not compared.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class ShardedBatches:
         self.draws_at_once = type(self.sampler) in _DRAW_ONCE
         self._counting_draws = not self.draws_at_once  # until the first count shows otherwise
         self.dataset_epoch = 0
-        self.expected: tuple[int, str] | None = None
+        self._expected: tuple[int, str] | None = None  # until the loaded epoch is started
         self._first_indices: list[Any] = []  # of the running epoch, at least `_COMPARED` once they were drawn
         self.position = position
         self._undo: dict[str, Any] | None = None
@@ -320,20 +319,24 @@ class ShardedBatches:
         within = getattr(self.sampler, "sampler", None) if self.batched and not self.plain else None
         return type(self.sampler).__name__ + ("" if within is None else f"({type(within).__name__})")
 
-    def summarize_order(self, samples: int) -> tuple[int, str] | None:
-        """Return the number and a digest of the epoch's first indices, at most ``samples``; None outside an epoch."""
-        if self.expected is not None:  # the epoch was not started since it was loaded
-            return self.expected
-        first = self._first_indices[: min(samples, _COMPARED)]
-        return (len(first), digest(first)) if first and self.position.order is not None else None
+    def state_dict(self, drawn: Draw | None) -> dict[str, Any]:
+        """Return the sampler's name, and the number and a digest of the epoch's first indices up to the position."""
+        summary, first = self._expected, self._first_indices[: min(self.position.samples, _COMPARED)]
+        if summary is None and first and self.position.order is not None:
+            summary = len(first), digest(first)
+        return {"source": None, "workers": None, "sampler": self.sampler_name, "first_indices": summary}
 
-    def expect_order(self, expected: tuple[int, str] | None) -> None:
-        """Compare the next epoch's first indices with a result of `summarize_order`; None for no comparison."""
-        self.expected, self._first_indices = expected, []
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Prepare for the epoch that a state returned by `state_dict` belongs to; see `expect_order`."""
+        self._expected, self._first_indices = None, []
+
+    def expect_order(self, state: dict[str, Any]) -> None:
+        """Compare the next epoch's first indices with those of a state returned by `state_dict`."""
+        self._expected = state["first_indices"]
 
     def _compare_order(self) -> None:
         """Warn if a resumed epoch begins with other indices than the saved one."""
-        expected, self.expected = self.expected, None
+        expected, self._expected = self._expected, None
         if expected is not None and expected[0] <= len(self._first_indices):
             count, saved = expected
             if digest(self._first_indices[:count]) != saved:

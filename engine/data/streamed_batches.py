@@ -186,6 +186,7 @@ class StreamedBatches:
         return (self.counted or 1) * self.planner.world_size
 
     left_out: ClassVar[Counter[str]] = Counter()
+    sampler_name = None
 
     def length(self, limit: int | None) -> int | None:
         """Return the number of batches that this process yields in an epoch, at most ``limit``; None if unknown."""
@@ -461,12 +462,33 @@ class StreamedBatches:
                 "load_state_dict, or resume from the end of an epoch."
             )
 
-    def state(self, drawn: Draw | None) -> dict[str, Any] | None:
-        """Return the position of the source; None if the source has no state, or if this rank's own stream has ended.
+    def state_dict(self, drawn: Draw | None) -> dict[str, Any]:
+        """Return the position of the source, the state that its workers were started from, and a digest of the epoch.
 
         ``drawn`` holds the draws made for the last batch. The state after them is returned as the stream's state; with
         None, the current one.
         """
+        state = {"source": self._read_state(drawn), "workers": self.workers, "sampler": None, "first_indices": None}
+        return state if self.position.order is None else {**state, "first_digest": self.first_digest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Start the next iteration at a position returned by `state_dict`.
+
+        Without a state of the source, the epoch is read again up to the position.
+        """
+        if state["own"] and state["width"] != self.full and state["order"] is not None:
+            skipped = format_count(self.batches_of(state["items"]), "batch")
+            warn(
+                "the checkpoint was saved within an epoch, with a different world size, and each rank read its own "
+                f"stream. Each rank skips {skipped}. The resumed run is exact only if the stream assigns single "
+                "samples to the ranks in turn."
+            )
+        self._loaded_state = state["source"] if self.stateful is not None else None
+        self._expected = state.get("first_digest", "")
+        self.workers = state["workers"]
+
+    def _read_state(self, drawn: Draw | None) -> dict[str, Any] | None:
+        """Return the position of the source; None if it has no state, or if this rank's own stream has ended."""
         if self._loaded_state is not None:  # loaded, but not started since
             return self._loaded_state
         if self.stateful is None or (self._supply is _Supply.ENDED and self.planner.shares is not None):
@@ -480,14 +502,6 @@ class StreamedBatches:
         else:
             source_state = self._state_at_end if self._supply is _Supply.READ else self.stateful.state_dict()
         return {"source": source_state, "stream": stream, "ended": ended}
-
-    def load_state(self, state: dict[str, Any] | None, first_digest: str = "") -> None:
-        """Start the next iteration at a position returned by `state`; with None, read the epoch again and skip batches.
-
-        ``first_digest`` is the digest of the first batch of the epoch that is resumed, if known.
-        """
-        self._loaded_state = state if self.stateful is not None else None
-        self._expected = first_digest
 
     def _take_drawn(self) -> Draw | None:
         return self._copy.take() if self.lent and self._copy is not None else None

@@ -249,12 +249,13 @@ def test_a_missing_package_is_named_at_once(package, how, monkeypatch, tmp_path)
         LOGGERS[package]()
 
 
-def test_loggers_that_are_not_used_import_no_service():
+def test_loggers_that_are_not_used_import_no_package():
     made = {package: kind.__name__ for package, kind in LOGGERS.items() if importlib.util.find_spec(package)}
     code = (
         f"import sys, treadle.loggers as l; made = [getattr(l, name) for name in {list(made.values())}]; "
         "made = [kind() for kind in made if kind.__name__ != 'MLFlowLogger']; "  # which asks MLflow for its storage
-        f"print([m for m in {[*made, 'yaml']} if m in sys.modules])"
+        "made += [l.CSVLogger('x'), l.TensorBoardLogger('x')]; "
+        f"print([m for m in {[*made, 'yaml', 'tensorboard', 'torch.utils.tensorboard']} if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
