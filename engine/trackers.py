@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -182,13 +183,14 @@ class LoggerTracker(GeneralTracker):
 
 def _is_metric(value: Any) -> bool:
     """Return whether a logger's ``log_metrics`` accepts a value: one real number, or a dict of such numbers."""
-    from ..loggers.values import as_metrics
-
-    try:
-        as_metrics({"value": value})
-    except (TypeError, ValueError):
-        return False
-    return True
+    if isinstance(value, Mapping):
+        return all(not isinstance(inner, Mapping) and _is_metric(inner) for inner in value.values())
+    if callable(getattr(value, "item", None)):  # a tensor, an array or a numpy number
+        try:
+            value = value.item()
+        except (RuntimeError, ValueError, TypeError):
+            return False
+    return isinstance(value, numbers.Real)
 
 
 class ServiceTracker(LoggerTracker):

@@ -162,28 +162,7 @@ class Loader:
         if workers:
             settings["worker_init_fn"] = LiveWithRank(source.worker_init_fn)
         if isinstance(source.dataset, IterableDataset):
-            counted = source.batch_size
-            if counted is not None:
-                settings["collate_fn"] = Counted(source.collate_fn)
-            draws = Draws(self._stream, source, dataset=source.dataset)
-            # A subclass's own __iter__ may draw the workers' seed late, or draw other numbers.
-            lent = not workers or type(source).__iter__ is not DataLoader.__iter__
-            # A loader that records its position also records that of its workers.
-            knows = get_stateful(view)
-            if knows is None and not workers:
-                knows = get_stateful(source.dataset)
-            gap = explain_state_gap(source.dataset)
-            if gap:
-                knows = None
-            if knows is None and not self.evaluation and (reason := explain_not_repeatable(source.dataset)):
-                warn(f"a run cannot resume exactly within an epoch of this stream, because {reason}.")
-            cursor = self._cursor if not self.evaluation and may_read_ahead(source, knows) else None
-            streamed = self._reader = self._plan = StreamedBatches(
-                source, counted, planner, draws, self._position, lent, knows, gap, cursor
-            )
-            if source.persistent_workers and not isinstance(source.dataset, IterDataPipe):
-                settings["dataset"] = streamed.seeded = SeededStream(source.dataset)
-            follow_iterator(view, streamed)
+            self._prepare_stream(source, planner)
             return
         plan = self._reader = self._plan = ShardedBatches(
             source, planner, self._stream, self._position, self.evaluation, positions=workers
@@ -210,6 +189,31 @@ class Loader:
             return plan.open(lambda: note_workers(live_view, start(live_view)))
 
         settings["_get_iterator"] = get_iterator
+
+    def _prepare_stream(self, source: DataLoader[Any], planner: GroupPlanner) -> None:
+        settings, workers = self._view.__dict__, source.num_workers > 0
+        counted = source.batch_size
+        if counted is not None:
+            settings["collate_fn"] = Counted(source.collate_fn)
+        draws = Draws(self._stream, source, dataset=source.dataset)
+        # A subclass's own __iter__ may draw the workers' seed late, or draw other numbers.
+        lent = not workers or type(source).__iter__ is not DataLoader.__iter__
+        # A loader that records its position also records that of its workers.
+        knows = get_stateful(self._view)
+        if knows is None and not workers:
+            knows = get_stateful(source.dataset)
+        gap = explain_state_gap(source.dataset)
+        if gap:
+            knows = None
+        if knows is None and not self.evaluation and (reason := explain_not_repeatable(source.dataset)):
+            warn(f"a run cannot resume exactly within an epoch of this stream, because {reason}.")
+        cursor = self._cursor if not self.evaluation and may_read_ahead(source, knows) else None
+        streamed = self._reader = self._plan = StreamedBatches(
+            source, counted, planner, draws, self._position, lent, knows, gap, cursor
+        )
+        if source.persistent_workers and not isinstance(source.dataset, IterDataPipe):
+            settings["dataset"] = streamed.seeded = SeededStream(source.dataset)
+        follow_iterator(self._view, streamed)
 
     # -- iteration -----------------------------------------------------------------------------------------------
 
