@@ -37,6 +37,10 @@ class Phase(Enum):
     FINISHED = auto()  # as BETWEEN; the loaded epoch had no batch left, and nothing was read since
 
 
+SAVED = ("epoch", "samples", "batches", "order", "started")
+"""Attributes that checkpoints contain, under the same names."""
+
+
 @dataclass(slots=True)
 class EpochPosition:
     """Position of a dataloader in its epochs.
@@ -79,19 +83,9 @@ class EpochPosition:
         """Return to the first batch of the epoch."""
         self.samples = self.batches = self.items_ahead = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the part of the position that checkpoints contain."""
-        return {
-            "epoch": self.epoch,
-            "samples": self.samples,
-            "batches": self.batches,
-            "order": self.order,
-            "started": self.started,
-        }
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state returned by `state_dict`."""
+        """Restore the attributes `SAVED`."""
         self.rewind()
-        self.epoch, self.samples, self.batches = state["epoch"], state["samples"], state["batches"]
-        self.order, self.started = state["order"], state["started"]
+        for name in SAVED:
+            setattr(self, name, state[name])
         self.phase = Phase.BETWEEN if self.order is None else Phase.LOADED

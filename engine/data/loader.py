@@ -16,7 +16,7 @@ from ...common.messages import name_type, warn
 from ...strategies import World
 from ..rng import Draw, RandomStream, isolated_random_state
 from .dataset_check import find_least, warn_length_changed, warn_order_changed
-from .epoch_position import EpochPosition, Phase
+from .epoch_position import SAVED, EpochPosition, Phase
 from .micro_batches import Cursor, GroupPlanner, Micro
 from .sampler_rng import (
     Draws,
@@ -552,7 +552,7 @@ class Loader:
         drawn = None if self._last is None else self._last[1]
         plan.draws.warn_of_counts(position.order is not None)
         return {
-            **position.state_dict(),
+            **{name: getattr(position, name) for name in SAVED},
             "width": plan.full,
             "length": get_length(getattr(self.source, "dataset", None)),
             "items": plan.items(position.samples, position.batches) + position.items_ahead,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...common.messages import name_type, nearest, warn
 from ...common.validation import WrongTypeError
-from ...strategies import World, apply_nested
+from ...strategies import World
 from ..data import Cursor
 from . import metric_state
 
@@ -717,9 +717,20 @@ def read_numbers(value: Any) -> Any:
         value: Nested dicts, lists and tuples.
     """
     tensors: list[Tensor] = []
-    apply_nested(value, Tensor, tensors.append)
+    _replace_tensors(value, tensors.append)
     numbers = iter(stack_numbers(tensors).tolist() if tensors else ())
-    return apply_nested(value, Tensor, lambda tensor: next(numbers))
+    return _replace_tensors(value, lambda tensor: next(numbers))
+
+
+def _replace_tensors(value: Any, replace: Callable[[Tensor], Any]) -> Any:
+    # Not `apply_nested`: the few values of a save need no second file on its way.
+    if isinstance(value, Tensor):
+        return replace(value)
+    if isinstance(value, dict):
+        return {key: _replace_tensors(item, replace) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_replace_tensors(item, replace) for item in value)
+    return value
 
 
 def _plain(value: Any) -> Any:
