@@ -8,6 +8,7 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .combined_loader import CombinedLoader, JointLoader, is_collection
+    from .dataset_check import digest
     from .device_transfer import choose_mover
     from .loader import Loader, batch_indices
     from .micro_batches import Cursor, Micro, share
