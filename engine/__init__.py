@@ -28,12 +28,11 @@ if TYPE_CHECKING:
         TorchDynamoPlugin,
         TorchTensorParallelPlugin,
     )
-    from .data.combined_loader import CombinedLoader
+    from .data.combined_loader import CombinedLoader, JointLoader
     from .data.device_transfer import move_data_to_device
-    from .data.joint_loader import JointLoader
     from .data.loader import Loader
     from .metrics.logged_values import Entry, Metrics
-    from .metrics.uneven_counts import uneven_counts
+    from .metrics.metric_state import uneven_counts
     from .modules import describe_compilations, evaluation_mode, list_compiled_names, list_unused, plain_calls
     from .nested import honor_type
     from .optim.batch_size import find_executable_batch_size

@@ -89,6 +89,29 @@ class GeneralTracker:
         """Write all values that are still in memory, and close the tracker."""
 
 
+@dataclass(frozen=True)
+class _Service:
+    """Description of a kind of tracker that Treadle makes of a logger.
+
+    Attributes:
+        logger: Name of the logger's class in `treadle.loggers`.
+        package: The package that it needs, if any.
+        project: The logger's arguments that get the project's name.
+        directory: The logger's argument that gets ``logging_dir``, if it has one.
+        texts: Method of the service's object that stores a text.
+        log: Method of the service's object, or of the logger if it begins with ``_``, that stores any object.
+        extra: Treadle's extra that installs the package. Default: its name.
+    """
+
+    logger: str = ""
+    package: str = ""
+    project: tuple[str, ...] = ("project",)
+    directory: str = ""
+    texts: str = ""
+    log: str = ""
+    extra: str = ""
+
+
 class LoggerTracker(GeneralTracker):
     """Tracker that writes to a logger of `treadle.loggers`.
 
@@ -98,8 +121,12 @@ class LoggerTracker(GeneralTracker):
     """
 
     requires_logging_directory = False
+    service = _Service()
 
     def __init__(self, logger: Any, name: str) -> None:
+        # The tracker of a logger that the user has made stores what Treadle's own for this kind of logger does.
+        kinds = {kind.service.logger: kind.service for kind in _BUILT_IN}
+        self.service = kinds.get(type(logger).__name__, self.service)
         self.name = name
         self.logger = logger
         self._warned_of_others = False
@@ -134,7 +161,7 @@ class LoggerTracker(GeneralTracker):
             self.logger.log_metrics(values, step, **kwargs)
 
     def _log_others(self, values: dict[str, Any], step: int | None) -> None:
-        service = _OF_LOGGERS.get(self.name, _Service(""))
+        service = self.service
         if service.log:
             getattr(self.logger if service.log.startswith("_") else self.tracker, service.log)(values, step=step)
             return
@@ -166,44 +193,6 @@ def _is_metric(value: Any) -> bool:
     return isinstance(value, numbers.Real)
 
 
-@dataclass(frozen=True)
-class _Service:
-    """Description of a kind of tracker that Treadle makes of a logger.
-
-    Attributes:
-        logger: Name of the logger's class in `treadle.loggers`.
-        package: The package that it needs, if any.
-        project: The logger's arguments that get the project's name.
-        directory: The logger's argument that gets ``logging_dir``, if it has one.
-        texts: Method of the service's object that stores a text.
-        log: Method of the service's object, or of the logger if it begins with ``_``, that stores any object.
-        extra: Treadle's extra that installs the package. Default: its name.
-    """
-
-    logger: str
-    package: str = ""
-    project: tuple[str, ...] = ("project",)
-    directory: str = ""
-    texts: str = ""
-    log: str = ""
-    extra: str = ""
-
-
-_COMET = _Service("CometLogger", "comet_ml", texts="log_other", extra="comet")
-_SERVICES = {
-    "tensorboard": _Service("TensorBoardLogger", "tensorboard", ("name",), "save_dir", texts="add_text"),
-    "csv": _Service("CSVLogger", "", ("name",), "save_dir"),
-    "wandb": _Service("WandbLogger", "wandb", directory="save_dir", log="_log"),
-    "mlflow": _Service("MLFlowLogger", "mlflow", ("experiment_name",), "save_dir"),
-    "clearml": _Service("ClearMLLogger", "clearml", ("project_name", "task_name")),
-    "comet_ml": _COMET,
-    "swanlab": _Service("SwanLabLogger", "swanlab", directory="save_dir", log="log"),
-    "trackio": _Service("TrackioLogger", "trackio", log="log"),
-}
-_OF_LOGGERS = _SERVICES | {"comet": _COMET}
-"""The services by the name of a tracker, also of one for a logger that the user has made."""
-
-
 class ServiceTracker(LoggerTracker):
     """Base class of the trackers that Treadle has, each of which writes to a logger of `treadle.loggers`.
 
@@ -222,16 +211,13 @@ class ServiceTracker(LoggerTracker):
             run_name = kwargs.pop("run_name", run_name)
         logging_dir = kwargs.pop("logging_dir", logging_dir)
 
-        service, options = _SERVICES[self.name], {}
+        service, options = self.service, {}
         if run_name is not None:
             options = {key: os.environ.get(_FROM_ENVIRONMENT.get(key, "")) or run_name for key in service.project}
         if self.requires_logging_directory:  # files are in logging_dir/run_name, without a numbered directory below
             options["version"] = ""
-        if (
-            logging_dir is not None
-            and service.directory
-            and (self.requires_logging_directory or not _PLACES & {*kwargs})
-        ):
+        is_placed = not self.requires_logging_directory and _PLACES & {*kwargs}
+        if logging_dir is not None and service.directory and not is_placed:
             options[service.directory] = logging_dir
         super().__init__(getattr(loggers, service.logger)(**{**options, **kwargs}), self.name)
 
@@ -253,6 +239,7 @@ class TensorBoardTracker(ServiceTracker):
     """Tracker that writes TensorBoard event files below ``logging_dir/run_name``; see `ServiceTracker`."""
 
     name = "tensorboard"
+    service = _Service("TensorBoardLogger", "tensorboard", ("name",), "save_dir", texts="add_text")
     requires_logging_directory = True
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -271,6 +258,7 @@ class CSVTracker(ServiceTracker):
     """Tracker that writes a CSV file below ``logging_dir/run_name``; see `ServiceTracker`."""
 
     name = "csv"
+    service = _Service("CSVLogger", "", ("name",), "save_dir")
     requires_logging_directory = True
 
 
@@ -278,6 +266,7 @@ class WandBTracker(ServiceTracker):
     """Tracker for a run of Weights & Biases; see `ServiceTracker`."""
 
     name = "wandb"
+    service = _Service("WandbLogger", "wandb", directory="save_dir", log="_log")
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Upload lists of images.
@@ -325,12 +314,14 @@ class MLflowTracker(ServiceTracker):
     """Tracker for a run of MLflow; see `ServiceTracker`."""
 
     name = "mlflow"
+    service = _Service("MLFlowLogger", "mlflow", ("experiment_name",), "save_dir")
 
 
 class CometMLTracker(ServiceTracker):
     """Tracker for an experiment of Comet; see `ServiceTracker`."""
 
     name = "comet_ml"
+    service = _Service("CometLogger", "comet_ml", texts="log_other", extra="comet")
 
 
 class ClearMLTracker(ServiceTracker):
@@ -340,6 +331,7 @@ class ClearMLTracker(ServiceTracker):
     """
 
     name = "clearml"
+    service = _Service("ClearMLLogger", "clearml", ("project_name", "task_name"))
     _is_own = True
 
     def start(self) -> None:
@@ -396,6 +388,7 @@ class SwanLabTracker(ServiceTracker):
     """Tracker for a run of SwanLab; see `ServiceTracker`."""
 
     name = "swanlab"
+    service = _Service("SwanLabLogger", "swanlab", directory="save_dir", log="log")
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Upload lists of images.
@@ -415,6 +408,7 @@ class TrackioTracker(ServiceTracker):
     """Tracker for a run of Trackio; see `ServiceTracker`."""
 
     name = "trackio"
+    service = _Service("TrackioLogger", "trackio", log="log")
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
@@ -448,7 +442,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
 def list_installed_trackers() -> list[str]:
     """Return the names of the built-in trackers whose packages are installed."""
-    return [name for name, service in _SERVICES.items() if not service.package or is_installed(service.package)]
+    return [kind.name for kind in _BUILT_IN if not kind.service.package or is_installed(kind.service.package)]
 
 
 Source = Callable[[str, dict[str, Any]], GeneralTracker]
@@ -505,8 +499,8 @@ def _to_tracker(value: Any) -> GeneralTracker:
     if all(hasattr(value, name) for name in ("name", "tracker", "log", "finish", "requires_logging_directory")):
         return value  # it already has this form
     raise TypeError(
-        f"log_with={value!r} is not a tracker. Pass a name ({', '.join(_SERVICES)}), a GeneralTracker, or a logger "
-        "from treadle.loggers."
+        f"log_with={value!r} is not a tracker. Pass a name ({', '.join(kind.name for kind in _BUILT_IN)}), a "
+        "GeneralTracker, or a logger from treadle.loggers."
     )
 
 
@@ -519,16 +513,12 @@ def _make_directory_error(name: str) -> str:
 
 def _resolve_source(name: str, project: ProjectConfiguration) -> Source:
     make: Any = LOGGER_TYPE_TO_CLASS[name]
-    needs_directory = make.requires_logging_directory  # type: ignore[attr-defined]
-    takes_directory = needs_directory
-    if issubclass(make, ServiceTracker):
-        service = _SERVICES[name]
-        takes_directory = bool(service.directory)
-        if service.package:
-            require(f"log_with={name!r}", service.package, extra=service.extra or service.package)
-    if needs_directory and project.logging_dir is None:
+    service = make.service if issubclass(make, ServiceTracker) else None
+    if service is not None and service.package:
+        require(f"log_with={name!r}", service.package, extra=service.extra or service.package)
+    if make.requires_logging_directory and project.logging_dir is None:
         raise ValueError(_make_directory_error(name))
-    place = [project.logging_dir] if takes_directory else []
+    place = [project.logging_dir] if make.requires_logging_directory or service is not None else []
     return lambda project_name, options: make(project_name, *place, **options)
 
 
@@ -597,14 +587,16 @@ class Trackers:
 
     def get(self, name: str, unwrap: bool) -> Any:
         """Return a started tracker by name; see `Accelerator.get_tracker`."""
+        from ..loggers import NullExperiment
+
         for tracker in self.started:
             if tracker.name == name:  # type: ignore[attr-defined]
                 if not unwrap:
                     return tracker
-                return tracker.tracker if tracker in self._on_this_rank() else _Silent()  # type: ignore[attr-defined]
+                return tracker.tracker if tracker in self._on_this_rank() else NullExperiment()  # type: ignore[attr-defined]
         # The tracker was started on the main process only.
         if not self.started and not self._world.is_main and name in self.sources:
-            return _Silent()
+            return NullExperiment()
         names = [str(tracker.name) for tracker in self.started]  # type: ignore[attr-defined]
         hint = f" Started: {', '.join(names)}.{nearest(name, names)}" if names else " Call init_trackers first."
         raise ValueError(f"{name!r} is not a started tracker.{hint}")
@@ -615,18 +607,6 @@ class Trackers:
             for tracker in self._on_this_rank():
                 tracker.finish()
         self.started = []
-
-
-class _Silent:
-    """Placeholder for a tracker on a rank that did not start it. Its attributes and calls return the placeholder."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        return self
 
 
 def _read(value: Any) -> Any:

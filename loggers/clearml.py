@@ -10,7 +10,7 @@ from typing import Any
 from ..common.messages import warn
 from ..common.optional import require
 from ..common.validation import check_bool
-from ._services import ServiceLogger, check_options
+from .service_logger import ServiceLogger, check_options
 from .values import flatten
 
 FAILED = "failed"
@@ -69,14 +69,8 @@ class ClearMLLogger(ServiceLogger):
     ) -> None:
         require("ClearMLLogger", "clearml", extra="clearml")
         texts = {"project_name": project_name, "task_name": task_name, "task_id": task_id}
-        super().__init__(
-            name=project_name or os.environ.get("CLEARML_PROJECT") or "treadle_logs",
-            version=task_id,
-            prefix=prefix,
-            log_model=log_model,
-            strict=strict,
-            texts=texts,
-        )
+        project = project_name or os.environ.get("CLEARML_PROJECT") or "treadle_logs"
+        super().__init__(project, task_id, texts, prefix=prefix, log_model=log_model, strict=strict)
         check_options("clearml.Task.init", kwargs)
         self._offline = check_bool("offline", offline)
         # This logger reports scalars and checkpoints; ClearML's own hooks would report them a second time.

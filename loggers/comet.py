@@ -9,7 +9,7 @@ from typing import Any
 
 from ..common.optional import require
 from ..common.validation import check_bool
-from ._services import ServiceLogger, check_options
+from .service_logger import ServiceLogger, check_options
 
 OLD_NAMES = {"project_name": "project", "experiment_name": "name", "save_dir": "offline_directory"}
 """Current names of arguments, by their names in older versions of Lightning's and Comet's loggers."""
@@ -87,15 +87,9 @@ class CometLogger(ServiceLogger):
                 f"experiment_config=... can't be combined with {names}. Set {names} in experiment_config instead."
             )
         texts = {"api_key": api_key, "workspace": workspace, "project": project, "mode": mode}
-        super().__init__(
-            name=project,
-            version=experiment_key or os.environ.get("COMET_EXPERIMENT_KEY"),
-            prefix=prefix,
-            log_model=log_model,
-            strict=strict,
-            separator="_",
-            texts={**texts, "experiment_key": experiment_key},
-        )
+        texts["experiment_key"] = experiment_key
+        key = experiment_key or os.environ.get("COMET_EXPERIMENT_KEY")
+        super().__init__(project, key, texts, prefix=prefix, log_model=log_model, strict=strict, separator="_")
         _set_up_import(offline=online is False)
         check_options("comet_ml.ExperimentConfig", kwargs)
         self._start: dict[str, Any] = {"api_key": api_key, "workspace": workspace, "online": online}

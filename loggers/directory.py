@@ -13,7 +13,7 @@ from ..common.mirror import local_folder
 from ..common.remote_path import RemotePath, as_path, is_url
 from ..common.validation import check_text
 from .logger import Logger, Params, process_rank
-from .values import as_mapping, check_step, plain
+from .values import as_mapping, plain
 
 
 class DirectoryLogger(Logger):
@@ -70,7 +70,6 @@ class DirectoryLogger(Logger):
         self._version = check_version(version)
         self._prefix = f"{prefix}{self.LOGGER_JOIN_CHAR}" if prefix else ""
         self._experiment: Any = None
-        self._last_step = -1
         self._hparams: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -153,19 +152,6 @@ class DirectoryLogger(Logger):
         with part.open("w", encoding="utf-8") as file:
             yaml.safe_dump(self._hparams, file, sort_keys=False, allow_unicode=True)
         os.replace(part, target)
-
-    def next_step(self, step: int | None) -> int:
-        """Return the step to log, and remember the highest step.
-
-        Args:
-            step: Step that was passed to `log_metrics`. If None, the highest previous step plus one is used.
-
-        Raises:
-            TypeError, ValueError: If ``step`` is invalid.
-        """
-        step = check_step(self._last_step + 1 if step is None else step)
-        self._last_step = max(self._last_step, step)
-        return step
 
 
 def check_version(version: int | str | None) -> int | str | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..common.rank_zero import rank_zero_only
+from .values import check_step
 
 EVALUATED_AT = "evaluation/global_step"
 """Metric that records the optimizer step in rows for single evaluation batches, whose ``step`` counts batches."""
@@ -110,6 +111,7 @@ class Logger(ABC):
 
     strict: bool = False
     _version: int | str | None = None
+    _last_step = -1
 
     @property
     def name(self) -> str | None:
@@ -172,6 +174,19 @@ class Logger(ABC):
             params: Settings by name, nested or not.
             metrics: Initial values of metrics. Default: none.
         """
+
+    def next_step(self, step: int | None) -> int:
+        """Return the step to log, and remember the highest step.
+
+        Args:
+            step: Step that was passed to `log_metrics`. If None, the highest previous step plus one is used.
+
+        Raises:
+            TypeError, ValueError: If ``step`` is invalid.
+        """
+        step = check_step(self._last_step + 1 if step is None else step)
+        self._last_step = max(self._last_step, step)
+        return step
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
         """Record the structure of a model. Does nothing unless overridden.

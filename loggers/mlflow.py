@@ -7,15 +7,13 @@ import re
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ..common.optional import is_installed, require
-from ..common.validation import check_bool
-from ._services import Uploads, check_arguments, undisturbed
-from .logger import Logger, Params, process_rank, rank_zero_experiment
-from .values import as_mapping, as_metrics, check_step, flatten, plain
+from .logger import Params, process_rank, rank_zero_experiment
+from .service_logger import UploadingLogger, Uploads, undisturbed
+from .values import as_mapping, as_metrics, flatten, plain
 
 FILES = "file:"
 DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
@@ -25,7 +23,7 @@ END = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"}
 NAME_TAG = "mlflow.runName"
 
 
-class MLFlowLogger(Logger):
+class MLFlowLogger(UploadingLogger):
     """Logger that sends metrics, hyperparameters and checkpoints to MLflow (``pip install mlflow``).
 
     Rank zero begins a run on first use. Later fits continue the same run.
@@ -74,9 +72,8 @@ class MLFlowLogger(Logger):
         strict: bool = False,
     ) -> None:
         require("MLFlowLogger", "mlflow", extra="mlflow")
-        self.strict = check_bool("strict", strict)
         texts = {"experiment_name": experiment_name, "run_name": run_name, "tracking_uri": tracking_uri}
-        check_arguments(log_model, {**texts, "prefix": prefix, "run_id": run_id})
+        super().__init__({**texts, "run_id": run_id}, prefix, log_model, strict)
         if run_name is not None and (tags or {}).get(NAME_TAG, run_name) != run_name:
             raise ValueError(f"run_name={run_name!r} contradicts tags[{NAME_TAG!r}]={tags[NAME_TAG]!r}. Remove one.")  # type: ignore[index]
         directory = os.path.expandvars(os.path.expanduser(os.fspath(save_dir or "./mlruns")))
@@ -87,8 +84,6 @@ class MLFlowLogger(Logger):
         self._run_name = run_name
         self._version = run_id
         self.tags = tags
-        self._log_model = log_model
-        self._prefix = f"{prefix}-" if prefix else ""
         self._artifact_location = artifact_location
         self._wait = {} if synchronous is None else {"synchronous": synchronous}
         self._client: Any = None
@@ -210,8 +205,7 @@ class MLFlowLogger(Logger):
             TypeError, ValueError: If a name, a value or the step is invalid.
         """
         row = list(flatten(as_metrics(metrics, self._prefix)))
-        step = check_step(self._last_step + 1 if step is None else step)
-        self._last_step = max(self._last_step, step)
+        step = self.next_step(step)
         if process_rank() != 0:
             return
         from mlflow.entities import Metric
@@ -253,30 +247,16 @@ class MLFlowLogger(Logger):
         if metrics:
             self.log_metrics(metrics, step=0)
 
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Upload checkpoints as ``log_model`` specifies.
+    def _write_checkpoint(self, run: Any, path: str, aliases: list[str], facts: dict[str, Any]) -> None:
+        import yaml
 
-        Args:
-            checkpoint_callback: The callback that saved the checkpoint.
-        """
-        self._upload(self._uploads.collect_after_save(checkpoint_callback))
-
-    def _upload(self, checkpoints: Iterable[tuple[str, Any, dict[str, Any]]]) -> None:
-        if process_rank() != 0:
-            return
-        for path, callback, facts in checkpoints:
-            import yaml
-
-            folder = Path(path).stem
-            best = ["best"] if path == callback.best_model_path else []
-            client = self.experiment
-            client.log_artifact(self._version, path, folder)
-            with tempfile.TemporaryDirectory() as temporary_directory:
-                Path(temporary_directory, "metadata.yaml").write_text(
-                    yaml.safe_dump(facts, sort_keys=False), encoding="utf-8"
-                )
-                Path(temporary_directory, "aliases.txt").write_text(str(["latest", *best]), encoding="utf-8")
-                client.log_artifacts(self._version, temporary_directory, folder)
+        folder = Path(path).stem
+        run.log_artifact(self._version, path, folder)
+        with tempfile.TemporaryDirectory() as temporary_directory:
+            metadata = yaml.safe_dump(facts, sort_keys=False)
+            Path(temporary_directory, "metadata.yaml").write_text(metadata, encoding="utf-8")
+            Path(temporary_directory, "aliases.txt").write_text(str(aliases), encoding="utf-8")
+            run.log_artifacts(self._version, temporary_directory, folder)
 
     def save(self) -> None:
         """Wait for background writes to complete."""
@@ -292,7 +272,7 @@ class MLFlowLogger(Logger):
         """
         try:
             self.save()
-            self._upload(self._uploads.collect_at_end())
+            self._upload_waiting()
         finally:
             if self._client is not None:
                 self._running = False

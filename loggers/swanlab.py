@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import glob
 import os
-import secrets
-import string
 from typing import Any
 
 from ..common.optional import require
-from ._services import ServiceLogger, check_options
+from .service_logger import ServiceLogger, check_options, make_id
 
 # Arguments that `swanlab.init` accepts besides those in its signature, for older scripts.
 OLD_NAMES = ("experiment_name", "notes", "logdir")
@@ -74,14 +72,9 @@ class SwanLabLogger(ServiceLogger):
     ) -> None:
         require("SwanLabLogger", "swanlab", extra="swanlab")
         texts = {"project": project, "workspace": workspace, "experiment_name": experiment_name, "mode": mode, "id": id}
-        super().__init__(
-            name=project or os.environ.get("SWANLAB_PROJECT_NAME") or "treadle_logs",
-            version=id or os.environ.get("SWANLAB_RUN_ID"),
-            prefix=prefix,
-            log_model=log_model,
-            strict=strict,
-            texts=texts,
-        )
+        name = project or os.environ.get("SWANLAB_PROJECT_NAME") or "treadle_logs"
+        version = id or os.environ.get("SWANLAB_RUN_ID")
+        super().__init__(name, version, texts, prefix=prefix, log_model=log_model, strict=strict)
         check_options("swanlab.init", kwargs, also=OLD_NAMES)
         self._save_dir = os.path.expandvars(os.path.expanduser(os.fspath(save_dir or ".")))
         given: dict[str, Any] = {"project": self._name, "workspace": workspace, "experiment_name": experiment_name}
@@ -104,7 +97,7 @@ class SwanLabLogger(ServiceLogger):
                 self._version = run.id
                 return run
             run.finish()  # SwanLab has one run at a time, and it can be continued by its ID
-        run = swanlab.init(id=self._version or _make_id(), **self._options)
+        run = swanlab.init(id=self._version or make_id(21), **self._options)
         self._version = run.id
         return run
 
@@ -136,8 +129,3 @@ def _name_none(value: Any) -> Any:
     if isinstance(value, list):
         return [_name_none(inner) for inner in value]
     return "None" if value is None else value
-
-
-def _make_id() -> str:
-    """Return an ID from the system's RNG, which training does not use."""
-    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(21))

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..common.mirror import flush
 from ..common.validation import check_bool
-from ._services import check_names
 from .directory import DirectoryLogger
 from .logger import Params, process_rank, rank_zero_experiment
+from .service_logger import check_names
 from .values import as_metrics, as_number, flatten
 
 if TYPE_CHECKING:

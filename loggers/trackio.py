@@ -8,7 +8,7 @@ import secrets
 from typing import Any
 
 from ..common.optional import require
-from ._services import ServiceLogger, check_options
+from .service_logger import ServiceLogger, check_options
 
 
 class TrackioLogger(ServiceLogger):
@@ -50,7 +50,7 @@ class TrackioLogger(ServiceLogger):
     ) -> None:
         require("TrackioLogger", "trackio", extra="trackio")
         texts = {"project": project, "name": name}
-        super().__init__(name=project, version=name, prefix=prefix, log_model=log_model, strict=strict, texts=texts)
+        super().__init__(project, name, texts, prefix=prefix, log_model=log_model, strict=strict)
         check_options("trackio.init", kwargs)
         self._options = kwargs
         self._begun = False

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
-import string
 import sys
 import warnings
 from collections.abc import Sequence
@@ -12,15 +10,14 @@ from typing import Any
 
 from ..common.messages import name_type
 from ..common.optional import require
-from ..common.validation import check_bool
-from ._services import Uploads, check_arguments, check_options
-from .logger import Logger, Params, process_rank, rank_zero_experiment
+from .logger import Params, process_rank, rank_zero_experiment
+from .service_logger import UploadingLogger, Uploads, check_options, make_id
 from .values import as_mapping, as_metrics, check_step, flatten, plain
 
 STEP = "trainer/global_step"  # W&B counts calls of `log`; charts are drawn over this instead
 
 
-class WandbLogger(Logger):
+class WandbLogger(UploadingLogger):
     """Logger that sends metrics, hyperparameters, media and checkpoints to Weights & Biases (``pip install wandb``).
 
     Rank zero begins a run on first use. The run stays open after a fit, so later fits continue it; `finish` ends it. A
@@ -78,9 +75,8 @@ class WandbLogger(Logger):
         **kwargs: Any,
     ) -> None:
         require("WandbLogger", "wandb", extra="wandb")
-        self.strict = check_bool("strict", strict)
         texts = {"name": name, "version": version, "id": id, "project": project, "checkpoint_name": checkpoint_name}
-        check_arguments(log_model, {**texts, "prefix": prefix})
+        super().__init__(texts, prefix, log_model, strict)
         if add_file_policy not in ("mutable", "immutable"):
             raise ValueError(f"add_file_policy={add_file_policy!r} must be 'mutable' or 'immutable'.")
         directory = _choose_argument("save_dir", save_dir, "dir", dir) or os.environ.get("WANDB_DIR") or "."
@@ -99,11 +95,8 @@ class WandbLogger(Logger):
         self._project = project or os.environ.get("WANDB_PROJECT") or "treadle_logs"
         self._version = self._requested["id"] or (None if experiment is None else experiment.id)
         self._options = {"resume": "allow", **({"anonymous": "allow"} if anonymous else {}), **kwargs}
-        self._prefix = f"{prefix}-" if prefix else ""
-        self._log_model = log_model
         self._checkpoint_name = checkpoint_name
         self._file_policy: Any = add_file_policy
-        self._uploads = Uploads(log_model)
         self._experiment = experiment
 
     def __getstate__(self) -> dict[str, Any]:
@@ -121,7 +114,7 @@ class WandbLogger(Logger):
         """ID of the run. If none was passed, rank zero chooses it on first access, without connecting to W&B."""
         if self._version is None and process_rank() == 0:
             active = self._find_active_run()
-            self._version = active.id if active is not None else os.environ.get("WANDB_RUN_ID") or _make_id()
+            self._version = active.id if active is not None else os.environ.get("WANDB_RUN_ID") or make_id(8)
         return self._version
 
     @version.setter
@@ -271,24 +264,7 @@ class WandbLogger(Logger):
 
             self._log({self._prefix + key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step)
 
-    def log_text(
-        self,
-        key: str,
-        columns: list[Any] | None = None,
-        data: list[list[str]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-    ) -> None:
-        """Record texts as a table.
-
-        Args:
-            key: Name of the table.
-            columns: Names of the columns.
-            data: Rows of the table, each a list of strings.
-            dataframe: A pandas data frame, instead of ``columns`` and ``data``.
-            step: Optimizer step. Default: the latest step.
-        """
-        self.log_table(key, columns, data, dataframe, step)
+    log_text = log_table  # as in Lightning, texts are recorded as a table
 
     def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: Any) -> None:
         """Record images.
@@ -395,14 +371,6 @@ class WandbLogger(Logger):
             wandb_artifact = wandb.Api().artifact(artifact, type=artifact_type)
         return str(wandb_artifact.download(root=None if save_dir is None else os.fspath(save_dir)))
 
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Upload checkpoints as ``log_model`` specifies.
-
-        Args:
-            checkpoint_callback: The callback that saved the checkpoint.
-        """
-        self._upload(self._uploads.collect_after_save(checkpoint_callback))
-
     def finalize(self, status: str) -> None:
         """Upload the pending checkpoints if the stage succeeded. The run stays open; see `finish`.
 
@@ -410,22 +378,17 @@ class WandbLogger(Logger):
             status: ``"success"`` or ``"failed"``.
         """
         if status == "success":
-            self._upload(self._uploads.collect_at_end())
+            self._upload_waiting()
 
-    def _upload(self, checkpoints: Any) -> None:
-        if process_rank() != 0:
-            return
-        for path, callback, facts in checkpoints:
-            import wandb
+    def _write_checkpoint(self, run: Any, path: str, aliases: list[str], facts: dict[str, Any]) -> None:
+        import wandb
 
-            name = self._checkpoint_name or f"model-{self.experiment.id}"
-            artifact = wandb.Artifact(name=name, type="model", metadata=facts)
-            if os.path.isdir(path):
-                artifact.add_dir(path, policy=self._file_policy)
-            else:
-                artifact.add_file(path, name="model.ckpt", policy=self._file_policy)  # Lightning's name
-            best = ["best"] if path == callback.best_model_path else []
-            self.experiment.log_artifact(artifact, aliases=["latest", *best])
+        artifact = wandb.Artifact(name=self._checkpoint_name or f"model-{run.id}", type="model", metadata=facts)
+        if os.path.isdir(path):
+            artifact.add_dir(path, policy=self._file_policy)
+        else:
+            artifact.add_file(path, name="model.ckpt", policy=self._file_policy)  # Lightning's name
+        run.log_artifact(artifact, aliases=aliases)
 
     def finish(self) -> None:
         """End the run once everything is sent or written. Later logging reopens it by its ID."""
@@ -439,8 +402,3 @@ def _choose_argument(name: str, value: Any, twin: str, other: Any) -> Any:
     if value is not None and other is not None and value != other:
         raise ValueError(f"{name}={value!r} and {twin}={other!r} set the same option. Pass only one of them.")
     return other if value is None else value
-
-
-def _make_id() -> str:
-    """Return an ID from the system's RNG, which training does not use."""
-    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))

@@ -5,18 +5,19 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from ...common.messages import format_count, name_type, warn
+from ...common.messages import name_type, warn
 from ...strategies import World
-from ..rng import Draw, RandomStream, host_state, isolated_random_state, set_host_state
+from ..rng import Draw, RandomStream, isolated_random_state
 from .dataset_check import find_least, warn_length_changed, warn_order_changed
-from .micro_batches import Cursor, GroupPlanner, Micro, avoid_rewind
+from .epoch_position import EpochPosition, Phase
+from .micro_batches import Cursor, GroupPlanner, Micro
 from .sampler_rng import (
     Draws,
     find_generators,
@@ -28,15 +29,16 @@ from .sampler_rng import (
 )
 from .sharded_sampler import GroupIndices, ShardedBatches, get_length, set_epoch, shards_itself
 from .source_libraries import explain_not_repeatable, explain_state_gap
-from .stream_end import may_read_ahead
 from .streamed_batches import (
     Counted,
     StreamedBatches,
     follow_iterator,
     has_user_iter,
     make_batches_error,
+    may_read_ahead,
     reads_other_loaders,
 )
+from .user_iter import UserBatches
 from .workers import (
     KnownEpoch,
     LiveWithRank,
@@ -50,6 +52,11 @@ from .workers import (
 )
 
 _NO_MORE = object()
+
+INSIDE_GROUP = (
+    "the dataloader's state was requested during gradient accumulation, but a checkpoint does not contain accumulated "
+    "gradients. Save it when accelerator.sync_gradients is True, after optimizer.step()."
+)
 
 
 class Loader:
@@ -72,10 +79,6 @@ class Loader:
             nothing.
 
     Attributes:
-        epoch: The number of the epoch, from 0.
-        samples: Number of samples that all processes together have read or skipped in this epoch. A batch of unknown
-            size counts as 1.
-        batches: Number of batches that this process has read or skipped in this epoch.
         limit: Maximum number of batches per epoch; None for no limit.
 
     Raises:
@@ -117,33 +120,19 @@ class Loader:
         self.source = source
         self.move = move
         self.evaluation = evaluation
-        self.epoch = 0
-        self.samples = 0  # read in this epoch, over all processes
-        self.batches = 0  # read in this epoch by this process
+        self._position = EpochPosition()
         self.limit: int | None = None
         self._cursor = cursor
         self._on_begin = on_begin
         self._stream = stream
-        self._micro: Micro | None = None  # the last micro-batch of this epoch
-        self._indices: GroupIndices | None = None  # the indices of its group
-        self._drawn: Draw | None = None  # the position of a copy of the stream at that point
-        self._resuming = False
-        self._finished = False  # whether a resume ended the previous epoch, and nothing was read since
-        self._named = False  # whether `set_epoch` was called since the epoch began
-        self._passing = 0  # batches to skip at the beginning of the next epoch
-        self._ahead = 0  # how many of the sampler's items this epoch was ahead of `batches` of this width
+        # The last micro-batch of this epoch, the position of a copy of the stream there, and the indices of its group.
+        self._last: tuple[Micro, Draw | None, GroupIndices | None] | None = None
         self._reads: list[Any] = []  # the dataset's own generators, if this process reads the dataset
-        # The metadata of batches of a user-defined `__iter__` in a single process, where it may read other loaders.
-        self._yielded: deque[tuple[Micro, Draw | None, GroupIndices | None]] | None = None
-        # Whether this `__iter__` yields other batches than it reads; None until an epoch has shown it.
-        self._reads_again: bool | None = None
-        self._start_state: dict[str, Any] | None = None  # the states of the process when such an epoch began
         self._known_epoch: KnownEpoch | None = None  # what the dataset's copies in new workers have received
-        # Whether the view's persistent workers run, in this process or in the one that it resumes.
-        self._started = False
         self._repeats = False  # whether each epoch has the first one's order
         self._first: dict[str, Any] | None = None  # the state that this order was drawn from
         self._plan: ShardedBatches | StreamedBatches
+        self._reader: ShardedBatches | StreamedBatches | UserBatches  # the plan, or what groups its batches anew
         self._view: Any = source
         self._prepare(source, world, shard, (lambda: 1) if evaluation else accumulate, split)
 
@@ -155,7 +144,8 @@ class Loader:
         else:
             # A list draws nothing, so it needs no random stream.
             lent = not isinstance(source, list | tuple)
-            self._plan = StreamedBatches(source, None, planner, Draws(self._stream, source), lent, get_stateful(source))
+            draws, stateful = Draws(self._stream, source), get_stateful(source)
+            self._reader = self._plan = StreamedBatches(source, None, planner, draws, self._position, lent, stateful)
         if split and planner.size > 1:
             self._plan.split()
 
@@ -172,30 +162,11 @@ class Loader:
         if workers:
             settings["worker_init_fn"] = LiveWithRank(source.worker_init_fn)
         if isinstance(source.dataset, IterableDataset):
-            counted = source.batch_size
-            if counted is not None:
-                settings["collate_fn"] = Counted(source.collate_fn)
-            draws = Draws(self._stream, source, dataset=source.dataset)
-            # A subclass's own __iter__ may draw the workers' seed late, or draw other numbers.
-            lent = not workers or type(source).__iter__ is not DataLoader.__iter__
-            # A loader that records its position also records that of its workers.
-            knows = get_stateful(view)
-            if knows is None and not workers:
-                knows = get_stateful(source.dataset)
-            gap = explain_state_gap(source.dataset)
-            if gap:
-                knows = None
-            if knows is None and not self.evaluation and (reason := explain_not_repeatable(source.dataset)):
-                warn(f"a run cannot resume exactly within an epoch of this stream, because {reason}.")
-            cursor = self._cursor if not self.evaluation and may_read_ahead(source, knows) else None
-            streamed = self._plan = StreamedBatches(source, counted, planner, draws, lent, knows, gap, cursor)
-            if source.persistent_workers and not isinstance(source.dataset, IterDataPipe):
-                settings["dataset"] = streamed.seeded = SeededStream(source.dataset)
-            follow_iterator(view, streamed)
+            self._prepare_stream(source, planner)
             return
-        if has_user_iter(source) and planner.world_size == 1:
-            self._yielded = deque()
-        plan = self._plan = ShardedBatches(source, planner, self._stream, self.evaluation, positions=workers)
+        plan = self._reader = self._plan = ShardedBatches(
+            source, planner, self._stream, self._position, self.evaluation, positions=workers
+        )
         settings["batch_sampler" if source.batch_sampler is not None else "sampler"] = plan
         if workers:
             settings["dataset"] = samples = SeededSamples(source.dataset, plan.batched)
@@ -203,21 +174,46 @@ class Loader:
             self._known_epoch = known_epoch(samples)
         else:
             self._reads = find_generators(source.dataset)
+        if has_user_iter(source) and planner.world_size == 1:  # it may read other loaders too
+            self._reader = UserBatches(type(source).__name__, plan, self._reads, self.evaluation)
         # Not around `iter(view)`, because a subclass whose __iter__ is a generator starts the workers later. The
-        # references are weak, because a cycle would keep persistent workers alive.
-        weak_view, weak_self = weakref.ref(view), weakref.ref(self)
+        # reference is weak, because a cycle would keep persistent workers alive.
+        weak_view = weakref.ref(view)
         start: Callable[[DataLoader[Any]], Iterator[Any]] = type(view)._get_iterator
         if start is DataLoader._get_iterator and not workers and not source.pin_memory:
             start = iterate_in_process
 
         def get_iterator() -> Any:
-            live_view, loader = weak_view(), weak_self()
+            live_view = weak_view()
             assert live_view is not None
-            assert loader is not None
-            silently, loader._started = loader._started, source.persistent_workers
-            return plan.start(lambda: note_workers(live_view, start(live_view)), silently)
+            return plan.open(lambda: note_workers(live_view, start(live_view)))
 
         settings["_get_iterator"] = get_iterator
+
+    def _prepare_stream(self, source: DataLoader[Any], planner: GroupPlanner) -> None:
+        settings, workers = self._view.__dict__, source.num_workers > 0
+        counted = source.batch_size
+        if counted is not None:
+            settings["collate_fn"] = Counted(source.collate_fn)
+        draws = Draws(self._stream, source, dataset=source.dataset)
+        # A subclass's own __iter__ may draw the workers' seed late, or draw other numbers.
+        lent = not workers or type(source).__iter__ is not DataLoader.__iter__
+        # A loader that records its position also records that of its workers.
+        knows = get_stateful(self._view)
+        if knows is None and not workers:
+            knows = get_stateful(source.dataset)
+        gap = explain_state_gap(source.dataset)
+        if gap:
+            knows = None
+        if knows is None and not self.evaluation and (reason := explain_not_repeatable(source.dataset)):
+            warn(f"a run cannot resume exactly within an epoch of this stream, because {reason}.")
+        cursor = self._cursor if not self.evaluation and may_read_ahead(source, knows) else None
+        streamed = self._reader = self._plan = StreamedBatches(
+            source, counted, planner, draws, self._position, lent, knows, gap, cursor
+        )
+        if source.persistent_workers and not isinstance(source.dataset, IterDataPipe):
+            settings["dataset"] = streamed.seeded = SeededStream(source.dataset)
+        follow_iterator(self._view, streamed)
 
     # -- iteration -----------------------------------------------------------------------------------------------
 
@@ -233,8 +229,9 @@ class Loader:
         self._on_begin()
         if batches is None:
             batches = self._begin()
-        micros: Any = self._plan.micros if self._yielded is None else self._yielded
-        cursor, stream, move, planner = self._cursor, self._stream, self.move, self._plan.planner
+        micros: Any = self._reader.micros
+        cursor, stream, move = self._cursor, self._stream, self.move
+        planner, position = self._plan.planner, self._position
         # The state of a loop around this one, such as training around a validation.
         outer = cursor.micro, cursor.number, cursor.outlook
         micro: Micro | None = None
@@ -247,20 +244,18 @@ class Loader:
                     break
                 if not micros:
                     raise make_batches_error(self.source)
-                micro, drawn, self._indices = micros.popleft()
-                cursor.micro = self._micro = micro
+                self._last = micro, drawn, _ = micros.popleft()
+                cursor.micro = micro
                 cursor.read = cursor.number = cursor.read + 1
-                self.samples += micro.everyone
-                self.batches += 1
-                if drawn is not None:
-                    self._drawn = drawn
-                    if planner.shares is None:  # otherwise the ranks have drawn different numbers
-                        stream.follow(drawn)
+                position.samples += micro.everyone
+                position.batches += 1
+                if drawn is not None and planner.shares is None:  # otherwise the ranks have drawn different numbers
+                    stream.follow(drawn)
                 batch = batch if move is None or batch is None else move(batch)
                 if cursor.around is None:
                     yield batch
                 else:
-                    with cursor.around(0 < micro.everyone < self._plan.full and self.batches > 1):
+                    with cursor.around(0 < micro.everyone < self._plan.full and position.batches > 1):
                         yield batch
             if micros:
                 raise make_batches_error(self.source)
@@ -277,11 +272,12 @@ class Loader:
             A batch from the samples of all processes in the current group; None if none of them can be read.
         """
         source, found = self.source, None
-        if self._indices is None or not isinstance(source, DataLoader):
+        indices = None if self._last is None else self._last[2]
+        if indices is None or not isinstance(source, DataLoader):
             return None
         states = read_states(self._reads)
         with isolated_random_state():
-            for index in itertools.chain.from_iterable(indices for indices, _ in self._indices.global_batches):
+            for index in itertools.chain.from_iterable(batch for batch, _ in indices.global_batches):
                 sample = source.dataset[index]
                 found = source.collate_fn(sample if source.batch_sampler is None else [sample])
                 if found is not None:
@@ -309,103 +305,30 @@ class Loader:
                 return
 
     def _begin(self) -> Iterator[Any]:
-        """Start the epoch's iterator, which appends the metadata of each batch to ``self._plan.micros``."""
-        plan = self._plan
+        """Start the epoch's iterator, which appends the metadata of each batch to ``self._reader.micros``."""
+        position = self._position
         self._leave_epoch()
-        self._resuming = self._finished = False
-        passing, self._passing = self._passing, 0
-        if self._repeats and plan.order is None:
-            plan.order = self._first
+        if position.order is None and self._repeats and self._first is not None:
+            position.order = self._first
+        position.phase = Phase.BETWEEN if position.order is None else Phase.RUNNING
         self._tell_epoch()
-        limit = None if self.limit is None else max(0, self.limit - self.batches)
-        if isinstance(plan, StreamedBatches):
-            plan.begin(self.epoch, self.samples, limit, self.batches)
-            iterator = plan.start(lambda: iter(self._view), self._started)
-            self._started = getattr(self._view, "persistent_workers", False)
-            batches = plan.batches(iterator)
-            return self._pass_over(passing, batches) if passing else batches
-        if self._yielded is not None:
-            return self._regroup(self._begin_user_iter(plan, passing), limit)
-        plan.begin(self.epoch, self.samples, limit, self.batches, passing)
-        return self._pass_over(passing, iter(self._view)) if passing else iter(self._view)
+        limit = None if self.limit is None else max(0, self.limit - position.batches)
+        return self._pass_over(self._reader.iterate(self._view, limit))
 
-    def _pass_over(self, passing: int, batches: Iterator[Any]) -> Iterator[Any]:
-        """Skip ``passing`` batches, add them to the position, and yield the rest of the epoch."""
+    def _pass_over(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return the batches of the epoch after those that are to be skipped, unless the sampler has skipped them."""
+        passing, self._position.passing = self._position.passing, 0
+        return self._read_past(passing, batches) if passing else batches
+
+    def _read_past(self, count: int, batches: Iterator[Any]) -> Iterator[Any]:
         plan = self._plan
-        if not isinstance(plan, ShardedBatches):
-            for _ in itertools.islice(batches, passing):
-                micro, drawn, _ = plan.micros.popleft()
-                self.samples += micro.everyone
-                self.batches += 1
-                if drawn is not None and plan.planner.shares is None:
-                    self._stream.follow(drawn)
-            yield from batches
-            return
-        first = list(itertools.islice(batches, 1))
-        self.samples += plan.passed_samples
-        self.batches += passing
-        if not first and (drawn := plan.take_drawn()) is not None:
-            self._stream.follow(drawn)
-        yield from itertools.chain(first, batches)
-
-    def _begin_user_iter(self, plan: ShardedBatches, passing: int) -> Iterator[Any]:
-        """Start a user-defined ``__iter__`` at the position; read the epoch again up to it, if this is necessary."""
-        resumed = plan.order is not None and self._start_state is not None and self._reads_again is not False
-        if not (resumed and (passing or self.batches)):
-            self._start_state = {"host": host_state(), "draws": plan.draws.state()}
-            plan.begin(self.epoch, self.samples, None, self.batches, passing)
-            return self._pass_over(passing, iter(self._view)) if passing else iter(self._view)
-        assert self._start_state is not None
-        self.batches, self.samples = self.batches + passing, self.samples + passing * plan.full
-        plan.begin(self.epoch, 0, None)
-        plan.order = None  # the epoch begins as it did, with all loaders that this `__iter__` reads
-        states, stream = read_states(self._reads), plan.draws.stream.get_state()
-        with isolated_random_state():
-            set_host_state(self._start_state["host"])
-            plan.draws.load(self._start_state["draws"])
-            batches = iter(self._view)
-            for _ in itertools.islice(batches, self.batches):
-                if plan.micros:
-                    plan.micros.popleft()
-        plan.draws.stream.go_to(stream)
-        load_states(self._reads, states)
-        return batches
-
-    def _regroup(self, batches: Iterator[Any], left: int | None) -> Iterator[Any]:
-        """Yield at most ``left`` batches, in groups of those that are yielded, not of those that the sampler yields."""
-        plan, yielded = self._plan, self._yielded
-        assert isinstance(plan, ShardedBatches)
-        assert yielded is not None
-        yielded.clear()
-        batches = avoid_rewind(batches)
-        while left is None or left > 0:
-            width = plan.planner.accumulate() if left is None else min(left, plan.planner.accumulate())
-            group = list(itertools.islice(batches, width))
-            if plan.order is None:  # no sampler of this dataloader was read, but the epoch has begun
-                plan.order = plan.draws.state()
-            read = [plan.micros.popleft() if plan.micros else None for _ in group]
-            if None in read or (plan.micros and len(group) < width):
-                self._note_reading_again()
-            unknown = plan.full, plan.full
-            sizes = [unknown if facts is None else (facts[0].samples, facts[0].everyone) for facts in read]
-            for micro, batch, facts in zip(plan.planner.plan(sizes), group, read, strict=True):
-                drawn, indices = (None, None) if facts is None else facts[1:]
-                yielded.append((micro, drawn, None if self._reads_again else indices))
-                yield batch
-            if len(group) < width:
-                self._reads_again = bool(self._reads_again)
-                return
-            left = None if left is None else left - len(group)
-
-    def _note_reading_again(self) -> None:
-        if self._reads_again:
-            return
-        self._reads_again = True
-        if not self.evaluation:
-            warn(
-                f"{type(self.source).__name__}.__iter__ does not yield one batch for each batch that it reads. A run "
-                "that resumes within an epoch therefore reads the epoch's batches again, up to its position."
-            )
+        for _ in itertools.islice(batches, count):
+            micro, drawn, _ = plan.micros.popleft()
+            self._position.samples += micro.everyone
+            self._position.batches += 1
+            if drawn is not None and plan.planner.shares is None:
+                self._stream.follow(drawn)
+        yield from batches
 
     def start_at(self, batch: int) -> bool:
         """Make the next iteration start at ``batch`` in the current epoch instead of at the restored position.
@@ -420,32 +343,34 @@ class Loader:
         Raises:
             ValueError: If the dataloader is already past this batch and cannot be rewound.
         """
-        if self._finished and self.length is not None and batch >= self.length:
-            self._finished = False
+        position = self._position
+        if position.phase is Phase.FINISHED and self.length is not None and batch >= self.length:
+            position.phase = Phase.BETWEEN
             return False
         self._leave_epoch()
-        if self._resuming and self.length is not None and self.batches >= self.length > batch:
-            self.end_epoch()  # saved with its last batch: the next epoch is the running one
-            self._resuming = False
-        if not isinstance(self._plan, ShardedBatches):
-            if batch < self.batches:
-                raise ValueError(
-                    f"the stream cannot start at batch {batch}, because it is already at batch {self.batches}, and a "
-                    "stream cannot be rewound. Prepare a new dataloader."
-                )
-            self._passing = batch - self.batches
-        else:
-            self.samples = self.batches = self._ahead = 0
-            self._passing = batch
+        self._end_loaded_epoch(batch)
+        if isinstance(self._plan, ShardedBatches):
+            position.rewind()
+        elif batch < position.batches:
+            raise ValueError(
+                f"the stream cannot start at batch {batch}, because it is already at batch {position.batches}, and a "
+                "stream cannot be rewound. Prepare a new dataloader."
+            )
+        position.passing = batch - position.batches
         return True
+
+    def _end_loaded_epoch(self, batch: int = -1) -> None:
+        """End a loaded epoch that was saved with its last batch, unless ``batch`` lies beyond it too."""
+        length = self.length
+        if self._position.phase is Phase.LOADED and length is not None and self.batches >= length > batch:
+            self.end_epoch()
 
     def end_epoch(self) -> None:
         """End the epoch, even if it was left early. A full iteration calls this method."""
-        if self._plan.order is not None:
-            self.epoch += 1
-            self.samples = self.batches = self._ahead = 0
-            self._first = self._first or self._plan.order
-            self._plan.order = self._micro = None
+        if self._position.order is not None:
+            self._first = self._first or self._position.order
+            self._last = None
+            self._position.end()
 
     def finish_epoch(self) -> bool:
         """End the resumed epoch if the restored position is after its last batch.
@@ -453,23 +378,20 @@ class Loader:
         Returns:
             True if this call ended the epoch.
         """
-        if not self._resuming or self.length is None or self.batches < self.length:
+        if self._position.phase is not Phase.LOADED or self.length is None or self.batches < self.length:
             return False
         for _ in self._run(None):  # not `end_epoch` alone: a sampler may draw, or a stream change, after its last item
             raise AssertionError("an epoch that was saved after its last batch yields another batch")
-        self._finished = True
+        self._position.phase = Phase.FINISHED
         return True
 
     def _leave_epoch(self) -> None:
         """End an epoch that was left early; a number set by `set_epoch` in the meantime applies to the next epoch."""
-        named, self._named = self._named, False
-        if self._resuming or self._plan.order is None:
-            return
-        epoch = self.epoch
-        self.end_epoch()
-        if named:
+        phase, epoch = self._position.phase, self.epoch
+        if phase in (Phase.RUNNING, Phase.RENUMBERED):
+            self.end_epoch()
+        if phase is Phase.RENUMBERED:
             self.set_epoch(epoch)
-            self._named = False
 
     def keep_order(self) -> bool:
         """Use the same order in every epoch.
@@ -502,13 +424,27 @@ class Loader:
     @property
     def length(self) -> int | None:
         """Number of micro-batches of this process in an epoch; None if unknown."""
-        if self._yielded is not None:
+        if isinstance(self._reader, UserBatches):
             return find_least(get_length(self.source), self.limit)
         return self._plan.length(self.limit)
 
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch, from 0."""
+        return self._position.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._position.epoch = epoch
+
+    @property
+    def batches(self) -> int:
+        """Number of batches that this process has read or skipped in this epoch."""
+        return self._position.batches
+
     def __getattr__(self, name: str) -> Any:
         # `loader.dataset`, `loader.batch_size` and other attributes of the user's loader.
-        if name == "source" or name.startswith("__"):
+        if name in ("source", "_position") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.source, name)
 
@@ -540,8 +476,8 @@ class Loader:
     @property
     def micro(self) -> Micro:
         """Metadata of the last batch that was yielded in the current epoch."""
-        assert self._micro is not None
-        return self._micro
+        assert self._last is not None
+        return self._last[0]
 
     def is_at(self, micro: Micro) -> bool:
         """Return whether ``micro`` belongs to the last batch that was yielded.
@@ -549,7 +485,7 @@ class Loader:
         Args:
             micro: Metadata of a batch. It is compared by identity, not by value.
         """
-        return self._micro is micro
+        return self._last is not None and self._last[0] is micro
 
     def draw_from(self, stream: RandomStream) -> None:
         """Draw the order from another random stream. Call this method before the first draw.
@@ -567,11 +503,11 @@ class Loader:
         Args:
             epoch: The number of the epoch, from 0.
         """
-        if self._resuming and epoch != self.epoch and self.length is not None and self.batches >= self.length:
-            self.end_epoch()  # it was saved with its last batch
-            self._resuming = False
+        if epoch != self.epoch:
+            self._end_loaded_epoch()
+        if self._position.phase is Phase.RUNNING:
+            self._position.phase = Phase.RENUMBERED
         self.epoch = epoch
-        self._named = True
         self._tell_epoch()  # the sampler's length may depend on it
 
     def _tell_epoch(self) -> None:
@@ -610,38 +546,28 @@ class Loader:
         Raises:
             ValueError: If it is called inside a group of micro-batches, because accumulated gradients are not saved.
         """
-        self._refuse_inside_group()
-        plan = self._plan
-        drawn = None if self._micro is None else self._drawn
-        plan.draws.warn_of_counts(plan.order is not None)
+        if self._last is not None and not self._last[0].last:
+            raise ValueError(INSIDE_GROUP)
+        plan, position = self._plan, self._position
+        drawn = None if self._last is None else self._last[1]
+        plan.draws.warn_of_counts(position.order is not None)
         return {
-            "epoch": self.epoch,
-            "samples": self.samples,
-            "batches": self.batches,
-            "order": plan.order,
+            # `SAVED` written out, because a test limits the number of calls in a save.
+            "epoch": position.epoch,
+            "samples": position.samples,
+            "batches": position.batches,
+            "order": position.order,
+            "started": position.started,
             "width": plan.full,
             "length": get_length(getattr(self.source, "dataset", None)),
-            "items": plan.items(self.samples, self.batches) + self._ahead,
-            "generators": plan.draws.private_states(),
+            "items": plan.items(position.samples, position.batches) + position.items_ahead,
+            "generators": read_states(plan.draws.private),
             "epochs": plan.draws.epochs(),
             "samplers": plan.draws.sampler_states(),
-            "started": self._started,
             "own": plan.planner.shares is not None,
-            "source": plan.state(drawn) if isinstance(plan, StreamedBatches) else None,
-            "workers": plan.workers if isinstance(plan, StreamedBatches) else None,
-            "sampler": plan.sampler_name if isinstance(plan, ShardedBatches) else None,
-            "first_indices": plan.summarize_order(self.samples) if isinstance(plan, ShardedBatches) else None,
-            **({"start": self._start_state} if self._yielded is not None and self._reads_again is not False else {}),
-            **({"first_digest": plan.first_digest} if isinstance(plan, StreamedBatches) and plan.order else {}),
+            **self._reader.state_dict(drawn),
             **({"first": self._first} if self._repeats else {}),
         }
-
-    def _refuse_inside_group(self) -> None:
-        if self._micro is not None and not self._micro.last:
-            raise ValueError(
-                "the dataloader's state was requested during gradient accumulation, but a checkpoint does not contain "
-                "accumulated gradients. Save it when accelerator.sync_gradients is True, after optimizer.step()."
-            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state returned by `state_dict`. The world size may have changed.
@@ -657,39 +583,22 @@ class Loader:
             self.epoch = state["epoch"]  # the loader now has another sampler, and its own order
             return
         self.check(state)
-        if isinstance(plan, ShardedBatches):
-            plan.expect_order(None)
+        self._reader.load_state_dict(state)
         if not self.evaluation:
             self.compare_epoch(state)
         plan.draws.load_private(state["generators"])
         plan.draws.load_samplers(state)
         plan.draws.load_epochs(state)
-        self.epoch, self.samples, self.batches = state["epoch"], state["samples"], state["batches"]
+        position = self._position
+        position.load_state_dict(state)
         if isinstance(plan, StreamedBatches):
-            if state.get("own") and state["width"] != plan.full and state["order"] is not None:
-                skipped = format_count(plan.batches_of(state["items"]), "batch")
-                warn(
-                    "the checkpoint was saved within an epoch, with a different world size, and each rank read its own "
-                    f"stream. Each rank skips {skipped}. The resumed run is exact only if the stream assigns single "
-                    "samples to the ranks in turn."
-                )
-            plan.load_state(state["source"], state.get("first_digest", ""))
-            plan.workers = state.get("workers")
             self.close()  # workers from before, if there are any, have drawn other numbers
-        self._ahead = 0
-        items = state.get("items", plan.items(self.samples, self.batches))
-        if state.get("width") != plan.full:  # with another number of processes, each has fewer or more batches
-            self.batches = plan.batches_of(items)
-        self._ahead = items - plan.items(self.samples, self.batches)
-        plan.order = state["order"]
-        self._micro = None
+        items = state["items"]
+        if state["width"] != plan.full:  # with another number of processes, each has fewer or more batches
+            position.batches = plan.batches_of(items)
+        position.items_ahead = items - plan.items(position.samples, position.batches)
+        self._last = None
         self._first = state.get("first")
-        if self._yielded is not None:
-            self._start_state = state.get("start")
-            if "start" not in state:  # an epoch before the checkpoint has shown it
-                self._reads_again = False
-        self._resuming = plan.order is not None
-        self._started = state["started"]
 
     def check(self, state: dict[str, Any]) -> None:
         """Check that a saved state fits the dataloader.
@@ -716,10 +625,8 @@ class Loader:
         if state["order"] is None:
             return
         length = get_length(getattr(self.source, "dataset", None))
-        is_other_length = warn_length_changed(state.get("length"), length)
-        if "sampler" not in state:  # from a checkpoint of a version that did not save it
-            return
-        saved, current = state["sampler"], plan.sampler_name if isinstance(plan, ShardedBatches) else None
+        is_other_length = warn_length_changed(state["length"], length)
+        saved, current = state["sampler"], plan.sampler_name
         if saved != current:
             warn_order_changed(
                 f"the checkpoint was saved within an epoch of {saved or 'a stream'}, but the dataloader now has "
@@ -727,7 +634,7 @@ class Loader:
             )
         elif isinstance(plan, ShardedBatches) and not is_other_length and not state["own"]:
             # Ranks with data of their own have other indices than rank zero.
-            plan.expect_order(state["first_indices"])
+            plan.expect_order(state)
 
     def describe_difference(self, state: dict[str, Any]) -> str:
         """Return the reason why a saved state does not fit the generators and samplers; "" if it fits."""
@@ -746,25 +653,23 @@ class Loader:
         rank_state = None if planner.shares is None else self.state_dict()
         return {"generators": read_states(self._reads), "own": rank_state, "ranks": planner.world_size}
 
-    def load_reading_state(self, state: dict[str, Any] | list[Any]) -> None:
+    def load_reading_state(self, state: dict[str, Any]) -> None:
         """Restore the state that belongs to this rank alone.
 
         The position is restored only if the world size is unchanged, and the generators only if their number and types
         match.
 
         Args:
-            state: A state returned by `reading_state`, or a list of generator states, as saved by older versions.
+            state: A state returned by `reading_state`.
 
         Raises:
             ValueError: If the saved position does not fit this dataloader.
         """
-        if isinstance(state, list):  # from a checkpoint of a version without data per rank
-            state = {"generators": state, "own": None}
         if state["own"] is not None and state["ranks"] == self._plan.planner.world_size:
             self.load_state_dict(state["own"])
             plan, own = self._plan, state["own"]
-            if not self.evaluation and isinstance(plan, ShardedBatches) and own.get("sampler") == plan.sampler_name:
-                plan.expect_order(own["first_indices"])
+            if not self.evaluation and isinstance(plan, ShardedBatches) and own["sampler"] == plan.sampler_name:
+                plan.expect_order(own)
         if match_generators(self._reads, state["generators"]):
             load_states(self._reads, state["generators"])
         elif not self.evaluation:
@@ -785,7 +690,9 @@ def batch_indices(loader: Loader, number: int | None = None) -> list[Any] | None
     Raises:
         IndexError: If the group has no batch with this index.
     """
-    micro, indices = loader._micro, loader._indices
-    if micro is None or indices is None:
+    if loader._last is None:
+        return None
+    micro, _, indices = loader._last
+    if indices is None:
         return None
     return indices.get_indices(micro.number if number is None else number)

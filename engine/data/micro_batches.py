@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from .rank_shares import RankShares
-from .stream_end import Outlook
+from .rank_shares import Outlook, RankShares
 
 
 class Cursor:

@@ -16,10 +16,31 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from ...common.messages import format_count, warn
 from ...strategies import World
-from ..rng import RandomStream, host_state, set_host_state
+from ..rng import Draw, RandomStream, State, host_state, set_host_state
 from .source_libraries import iter_parts
 
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+class CopiedStream(RandomStream):
+    """Copy of the run's stream, for a source that is read ahead of the loop and draws meanwhile.
+
+    The run's stream follows the batches that the loop has received, so other dataloaders can draw from it in between.
+    """
+
+    def __init__(self, stream: RandomStream) -> None:
+        super().__init__(stream.get_state())
+        self._taken = self.state
+
+    def restart(self, state: State) -> None:
+        """Continue from another state, without counting the difference as a draw."""
+        self.go_to(state)
+        self._taken = state
+
+    def take(self) -> Draw:
+        """Return the draws since the last call."""
+        before, self._taken = self._taken, self.state
+        return Draw(before, self._taken)
 
 
 class Draws:

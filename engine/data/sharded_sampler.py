@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch.utils.data import (
@@ -19,12 +20,12 @@ from torch.utils.data import (
 )
 
 from ...strategies import World
-from ..rng import Draw, RandomStream, State, are_equal, host_state, seed_from, set_host_state
-from .batch_digest import digest
-from .dataset_check import get_length, share_data, warn_order_changed
+from ..rng import Draw, RandomStream, are_equal, host_state, seed_from, set_host_state
+from .dataset_check import digest, get_length, share_data, warn_order_changed
+from .epoch_position import EpochPosition
 from .micro_batches import GroupPlanner, Micro, avoid_rewind, share
 from .rank_shares import RankShares, Share, compare_across_ranks
-from .sampler_rng import Draws, preserve_loader_state
+from .sampler_rng import CopiedStream, Draws, preserve_loader_state
 from .seedable_sampler import SeedableRandomSampler
 from .workers import iter_epoch_owners
 
@@ -62,16 +63,21 @@ class ShardedBatches:
     and call ``set_epoch``.
 
     Attributes:
-        order: The RNG state that the epoch's order was drawn from; None between epochs. If it is set before an epoch
-            begins, the order is drawn from this state again.
+        position: The position of the dataloader, which the loop advances.
+        start: The position of the first batch that the current iteration yields.
         micros: For each batch that the loop has not processed yet: its metadata, the draws made for its group (or
             None), and the indices of the group.
         dataset_epoch: The number that ``set_epoch`` of the dataset receives for the next epoch.
-        expected: The result of `summarize_order` in the epoch that is resumed; None if it is not compared.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], planner: GroupPlanner, stream: RandomStream, merge_tail: bool, positions: bool
+        self,
+        loader: DataLoader[Any],
+        planner: GroupPlanner,
+        stream: RandomStream,
+        position: EpochPosition,
+        merge_tail: bool,
+        positions: bool,
     ) -> None:
         batches = loader.batch_sampler
         self.plain = type(batches) is BatchSampler
@@ -89,25 +95,31 @@ class ShardedBatches:
         self.draws_at_once = type(self.sampler) in _DRAW_ONCE
         self._counting_draws = not self.draws_at_once  # until the first count shows otherwise
         self.dataset_epoch = 0
-        self.expected: tuple[int, str] | None = None
+        self._expected: tuple[int, str] | None = None  # until the loaded epoch is started
         self._first_indices: list[Any] = []  # of the running epoch, at least `_COMPARED` once they were drawn
-        self.order: dict[str, Any] | None = None
+        self.position = position
         self._undo: dict[str, Any] | None = None
-        self._rest: RandomStream | None = None
-        self._taken: State | None = None  # the stream's position when the last planned batches were drawn
-        self.begin(0, 0, None)
+        self._copy: CopiedStream | None = None  # None if the sampler draws only when the epoch begins
+        self.begin(None)
 
-    def begin(self, epoch: int, skip: int, limit: int | None, done: int = 0, passed: int = 0) -> None:
-        """Set up the next iteration.
-
-        ``skip`` and ``done`` describe the position in the epoch: ``skip`` is the number of samples before it on all
-        ranks, and ``done`` the number of batches before it on this rank. ``passed`` is the number of batches to skip
-        after it.
-        """
-        self.epoch, self.skip, self.limit = epoch, skip, limit
-        self.done = done
-        self.passed, self.passed_samples = passed, 0
+    def begin(self, limit: int | None, start: EpochPosition | None = None) -> None:
+        """Set up an iteration over at most ``limit`` batches from ``start``; None for the current position."""
+        # A copy, because the sampler is read later, and with workers ahead of the loop.
+        self.start, self.limit = replace(start or self.position), limit
+        self.position.batches += self.start.passing
+        self.position.passing = 0
         self.micros: deque[tuple[Micro, Draw | None, GroupIndices]] = deque()
+
+    def iterate(self, view: Iterable[Any], limit: int | None) -> Iterator[Any]:
+        """Return an iterator over at most ``limit`` batches of ``view``, whose batch sampler this is."""
+        self.begin(limit)
+        return self._pass_over(iter(view)) if self.start.passing else iter(view)
+
+    def _pass_over(self, batches: Iterator[Any]) -> Iterator[Any]:
+        first = list(itertools.islice(batches, 1))  # before it, the sampler is read up to the position
+        if not first and (drawn := self._take_drawn()) is not None:
+            self.draws.stream.follow(drawn)
+        yield from itertools.chain(first, batches)
 
     def split(self) -> None:
         """Interpret ``batch_size`` as the size of the global batch, and divide it by the number of processes.
@@ -149,12 +161,14 @@ class ShardedBatches:
         self.draws_at_once = True
         return True
 
-    def start(self, get_iterator: Callable[[], Iterator[Any]], silently: bool) -> Iterator[Any]:
+    def open(self, get_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Start the loader's iterator, which draws the seed of its workers from the run's random stream.
 
-        The draw is undone if ``order`` is set, and with ``silently``, because persistent workers already have a seed.
+        The draw is undone if the order is drawn again, or if persistent workers have a seed already.
         """
-        self._undo = self.draws.state() if silently or self.order is not None else None
+        position = self.position
+        self._undo = self.draws.state() if position.started or position.order is not None else None
+        position.started = self._loader.persistent_workers
         with self.draws.stream.drawing():
             iterator = get_iterator()
             self._rewind()  # other loaders may draw before the first batch is requested
@@ -266,17 +280,8 @@ class ShardedBatches:
     def __len__(self) -> int:
         return self.total(self.limit)
 
-    def _note_passed(self, skip: int) -> None:
-        if skip:  # the process has followed the copy up to here
-            self.take_drawn()
-
-    def take_drawn(self) -> Draw | None:
-        """Return the sampler's draws from its copy of the run's stream since the last call; None if it has no copy."""
-        if self._rest is None:
-            return None
-        before, self._taken = self._taken, self._rest.state
-        assert before is not None
-        return Draw(before, self._taken)
+    def _take_drawn(self) -> Draw | None:
+        return None if self._copy is None else self._copy.take()
 
     # -- order ---------------------------------------------------------------------------------------------------
 
@@ -286,13 +291,15 @@ class ShardedBatches:
         with draws.stream.drawing():
             self._rewind()
             start_state = draws.state()
-            again = self.order is not None
-            if self.order is None:
-                self.order = start_state
+            order = self.position.order
+            again = order is not None
+            if order is None:
+                order = start_state
                 draws.note_counts()
             else:
-                draws.load(self.order)
-            batches = self._plan_batches(seed_from(self.order["stream"], self._name_seed_purpose()))
+                draws.load(order)
+            self.position.begin(order)
+            batches = self._plan_batches(seed_from(order["stream"], self._name_seed_purpose()))
             first = list(itertools.islice(batches, 1))
             if self.planner.shares is not None:
                 self._keep_in_step(start_state)
@@ -312,20 +319,24 @@ class ShardedBatches:
         within = getattr(self.sampler, "sampler", None) if self.batched and not self.plain else None
         return type(self.sampler).__name__ + ("" if within is None else f"({type(within).__name__})")
 
-    def summarize_order(self, samples: int) -> tuple[int, str] | None:
-        """Return the number and a digest of the epoch's first indices, at most ``samples``; None outside an epoch."""
-        if self.expected is not None:  # the epoch was not started since it was loaded
-            return self.expected
-        first = self._first_indices[: min(samples, _COMPARED)]
-        return (len(first), digest(first)) if first and self.order is not None else None
+    def state_dict(self, drawn: Draw | None) -> dict[str, Any]:
+        """Return the sampler's name, and the number and a digest of the epoch's first indices up to the position."""
+        summary, first = self._expected, self._first_indices[: min(self.position.samples, _COMPARED)]
+        if summary is None and first and self.position.order is not None:
+            summary = len(first), digest(first)
+        return {"source": None, "workers": None, "sampler": self.sampler_name, "first_indices": summary}
 
-    def expect_order(self, expected: tuple[int, str] | None) -> None:
-        """Compare the next epoch's first indices with a result of `summarize_order`; None for no comparison."""
-        self.expected, self._first_indices = expected, []
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Prepare for the epoch that a state returned by `state_dict` belongs to; see `expect_order`."""
+        self._expected, self._first_indices = None, []
+
+    def expect_order(self, state: dict[str, Any]) -> None:
+        """Compare the next epoch's first indices with those of a state returned by `state_dict`."""
+        self._expected = state["first_indices"]
 
     def _compare_order(self) -> None:
         """Warn if a resumed epoch begins with other indices than the saved one."""
-        expected, self.expected = self.expected, None
+        expected, self._expected = self._expected, None
         if expected is not None and expected[0] <= len(self._first_indices):
             count, saved = expected
             if digest(self._first_indices[:count]) != saved:
@@ -333,7 +344,7 @@ class ShardedBatches:
 
     def _name_seed_purpose(self) -> int | str:
         rank = 0 if self.planner.shares is None else self.planner.world_rank
-        return f"epoch {self.epoch} of rank {rank}" if rank else self.epoch
+        return f"epoch {self.start.epoch} of rank {rank}" if rank else self.start.epoch
 
     def _keep_in_step(self, before: dict[str, Any]) -> None:
         """Advance the run's stream equally on all ranks, because their orders may differ in length."""
@@ -342,70 +353,67 @@ class ShardedBatches:
         stream.advance()
 
     def _pull(self, block: int) -> Iterator[Any]:
-        self._rest = None
+        self._copy = None
         if type(self.sampler) is RandomSampler and self.sampler.generator is not None:
             # It draws again at its end, which workers reach at another time than the loop.
             return iter(list(self.sampler))
         source = avoid_rewind(iter(self.sampler))
         if self.draws_at_once:
             return source
-        # From here on, a sampler that draws during iteration has its own stream. Otherwise the workers' reading ahead
-        # and the validation loaders in between would change what it draws.
-        self._rest = RandomStream(self.draws.stream.get_state())
-        self._taken = self._rest.state
-        return _draw_in_blocks(self._rest, source, block)
+        # Workers that read ahead, and validation loaders in between, would otherwise change what the sampler draws.
+        self._copy = CopiedStream(self.draws.stream)
+        return _draw_in_blocks(self._copy, source, block)
 
     def _read_global_batches(self) -> Iterator[tuple[list[Any], list[int] | None]]:
         """Yield global batches as flat indices, with the sizes of the ranks' batches; None for even shares."""
-        size, width = self.planner.size, self.width
-        skip = self.skip if self.planner.shares is None else 0  # with data of its own, a rank skips batches
+        width = self.width
+        skip = self.start.samples if self.planner.shares is None else 0  # with data of its own, a rank skips batches
         items = self._pull(width)
         first = self._first_indices = []
-        if self.plain:
+        in_batches = self.batched and not self.plain
+        if in_batches:
+            skipped = 0
+            while skipped < skip and (batch := next(items, None)) is not None:
+                skipped += len(batch)
+                if len(first) < _COMPARED:
+                    first += batch
+        else:
             first += itertools.islice(items, min(skip, _COMPARED))
             next(itertools.islice(items, skip - len(first), skip - len(first)), None)
-            self._note_passed(skip)
-            while chunk := list(itertools.islice(items, width)):
-                if len(first) < _COMPARED:
-                    first += chunk
-                if len(chunk) == width or not self.drop_last:
-                    yield chunk, None
-            return
-        skipped = 0
-        while skipped < skip and (item := next(items, None)) is not None:
-            skipped += len(item) if self.batched else 1
+        if skip:
+            self._take_drawn()  # the run's stream has followed the copy up to here
+        while group := list(itertools.islice(items, width)):
+            indices = list(itertools.chain.from_iterable(group)) if in_batches else group
             if len(first) < _COMPARED:
-                first += item if self.batched else [item]
-        self._note_passed(skip)
-        while batches := list(itertools.islice(items, size)):
-            if len(first) < _COMPARED:
-                first += itertools.chain.from_iterable(batches) if self.batched else batches
-            if not self.batched:
-                yield batches, None
-            elif len(batches) == size:
-                yield list(itertools.chain.from_iterable(batches)), [len(batch) for batch in batches]
+                first += indices
+            if len(group) == width:
+                yield indices, [len(batch) for batch in group] if in_batches else None
             elif not self.drop_last:
-                yield list(itertools.chain.from_iterable(batches)), None
+                yield indices, None
 
     def _read_groups(self) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
         """Yield groups of global batches, each with the numbers of samples in its batches."""
         batches: Iterator[Any] = itertools.islice(self._read_global_batches(), self.limit)
         if self.merge_tail:
             batches = _merge_tail(batches, self.planner.size)
-        for indices, _ in itertools.islice(batches, self.passed):
-            self.passed_samples += len(indices)
+        for indices, _ in itertools.islice(batches, self.start.passing):
+            self._advance(len(indices))
         while group := list(itertools.islice(batches, self.planner.accumulate())):
             yield group, [len(indices) for indices, _ in group]
+
+    def _advance(self, samples: int) -> None:
+        self.start.samples += samples
+        self.position.samples += samples
 
     def _read_rank_groups(
         self, shares: RankShares
     ) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
         """Yield the groups of this rank's own data until every rank has read all of its data."""
         batches, stand_in = self._read_global_batches(), list[Any]()
-        for indices, _ in itertools.islice(batches, self.done):
+        for indices, _ in itertools.islice(batches, self.start.batches):
             stand_in = indices[:1]
-        first, left, name = self.done, self.limit, type(self.sampler).__name__
-        passed = self.passed
+        first, left, name = self.start.batches, self.limit, type(self.sampler).__name__
+        passed = self.start.passing
         while left is None or left > 0:
             width = passed or self.planner.accumulate()
             group = list(itertools.islice(batches, width if left is None else min(left, width)))
@@ -416,7 +424,8 @@ class ShardedBatches:
             group += [(stand_in, [0])] * (len(totals) - len(group))
             first, left = first + len(totals), None if left is None else left - len(totals)
             if passed:
-                self.passed_samples, passed = sum(totals), 0
+                self._advance(sum(totals))
+                passed = 0
             else:
                 yield group, totals
 
@@ -428,13 +437,13 @@ class ShardedBatches:
         planned: list[int] | None = None
         for group, totals in self._read_groups() if shares is None else self._read_rank_groups(shares):
             if consumed is None:
-                consumed = self.skip + self.passed_samples
+                consumed = self.start.samples
             if totals != planned:  # most groups equal the previous one
                 # A user's own batches may have other sizes, and so may those of ranks with their own data.
                 planned = totals if group[0][1] is None and shares is None else None
                 parts = [_cut_share(indices, widths, rank, size) for indices, widths in group]
                 plan = self.planner.plan([(p.stop - p.start, n) for p, n in zip(parts, totals, strict=True)])
-            drawn = self.take_drawn() if shares is None else None
+            drawn = self._take_drawn() if shares is None else None
             group_indices = GroupIndices(group, parts)
             for number, micro in enumerate(plan):
                 indices = group[number][0]

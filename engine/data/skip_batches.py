@@ -65,17 +65,5 @@ def _skip_batches(loader: Iterable[Any], count: int) -> Iterator[Any]:
     view = copy.copy(loader)
     settings = view.__dict__  # a DataLoader refuses to set these by name after its construction
     settings["_iterator"] = None
-    settings["batch_sampler"] = _Tail(batches, count)
+    settings["batch_sampler"] = itertools.islice(batches, count, None)  # read once, as the view is
     return iter(view)
-
-
-class _Tail:
-    def __init__(self, batches: Any, count: int) -> None:
-        self.batches = batches
-        self.count = count
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self.batches), self.count, None)
-
-    def __len__(self) -> int:
-        return max(0, len(self.batches) - self.count)

@@ -5,23 +5,26 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar
 
+from torch import nn
 from torch.utils.data import DataLoader
 
 from ...common.messages import announce, format_count, warn
 from ...strategies import World
-from ..rng import Draw, RandomStream, State, seed_from
-from .batch_digest import digest
+from ..rng import Draw, State, seed_from
+from .dataset_check import digest, get_length
+from .epoch_position import EpochPosition
 from .micro_batches import Cursor, GroupPlanner, Micro, avoid_rewind
-from .rank_shares import RankShares, Share, compare_across_ranks
-from .sampler_rng import Draws, get_stateful
-from .sharded_sampler import get_length
-from .source_libraries import explain_split, split_over
-from .stream_end import Outlook
+from .rank_shares import Outlook, RankShares, Share, compare_across_ranks
+from .sampler_rng import CopiedStream, Draws, get_stateful
+from .source_libraries import copies_state, explain_split, split_over
 from .workers import TORCH_SEEDED, SeededStream, begin_epoch, note_workers
 
 
@@ -106,6 +109,12 @@ class BatchAhead:
     drawn: Draw | None
 
 
+class _Supply(Enum):
+    OPEN = auto()
+    READ = auto()  # reading ahead has reached the end of the source; the loop has not
+    ENDED = auto()
+
+
 class StreamedBatches:
     """Reader that groups the batches of a stream into optimizer steps and weights them by their samples.
 
@@ -119,8 +128,8 @@ class StreamedBatches:
     that saves and restores the position of the source; if it is None, ``gap`` may hold the reason.
 
     Attributes:
-        order: The RNG state at the beginning of the epoch; None between epochs. If it is set before an epoch begins,
-            the epoch starts from this state again.
+        position: The position of the dataloader, which the loop advances.
+        start: The position at which the current iteration began.
         sizes: The numbers of samples in the batches that the source has created but not yet yielded.
         compare: The ranks whose first batches have not been compared yet, if any.
         first_digest: Digest of the epoch's first batch, to check that a resume reads the same batches; "" if unchecked.
@@ -133,6 +142,7 @@ class StreamedBatches:
         counted: int | None,
         planner: GroupPlanner,
         draws: Draws,
+        position: EpochPosition,
         lent: bool,
         stateful: Any,
         gap: str = "",
@@ -144,35 +154,29 @@ class StreamedBatches:
         self.first_digest = ""
         self._expected = ""  # the digest of the resumed epoch
         self._pushed: deque[tuple[int, Any]] = deque()  # read for a comparison
-        self._again = False
         self.source = source
         self.counted = counted
         self.planner = planner
         self.draws = draws
         self.lent = lent
         self.stateful = stateful
-        self.order: dict[str, Any] | None = None
-        self._stands: dict[str, Any] | None = None
-        self._reader: RandomStream | None = None
-        self._taken: State | None = None  # the reader's position when the last yielded batches were read
-        self._late: State | None = None  # the reader's position after the source is opened again
-        self._ended = False
+        self.position = position
+        self._loaded_state: dict[str, Any] | None = None  # until the source is started
+        self._copy: CopiedStream | None = None  # the source draws from it, and reads ahead of the loop
+        self._copy_state: State | None = None  # the state with which it continues once the source is open
         self.seeded: SeededStream | None = None  # the dataset, if its workers outlive an epoch
         self.dataset_epoch = 0
         self.workers: dict[str, Any] | None = None  # the state that they were started from
         self.sizes: deque[int] = deque()
         self._ahead: deque[BatchAhead] = deque()
         self._outlooks: deque[Outlook | None] = deque()  # for the coming groups, the next one first
-        self.begin(0, 0, None)
+        self._begin(None)
 
-    def begin(self, epoch: int, skip: int, limit: int | None, done: int = 0) -> None:
-        """Set up the next iteration; see `ShardedBatches.begin`."""
-        self.epoch, self.skip, self.limit, self.done = epoch, skip, limit, done
-        self.sizes.clear()
-        self._pushed.clear()
-        self._ahead.clear()
-        self._outlooks.clear()
-        self._is_exhausted = False  # whether reading ahead has reached the source's end
+    def _begin(self, limit: int | None) -> None:
+        self.start, self.limit = replace(self.position), limit
+        for queue in (self.sizes, self._pushed, self._ahead, self._outlooks):
+            queue.clear()
+        self._supply = _Supply.OPEN
         self._state_at_end: Any = None  # the source's state before its end
         self.micros: deque[tuple[Micro, Draw | None, None]] = deque()
 
@@ -182,6 +186,7 @@ class StreamedBatches:
         return (self.counted or 1) * self.planner.world_size
 
     left_out: ClassVar[Counter[str]] = Counter()
+    sampler_name = None
 
     def length(self, limit: int | None) -> int | None:
         """Return the number of batches that this process yields in an epoch, at most ``limit``; None if unknown."""
@@ -249,38 +254,39 @@ class StreamedBatches:
             "each batch goes to one process. Remove split_batches, and divide batch_size by the world size."
         )
 
-    def start(self, get_iterator: Callable[[], Iterator[Any]], silently: bool) -> Iterator[Any]:
-        """Start the source's iterator, which may draw a seed for its workers.
+    def iterate(self, view: Iterable[Any], limit: int | None) -> Iterator[Any]:
+        """Return an iterator over at most ``limit`` of this process's batches; their metadata is in ``micros``.
 
-        ``silently`` means that persistent workers were already started. They are then seeded from the epoch's number
-        and RNG state, not by torch.
+        The source may draw a seed for its workers. Persistent workers that run already are seeded from the epoch's
+        number and RNG state, not by torch.
         """
-        draws = self.draws
-        start_state = draws.state()
-        again = self._again = self.order is not None
-        if self.order is None:
-            self.order = {**start_state, "late": silently}
+        self._begin(limit)
+        draws, position = self.draws, self.position
+        start_state, order = draws.state(), position.order
+        again = order is not None
+        if order is None:
+            order = {**start_state, "late": position.started}
         else:
-            draws.load(self.order)
+            draws.load(order)
+        position.begin(order)
         if self.seeded is not None:
-            late = self.order.get("late", False)
-            seed = seed_from(self.order["stream"], self.epoch) if late else TORCH_SEEDED
+            seed = seed_from(order["stream"], position.epoch) if order.get("late") else TORCH_SEEDED
             begin_epoch(self.seeded, seed, self.dataset_epoch)
-        self._reader = self._late = None
-        if self._stands is not None:
-            self.stateful.load_state_dict(self._stands["source"])
+        self._copy = self._copy_state = None
+        loaded, self._loaded_state = self._loaded_state, None
+        if loaded is not None:
+            self.stateful.load_state_dict(loaded["source"])
         with draws.stream.drawing():
-            iterator = get_iterator()
-        # It reads ahead of the run's stream, which follows the batches that are actually used.
-        self._reader = RandomStream(draws.stream.get_state())
-        self._taken = self._reader.state
+            iterator = iter(view)
+        self._copy = CopiedStream(draws.stream)
         if again:
             draws.stream.go_to(start_state["stream"])
-        if self._stands is not None and self._stands["stream"] is not None:
-            self._late = self._stands["stream"]
-            self.started()
+        if loaded is not None and loaded["stream"] is not None:
+            self._copy_state = loaded["stream"]
+            self.opened()
             draws.load_private(start_state["generators"])
-        return iterator
+        position.started = getattr(view, "persistent_workers", False)
+        return self._read_epoch(iterator, again, loaded)
 
     @contextmanager
     def starting(self, persistent: bool) -> Iterator[None]:
@@ -290,32 +296,31 @@ class StreamedBatches:
         """
         if not persistent:
             yield
-        elif self.order is None or not self.order.get("late", False):
+        elif self.position.order is None or not self.position.order.get("late"):
             self.workers = self.draws.read_host_state()
             yield
         else:
             with self.draws.replay_from(self.workers):
                 yield
 
-    def started(self) -> None:
-        """Restore the saved state of the source's random stream, now that the loader's iterator exists."""
-        if self._reader is not None and self._late is not None:
-            self._reader.go_to(self._late)
-            self._taken = self._late
+    def opened(self) -> None:
+        """Restore the saved state of the source's random stream, now that the loader's iterator exists.
 
-    def batches(self, source: Iterator[Any]) -> Iterator[Any]:
-        """Yield this process's micro-batches; their metadata is in ``micros``."""
+        A user-defined ``__iter__`` may create it, and draw, only when the first batch is requested.
+        """
+        if self._copy is not None and self._copy_state is not None:
+            self._copy.restart(self._copy_state)
+
+    def _read_epoch(self, source: Iterator[Any], again: bool, loaded: dict[str, Any] | None) -> Iterator[Any]:
         source = avoid_rewind(source)
-        stands, self._stands = self._stands, None
-        self._ended = False
-        has_ended = stands is not None and stands["ended"]
+        has_ended = loaded is not None and loaded["ended"]
         # A source that was saved at its end may start over and yield the next epoch's samples.
         if self.compare is not None and not has_ended:
             self._compare_ranks(source, self.compare)
-        if self.planner.shares is not None and not self._again:
+        if self.planner.shares is not None and not again:
             self.draws.stream.advance()  # reading advances each rank's reader by a different length
         stand_in = None
-        if stands is None:
+        if loaded is None:
             self._compare_first(source)
             stand_in = self._fast_forward(source)
         left = 0 if has_ended else self.limit
@@ -333,7 +338,9 @@ class StreamedBatches:
         while left is None or left > 0:
             width = self.planner.accumulate() if left is None else min(left, self.planner.accumulate())
             group = self._read(source, width * size)
-            self._ended = len(group) < width * size or group[-1][0] < (self.counted or 1)
+            # A worker's last batch may be short while other workers have more.
+            is_short = len(group) < width * size or group[-1][0] < (self.counted or 1)
+            self._supply = _Supply.ENDED if is_short else _Supply.OPEN
             if not group:
                 return
             drawn = self._take_drawn()
@@ -347,12 +354,13 @@ class StreamedBatches:
     def _read_rank_batches(
         self, source: Iterator[Any], left: int | None, shares: RankShares, stand_in: Any
     ) -> Iterator[Any]:
-        first = self.done
+        first = self.start.batches
         while left is None or left > 0:
             width = self.planner.accumulate() if left is None else min(left, self.planner.accumulate())
             outlook = self._pop_outlook(shares, width)
             group, drawn = self._take_group(source, width, shares)
-            self._ended = self._ended or len(group) < width
+            if len(group) < width:
+                self._supply = _Supply.ENDED
             totals = shares.totals(first, [count for count, _ in group], width, self._name, outlook)
             if not totals:
                 return
@@ -376,7 +384,7 @@ class StreamedBatches:
             self._read_ahead(source, width)
         taken = [self._ahead.popleft() for _ in range(min(width, len(self._ahead)))]
         group = [(read.size, read.batch) for read in taken]
-        if len(group) < width and not (self._ended or self._is_exhausted):
+        if len(group) < width and self._supply is _Supply.OPEN:
             group += self._read(source, width - len(group))
         drawn = self._take_drawn() if not taken or len(group) > len(taken) else taken[-1].drawn
         if drawn is not None and taken and taken[0].drawn is not None:
@@ -384,10 +392,10 @@ class StreamedBatches:
         return group, drawn
 
     def _read_ahead(self, source: Iterator[Any], count: int) -> None:
-        while len(self._ahead) < count and not (self._ended or self._is_exhausted):
+        while len(self._ahead) < count and self._supply is _Supply.OPEN:
             state = None if self.stateful is None else self.stateful.state_dict()
             if not (read := self._read(source, 1)):
-                self._is_exhausted, self._state_at_end = True, state
+                self._supply, self._state_at_end = _Supply.READ, state
                 return
             self._ahead.append(BatchAhead(*read[0], state, self._take_drawn()))
 
@@ -440,7 +448,7 @@ class StreamedBatches:
         """Record a digest of the epoch's first batch; warn if a resumed epoch begins with a different batch."""
         expected, self._expected = self._expected, ""
         self.first_digest = ""
-        if isinstance(self.source, list | tuple) or (self.limit == 0 and not self.skip):
+        if isinstance(self.source, list | tuple) or (self.limit == 0 and not self.start.samples):
             return
         if self.stateful is not None and not expected:
             return  # a resume does not read the epoch again
@@ -454,43 +462,52 @@ class StreamedBatches:
                 "load_state_dict, or resume from the end of an epoch."
             )
 
-    def state(self, drawn: Draw | None) -> dict[str, Any] | None:
-        """Return the position of the source; None if the source has no state, or if this rank's own stream has ended.
+    def state_dict(self, drawn: Draw | None) -> dict[str, Any]:
+        """Return the position of the source, the state that its workers were started from, and a digest of the epoch.
 
         ``drawn`` holds the draws made for the last batch. The state after them is returned as the stream's state; with
         None, the current one.
         """
-        if self._stands is not None:  # loaded, but not started since
-            return self._stands
-        if self.stateful is None or (self._ended and self.planner.shares is not None):
+        state = {"source": self._read_state(drawn), "workers": self.workers, "sampler": None, "first_indices": None}
+        return state if self.position.order is None else {**state, "first_digest": self.first_digest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Start the next iteration at a position returned by `state_dict`.
+
+        Without a state of the source, the epoch is read again up to the position.
+        """
+        if state["own"] and state["width"] != self.full and state["order"] is not None:
+            skipped = format_count(self.batches_of(state["items"]), "batch")
+            warn(
+                "the checkpoint was saved within an epoch, with a different world size, and each rank read its own "
+                f"stream. Each rank skips {skipped}. The resumed run is exact only if the stream assigns single "
+                "samples to the ranks in turn."
+            )
+        self._loaded_state = state["source"] if self.stateful is not None else None
+        self._expected = state.get("first_digest", "")
+        self.workers = state["workers"]
+
+    def _read_state(self, drawn: Draw | None) -> dict[str, Any] | None:
+        """Return the position of the source; None if it has no state, or if this rank's own stream has ended."""
+        if self._loaded_state is not None:  # loaded, but not started since
+            return self._loaded_state
+        if self.stateful is None or (self._supply is _Supply.ENDED and self.planner.shares is not None):
             return None  # a rank whose stream has ended needs a batch to stay in step
-        stream = None if self.order is None else self.draws.stream.get_state() if drawn is None else drawn.after
+        is_running = self.position.order is not None
+        stream = None if not is_running else self.draws.stream.get_state() if drawn is None else drawn.after
         # The state of a source at its end may already be the next epoch's.
-        ended = self.order is not None and self._ended
+        ended = is_running and self._supply is _Supply.ENDED
         if self._ahead:
             source_state = self._ahead[0].state
         else:
-            source_state = self._state_at_end if self._is_exhausted else self.stateful.state_dict()
+            source_state = self._state_at_end if self._supply is _Supply.READ else self.stateful.state_dict()
         return {"source": source_state, "stream": stream, "ended": ended}
 
-    def load_state(self, state: dict[str, Any] | None, first_digest: str = "") -> None:
-        """Start the next iteration at a position returned by `state`; with None, read the epoch again and skip batches.
-
-        ``first_digest`` is the digest of the first batch of the epoch that is resumed, if known.
-        """
-        self._stands = state if self.stateful is not None else None
-        self._expected = first_digest
-
     def _take_drawn(self) -> Draw | None:
-        """Return the draws from the reader's stream since the last call; None if this process draws nothing."""
-        if not self.lent or self._reader is None:
-            return None
-        before, self._taken = self._taken, self._reader.state
-        assert before is not None
-        return Draw(before, self._taken)
+        return self._copy.take() if self.lent and self._copy is not None else None
 
     def _lend(self) -> AbstractContextManager[None]:
-        return self._reader.drawing() if self.lent and self._reader is not None else nullcontext()
+        return self._copy.drawing() if self.lent and self._copy is not None else nullcontext()
 
     def _read(self, source: Iterator[Any], count: int) -> list[tuple[int, Any]]:
         pushed = [self._pushed.popleft() for _ in range(min(count, len(self._pushed)))]
@@ -520,17 +537,19 @@ class StreamedBatches:
         """Read and skip the batches before the position where the run stopped; return the last of them, or None."""
         presharded = self.planner.shares is not None
         passed, batches, batch = 0, 0, None
-        if self.skip and not isinstance(self.source, list | tuple):
-            samples = format_count(self.skip, "sample")
+        skip, done = self.start.samples, self.start.batches
+        if skip and not isinstance(self.source, list | tuple):
+            samples = format_count(skip, "sample")
             warn(
                 f"{self._explain_rereading()}, so {samples} must be read again and skipped to resume where the run "
                 "stopped. A dataset with state_dict and load_state_dict resumes immediately. With workers, it "
                 "also needs torchdata's StatefulDataLoader."
             )
         with self._lend():
-            while (batches < self.done if presharded else passed < self.skip) and (read := self._read(source, 1)):
+            while (batches < done if presharded else passed < skip) and (read := self._read(source, 1)):
                 passed, batches, batch = passed + read[0][0], batches + 1, read[0][1]
-        self._ended = presharded and batches < self.done
+        if presharded and batches < done:
+            self._supply = _Supply.ENDED
         if batches:  # the process has followed the reader up to here
             self._take_drawn()
         return batch
@@ -545,7 +564,66 @@ def follow_iterator(view: DataLoader[Any], plan: StreamedBatches) -> None:
         assert live_view is not None
         with plan.starting(live_view.persistent_workers):
             iterator = note_workers(live_view, type(live_view)._get_iterator(live_view))
-        plan.started()
+        plan.opened()
         return iterator if plan.counted is None else Unwrapped(iterator, plan.sizes)
 
     view.__dict__["_get_iterator"] = get_iterator
+
+
+# -- reading ahead of the loop -----------------------------------------------------------------------------------------
+
+# For example the network of an agent of a source of experience of a dataset; a pipeline's list is a level too.
+_LEVELS = 5
+_OBJECTS = 1000
+_ITEMS = 100  # a longer list is treated as data
+
+
+def may_read_ahead(source: DataLoader[Any], state_owner: Any) -> bool:
+    """Return whether a stream may be read ahead of the loop.
+
+    A stream that is read in this process may not be read ahead if its samples could depend on the model being trained.
+    The same holds for a stream whose ``state_dict`` could be too expensive to call before each batch, or could return
+    an object that changes later.
+    """
+    owners = [state_owner]
+    if source.num_workers == 0:
+        if holds_model(source.dataset):
+            return False
+        owners.append(get_stateful(source.dataset))  # a loader with a state asks the dataset for its state
+    return all(owner is None or copies_state(owner) for owner in owners)
+
+
+def holds_model(dataset: Any) -> bool:
+    """Return whether a dataset refers to an ``nn.Module``, directly or through nested objects and functions.
+
+    References are followed only to a limited depth and number.
+    """
+    visited, level = set[int](), [dataset, getattr(type(dataset), "__iter__", None)]
+    for _ in range(_LEVELS):
+        following: list[Any] = []
+        for value in level:
+            if isinstance(value, nn.Module):
+                return True
+            if id(value) not in visited and len(visited) < _OBJECTS:
+                visited.add(id(value))
+                following += _iter_held(value)
+        level = following
+    return any(isinstance(value, nn.Module) for value in level)
+
+
+def _iter_held(value: Any) -> Iterator[Any]:
+    if isinstance(value, MethodType):
+        yield value.__self__
+    elif isinstance(value, partial):
+        yield value.func
+        yield from value.args
+    elif isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # it is not filled yet
+                yield cell.cell_contents
+        yield from (value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__)
+    elif isinstance(value, list | tuple | dict):
+        if len(value) <= _ITEMS:
+            yield from value.values() if isinstance(value, dict) else value
+    elif not isinstance(value, type | ModuleType):
+        yield from getattr(value, "__dict__", {}).values()

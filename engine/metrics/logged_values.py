@@ -17,7 +17,6 @@ from ...common.validation import WrongTypeError
 from ...strategies import World
 from ..data import Cursor
 from . import metric_state
-from .stand_ins import preserve_values
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
 
@@ -87,7 +86,8 @@ class Metrics:
             objects = [*metric_state.find(owner).values()]
             part_ids = metric_state.collect_part_ids(objects)
             objects += [e.metric for e in self.entries if e.metric is not None and id(e.metric) not in part_ids]
-            with metric_state.preserve_counts(objects), nullcontext() if self.training else preserve_values(owner):
+            values = nullcontext() if self.training else metric_state.preserve_values(owner)
+            with metric_state.preserve_counts(objects), values:
                 yield batch
 
     @property
@@ -237,7 +237,7 @@ class Metrics:
         Raises:
             ValueError: On every rank, if the ranks have logged different names, or the same names in different orders.
         """
-        entries = [entry for entry in self._in_step.values() if entry.on_step and entry.last is not None]
+        entries = self._list_latest()
         return self._reduce_entries(entries, [entry.step_pair() for entry in entries], world, written=written)
 
     def epoch_values(self, world: World) -> list[tuple[Entry, float]]:
@@ -289,19 +289,14 @@ class Metrics:
 
     def bar_values(self) -> dict[str, Any]:
         """Return this process's latest step values for the progress bar, by label. Tensors may be on the device."""
-        return {
-            entry.label("step"): entry.last
-            for entry in self._in_step.values()
-            if entry.prog_bar and entry.on_step and entry.last is not None
-        }
+        return {entry.label("step"): entry.last for entry in self._list_latest() if entry.prog_bar}
 
     def latest(self) -> dict[str, Any]:
         """Return this process's latest step values, by label. Tensors may be on the device."""
-        return {
-            entry.label("step"): entry.last
-            for entry in self._in_step.values()
-            if entry.on_step and entry.last is not None
-        }
+        return {entry.label("step"): entry.last for entry in self._list_latest()}
+
+    def _list_latest(self) -> list[Entry]:
+        return [entry for entry in self._in_step.values() if entry.on_step and entry.last is not None]
 
     def wide_names(self) -> set[str]:
         """Return the labels of the step values that may have more than float32's precision; see `Entry`."""
@@ -309,10 +304,7 @@ class Metrics:
 
     def latest_of_both(self) -> dict[str, Any]:
         """Return the latest step values of entries logged both per step and per epoch, by name without ``_step``."""
-        entries = self._in_step.values()
-        return {
-            entry.name: entry.last for entry in entries if entry.on_step and entry.on_epoch and entry.last is not None
-        }
+        return {entry.name: entry.last for entry in self._list_latest() if entry.on_epoch}
 
     def step_label(self, name: str) -> str:
         """Return the label under which the step value of ``name`` is logged; ``name`` itself if it is not logged.
@@ -390,7 +382,7 @@ class Metrics:
         places = metric_state.find_places(logged, objects, owner)
         entries = self._in_step.values()
         sums = {e.name: e.part() for e in entries if e.on_epoch and e.metric is None}
-        newest = {e.name: e.latest() for e in entries if e.on_step and e.last is not None}
+        newest = {e.name: e.latest() for e in self._list_latest()}
         every = world.gather_objects(read_numbers((sums, newest)) if read else (sums, newest))
         return {
             "values": {name: shown[name] | {"parts": [part.get(name) for part, _ in every]} for name in sums},
@@ -421,7 +413,7 @@ class Metrics:
                 entry.metric = objects.get(saved["place"])
             else:
                 entry.take(_select_parts(saved["parts"], world))
-        for name, saved in state.get("latest", {}).items():
+        for name, saved in state["latest"].items():
             entry = self._in_step.setdefault(name, Entry(name, None, **{key: saved[key] for key in SHOWN}))
             entry.take_latest(_select_parts(saved["parts"], world))
 
@@ -616,13 +608,12 @@ class Entry:
             parts: Results of `latest`, one per process.
         """
         weighted_pairs = [(value, weight) for value, weight in parts if weight]
+        is_mean = self.reduction == "mean"
         self.last, self.last_weight = 0.0, float(sum(weight for _, weight in weighted_pairs))
         if len(weighted_pairs) == 1:
-            self.last = weighted_pairs[0][0]
-        elif weighted_pairs and self.reduction == "mean":
-            self.last = sum(value * weight for value, weight in weighted_pairs) / self.last_weight
+            self.last = weighted_pairs[0][0]  # exactly: multiplying it by its weight and dividing it again may round
         elif weighted_pairs:
-            self.last = FOLDS[self.reduction](stack_numbers([value for value, _ in weighted_pairs])).item()
+            self.last = self.reduced([(v * weight if is_mean else v, weight) for v, weight in weighted_pairs])
 
     def take(self, parts: Iterable[Any]) -> None:
         """Restore the values of the epoch from the results of `part`.
@@ -732,6 +723,7 @@ def read_numbers(value: Any) -> Any:
 
 
 def _replace_tensors(value: Any, replace: Callable[[Tensor], Any]) -> Any:
+    # Not `apply_nested`: the few values of a save need no second file on its way.
     if isinstance(value, Tensor):
         return replace(value)
     if isinstance(value, dict):
@@ -765,3 +757,34 @@ def stack_numbers(values: list[Any]) -> Tensor:
 def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
     """Copy a host tensor to a device; on CUDA, pin it first so that the host does not wait for the copy."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class LateNumbers:
+    """Asynchronous reader of numbers that a CUDA device may still be computing.
+
+    Reading the latest numbers at each refresh of a progress bar would wait for all work queued on the device.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, float] = {}
+        self._coming: tuple[list[str], Tensor, torch.cuda.Event] | None = None
+
+    def read(self, values: dict[str, Any]) -> dict[str, float]:
+        """Return ``values`` as numbers by name; if one is on a CUDA device, those of the last completed copy.
+
+        Args:
+            values: Numbers or 0-d tensors by name.
+        """
+        if not any(isinstance(value, Tensor) and value.is_cuda for value in values.values()):
+            return {name: float(value) for name, value in values.items()}
+        if self._coming is not None and self._coming[2].query():
+            names, on_host, _ = self._coming
+            self._known, self._coming = dict(zip(names, on_host.tolist(), strict=True)), None
+        if self._coming is None:
+            on_device = stack_numbers(list(values.values()))
+            on_host = torch.empty(on_device.shape, dtype=on_device.dtype, device="cpu", pin_memory=True)
+            on_host.copy_(on_device, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._coming = list(values), on_host, event
+        return {name: number for name, number in self._known.items() if name in values}

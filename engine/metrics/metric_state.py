@@ -1,21 +1,26 @@
-"""Functions that save and restore the state of metric objects in the middle of an epoch."""
+"""State of metric objects and of values that a task collects: in checkpoints, around placeholders, over ranks."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...common.messages import format_count, name_type, warn
-from ...strategies import World
+from ...strategies import World, apply_nested
 from ..data import share
 
 _METHODS = ("compute", "reset", "state_dict", "load_state_dict")
 _MOST = 256  # a longer list among a task's attributes holds data, not metrics
+_UNTOUCHED = frozenset({*vars(nn.Module()), "training"}) - {"_buffers"}
+_NUMBERS = (int, float, complex, str, type(None))
 
 
 def find(owner: nn.Module) -> dict[str, Any]:
@@ -153,10 +158,9 @@ def _is_counter(name: str, value: Any) -> bool:
     return name == "_num_vals_seen" or (isinstance(value, Tensor) and not value.ndim and name in ("min_val", "max_val"))
 
 
-def _copy_value(value: Any, device: str | None) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to(device or value.device, copy=True)  # the next update may add to it in place
-    return [_copy_value(item, device) for item in value] if isinstance(value, list) else value
+def _copy_value(value: Any, device: Any) -> Any:
+    # A copy in any case, because the next update may add to a state in place.
+    return apply_nested(value, Tensor, lambda tensor: tensor.detach().to(device or tensor.device, copy=True))
 
 
 def _restore_state(metric: Any, saved: Any) -> None:
@@ -169,15 +173,9 @@ def _restore_state(metric: Any, saved: Any) -> None:
     device = getattr(metric, "device", None)
     for name, value in (saved["states"] | saved["more"]).items():
         current = getattr(metric, name, None)
-        setattr(metric, name, _move_value(value, current.device if isinstance(current, Tensor) else device))
+        setattr(metric, name, _copy_value(value, current.device if isinstance(current, Tensor) else device))
     metric._update_count = saved["count"]
     metric._computed = None
-
-
-def _move_value(value: Any, device: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone() if device is None else value.clone().to(device)
-    return [_move_value(item, device) for item in value] if isinstance(value, list) else value
 
 
 def _share_counts(metric: Any, place: str, every: list[Any], world: World) -> Any:
@@ -241,3 +239,142 @@ def _make_refusal(metric: Any, place: str, before: int, world: World, why: str) 
         f"be split over {format_count(world.size, 'process')}: {why}. Resume with {saved_by}, or from a "
         "checkpoint saved at the end of an epoch."
     )
+
+
+# -- values of a task --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def preserve_values(owner: nn.Module) -> Iterator[None]:
+    """Return a context that restores the values of a module's own attributes when it ends.
+
+    In an evaluation, a rank may process a sample of another rank, so that the collectives of all ranks match. Values
+    that the task collects in its attributes must not include this sample. Numbers, strings, tensors, lists, dicts, sets
+    and deques are restored.
+    """
+    attributes = vars(owner)
+    before = {name: value for name, value in attributes.items() if name not in _UNTOUCHED and _is_plain(value)}
+    restores = [restore for value in before.values() if (restore := _remember(value)) is not None]
+    try:
+        yield
+    finally:
+        for restore in restores:
+            restore()
+        attributes.update(before)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (*_NUMBERS, Tensor, list, dict, set, deque))
+
+
+def _remember(value: Any) -> Callable[[], Any] | None:
+    """Return a function that restores the current content of a tensor or collection; None for any other value."""
+    if isinstance(value, nn.Parameter):
+        return None
+    if isinstance(value, Tensor):
+        return functools.partial(value.detach().copy_, value.detach().clone())
+    if not isinstance(value, (list, dict, set, deque)):
+        return None
+    items = value.copy()
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    restores = [r for item in inner if (r := _remember(item)) is not None] if len(value) <= _MOST else []
+
+    def restore() -> None:
+        value.clear()
+        value.extend(items) if isinstance(value, (list, deque)) else value.update(items)
+        for restore_item in restores:
+            restore_item()
+
+    return restore
+
+
+# -- ranks with unequal numbers of batches -----------------------------------------------------------------------------
+
+# torchmetrics gathers a list state tensor by tensor, unless its reduction is "cat". If such lists have unequal
+# lengths, ranks hang or mix up items. For a rank without data, torchmetrics sends an empty vector, even if the other
+# ranks' tensors have more dimensions or another dtype. These problems do not occur if samples are repeated until all
+# ranks have the same number. Treadle counts each sample once, so some ranks may have no share of the last batches.
+
+
+@contextmanager
+def uneven_counts(owner: nn.Module, world: World) -> Iterator[None]:
+    """Return a context in which ``compute()`` works even if some ranks have updated a metric more often than others.
+
+    Args:
+        owner: The module that contains the torchmetrics objects, usually the task.
+        world: The processes that compute the metrics.
+    """
+    metrics = [] if world.size == 1 else [m for m in find(owner).values() if _gathers_lists(m)]
+    for metric in metrics:
+        metric._sync_dist = functools.partial(_sync_dist, metric, world)
+    try:
+        yield
+    finally:
+        for metric in metrics:
+            vars(metric).pop("_sync_dist", None)
+
+
+def _gathers_lists(metric: Any) -> bool:
+    if getattr(metric, "process_group", None) is not None:  # the metric is reduced over ranks that the task chooses
+        return False
+    return hasattr(type(metric), "_sync_dist") and any(isinstance(state, list) for state in metric._defaults.values())
+
+
+@dataclass(frozen=True)
+class _ListState:
+    """Length of a list state on one rank, and the row shape and dtype of its first tensor.
+
+    ``row_shape`` is None if the list is empty or its first tensor is 0-d.
+    """
+
+    length: int
+    row_shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+
+    @classmethod
+    def from_items(cls, items: list[Tensor]) -> _ListState:
+        if not items:
+            return cls(0, None, None)
+        first = items[0]
+        return cls(len(items), tuple(first.shape[1:]) if first.ndim else None, first.dtype)
+
+    def make_filler(self, device: Any) -> Tensor:
+        """Return a tensor without rows, or a 0-d zero, that can be gathered with the tensors of other ranks."""
+        shape = () if self.row_shape is None else (0, *self.row_shape)
+        return torch.zeros(shape, dtype=self.dtype, device=device)
+
+
+def _sync_dist(metric: Any, world: World, *args: Any, **kwargs: Any) -> None:
+    """Call the metric's own ``_sync_dist`` with lists padded to equal length, and remove the padding afterwards."""
+    lists = {name: items for name in metric._defaults if (items := _read_list(metric, name)) is not None}
+    every = world.gather_objects({name: _ListState.from_items(items) for name, items in lists.items()})
+    filled: dict[str, list[int]] = {}
+    for name, items in lists.items():
+        states = [part.get(name) for part in every]
+        if None in states:
+            continue  # some rank's list contains other objects than tensors: the metric gathers it separately
+        longest = max(states, key=lambda state: state.length)
+        if longest.length and len(items) < longest.length:
+            items = items + [longest.make_filler(metric.device)] * (longest.length - len(items))
+        setattr(metric, name, items)
+        filled[name] = [state.length for state in states]
+    type(metric)._sync_dist(metric, *args, **kwargs)
+    for name, lengths in filled.items():
+        gathered = getattr(metric, name)
+        if metric._reductions[name] is None and len(set(lengths)) > 1:  # the first tensor of each rank, the second, ...
+            places = ((index, rank) for index in range(max(lengths)) for rank in range(len(lengths)))
+            kept = [index < lengths[rank] for index, rank in places]
+            setattr(metric, name, [item for item, keep in zip(gathered, kept, strict=True) if keep])
+
+
+def _read_list(metric: Any, name: str) -> list[Tensor] | None:
+    """Return the tensors of a list state, concatenated if the reduction concatenates them; None for other states."""
+    items, reduction = getattr(metric, name), metric._reductions[name]
+    concatenated = getattr(reduction, "__name__", "") == "dim_zero_cat"
+    if not isinstance(metric._defaults[name], list) or not (reduction is None or concatenated):
+        return None
+    if concatenated and isinstance(items, Tensor):  # concatenated by an earlier compute()
+        items = [items]
+    if not isinstance(items, list) or not all(isinstance(item, Tensor) for item in items):
+        return None
+    return [torch.cat([torch.atleast_1d(item) for item in items])] if concatenated and items else items

@@ -8,10 +8,8 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .advanced import AdvancedProfiler
-    from .choose import choose_profiler
-    from .profiler import PassThroughProfiler, Profiler
-    from .pytorch import PyTorchProfiler
+    from .profiler import PassThroughProfiler, Profiler, choose_profiler
+    from .pytorch import PyTorchProfiler, profile
     from .simple import SimpleProfiler
-    from .trace import profile
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -7,7 +7,7 @@ import io
 import pstats
 from pathlib import Path
 
-from .profiler import Profiler
+from .profiler import Profiler, find_running
 
 
 class AdvancedProfiler(Profiler):
@@ -44,20 +44,18 @@ class AdvancedProfiler(Profiler):
         dump_stats: bool = False,
     ) -> None:
         super().__init__(dirpath, filename)
+        problem = (
+            f"line_count_restriction={line_count_restriction!r} must be a number of lines, such as 20, or a fraction "
+            "from 0.0 to 1.0."
+        )
         if isinstance(line_count_restriction, bool) or not isinstance(line_count_restriction, int | float):
-            raise TypeError(
-                f"line_count_restriction={line_count_restriction!r} must be a number of lines, such as 20, or a "
-                "fraction from 0.0 to 1.0."
-            )
+            raise TypeError(problem)
         if line_count_restriction < 0 or (isinstance(line_count_restriction, float) and line_count_restriction > 1):
-            raise ValueError(
-                f"line_count_restriction={line_count_restriction!r} must be a number of lines, such as 20, or a "
-                "fraction from 0.0 to 1.0."
-            )
+            raise ValueError(problem)
         self.line_count_restriction = line_count_restriction
         self.dump_stats = dump_stats
         self.profiled_actions: dict[str, cProfile.Profile] = {}
-        self._running: list[str] = []
+        self._running: list[tuple[str]] = []
 
     @property
     def needs_directory(self) -> bool:
@@ -83,8 +81,8 @@ class AdvancedProfiler(Profiler):
             action_name: The name of the action.
         """
         if self._running:
-            self.profiled_actions[self._running[-1]].disable()
-        self._running.append(action_name)
+            self.profiled_actions[self._running[-1][0]].disable()
+        self._running.append((action_name,))
         self.profiled_actions.setdefault(action_name, cProfile.Profile()).enable()
 
     def stop(self, action_name: str) -> None:
@@ -96,16 +94,11 @@ class AdvancedProfiler(Profiler):
         Raises:
             ValueError: If no action with this name is running.
         """
-        if action_name not in self._running:
-            raise ValueError(
-                f"stop({action_name!r}) was called, but no action with this name is running. Call "
-                f"start({action_name!r}) first."
-            )
-        self.profiled_actions[self._running[-1]].disable()
-        place = len(self._running) - 1 - self._running[::-1].index(action_name)
+        place = find_running(self._running, action_name)
+        self.profiled_actions[self._running[-1][0]].disable()
         del self._running[place]
         if self._running:
-            self.profiled_actions[self._running[-1]].enable()
+            self.profiled_actions[self._running[-1][0]].enable()
 
     def summary(self) -> str:
         """Return the report as text. If ``dump_stats`` is True, also write the statistics to files."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...common.messages import announce
+from ...common.messages import announce, nearest
 from ...common.validation import check_path
 
 
@@ -215,3 +216,50 @@ class PassThroughProfiler(Profiler):
     def needs_directory(self) -> bool:
         """Always False, because this profiler does not write files."""
         return False
+
+
+def find_running(running: Sequence[tuple[Any, ...]], action_name: str) -> int:
+    """Return the index of the last running action with a name, which is the first item of each entry.
+
+    Args:
+        running: The running actions, the outermost first.
+        action_name: The name that ``stop`` received.
+
+    Raises:
+        ValueError: If no action with this name is running.
+    """
+    for place in range(len(running) - 1, -1, -1):
+        if running[place][0] == action_name:
+            return place
+    raise ValueError(
+        f"stop({action_name!r}) was called, but no action with this name is running. Call start({action_name!r}) first."
+    )
+
+
+_NAMES = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorch": "PyTorchProfiler"}
+
+
+def choose_profiler(profiler: Any) -> Profiler:
+    """Return the profiler that the argument of ``Trainer(profiler=...)`` selects.
+
+    Args:
+        profiler: ``"simple"``, ``"advanced"``, ``"pytorch"``, a `Profiler` object, or None for a `PassThroughProfiler`.
+
+    Raises:
+        ValueError: If the name is unknown.
+        TypeError: If ``profiler`` has the wrong type.
+    """
+    if profiler is None:
+        return PassThroughProfiler()
+    if isinstance(profiler, Profiler):
+        return profiler
+    if not isinstance(profiler, str):
+        hint = f" Pass {profiler.__name__}()." if isinstance(profiler, type) and issubclass(profiler, Profiler) else ""
+        raise TypeError(f"profiler={profiler!r} must be a profiler's name, a treadle.profilers.Profiler or None.{hint}")
+    name = profiler.lower()
+    if name not in _NAMES:
+        hint = " TPUs are not supported." if name == "xla" else nearest(name, _NAMES)
+        raise ValueError(f"profiler={profiler!r} is not one of {', '.join(_NAMES)}.{hint}")
+    # Imported only when it is requested, because torch.profiler and cProfile take time to import.
+    made: Profiler = getattr(importlib.import_module(f".{name}", __package__), _NAMES[name])()
+    return made

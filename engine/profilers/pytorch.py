@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.profiler import EventList, record_function
-from torch.profiler import ProfilerAction, schedule
+from torch.profiler import ProfilerAction, ProfilerActivity, schedule
 
 from ...common.messages import format_count, nearest, warn
 from ...common.validation import choose
-from .profiler import Profiler
+from ...strategies import World
+from ..configuration import ProfileKwargs
+from .profiler import Profiler, find_running
 
 
 class PyTorchProfiler(Profiler):
@@ -131,7 +134,8 @@ class PyTorchProfiler(Profiler):
                 raise ValueError(
                     "PyTorchProfiler(emit_nvtx=True) needs a CUDA device, but this process has none. Remove emit_nvtx."
                 )
-            self.profiler = torch.autograd.profiler.emit_nvtx(**_select_nvtx_options(self.profiler_kwargs))
+            options = {name: value for name, value in self.profiler_kwargs.items() if name == "record_shapes"}
+            self.profiler = torch.autograd.profiler.emit_nvtx(**options)
         else:
             self.profiler = torch.profiler.profile(
                 schedule=self.plan, on_trace_ready=self._export_cycle, **self.profiler_kwargs
@@ -163,14 +167,7 @@ class PyTorchProfiler(Profiler):
         Raises:
             ValueError: If no action with this name is running.
         """
-        for place in range(len(self._running) - 1, -1, -1):
-            if self._running[place][0] == action_name:
-                self._running.pop(place)[1].__exit__(None, None, None)
-                return
-        raise ValueError(
-            f"stop({action_name!r}) was called, but no action with this name is running. Call start({action_name!r}) "
-            "first."
-        )
+        self._running.pop(find_running(self._running, action_name))[1].__exit__(None, None, None)
 
     def step(self) -> None:
         """Advance the recording schedule by one step; see `Profiler.step`."""
@@ -270,5 +267,54 @@ def _check_names(owner: str, options: dict[str, Any], function: Any, reserved: t
             raise ValueError(f"{owner} does not support the argument {name!r}.{hint}")
 
 
-def _select_nvtx_options(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name == "record_shapes"}
+@contextmanager
+def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.profile]:
+    """Return a context manager that profiles a block with ``torch.profiler``.
+
+    If ``handler.output_trace_dir`` is set, each rank writes its traces to this directory.
+
+    Args:
+        handler: Settings of the profiler.
+        world: The ranks of the run. If traces are written, the ranks wait for each other at the end of the block.
+
+    Yields:
+        The running ``torch.profiler.profile``.
+
+    Raises:
+        ValueError, TypeError, AssertionError: If a setting of the handler is invalid.
+    """
+    profiler = _build_profiler(handler, world.rank)
+    with profiler:
+        yield profiler
+    if handler.output_trace_dir is not None:
+        world.barrier()
+
+
+def _build_profiler(handler: ProfileKwargs, rank: int) -> torch.profiler.profile:
+    activities = None
+    if handler.activities is not None:
+        members = {name.lower(): member for name, member in ProfilerActivity.__members__.items()}
+        activities = [members[choose("activities", name, members)] for name in handler.activities]
+    written = 0
+
+    def export_trace(profiler: Any) -> None:
+        nonlocal written
+        if handler.output_trace_dir is not None:
+            directory = Path(handler.output_trace_dir)
+            directory.mkdir(parents=True, exist_ok=True)
+            cycle = f"_{written}" if written else ""
+            profiler.export_chrome_trace(str(directory / f"profile_{rank}{cycle}.json"))
+            written += 1
+        if handler.on_trace_ready is not None:
+            handler.on_trace_ready(profiler)
+
+    return torch.profiler.profile(
+        activities=activities,
+        schedule=None if handler.schedule_option is None else schedule(**handler.schedule_option),
+        on_trace_ready=export_trace if handler.output_trace_dir is not None else handler.on_trace_ready,
+        record_shapes=handler.record_shapes,
+        profile_memory=handler.profile_memory,
+        with_stack=handler.with_stack,
+        with_flops=handler.with_flops,
+        with_modules=handler.with_modules,
+    )

@@ -2,10 +2,8 @@
 
 import json
 import os
-import random
 
 import pytest
-import torch
 from tracking_services import ClearML
 from treadle.loggers import ClearMLLogger
 
@@ -29,17 +27,6 @@ def test_subsets_share_a_plot(tmp_path):
     with open(clearml._folder(tmp_path, logger.version) / "metrics.jsonl") as lines:
         found = {(event["metric"], event["variant"]) for line in lines for event in json.loads(line)}
     assert found == {("loss", "train"), ("loss", "val"), ("val_", "val_"), ("loss", "loss"), ("lr-SGD", "lr-SGD")}
-
-
-def test_generators_are_not_seeded(tmp_path):
-    random.seed(3)
-    torch.manual_seed(3)
-    expected = random.getstate(), torch.get_rng_state()
-    logger = clearml.make(tmp_path)
-    logger.log_metrics({"x": 1}, 1)
-    logger.finish()
-    assert random.getstate() == expected[0]
-    assert torch.equal(torch.get_rng_state(), expected[1])
 
 
 def test_a_task_that_the_user_began_is_used(tmp_path):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...common.messages import nearest
+from ...common.optional import require
 from ...engine.data import Cursor
 
 if TYPE_CHECKING:
@@ -230,13 +231,9 @@ class History(Mapping[str, Curve]):
             KeyError: If a name was not logged.
             ModuleNotFoundError: If matplotlib is not installed.
         """
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise ModuleNotFoundError(
-                "plot() needs the package 'matplotlib', which is not installed. Run pip install 'treadle[plot]', or "
-                "pip install matplotlib."
-            ) from error
+        require("plot()", "matplotlib", extra="plot")
+        import matplotlib.pyplot as plt
+
         from ...callbacks.reporting import group_names
 
         curves = {**self.curves, **self.rates}

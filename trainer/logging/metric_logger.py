@@ -200,9 +200,9 @@ class Logbook:
         """
         self.callback_values.clear()
         self.callback_values.update(state_dict["values"])
-        self.wide = set(state_dict.get("wide", ()))
+        self.wide = set(state_dict["wide"])
         self.watch.load_state_dict(state_dict["watch"])
-        self.evaluated = list(state_dict.get("evaluated", ()))
+        self.evaluated = list(state_dict["evaluated"])
 
     def write_value(self, name: str, value: Any) -> None:
         """Record a value that the user wrote into ``callback_metrics``.

@@ -258,12 +258,16 @@ def test_weights_give_the_mean_over_the_group():
         assert not group  # the epoch's last micro-batch ends its group
 
 
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "workers"),
     [
-        *("shuffle", "replacement", "many", "torch", "own"),
-        *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in LAZY if kind not in ("torch", "own")),
+        *((kind, 0) for kind in ("shuffle", "replacement", "many", *LAZY)),
+        *(("shuffle", 2), ("torch", 2)),
+        *(
+            pytest.param(kind, 2, marks=pytest.mark.exhaustive)
+            for kind in ("replacement", "many", *LAZY)
+            if kind != "torch"
+        ),
     ],
 )
 def test_the_plain_loops_order(kind, workers):
@@ -511,17 +515,6 @@ def test_the_last_batch_is_known_in_another_world(chain):
             assert last == [False] * (len(last) - 1) + [True] * bool(last), (name, stops)
 
 
-def test_a_loaders_state_of_before_widths_were_noted():
-    ranks = Ranks(lambda: [[i] for i in range(7)], 1)
-    ranks.ids(3)
-    old = ranks.state()
-    for name in ("width", "items", "samplers", "workers"):
-        del old["loader"][name]
-    again = Ranks(lambda: [[i] for i in range(7)], 1, state=old)
-    assert again.loaders[0].batches == 3
-    assert flat(again.ids()) == [3, 4, 5, 6]
-
-
 def test_a_sampler_that_counts_by_itself_is_said():
     def follow_and_save(sampler, stops):
         ranks = Ranks(lambda: DataLoader(range(6), batch_sampler=OwnBatches(sampler, 2, False)), 1)
@@ -715,7 +708,7 @@ def test_workers_augment_alike_whatever_their_number():
 @pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_resume_with_workers(persistent):
     whole = augmented(1, 2, persistent)
-    for stop in (2, 5, 7):
+    for stop in (2, 7):
         begun, state = augmented(1, 2, persistent, stop=stop)
         assert begun + augmented(1, 1, persistent, state=state) == whole, stop
     _, state = augmented(1, 2, persistent, stop=2, generator=True)
@@ -788,7 +781,8 @@ class Counting(Stream):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_streams(workers):
-    for size, n, k in itertools.product((1, 2), (0, 1, 3, 7, 8) if not workers else (7,), (1, 3)):
+    cases = [(1, 7, 1), (2, 7, 3)] if workers else itertools.product((1, 2), (0, 1, 3, 7, 8), (1, 3))
+    for size, n, k in cases:
         ranks = Ranks(lambda n=n: DataLoader(Stream(n), batch_size=2, num_workers=workers), size, k)
         for _ in range(2):
             group, found = [], []
@@ -886,7 +880,7 @@ def test_streams_resume(kind):
     def make():
         return make_stream(kind)
 
-    for before, after in RESUMED_ON.get(kind, ((1, 1), (2, 2), (2, 1), (1, 2), (3, 2))):
+    for before, after in RESUMED_ON.get(kind, ((1, 1), (2, 1), (1, 2), (3, 2))):
         whole = follow(Ranks(make, before, 1), 2)
         wanted = [i for _, batch, _ in whole if batch is not None for i in batch]
         for number, (epoch, _, state) in list(enumerate(whole))[:: 3 if kind == "workers" else 1]:
@@ -979,7 +973,7 @@ def test_persistent_workers_of_a_stream_that_draws(kind):
     whole, _ = read_noise(kind, stop=3 * per_epoch)
     drawn = {tuple(sample[1:4]) for item in whole for sample in (item if kind is not Loose else [item])}
     assert len(drawn) == 24  # other numbers in each epoch
-    stops = (1, per_epoch + 1, 2 * per_epoch) if kind is DataLoader else (per_epoch + 1,)
+    stops = (per_epoch + 1, 2 * per_epoch) if kind is DataLoader else (per_epoch + 1,)
     for stop in stops:
         begun, state = read_noise(kind, stop=stop)
         assert begun == whole[:stop]
@@ -1049,7 +1043,7 @@ def test_a_subclass_over_a_stream_sees_its_batches(workers):
     options = {"batch_size": 2, "num_workers": workers, "persistent_workers": bool(workers)}
     for size in (1, 2):
         ranks = Ranks(lambda: Negated(Stream(7, shuffle=False), **options), size)
-        for _ in range(2):
+        for _ in range(2):  # the second epoch with the first one's workers
             assert sorted(flat(ranks.ids())) == list(range(-6, 1))
         assert type(ranks.loaders[0]._view) is Negated
         for loader in ranks.loaders:
@@ -1285,9 +1279,10 @@ def test_a_generator_that_is_drawn_from_rarely_is_seeded(kind):
     always = dict(read_drawn(Rare(kind, "always"), 1))
     assert len(set(always.values())) == 24
     wanted = [[index, always[index] if index % 7 == 6 else -1.0] for index in range(24)]
-    assert read_drawn(Rare(kind, "rarely"), 1) == wanted
     assert read_drawn(Rare(kind, "rarely"), 2) == wanted
     assert read_drawn(Rare(kind, "rarely"), 1, size=2, batch_size=None) == wanted
+    if kind != "numpy":  # what follows does not depend on the kind of the generator
+        return
     begun, state = read_drawn(Rare(kind, "rarely"), 1, stop=3)
     assert begun + read_drawn(Rare(kind, "rarely"), 2, state=state) == wanted
     for make in (lambda: Rare(kind, "collate"), lambda: RareInBulk(kind, "rarely")):
@@ -1350,9 +1345,11 @@ NESTED = {
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}], ids=str)
 def test_the_epoch_reaches_the_dataset_in_every_worker(options):
-    for make in (StreamKnowsEpoch, *(lambda wrap=wrap: wrap(KnowsEpoch()) for wrap in NESTED.values())):
+    # A worker costs a quarter of a second: with workers, `concat` stands for the containers, as it holds a subset too.
+    wraps = [NESTED["concat"]] if options else NESTED.values()
+    for make in (StreamKnowsEpoch, *(lambda wrap=wrap: wrap(KnowsEpoch()) for wrap in wraps)):
         ranks = Ranks(lambda make=make: DataLoader(make(), batch_size=2, **options), 1)
-        assert [set(flat(ranks.ids())) for _ in range(3)] == [{0}, {1}, {2}]
+        assert [set(flat(ranks.ids())) for _ in range(2)] == [{0}, {1}]
         ranks.loaders[0].set_epoch(7)
         assert set(flat(ranks.ids())) == {7}
         resumed = Ranks(lambda make=make: DataLoader(make(), batch_size=2, **options), 1, state=ranks.state())
@@ -1444,16 +1441,14 @@ def test_a_resume_within_an_epoch_of_another_order_is_said(saved, now, text):
         ranks = Ranks(saved, size)
         ranks.ids(2)
         state = ranks.state()
-        for drop in ((), ("sampler", "first_indices")):  # without them: a checkpoint of an earlier version
-            older = {**state, "loader": {k: v for k, v in state["loader"].items() if k not in drop}}
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                Ranks(now, size, state=older).ids()
-            found = [str(w.message) for w in caught if "The rest of the epoch differs" in str(w.message)]
-            # Ranks with samplers of their own are compared by the states of the ranks.
-            is_compared = text and not drop and not (size > 1 and "Distributed" in text)
-            assert len(found) == (size if is_compared else 0), found
-            assert all(re.search(text, message) for message in found)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            Ranks(now, size, state=state).ids()
+        found = [str(w.message) for w in caught if "The rest of the epoch differs" in str(w.message)]
+        # Ranks with samplers of their own are compared by the states of the ranks.
+        is_compared = text and not (size > 1 and "Distributed" in text)
+        assert len(found) == (size if is_compared else 0), found
+        assert all(re.search(text, message) for message in found)
     ranks = Ranks(saved, 1)
     ranks.ids()
     with warnings.catch_warnings():

@@ -54,7 +54,12 @@ def read(folder, saved, workers, own, resume):
                     accelerator.save_state(saved)
             counts.append(READ.tolist())
         loader.close()
+    READ.zero_()
     return epochs, counts[0], "\n".join(str(warning.message) for warning in caught)
+
+
+def whole_and_rest(*arguments):
+    return [read(*arguments, resume) for resume in (False, True)]
 
 
 def rare(*values):
@@ -75,7 +80,7 @@ def test_each_sample_once_and_resumed_at_once_or_said(tmp_path, world, workers, 
     import_streaming()
     write_shards(tmp_path / "shards", count)
     arguments = str(tmp_path / "shards"), tmp_path / "saved", workers, own
-    whole, rest = run(read, world, *arguments, False), run(read, world, *arguments, True)
+    whole, rest = zip(*run(whole_and_rest, world, *arguments), strict=True)
     for epoch in range(2):
         ids = [number for epochs, _, _ in whole for batch in epochs[epoch] for number in batch]
         assert set(ids) == set(range(count))

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from treadle.callbacks import Callback
 from treadle.engine.data import loader as loaders
 from treadle.engine.data import rank_shares
-from treadle.engine.data.stream_end import Outlook, read_ahead
+from treadle.engine.data.rank_shares import Outlook
+from treadle.engine.data.streamed_batches import holds_model
 
 import treadle
 
@@ -221,9 +222,9 @@ def test_what_a_model_makes_is_found():
         return dataset
 
     for value in (model, model.forward, Agent().act, Source(), lambda: model(1), [1, {"net": model}]):
-        assert read_ahead.holds_model(stream(value=value))
+        assert holds_model(stream(value=value))
     for value in (3, torch.ones(2), torch.nn.functional, nn.Linear, [model] * 200, len, lambda: stream):
-        assert not read_ahead.holds_model(stream(value=value))
+        assert not holds_model(stream(value=value))
 
 
 def own_loop(weighted):

@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from treadle.engine.data.epoch_position import EpochPosition
 from treadle.engine.data.micro_batches import GroupPlanner, share
 from treadle.engine.data.sharded_sampler import ShardedBatches, get_length
 from treadle.engine.rng import RandomStream, random_state
@@ -48,7 +49,8 @@ class Blocks(BatchSampler):
 def test_what_is_left_out_is_counted_in_samples_or_batches(batch_sampler, left_out):
     loader = DataLoader(range(22), batch_sampler=batch_sampler)
     planner, stream = GroupPlanner(0, 2, lambda: 1), RandomStream(random_state())
-    assert ShardedBatches(loader, planner, stream, merge_tail=False, positions=False).left_out == left_out
+    plan = ShardedBatches(loader, planner, stream, EpochPosition(), merge_tail=False, positions=False)
+    assert plan.left_out == left_out
 
 
 def test_sized():

@@ -17,8 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, random_split
 from treadle.engine import CombinedLoader
-from treadle.engine.data.batch_digest import digest
-from treadle.engine.data.dataset_check import fingerprint
+from treadle.engine.data.dataset_check import digest, fingerprint
 from treadle.engine.data.micro_batches import avoid_rewind
 
 import treadle
@@ -65,6 +64,10 @@ def interrupted(workers, folder, resume):
     return found
 
 
+def whole_and_rest(workers, folder):
+    return [interrupted(workers, folder, resume) for resume in (False, True)]
+
+
 @pytest.mark.guarantee
 @pytest.mark.parametrize(
     ("world", "workers"),
@@ -77,8 +80,7 @@ def interrupted(workers, folder, resume):
 )
 def test_each_sample_once_and_resumed_exactly_or_said(world, workers, tmp_path):
     samples.write_tars(tmp_path)
-    whole = run(interrupted, world, workers, str(tmp_path), False, timeout=280)
-    rest = run(interrupted, world, workers, str(tmp_path), True, timeout=280)
+    whole, rest = zip(*run(whole_and_rest, world, workers, str(tmp_path), timeout=280), strict=True)
     for name in whole[0]:
         expected = OTHERWISE.get(name, samples.SAMPLES)
         expected = expected[world] if isinstance(expected, dict) else expected

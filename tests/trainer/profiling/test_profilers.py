@@ -12,9 +12,7 @@ import torch
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from treadle.engine.profilers.device_clock import DeviceClock
-from treadle.engine.profilers.simple import Action
-from treadle.engine.profilers.verdict import verdict
+from treadle.engine.profilers.simple import Action, DeviceClock, verdict
 
 import treadle as tl
 from treadle.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler

@@ -22,7 +22,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from processes import run
 from service_runs import Task, Tell, loader, trainer
 from tracking_services import SERVICES, same
-from treadle.loggers import CSVLogger, NullExperiment
+from treadle.loggers import CSVLogger, MLFlowLogger, NullExperiment, WandbLogger
 
 VARIABLES = r"(CLEARML|COMET|SWANLAB)_"
 
@@ -230,27 +230,32 @@ def test_a_wrong_argument_is_named(service, make):
         make(porject="x")
 
 
+LOGGERS = {**{service.package: service.logger for service in SERVICES}, "wandb": WandbLogger, "mlflow": MLFlowLogger}
+
+
+@pytest.mark.parametrize("package", LOGGERS)
 @pytest.mark.parametrize("how", ["missing", "folder"])
-def test_a_missing_package_is_named_at_once(service, how, monkeypatch, tmp_path):
+def test_a_missing_package_is_named_at_once(package, how, monkeypatch, tmp_path):
     if how == "missing":
-        monkeypatch.setitem(sys.modules, service.package, None)
-    else:
-        (tmp_path / service.package).mkdir()
-        for name in [name for name in sys.modules if name.split(".")[0] == service.package]:
+        monkeypatch.setitem(sys.modules, package, None)
+    else:  # such as W&B's own folder of earlier runs, which can be imported as an empty package
+        (tmp_path / package).mkdir()
+        for name in [name for name in sys.modules if name.split(".")[0] == package]:
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setattr(sys, "path", [str(tmp_path)])
         monkeypatch.setattr(sys, "meta_path", [importlib.machinery.PathFinder])
-    extra = {"comet_ml": "comet"}.get(service.package, service.package)
-    with pytest.raises(ModuleNotFoundError, match=rf"treadle\[{extra}\].* pip install {service.package}"):
-        service.logger()
+    extra = {"comet_ml": "comet"}.get(package, package)
+    with pytest.raises(ModuleNotFoundError, match=rf"treadle\[{extra}\].* pip install {package}"):
+        LOGGERS[package]()
 
 
-def test_loggers_that_are_not_used_import_no_service():
-    packages = [service.package for service in SERVICES if importlib.util.find_spec(service.package)]
+def test_loggers_that_are_not_used_import_no_package():
+    made = {package: kind.__name__ for package, kind in LOGGERS.items() if importlib.util.find_spec(package)}
     code = (
-        "import sys, treadle.loggers as l; "
-        f"made = [getattr(l, name)() for name in {[s.logger.__name__ for s in SERVICES if s.package in packages]}]; "
-        f"print([m for m in {packages} if m in sys.modules])"
+        f"import sys, treadle.loggers as l; made = [getattr(l, name) for name in {list(made.values())}]; "
+        "made = [kind() for kind in made if kind.__name__ != 'MLFlowLogger']; "  # which asks MLflow for its storage
+        "made += [l.CSVLogger('x'), l.TensorBoardLogger('x')]; "
+        f"print([m for m in {[*made, 'yaml', 'tensorboard', 'torch.utils.tensorboard']} if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

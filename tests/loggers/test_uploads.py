@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from treadle.loggers._services import Uploads
+from treadle.loggers.service_logger import Uploads
 
 
 def saved_to(path):

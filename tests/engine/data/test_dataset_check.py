@@ -1,7 +1,7 @@
 """The digest of a batch, whatever is in it."""
 
 import torch
-from treadle.engine.data.batch_digest import digest
+from treadle.engine.data.dataset_check import digest
 
 
 class Labelled(torch.Tensor):
