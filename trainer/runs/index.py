@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 import sys
 import time
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from ...callbacks.reporting import LARGEST, Points
 from ...common.messages import name_type
 from ...common.remote_path import AnyPath, RemotePath, absolute, as_path, is_url, lexists
 from .file_names import CONFIG, CURVES, ENVIRONMENT, ERROR, LOCK, RECORD
-from .lock import holder
+from .lock import holder, read_start
 
 _MOST_BYTES = 2**24  # largest file that is read
 _AT_ONCE = 16  # runs read from a store at the same time
@@ -296,19 +295,9 @@ def config(run: Run) -> str:
 
 
 def _read_text(path: AnyPath) -> str:
-    """Return a file's text; raise a ValueError if it is missing, not a regular file, too large, or not text."""
-    if isinstance(path, RemotePath):
-        try:
-            return path.read_bytes(_MOST_BYTES).decode("utf-8")
-        except OSError as error:
-            raise ValueError(error.strerror or str(error)) from error
+    """Return a file's text; raise a ValueError if it is missing, not a file, too large, or not text."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe would block
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise ValueError("it is not a regular file")
-        with os.fdopen(descriptor, "rb") as file:
-            data = file.read(_MOST_BYTES + 1)
+        data = read_start(path, _MOST_BYTES + 1)
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from error
     if len(data) > _MOST_BYTES:
