@@ -10,9 +10,7 @@ from ...common.messages import announce
 from ...engine.optim import attempt
 from ...strategies.distributed import Attempts
 from ..loop import KIND_OF_STAGE, EvaluationLoop, check_step, validate
-from .sandbox import rehearsal
-from .trial_steps import take_trial_steps
-from .tuned_attribute import check_attribute, get_attribute, set_attribute
+from .sandbox import Trial, check_attribute, get_attribute, rehearsal, set_attribute, train
 
 if TYPE_CHECKING:
     from ...engine import Loader
@@ -108,8 +106,7 @@ class BatchSizeSearch:
         # Accumulated gradients are in memory alongside the second micro-batch; later ones need no more.
         accumulates = accelerator.gradient_accumulation_steps > 1 or self.finder.keep_global_batch
         accelerator.gradient_accumulation_steps = 2 if accumulates else 1
-        for _ in take_trial_steps(inner, steps):
-            pass
+        train(inner, Trial(steps))
         if inner.has_validation:
             validate(inner, steps)
         return inner.sources.train

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...callbacks import Callback, LearningRateFinder, _LRFinder
+from ...callbacks import LearningRateFinder, _LRFinder
 from ...common.messages import warn
 from ..loop import configure
-from .sandbox import rehearsal
-from .trial_steps import take_trial_steps
-from .tuned_attribute import attribute_owners, check_attribute, set_attribute
+from .sandbox import Trial, attribute_owners, check_attribute, rehearsal, set_attribute, train
 
 if TYPE_CHECKING:
+    from ..core import TaskModule
     from ..trainer import Trainer
 
 
@@ -42,7 +41,7 @@ class LRSearch:
             )
         curve = _LRFinder(finder.mode, finder.min_lr, finder.max_lr, finder.num_training_steps)
         with rehearsal(trainer) as inner:
-            self._run_range_test(inner, curve)
+            train(inner, _RangeTest(curve, finder.early_stop_threshold))
             finder.optimal_lr = curve
             if name is not None:
                 _check_rate_is_used(inner, name, finder.max_lr)
@@ -72,15 +71,6 @@ class LRSearch:
             )
         return name
 
-    def _run_range_test(self, inner: Trainer, curve: _LRFinder) -> None:
-        losses, rates, threshold = _StepLoss(), _RisingRate(inner, curve), self.finder.early_stop_threshold
-        with torch.enable_grad():
-            for step in take_trial_steps(inner, curve.num_training, [losses], rates.set):
-                loss = losses.take(inner)
-                curve.add(curve.rate(step), math.nan if loss is None else loss)
-                if loss is not None and threshold is not None and curve.diverges(threshold):
-                    return
-
 
 def _check_rate_is_used(inner: Trainer, name: str, rate: float) -> None:
     """Warn if ``configure_optimizers`` sets the same learning rates for two values of the attribute."""
@@ -97,46 +87,31 @@ def _check_rate_is_used(inner: Trainer, name: str, rate: float) -> None:
         )
 
 
-class _RisingRate:
-    """Setter of the learning rates in each step. The ratios between the rates of the parameter groups stay the same."""
+class _RangeTest(Trial):
+    """Steps with rising rates, and their losses. The ratios between the rates of the parameter groups stay the same.
 
-    def __init__(self, inner: Trainer, curve: _LRFinder) -> None:
-        self._inner = inner
-        self._curve = curve
+    The loss of a step is the mean over its micro-batches and all processes, weighted like the gradient.
+    """
+
+    def __init__(self, curve: _LRFinder, threshold: float | None) -> None:
+        super().__init__(curve.num_training)
+        self._curve, self._threshold = curve, threshold
         self._shares: list[float] = []  # rate of each group relative to the largest
-
-    def set(self, step: int) -> None:
-        optimizers = self._inner.optimizers
-        if not optimizers:
-            name = type(self._inner.task).__name__
-            raise ValueError(
-                f"{name}.configure_optimizers returned no optimizer, but LearningRateFinder needs an optimizer. Return "
-                "an optimizer, or remove the finder."
-            )
-        groups = optimizers[0].param_groups
-        if not self._shares:
-            base = [_get_base_rate(group) for group in groups]
-            self._shares = [group_rate / max(base) if max(base) > 0 else 1.0 for group_rate in base]
-        for group, share in zip(groups, self._shares, strict=True):
-            rate = self._curve.rate(step) * share
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
-
-
-class _StepLoss(Callback):
-    """Loss of an optimizer step: the mean over its micro-batches and all processes, weighted like the gradient."""
-
-    def __init__(self) -> None:
         self._micros: list[Any] = []
         self._sum: Tensor | float = 0.0
         self._weight: Tensor | float = 0.0
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        self._micros.append(trainer.accelerator.cursor.micro)
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        super().on_train_epoch_start(trainer, pl_module)
+        self._micros.clear()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TaskModule, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self._micros.append(trainer.accelerator.cursor.micro)
+        self._set_rates(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Add the loss of a micro-batch, weighted by the weight that the step returned, or else by its samples."""
         micro = self._micros.pop(0)
         # Otherwise it is a placeholder batch, or training_step returned None.
@@ -146,7 +121,31 @@ class _StepLoss(Callback):
             self._sum = self._sum + outputs["loss"].float() * weight
             self._weight = self._weight + weight
 
-    def take(self, trainer: Trainer) -> float | None:
+    def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        loss = self._take_loss(trainer)
+        self._curve.add(self._curve.rate(self.done), math.nan if loss is None else loss)
+        if loss is not None and self._threshold is not None and self._curve.diverges(self._threshold):
+            self.end()
+        super().on_step_end(trainer, pl_module)
+
+    def _set_rates(self, trainer: Trainer) -> None:
+        if not trainer.optimizers:
+            raise ValueError(
+                f"{type(trainer.task).__name__}.configure_optimizers returned no optimizer, but LearningRateFinder "
+                "needs an optimizer. Return an optimizer, or remove the finder."
+            )
+        groups = trainer.optimizers[0].param_groups
+        if not self._shares:
+            base = [_get_base_rate(group) for group in groups]
+            self._shares = [group_rate / max(base) if max(base) > 0 else 1.0 for group_rate in base]
+        for group, share in zip(groups, self._shares, strict=True):
+            rate = self._curve.rate(self.done) * share
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _take_loss(self, trainer: Trainer) -> float | None:
         """Return the mean loss since the last call; None if no process had a loss. Call it on all processes."""
         both = torch.tensor([float(self._sum), float(self._weight)], dtype=torch.float64, device="cpu")
         device = trainer.accelerator.device

@@ -1,14 +1,18 @@
-"""`Tuner`: learning rate and batch size searches that are not followed by a run."""
+"""Searches that precede a stage, and `Tuner`, whose searches are not followed by a run."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks import BatchSizeFinder, Callback, LearningRateFinder, _LRFinder
+from ...common.messages import announce, warn
 from ...common.validation import choose
 from ...engine import isolated_random_state
+from ...engine.checkpoint import OpenCheckpoint, load_into_memory, open_callback_states
 from ..core import DataModule, TaskModule
 from ..loop import KIND_OF_STAGE, Stage
+from .batch_size_search import BatchSizeSearch
+from .lr_search import LRSearch
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -41,13 +45,8 @@ class Tuner:
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         method: str = "fit",
-        min_lr: float = 1e-8,
-        max_lr: float = 1.0,
-        num_training: int = 100,
-        mode: str = "exponential",
-        early_stop_threshold: float | None = 4.0,
-        update_attr: bool = True,
-        attr_name: str = "",
+        *args: Any,
+        **kwargs: Any,
     ) -> _LRFinder | None:
         """Search for a learning rate; see `LearningRateFinder`.
 
@@ -58,13 +57,8 @@ class Tuner:
             dataloaders: Must be None; pass ``train_dataloaders`` instead.
             datamodule: Data module to use instead of dataloaders.
             method: Must be ``"fit"``. Default: ``"fit"``.
-            min_lr: See `LearningRateFinder`. Default: 1e-8.
-            max_lr: See `LearningRateFinder`. Default: 1.0.
-            num_training: See ``num_training_steps`` of `LearningRateFinder`. Default: 100.
-            mode: See `LearningRateFinder`. Default: ``"exponential"``.
-            early_stop_threshold: See `LearningRateFinder`. Default: 4.0.
-            update_attr: See `LearningRateFinder`. Default: True.
-            attr_name: See `LearningRateFinder`. Default: ``""``.
+            args: Arguments of `LearningRateFinder`, in its order.
+            kwargs: Arguments of `LearningRateFinder`. ``num_training`` stands for ``num_training_steps``.
 
         Returns:
             Result of the search: an object with ``results``, ``suggestion()`` and ``plot()``. None if the Trainer's
@@ -76,7 +70,9 @@ class Tuner:
         """
         if method != "fit":
             raise ValueError(f"method={method!r} of lr_find must be 'fit', the only method that uses a learning rate.")
-        finder = LearningRateFinder(min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name)
+        if "num_training" in kwargs:
+            kwargs["num_training_steps"] = kwargs.pop("num_training")
+        finder = LearningRateFinder(*args, **kwargs)
         loaders_by_kind = _map_loaders(method, train_dataloaders, val_dataloaders, dataloaders)
         self._search(finder, method, model, loaders_by_kind, datamodule)
         return finder.optimal_lr
@@ -89,15 +85,8 @@ class Tuner:
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         method: str = "fit",
-        mode: str = "power",
-        steps_per_trial: int = 3,
-        init_val: int = 2,
-        max_trials: int = 25,
-        batch_arg_name: str = "batch_size",
-        margin: float = 0.05,
-        max_val: int = 8192,
-        *,
-        keep_global_batch: bool = False,
+        *args: Any,
+        **kwargs: Any,
     ) -> int | None:
         """Search for the largest batch that fits into memory; see `BatchSizeFinder`.
 
@@ -109,14 +98,8 @@ class Tuner:
             dataloaders: A data module, for a ``method`` other than ``"fit"``.
             datamodule: Data module to use instead of dataloaders.
             method: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``. Default: ``"fit"``.
-            mode: See `BatchSizeFinder`. Default: ``"power"``.
-            steps_per_trial: See `BatchSizeFinder`. Default: 3.
-            init_val: See `BatchSizeFinder`. Default: 2.
-            max_trials: See `BatchSizeFinder`. Default: 25.
-            batch_arg_name: See `BatchSizeFinder`. Default: ``"batch_size"``.
-            margin: See `BatchSizeFinder`. Default: 0.05.
-            max_val: See `BatchSizeFinder`. Default: 8192.
-            keep_global_batch: See `BatchSizeFinder`. Default: False.
+            args: Arguments of `BatchSizeFinder`, in its order.
+            kwargs: Arguments of `BatchSizeFinder`.
 
         Returns:
             The batch size; None if the Trainer's ``fast_dev_run`` is set.
@@ -127,16 +110,7 @@ class Tuner:
             MemoryError: If none of the sizes that were tried fits.
         """
         choose("method", method, KIND_OF_STAGE)
-        finder = BatchSizeFinder(
-            mode,
-            steps_per_trial,
-            init_val,
-            max_trials,
-            batch_arg_name,
-            margin,
-            max_val,
-            keep_global_batch=keep_global_batch,
-        )
+        finder = BatchSizeFinder(*args, **kwargs)
         loaders_by_kind = _map_loaders(method, train_dataloaders, val_dataloaders, dataloaders)
         self._search(finder, method, model, loaders_by_kind, datamodule)
         return finder.optimal_batch_size
@@ -173,3 +147,37 @@ def _map_loaders(method: str, train: Any, val: Any, other: Any) -> dict[str, Any
             f"train_dataloaders=... and val_dataloaders=... do not apply to method={method!r}. Pass dataloaders."
         )
     return {KIND_OF_STAGE[method]: other}
+
+
+def run_searches(trainer: Trainer) -> None:
+    """Run the finders among the callbacks: batch sizes first, because a learning rate suits only one batch size.
+
+    The stage is set up, but the model is not built or placed yet. With ``fast_dev_run``, no search runs. In a resumed
+    ``fit``, the results are restored from the checkpoint instead.
+    """
+    searches: list[BatchSizeSearch | LRSearch] = [
+        BatchSizeSearch(trainer, callback) for callback in trainer.callbacks if isinstance(callback, BatchSizeFinder)
+    ]
+    if trainer.stage == "fit":
+        searches += [LRSearch(trainer, c) for c in trainer.callbacks if isinstance(c, LearningRateFinder)]
+    for search in searches:
+        if trainer.fast_dev_run:
+            announce(f"{type(search.finder).__name__} does not search with fast_dev_run")
+        elif trainer.stage != "fit" or trainer.opened_checkpoint is None:
+            search.run()
+        elif _restore(search.finder, trainer.opened_checkpoint):
+            search.apply()
+
+
+def _restore(finder: Callback, opened: OpenCheckpoint) -> bool:
+    """Restore a finder's result from a checkpoint and return True; if it has none, warn and return False."""
+    state = load_into_memory(open_callback_states(opened)["callbacks"].get(finder.state_key), {}, {})
+    if state is None:
+        name = type(finder).__name__
+        warn(
+            f"{opened.path} was saved without {name}, so the run continues with the current settings and without a "
+            "search."
+        )
+        return False
+    finder.load_state_dict(state)
+    return True
