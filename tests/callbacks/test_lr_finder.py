@@ -346,7 +346,7 @@ class Real(treadle.TaskModule):
     ],
 )
 def test_noise_is_no_suggestion(name, optimizer, low, high):
-    """Good rates on each of 8 seeds, and none where there is nothing to learn: then the rate stays, which is told."""
+    """Good rates on each seed, and none where there is nothing to learn: then the rate stays, which is told."""
     from sklearn.datasets import load_diabetes, load_digits
 
     x, y = (load_digits if name == "digits" else load_diabetes)(return_X_y=True)
@@ -355,7 +355,7 @@ def test_noise_is_no_suggestion(name, optimizer, low, high):
         x, sizes, loss = x / 16, (64, 10), nn.functional.cross_entropy
     else:
         x, y, sizes, loss = x / x.std(0), ((y - y.mean()) / y.std()).float(), (10, 1), nn.functional.mse_loss
-    for seed in range(8) if name == "diabetes" else range(2):
+    for seed in range(4 if name == "diabetes" else 2):
         torch.manual_seed(seed)
         data = TensorDataset(torch.randn_like(x), torch.randn_like(y)) if name == "noise" else TensorDataset(x, y)
         task, trainer = Real(sizes, loss, optimizer), treadle.Trainer(**QUIET, max_epochs=1)
