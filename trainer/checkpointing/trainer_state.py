@@ -39,6 +39,7 @@ from ...engine.checkpoint import (
 from ...engine.weights import Opened, load_opened
 from ..core import (
     DataModule,
+    HookedCheckpoint,
     HookedWeights,
     copy_added_objects,
     overrides,
@@ -56,17 +57,6 @@ if TYPE_CHECKING:
     from ..core import TaskModule
     from ..loop import Progress
     from ..trainer import Trainer
-
-
-class Added(dict[str, Any]):
-    """Dict that checkpoint hooks receive. At a load, unlike Lightning's, it does not hold the whole checkpoint."""
-
-    def __missing__(self, key: str) -> Any:
-        raise KeyError(
-            f"{key!r} is not in the checkpoint. on_load_checkpoint gets only 'state_dict', 'epoch', 'global_step', "
-            "'hyper_parameters' and the entries that hooks have added, because Treadle itself restores the states of "
-            "optimizers, schedulers and callbacks. To store another value, add it in on_save_checkpoint."
-        )
 
 
 @dataclass(frozen=True)
@@ -371,7 +361,7 @@ class TrainerCheckpointer:
         document = make()
         reserved, hparams = {*document} - {"hyper_parameters"}, self._get_hparams()
         weights = HookedWeights(task.state_dict())
-        checkpoint = Added({**document, "state_dict": weights.offered})
+        checkpoint = HookedCheckpoint({**document, "state_dict": weights.offered})
         for hook in hooks:
             hook(checkpoint)
         entries = {name: value for name, value in checkpoint.items() if name not in reserved}
@@ -484,7 +474,7 @@ class TrainerCheckpointer:
         world = self._trainer.accelerator.world
         opened.verify(world)
         with world.together():
-            checkpoint = Added(read_hook_entries(opened))
+            checkpoint = read_hook_entries(opened)
             if hparams := self._get_hparams():
                 checkpoint["hyper_parameters"] = hparams | checkpoint.get("hyper_parameters", {})
             weights = HookedWeights(read_weights(opened))
@@ -572,7 +562,7 @@ class TrainerCheckpointer:
                     "callback with this state_key. Add the callback to restore its state."
                 )
         assert self._trainer.hooks is not None
-        added = Added({**self._get_counts(), **state["added"]})
+        added = HookedCheckpoint({**self._get_counts(), **state["added"]})
         if self._trainer.hooks.on_load_checkpoint and self._trainer.opened_checkpoint is not None:
             opened = self._trainer.opened_checkpoint
             added |= copy_added_objects(opened.manifest.info, opened.path)

@@ -31,7 +31,7 @@ from ...engine.checkpoint import (
 )
 from ...engine.weights import Opened, Source, TorchFile, View, check_extent, load, open_source
 from .cli_hparams import CLASS_PATH, INSTANTIATOR, instantiate_module
-from .hooked_weights import HookedWeights
+from .hooked_weights import HookedCheckpoint, HookedWeights
 from .living import copy_objects, read_left_out
 from .signatures import Argument, signature
 from .stored_hparams import CannotRebuild, readable, rebuild
@@ -100,8 +100,6 @@ def build(
         saved = opened_source.checkpoint
         if saved is not None:
             document = _read_hparams(saved, HPARAMS)
-            if document and "hparams_kind" not in document:  # the earliest format: only the values
-                document = {"hyper_parameters": document, "hparams_name": saved.manifest.info.get("hparams_name")}
             hook_entries = read_hook_entries(saved)
             _take_changed_hparams(document, hook_entries)
             if file_hparams is not None:
@@ -197,8 +195,6 @@ def load_checkpoint(
         document: dict[str, Any] = {}
         if (saved := opened_source.checkpoint) is not None:
             document = _read_hparams(saved, HPARAMS)
-            if document and "hparams_kind" not in document:  # the earliest format: only the values
-                document = {"hyper_parameters": document}
             hook_entries = read_hook_entries(saved)
             _take_changed_hparams(document, hook_entries)
             document = {key: document[key] for key in ("hyper_parameters", "hparams_name") if document.get(key)}
@@ -252,11 +248,11 @@ def read_weights(opened: OpenCheckpoint) -> dict[str, Any]:
     return weights | (opened.read_part(extra) if opened.has(extra) else {})
 
 
-def read_hook_entries(opened: OpenCheckpoint) -> dict[str, Any]:
+def read_hook_entries(opened: OpenCheckpoint) -> HookedCheckpoint:
     """Return the entries that ``on_save_checkpoint`` hooks added to a checkpoint, and its epoch and step."""
     manifest = opened.manifest
     entries = load_into_memory(open_added(opened), {}, {}) | copy_added_objects(manifest.info, opened.path)
-    return entries | {"epoch": manifest.epoch, "global_step": manifest.step}
+    return HookedCheckpoint(entries | {"epoch": manifest.epoch, "global_step": manifest.step})
 
 
 def copy_added_objects(info: Mapping[str, Any], place: Any) -> dict[str, Any]:
@@ -288,9 +284,7 @@ def _read_hparams(saved: OpenCheckpoint, part: str) -> dict[str, Any]:
             f"{saved.path}: part {part!r} is damaged: it is {name_type(document)}, but must be a dict. "
             f"{filesystem.RESTORE}"
         )
-    if "hparams_kind" in document:  # not the earliest format
-        document["find"] = partial(copy_objects, saved.manifest.info, part)
-    return document
+    return {**document, "find": partial(copy_objects, saved.manifest.info, part)} if document else {}
 
 
 def _read_document(opened_source: Opened, file: TorchFile) -> dict[str, Any]:

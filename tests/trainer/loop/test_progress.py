@@ -21,22 +21,6 @@ COUNTERS = {
     "loaded": 2,
     "val_loaded": 1,
 }
-FLAGS = {"closed": False, "closing": False, "within": False, "unended": False}
-
-
-@pytest.mark.parametrize(
-    ("flags", "phase"),
-    [
-        ({"ended": 9}, Phase.BETWEEN_STEPS),
-        ({"ended": 8, "unended": True}, Phase.STEP_TAKEN),
-        ({"ended": 9, "unended": True}, Phase.ENDING_STEP),
-        ({"ended": 9, "closed": True}, Phase.EPOCH_TRAINED),
-    ],
-)
-def test_what_earlier_versions_saved(flags, phase):
-    progress = Progress()
-    progress.load_state_dict({**COUNTERS, **FLAGS, **flags})
-    assert progress == Progress(**COUNTERS, phase=phase)
 
 
 @pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.EPOCH_END])
@@ -112,16 +96,7 @@ def fit(*callbacks, ckpt_path=None):
     return task, rows.steps
 
 
-def in_the_earlier_form(state):
-    """Return what versions before `Phase` stored for the same moment."""
-    phase = Phase(state.pop("phase"))
-    state |= {"closed": phase is Phase.EPOCH_TRAINED, "closing": False, "within": False}
-    state["unended"] = phase in (Phase.STEP_TAKEN, Phase.ENDING_STEP)
-    return {**state, "ended": state["step"] - (phase is Phase.STEP_TAKEN)}
-
-
 @pytest.mark.guarantee
-@pytest.mark.parametrize("earlier", [False, True], ids=["phase", "flags"])
 @pytest.mark.parametrize(
     ("hook", "step", "phase"),
     [
@@ -136,7 +111,7 @@ def in_the_earlier_form(state):
         ("on_train_epoch_end", 4, Phase.EPOCH_END),
     ],
 )
-def test_a_run_goes_on_from_each_phase(tmp_path, monkeypatch, hook, step, phase, earlier):
+def test_a_run_goes_on_from_each_phase(tmp_path, hook, step, phase):
     phases = []
 
     def save(trainer, *_):
@@ -145,11 +120,7 @@ def test_a_run_goes_on_from_each_phase(tmp_path, monkeypatch, hook, step, phase,
             trainer.save_checkpoint(tmp_path / "c")
 
     whole, rows = fit()
-    with monkeypatch.context() as patch:
-        if earlier:
-            state_dict = Progress.state_dict
-            patch.setattr(Progress, "state_dict", lambda self: in_the_earlier_form(state_dict(self)))
-        fit(LambdaCallback(**{hook: save}))
+    fit(LambdaCallback(**{hook: save}))
     assert phases == [phase]
     task, resumed_rows = fit(ckpt_path=tmp_path / "c")
     assert all(map(torch.equal, task.parameters(), whole.parameters()))
