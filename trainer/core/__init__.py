@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from .datamodule import DataHooks, DataModule
     from .hooked_weights import HookedCheckpoint, HookedWeights
     from .hooks import TaskHooks
-    from .living import remember
     from .loading import (
         copy_added_objects,
         load_checkpoint,
         read_hook_entries,
         read_hyperparameters,
         read_weights,
+        remember,
         warn_of_code,
     )
     from .signatures import REQUIRED, Argument, Signature, described, signature

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import inspect
 import json
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -32,12 +34,16 @@ from ...engine.checkpoint import (
 from ...engine.weights import Opened, Source, TorchFile, View, check_extent, load, open_source
 from .cli_hparams import CLASS_PATH, INSTANTIATOR, instantiate_module
 from .hooked_weights import HookedCheckpoint, HookedWeights
-from .living import copy_objects, read_left_out
 from .signatures import Argument, signature
 from .stored_hparams import CannotRebuild, readable, rebuild
 
 if TYPE_CHECKING:
     from .task import TaskModule
+
+# Tasks and data modules, by the name of the stage that they take part in and the part of a checkpoint with their
+# hyperparameters. A checkpoint holds only data. While what it was made of exists, a load in the same process gets
+# copies of the objects that it lacks.
+_LIVING: WeakValueDictionary[tuple[str, str], Any] = WeakValueDictionary()
 
 _OLD_NAMES = ("hparams", "module_arguments")  # names of `hyper_parameters` in Lightning before 0.8
 _MAX_HPARAMS_BYTES = 2**20  # a YAML file of this size takes seconds
@@ -253,6 +259,46 @@ def read_hook_entries(opened: OpenCheckpoint) -> HookedCheckpoint:
     manifest = opened.manifest
     entries = load_into_memory(open_added(opened), {}, {}) | copy_added_objects(manifest.info, opened.path)
     return HookedCheckpoint(entries | {"epoch": manifest.epoch, "global_step": manifest.step})
+
+
+def remember(owner: Any, part: str, origin: str) -> None:
+    """Remember a task or data module for `copy_objects`, as long as it exists.
+
+    Args:
+        owner: The task or data module.
+        part: Name of the part of a checkpoint that contains its hyperparameters.
+        origin: Name of the stage that it takes part in, the same on all processes.
+    """
+    _LIVING[origin, part] = owner
+
+
+def copy_objects(info: Any, part: str, lost: dict[str, str], added: bool = False) -> dict[str, Any]:
+    """Return copies of objects that a checkpoint lacks, and remove their names from ``lost``.
+
+    Args:
+        info: The manifest's entries, of which ``origin`` names the stage that saved the checkpoint.
+        part: See `remember`.
+        lost: For each missing object, by name, the reason why it was not stored.
+        added: Whether ``on_save_checkpoint`` hooks added the objects; otherwise, they are hyperparameters.
+    """
+    owner = _LIVING.get((str(info.get("origin")), part))
+    objects = {} if owner is None else vars(owner).get("_added_objects", {}) if added else owner.hparams
+    found = {name: objects[name] for name in lost if name in objects}
+    try:
+        found = copy.deepcopy(found)
+    except Exception as error:  # whatever the __deepcopy__ of a user's class raises
+        lost |= {name: f"{lost[name]}, which cannot be copied: {error}" for name in found}
+        return {}
+    for name in found:
+        del lost[name]
+    return found
+
+
+def read_left_out(info: Mapping[str, Any], part: str) -> dict[str, str]:
+    """Return what a checkpoint lacks of a part: the reasons by name."""
+    parts = info.get("left_out")
+    left_out = parts.get(part) if isinstance(parts, dict) else None
+    return {str(name): str(words) for name, words in left_out.items()} if isinstance(left_out, dict) else {}
 
 
 def copy_added_objects(info: Mapping[str, Any], place: Any) -> dict[str, Any]:
