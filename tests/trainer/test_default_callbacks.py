@@ -1,8 +1,8 @@
 """Callbacks and loggers in the forms in which scripts pass them, and those that a `fast_dev_run` leaves idle."""
 
 import torch
+from models import Line
 from quiet import trainer
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
 from treadle.loggers import CSVLogger
@@ -10,18 +10,11 @@ from treadle.loggers import CSVLogger
 import treadle
 
 
-class Task(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(2, 1)
-
+class Task(Line):
     def training_step(self, batch, batch_idx):
         loss = self.net(batch[0]).mean()
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def loader():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import Line
 from omegaconf import OmegaConf
 from processes import run
 from torch.utils.data import DataLoader, TensorDataset
@@ -55,18 +56,11 @@ class Documented(Elsewhere):
     version = "0.1"
 
 
-class Task(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(2, 1)
-
+class Task(Line):
     def training_step(self, batch, batch_idx):
         loss = self.net(batch[0]).square().mean()
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit(root, logger, ckpt_path=None, **flags):

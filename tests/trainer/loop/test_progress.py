@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import SGDTask
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import LambdaCallback
@@ -43,7 +44,7 @@ def test_of_a_checkpoint_without_it_nothing_is_taken():
     assert progress == Progress(**COUNTERS)
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self):
         super().__init__()
         self.net = nn.Linear(2, 1)
@@ -56,9 +57,6 @@ class Task(treadle.TaskModule):
 
     def validation_step(self, batch):
         self.validated.append(self.global_step)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Rows(treadle.loggers.Logger):
