@@ -103,29 +103,18 @@ def build(
     device = _resolve_device(map_location)
     file_hparams = None if hparams_file is None else read_hparams_file(hparams_file)
     with open_source(source, sha256) as opened_source:
-        saved = opened_source.checkpoint
-        if saved is not None:
-            document = _read_hparams(saved, HPARAMS)
-            hook_entries = read_hook_entries(saved)
-            _take_changed_hparams(document, hook_entries)
-            if file_hparams is not None:
-                document = _replace_hparams(file_hparams, document)
-            task = _construct(cls, opened_source.place, document, overrides)
-            task.configure_model()
-            opened_source = _edit_weights(task, opened_source, saved, hook_entries)
-        else:
-            document = {} if opened_source.file is None else _read_document(opened_source, opened_source.file)
-            info = _read_info(document)
-            document |= {"left_out": read_left_out(info, HPARAMS), "find": partial(copy_objects, info, HPARAMS)}
-            if file_hparams is not None:
-                document |= _replace_hparams(file_hparams, {})
-            task = _construct(cls, opened_source.place, document, overrides)
-            task.configure_model()
-            if opened_source.file is not None:
-                document |= copy_added_objects(info, opened_source.place)
-                task.on_load_checkpoint(document)
-                # The hook may have changed it.
-                opened_source = Opened(opened_source.place, dict(document["state_dict"]))
+        document, entries = _read_task(opened_source)
+        if file_hparams is not None:
+            document = _replace_hparams(file_hparams, document)
+            entries["hyper_parameters"] = file_hparams
+        task = _construct(cls, opened_source.place, document, overrides)
+        task.configure_model()
+        if (saved := opened_source.checkpoint) is not None:
+            opened_source = _edit_weights(task, opened_source, saved, entries)
+        elif opened_source.file is not None:
+            entries |= copy_added_objects(_read_info(entries), opened_source.place)
+            task.on_load_checkpoint(entries)
+            opened_source = Opened(opened_source.place, dict(entries["state_dict"]))  # as the hook left them
         load.load_opened(task, opened_source, task.strict_loading if strict is None else strict)
     return task if device is None else task.to(device)
 
@@ -198,21 +187,26 @@ def load_checkpoint(
     warn_of_code(weights_only)
     device = _resolve_device(map_location)
     with open_source(checkpoint_path, sha256) as opened_source:
-        document: dict[str, Any] = {}
-        if (saved := opened_source.checkpoint) is not None:
-            document = _read_hparams(saved, HPARAMS)
-            hook_entries = read_hook_entries(saved)
-            _take_changed_hparams(document, hook_entries)
-            document = {key: document[key] for key in ("hyper_parameters", "hparams_name") if document.get(key)}
-            document |= hook_entries
-        elif opened_source.file is not None:
-            document = _read_document(opened_source, opened_source.file)
+        document, entries = _read_task(opened_source)
+        if opened_source.checkpoint is not None and document.get("hparams_name"):
+            entries["hparams_name"] = document["hparams_name"]
         weights: dict[str, Any] = {}
         for name, piece in opened_source.weights.items():
             values = torch.empty(piece.shape, dtype=piece.dtype, device="cpu")
             piece.fill(values)
             weights[name] = values if device is None else values.to(device)
-    return document | {"state_dict": weights | opened_source.others}
+    return {**entries, "state_dict": weights | opened_source.others}
+
+
+def _read_task(source: Opened) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a task's hyperparameters, with what is known about them, and the dict that checkpoint hooks receive."""
+    if (saved := source.checkpoint) is not None:
+        document, hooked = _read_hparams(saved, HPARAMS), read_hook_entries(saved)
+        _take_changed_hparams(document, hooked)
+        return document, hooked
+    entries = {} if source.file is None else _read_document(source, source.file)
+    info = _read_info(entries)
+    return {**entries, "left_out": read_left_out(info, HPARAMS), "find": partial(copy_objects, info, HPARAMS)}, entries
 
 
 def _construct(cls: type[Any], place: str, document: Mapping[str, Any], overrides: dict[str, Any]) -> Any:

@@ -46,7 +46,7 @@ def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
     scaler = None if loss_scale is None else loss_scale.state_dict()
     accumulate = accelerator.gradient_accumulation_steps
     with isolated_random_state(), ExitStack() as put_back, _in_host_memory(trainer.task):
-        inner = _make_understudy(trainer, put_back)
+        inner = _copy_trainer(trainer, put_back)
         for name, value in settings.items():
             set_attribute(inner, name, value)
         try:
@@ -61,7 +61,7 @@ def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
                 loss_scale.load_state_dict(scaler)
 
 
-def _leave(put_back: ExitStack, kind: str, source: Any) -> None:
+def _preserve(put_back: ExitStack, kind: str, source: Any) -> None:
     """Register a dataloader, or those that it combines, for restoration at the end of the search."""
     for loader in source.flattened if isinstance(source, CombinedLoader) else [source]:
         if isinstance(loader, Iterator):
@@ -72,7 +72,7 @@ def _leave(put_back: ExitStack, kind: str, source: Any) -> None:
         put_back.enter_context(preserve_loader_state(loader))
 
 
-def _make_understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
+def _copy_trainer(trainer: Trainer, put_back: ExitStack) -> Trainer:
     inner, accelerator, sources = copy.copy(trainer), trainer.accelerator, trainer.sources
     assert trainer.task is not None
     assert sources is not None
@@ -96,7 +96,7 @@ def _make_understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
     if inner.datamodule is not None:
         inner.datamodule.trainer = inner
     inner.hooks = Hooks(inner, task, [])
-    inner.sources = sources.for_another(task, inner.datamodule, partial(_leave, put_back))
+    inner.sources = sources.for_another(task, inner.datamodule, partial(_preserve, put_back))
     return inner
 
 

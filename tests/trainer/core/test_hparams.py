@@ -292,9 +292,6 @@ class Whole(Task):
         {"lr": 0.3, "layer": {"width": 2}},
         Namespace(lr=0.3, layer=Namespace(width=2)),
         OmegaConf.create({"lr": 0.3, "layer": {"width": 2}, "twice": "${lr}"}),
-        OmegaConf.structured(Settings(0.3, Layer(2)))
-        if False
-        else OmegaConf.create({"lr": 0.3, "layer": {"width": 2}}),
         Settings(0.3, Layer(2, Mode.EXACT)),
     ],
     ids=lambda value: type(value).__name__,

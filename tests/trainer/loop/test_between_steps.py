@@ -312,6 +312,15 @@ def test_an_error_while_an_optimizer_is_toggled(error):
     one.fit(task, loader(2))
 
 
+def test_a_loss_that_is_not_finite_is_named_by_its_batch():
+    class Breaks(Manual):
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(self.net(batch[0]).square().mean() * (float("nan") if batch_idx == 2 else 1.0))
+
+    with pytest.raises(ValueError, match="micro-batch 2"):
+        trainer().fit(Breaks(), loader(4))
+
+
 def test_no_tests_where_the_limit_is_zero():
     class Tests(Task):
         def test_step(self, batch, batch_idx):
