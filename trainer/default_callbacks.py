@@ -122,7 +122,7 @@ def choose_loggers(requested: Any, root: str, silent: bool) -> list[Logger]:
     if requested is None or requested is True:
         return [TensorBoardLogger(root)]
     rule = "logger must be True, False, a treadle.loggers.Logger or a list of Loggers"
-    return _as_list(Logger, "logger", requested, rule, "it would log each metric twice")
+    return _as_list(Logger, "logger", requested, rule, "it would log each metric twice")  # type: ignore[type-abstract]
 
 
 def _as_list(kind: type[T], label: str, value: Any, rule: str, effect: str) -> list[T]:

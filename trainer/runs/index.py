@@ -7,17 +7,19 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ...callbacks.reporting import LARGEST, Points
 from ...common.messages import name_type
 from ...common.remote_path import AnyPath, RemotePath, absolute, as_path, is_url, lexists
 from .file_names import CONFIG, CURVES, ENVIRONMENT, ERROR, LOCK, RECORD
 from .lock import holder, read_start
+
+T = TypeVar("T")
 
 _MOST_BYTES = 2**24  # largest file that is read
 _AT_ONCE = 16  # runs read from a store at the same time
@@ -242,17 +244,14 @@ def charts(run: Run) -> dict[str, dict[str, tuple[Points, int]]]:
     Raises:
         ValueError: If the run's file of curves exists but cannot be read.
     """
-    if not lexists(run.path / CURVES):
-        return {}
-    try:
-        saved_charts = _read_json(run.path / CURVES)["charts"]
-        return {
-            str(title): {str(name): _parse_points(curve) for name, curve in lines.items()}
-            for title, lines in saved_charts.items()
-        }
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{CURVES} cannot be read: {reason}") from error
+    return _read_if_present(run, CURVES, _parse_charts, {})
+
+
+def _parse_charts(path: AnyPath) -> dict[str, dict[str, tuple[Points, int]]]:
+    return {
+        str(title): {str(name): _parse_points(curve) for name, curve in lines.items()}
+        for title, lines in _read_json(path)["charts"].items()
+    }
 
 
 def _parse_points(curve: Any) -> tuple[Points, int]:
@@ -271,12 +270,7 @@ def environment(run: Run) -> dict[str, str]:
     Raises:
         ValueError: If the file with this record exists but cannot be read.
     """
-    if not lexists(run.path / ENVIRONMENT):
-        return {}
-    try:
-        entries = _read_json(run.path / ENVIRONMENT)
-    except ValueError as error:
-        raise ValueError(f"{ENVIRONMENT} cannot be read: {error}") from error
+    entries = _read_if_present(run, ENVIRONMENT, _read_json, {})
     return {str(name): str(value) for name, value in entries.items()}
 
 
@@ -286,12 +280,17 @@ def config(run: Run) -> str:
     Raises:
         ValueError: If the configuration file exists but cannot be read.
     """
-    if not lexists(run.path / CONFIG):
-        return ""
+    return _read_if_present(run, CONFIG, _read_text, "")
+
+
+def _read_if_present(run: Run, name: str, read: Callable[[AnyPath], T], default: T) -> T:
+    if not lexists(run.path / name):
+        return default
     try:
-        return _read_text(run.path / CONFIG)
-    except ValueError as error:
-        raise ValueError(f"{CONFIG} cannot be read: {error}") from error
+        return read(run.path / name)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{name} cannot be read: {reason}") from error
 
 
 def _read_text(path: AnyPath) -> str:
