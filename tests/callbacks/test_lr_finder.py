@@ -7,6 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
+import quiet
 import torch
 import torchmetrics
 from processes import run
@@ -18,13 +19,7 @@ from treadle.callbacks.lr_finder import _LRFinder
 import treadle
 from treadle.tuner import Tuner
 
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+QUIET = {"accelerator": "cpu", **quiet.QUIET}
 
 
 class Task(treadle.TaskModule):
@@ -765,5 +760,5 @@ def test_no_trial_and_one_rate():
     assert Tuner(trainer).scale_batch_size(task, init_val=6, max_trials=0) == task.batch_size == 6
     assert task.calls == 0
     with pytest.warns(UserWarning, match="at least 2 points are needed"):
-        found = Tuner(trainer).lr_find(Plain(), DataLoader(dataset(), 8), num_training=1)
-    assert len(found.results["lr"]) == 1
+        found = Tuner(trainer).lr_find(Plain(), DataLoader(dataset(), 8), None, None, None, "fit", 1e-3, 0.1, 1)
+    assert found.results["lr"] == [1e-3]

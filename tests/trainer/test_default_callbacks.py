@@ -1,5 +1,6 @@
 """Callbacks and loggers in the forms in which scripts pass them, and those that a `fast_dev_run` leaves idle."""
 
+import pytest
 import torch
 from models import Line
 from quiet import trainer
@@ -45,12 +46,16 @@ def test_a_test_after_a_fast_dev_run_does_not_load_what_an_earlier_run_saved(tmp
     assert torch.equal(run.predict(dataloaders=loader())[0], task.net.weight)
 
 
-def test_callbacks_and_loggers_of_any_iterable(tmp_path):
-    callbacks = {"mine": treadle.Callback()}
-    loggers = {"csv": CSVLogger(tmp_path, name="run")}
-    for run in (
-        trainer(logger=loggers.values(), callbacks=callbacks.values()),
-        trainer(logger=iter(loggers.values()), callbacks=(callback for callback in callbacks.values())),
-    ):
-        assert run.loggers == [loggers["csv"]]
-        assert run.callbacks[0] is callbacks["mine"]
+def omega_list(items):
+    omegaconf = pytest.importorskip("omegaconf")
+    return omegaconf.OmegaConf.create(items, flags={"allow_objects": True})
+
+
+@pytest.mark.parametrize("kind", [iter, tuple, omega_list, lambda items: dict(enumerate(items)).values()])
+def test_callbacks_and_loggers_of_any_iterable(tmp_path, kind):
+    callback, logger = treadle.Callback(), CSVLogger(tmp_path)
+    run = trainer(logger=kind([logger]), callbacks=kind([callback]))
+    assert run.loggers == [logger]
+    assert run.callbacks[0] is callback
+    with pytest.raises(ValueError, match="same CSVLogger object twice"):
+        trainer(logger=kind([logger, logger]))

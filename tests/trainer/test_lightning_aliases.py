@@ -288,10 +288,6 @@ def test_numbers_of_batches_that_are_evaluated():
 
 
 def test_fast_dev_run_of_one_batch_is_true():
-    assert [treadle.Trainer(accelerator="cpu", fast_dev_run=n).fast_dev_run for n in (1, True, 3, False)] == [
-        True,
-        True,
-        3,
-        False,
-    ]
-    assert treadle.Trainer(accelerator="cpu", fast_dev_run=1).fast_dev_run is True
+    runs = [treadle.Trainer(accelerator="cpu", fast_dev_run=number) for number in (1, True, 3, False)]
+    assert [run.fast_dev_run for run in runs] == [True, True, 3, False]
+    assert runs[0].fast_dev_run is True

@@ -729,17 +729,6 @@ def test_a_data_module_in_full(tmp_path):
     assert again.hparams == {"scale": 1.0}
 
 
-def test_from_datasets():
-    data = treadle.DataModule.from_datasets(
-        Numbers([1, 2, 3]), Numbers([4]), [Numbers([5]), Numbers([6])], batch_size=2
-    )
-    task = UsesEverything()
-    own = fit(task, data)
-    assert own.global_step == 2
-    assert float(own.callback_metrics["seen"]) == 8.0
-    assert len(own.test(task, datamodule=data, verbose=False)) == 2
-
-
 def test_transfer_hooks():
     calls = []
 
