@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .cli_hparams import CLASS_PATH, INSTANTIATOR, giving_settings, instantiate_module
     from .configure_optimizers import SchedulerConfig, check_ownership, endless, parse_optimizers
     from .datamodule import DataHooks, DataModule
-    from .hooked_weights import HookedCheckpoint, HookedWeights
+    from .hooked_weights import HookDict, HookedWeights
     from .hooks import TaskHooks
     from .loading import (
         copy_added_objects,

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...common.messages import name_type
 
 
-class HookedCheckpoint(dict[str, Any]):
+class HookDict(dict[str, Any]):
     """Dict that checkpoint hooks receive. At a load, unlike Lightning's, it does not hold the whole checkpoint."""
 
     def __missing__(self, key: str) -> Any:

@@ -33,7 +33,7 @@ from ...engine.checkpoint import (
 )
 from ...engine.weights import Opened, Source, TorchFile, View, check_extent, load, open_source
 from .cli_hparams import CLASS_PATH, INSTANTIATOR, instantiate_module
-from .hooked_weights import HookedCheckpoint, HookedWeights
+from .hooked_weights import HookDict, HookedWeights
 from .signatures import Argument, signature
 from .stored_hparams import CannotRebuild, readable, rebuild
 
@@ -248,11 +248,11 @@ def read_weights(opened: OpenCheckpoint) -> dict[str, Any]:
     return weights | (opened.read_part(extra) if opened.has(extra) else {})
 
 
-def read_hook_entries(opened: OpenCheckpoint) -> HookedCheckpoint:
+def read_hook_entries(opened: OpenCheckpoint) -> HookDict:
     """Return the entries that ``on_save_checkpoint`` hooks added to a checkpoint, and its epoch and step."""
     manifest = opened.manifest
     entries = load_into_memory(open_added(opened), {}, {}) | copy_added_objects(manifest.info, opened.path)
-    return HookedCheckpoint(entries | {"epoch": manifest.epoch, "global_step": manifest.step})
+    return HookDict(entries | {"epoch": manifest.epoch, "global_step": manifest.step})
 
 
 def remember(owner: Any, part: str, origin: str) -> None:
