@@ -151,7 +151,7 @@ class _LRFinder:
         """
         smoothed = torch.tensor([self.results["loss"][k] for k in indices], dtype=torch.float64, device="cpu")
         losses = torch.tensor([x for x in self._losses if math.isfinite(x)], dtype=torch.float64, device="cpu")
-        if len(self._losses) != len(self.results["loss"]) or len(losses) < 4:
+        if len(losses) < 4:
             return torch.ones(len(indices), dtype=torch.bool, device="cpu")  # there is nothing to estimate it from
         deviation = 1.4826 * losses.diff().abs().median().item() / math.sqrt(2)
         counts = torch.tensor(self._losses, device="cpu").isfinite().cumsum(0)[indices]  # losses in each average
@@ -301,7 +301,7 @@ class LearningRateFinder(Callback):
         if not state_dict:  # saved before the search
             return
         state = dict(state_dict)
-        results, losses = state.pop("results"), state.pop("losses", [])
+        results, losses = state.pop("results"), state.pop("losses")
         self.optimal_lr = _LRFinder(**state)
         self.optimal_lr.results, self.optimal_lr._losses = results, losses
 

@@ -7,6 +7,7 @@ import signal
 import sys
 
 import pytest
+import torch
 from treadle.strategies.distributed import disconnect
 
 # Files that take longest, most of it in waiting. With `--no-loadscope-reorder` they are handed out first, so that none
@@ -75,11 +76,16 @@ def an_interrupt_is_not_ignored():
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def operations_use_one_thread():
+    """More workers than cores: threads that wait for one another made batch norms of 20 numbers take 15 ms each."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def garbage_is_not_looked_for_in_what_is_imported():
     """Torch and its compiler are 280,000 objects: up to 0.5 s for each of the collections that a run asks for."""
-    if "torch" in sys.modules:
-        importlib.import_module("torch._dynamo")  # as the first optimizer does
+    importlib.import_module("torch._dynamo")  # as the first optimizer does
     gc.collect()
     gc.freeze()
 

@@ -187,6 +187,12 @@ _ABSENT = {
 """Current and former Lightning flags that the Trainer deliberately lacks, with their replacements."""
 
 
+_NOT_BAREBONES = (
+    *("fast_dev_run", "logger", "enable_checkpointing", "profiler", "enable_progress_bar", "enable_model_summary"),
+    *("enable_report", "num_sanity_val_steps", "log_every_n_steps", "detect_anomaly"),
+)
+
+
 def refuse_unknown(arguments: dict[str, Any], valid: Iterable[str]) -> None:
     """Raise a TypeError if ``arguments`` is not empty; the message names all of them."""
     problems = []
@@ -211,12 +217,12 @@ def select_changed_flags(arguments: Mapping[str, Any], defaults: Mapping[str, An
     }
 
 
-def refuse_with_barebones(**flags: Any) -> None:
-    """Raise a ValueError if a flag requests a feature that ``barebones`` disables."""
-    for name, value in flags.items():
-        if value:
+def refuse_with_barebones(flags: Mapping[str, Any]) -> None:
+    """Raise a ValueError if one of the changed flags requests a feature that ``barebones`` disables."""
+    for name in _NOT_BAREBONES:
+        if flags.get(name):
             raise ValueError(
-                f"barebones=True cannot be combined with {name}={value!r:.100}. Remove one of the two flags."
+                f"barebones=True cannot be combined with {name}={flags[name]!r:.100}. Remove one of the two flags."
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from ..callbacks import (
     Callback,
@@ -22,6 +22,8 @@ from ..callbacks import (
 from ..common.validation import check_bool
 from ..loggers import Logger, TensorBoardLogger
 from .logging import SilentLogger
+
+T = TypeVar("T")
 
 _STEPS_PER_COLLECTION = 100
 
@@ -98,20 +100,8 @@ def as_callbacks(label: str, value: Any) -> list[Callback]:
     Raises:
         TypeError, ValueError: If an object is not a callback, or is listed twice.
     """
-    if value is not None and not isinstance(value, Callback) and not _is_several(value):
-        hint = f" Pass {value.__name__}() instead of the class." if isinstance(value, type) else ""
-        raise TypeError(f"{label} must be a treadle.Callback or a list of Callbacks, not {value!r}.{hint}")
-    callbacks = [] if value is None else [value] if isinstance(value, Callback) else list(value)
-    for number, callback in enumerate(callbacks):
-        if not isinstance(callback, Callback):
-            hint = f" Pass {callback.__name__}() instead of the class." if isinstance(callback, type) else ""
-            raise TypeError(f"{label} must be a treadle.Callback or a list of Callbacks, not {callback!r}.{hint}")
-        if any(callback is previous for previous in callbacks[:number]):
-            raise ValueError(
-                f"{label} contains the same {type(callback).__name__} object twice, so every hook would run twice. "
-                "Remove the second one."
-            )
-    return callbacks
+    rule = f"{label} must be a treadle.Callback or a list of Callbacks"
+    return _as_list(Callback, label, value, rule, "every hook would run twice")
 
 
 def choose_loggers(requested: Any, root: str, silent: bool) -> list[Logger]:
@@ -131,20 +121,20 @@ def choose_loggers(requested: Any, root: str, silent: bool) -> list[Logger]:
         return [SilentLogger()]
     if requested is None or requested is True:
         return [TensorBoardLogger(root)]
-    loggers = list(requested) if not isinstance(requested, Logger) and _is_several(requested) else [requested]
-    for number, logger in enumerate(loggers):
-        if not isinstance(logger, Logger):
-            raise TypeError(
-                f"logger must be True, False, a treadle.loggers.Logger or a list of Loggers, not {logger!r}."
-            )
-        if any(logger is previous for previous in loggers[:number]):
+    rule = "logger must be True, False, a treadle.loggers.Logger or a list of Loggers"
+    return _as_list(Logger, "logger", requested, rule, "it would log each metric twice")  # type: ignore[type-abstract]
+
+
+def _as_list(kind: type[T], label: str, value: Any, rule: str, effect: str) -> list[T]:
+    """Return one object or several, such as a list or ListConfig, as a list; check the kind, and that none is twice."""
+    several = isinstance(value, Iterable) and not isinstance(value, type | str | Mapping | kind)
+    items = [] if value is None else list(value) if several else [value]
+    for number, item in enumerate(items):
+        if not isinstance(item, kind):
+            hint = f" Pass {item.__name__}() instead of the class." if isinstance(item, type) else ""
+            raise TypeError(f"{rule}, not {item!r}.{hint}")
+        if any(item is previous for previous in items[:number]):
             raise ValueError(
-                f"logger contains the same {type(logger).__name__} object twice, so it would log each metric twice. "
-                "Remove the second one."
+                f"{label} contains the same {type(item).__name__} object twice, so {effect}. Remove the second one."
             )
-    return loggers
-
-
-def _is_several(value: Any) -> bool:
-    """Return whether a value is an iterable of objects, such as a list or ListConfig, but not a class, str or dict."""
-    return isinstance(value, Iterable) and not isinstance(value, type | str | Mapping)
+    return items

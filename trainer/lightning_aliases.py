@@ -16,7 +16,7 @@ from ..strategies import Precision
 from ..strategies.distributed import parse_devices
 from .core import TaskModule
 from .logging import tensors_by_name
-from .loop_aliases import DataConnectorView, EvaluationLoopView, FitLoopView, LoggerConnectorView
+from .loop_aliases import EvaluationLoopView, FitLoopView, LoggerConnectorView, view_data
 from .states import RunningStage, TrainerFn, TrainerState
 
 if TYPE_CHECKING:
@@ -259,9 +259,9 @@ class LightningAliases:
         return LoggerConnectorView(self._trainer)
 
     @property
-    def _data_connector(self) -> DataConnectorView:
+    def _data_connector(self) -> SimpleNamespace:
         """View of the dataloaders, which libraries look up in ``configure_optimizers``."""
-        return DataConnectorView(self._trainer)
+        return view_data(self._trainer)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Return a context manager in which new parameters get the run's device and dtype.

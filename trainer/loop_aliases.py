@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from .loop import Phase
+from .loop import KINDS, Phase
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -72,7 +74,8 @@ class FitLoopView(LoopView):
 
     @property
     def _data_source(self) -> SimpleNamespace:
-        return DataConnectorView(self._trainer)._train_dataloader_source
+        source: SimpleNamespace = view_data(self._trainer)._train_dataloader_source
+        return source
 
     @property
     def _combined_loader(self) -> SimpleNamespace | None:
@@ -169,80 +172,43 @@ class EvaluationLoopView(LoopView):
 
     @property
     def _data_source(self) -> SimpleNamespace:
-        source: SimpleNamespace = getattr(DataConnectorView(self._trainer), f"_{self._kind}_dataloader_source")
+        source: SimpleNamespace = getattr(view_data(self._trainer), f"_{self._kind}_dataloader_source")
         return source
 
 
-class DataConnectorView:
-    """View of the sources of dataloaders in Lightning's form."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-
-    @property
-    def _train_dataloader_source(self) -> SimpleNamespace:
-        trainer = self.trainer
-        return SimpleNamespace(
-            is_defined=lambda: trainer.train_dataloader is not None, dataloader=lambda: trainer.train_dataloader
-        )
-
-    @property
-    def _val_dataloader_source(self) -> SimpleNamespace:
-        trainer = self.trainer
-        return SimpleNamespace(is_defined=lambda: trainer.has_validation, dataloader=lambda: trainer.val_dataloaders)
-
-    @property
-    def _test_dataloader_source(self) -> SimpleNamespace:
-        trainer = self.trainer
-        return SimpleNamespace(
-            is_defined=lambda: trainer.test_dataloaders is not None, dataloader=lambda: trainer.test_dataloaders
-        )
-
-    @property
-    def _predict_dataloader_source(self) -> SimpleNamespace:
-        trainer = self.trainer
-        return SimpleNamespace(
-            is_defined=lambda: trainer.predict_dataloaders is not None, dataloader=lambda: trainer.predict_dataloaders
-        )
-
-    @property
-    def _datahook_selector(self) -> SimpleNamespace:
-        return SimpleNamespace(model=self.trainer.task, datamodule=self.trainer.datamodule)
+def view_data(trainer: Trainer) -> SimpleNamespace:
+    """Return a view of the sources of dataloaders in Lightning's form."""
+    sources = {}
+    for kind in KINDS:
+        loaders = partial(getattr, trainer, "train_dataloader" if kind == "train" else f"{kind}_dataloaders")
+        is_defined = partial(getattr, trainer, "has_validation") if kind == "val" else partial(_is_given, loaders)
+        sources[f"_{kind}_dataloader_source"] = SimpleNamespace(is_defined=is_defined, dataloader=loaders)
+    selector = SimpleNamespace(model=trainer.task, datamodule=trainer.datamodule)
+    return SimpleNamespace(trainer=trainer, _datahook_selector=selector, **sources)
 
 
-class LoggerConnectorView:
+def _is_given(get: Callable[[], Any]) -> bool:
+    return get() is not None
+
+
+class LoggerConnectorView(LoopView):
     """View of logged values in Lightning's form."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    _place = "trainer._logger_connector"
+    _flags = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
     @property
     def should_update_logs(self) -> bool:
         """True if ``log_every_n_steps`` selects the current optimizer step, or if a stop is requested."""
-        trainer = self.trainer
+        trainer = self._trainer
         every = trainer.log_every_n_steps
         return trainer.should_stop or bool(every and (trainer.progress.step + 1) % every == 0)
 
-    @property
-    def callback_metrics(self) -> dict[str, Any]:
-        """Alias of `Trainer.callback_metrics`."""
-        return self.trainer.callback_metrics
-
-    @property
-    def logged_metrics(self) -> dict[str, Any]:
-        """Alias of `Trainer.logged_metrics`."""
-        return self.trainer.logged_metrics
-
-    @property
-    def progress_bar_metrics(self) -> dict[str, float]:
-        """Alias of `Trainer.progress_bar_metrics`."""
-        return self.trainer.progress_bar_metrics
-
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Send values to the loggers immediately. ``step`` defaults to the number of optimizer steps taken."""
-        progress = self.trainer.progress
+        progress = self._trainer.progress
         row = {name: float(value) for name, value in metrics.items()}
-        self.trainer.logbook.write_row(row, progress.step if step is None else step, progress.epoch)
+        self._trainer.logbook.write_row(row, progress.step if step is None else step, progress.epoch)
 
 
 def _count(begun: int, completed: int) -> SimpleNamespace:

@@ -229,16 +229,7 @@ class Trainer(LightningAliases, Copyable):
         fast = arguments.check_batches("fast_dev_run", fast_dev_run)
         self.barebones = arguments.check_bool("barebones", barebones)
         if barebones:
-            arguments.refuse_with_barebones(
-                fast_dev_run=fast_dev_run,
-                **{"logger": logger, "enable_checkpointing": enable_checkpointing, "profiler": profiler},
-                enable_progress_bar=enable_progress_bar,
-                enable_model_summary=enable_model_summary,
-                enable_report=enable_report,
-                num_sanity_val_steps=num_sanity_val_steps,
-                log_every_n_steps=log_every_n_steps,
-                detect_anomaly=detect_anomaly,
-            )
+            arguments.refuse_with_barebones(self.changed_flags)
             logger = enable_checkpointing = enable_progress_bar = enable_model_summary = enable_report = False
             num_sanity_val_steps = log_every_n_steps = 0
         if max_epochs is None:

@@ -7,6 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
+import quiet
 import torch
 import torchmetrics
 from processes import run
@@ -18,13 +19,7 @@ from treadle.callbacks.lr_finder import _LRFinder
 import treadle
 from treadle.tuner import Tuner
 
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+QUIET = {"accelerator": "cpu", **quiet.QUIET}
 
 
 class Task(treadle.TaskModule):
@@ -313,9 +308,11 @@ def test_where_nothing_can_be_suggested():
         assert found.suggestion() is None
     with pytest.warns(UserWarning, match="falls no further than the noise"):
         assert found.suggestion(0, 0) is None
-    found._losses = []  # of a checkpoint that an earlier version saved
+    few = _LRFinder("exponential", 1e-3, 1.0, 3)  # too few to tell noise
+    for k in range(3):
+        few.add(few.rate(k), float(k))
     with pytest.warns(UserWarning, match="the loss does not fall at any rate from"):
-        assert found.suggestion(0, 0) is None
+        assert few.suggestion(0, 0) is None
     with pytest.raises(ValueError, match="skip_end=-1"):
         found.suggestion(0, -1)
 
@@ -346,7 +343,7 @@ class Real(treadle.TaskModule):
     ],
 )
 def test_noise_is_no_suggestion(name, optimizer, low, high):
-    """Good rates on each of 8 seeds, and none where there is nothing to learn: then the rate stays, which is told."""
+    """Good rates on each seed, and none where there is nothing to learn: then the rate stays, which is told."""
     from sklearn.datasets import load_diabetes, load_digits
 
     x, y = (load_digits if name == "digits" else load_diabetes)(return_X_y=True)
@@ -355,7 +352,7 @@ def test_noise_is_no_suggestion(name, optimizer, low, high):
         x, sizes, loss = x / 16, (64, 10), nn.functional.cross_entropy
     else:
         x, y, sizes, loss = x / x.std(0), ((y - y.mean()) / y.std()).float(), (10, 1), nn.functional.mse_loss
-    for seed in range(8) if name == "diabetes" else range(2):
+    for seed in range(4 if name == "diabetes" else 2):
         torch.manual_seed(seed)
         data = TensorDataset(torch.randn_like(x), torch.randn_like(y)) if name == "noise" else TensorDataset(x, y)
         task, trainer = Real(sizes, loss, optimizer), treadle.Trainer(**QUIET, max_epochs=1)
@@ -738,21 +735,6 @@ def test_what_is_refused_before_the_first_step(task, finder, loader, text):
             "already has a",
         ),
     ],
-    ids=[
-        "mode",
-        "zero",
-        "order",
-        "few",
-        "threshold",
-        "size-mode",
-        "margin",
-        "init",
-        "max",
-        "lr-method",
-        "method",
-        "given",
-        "twice",
-    ],
 )
 def test_arguments_that_can_not_be(make, text):
     with pytest.raises(ValueError, match=text):
@@ -778,5 +760,5 @@ def test_no_trial_and_one_rate():
     assert Tuner(trainer).scale_batch_size(task, init_val=6, max_trials=0) == task.batch_size == 6
     assert task.calls == 0
     with pytest.warns(UserWarning, match="at least 2 points are needed"):
-        found = Tuner(trainer).lr_find(Plain(), DataLoader(dataset(), 8), num_training=1)
-    assert len(found.results["lr"]) == 1
+        found = Tuner(trainer).lr_find(Plain(), DataLoader(dataset(), 8), None, None, None, "fit", 1e-3, 0.1, 1)
+    assert found.results["lr"] == [1e-3]

@@ -85,12 +85,15 @@ def by_trainer(kind, folder, resume):
     """Two epochs of the Trainer, or what is left of the second from a checkpoint within it on."""
     task = Task(make_model(), learning_rate=0.01, lr_scheduler="constant")
     task.rows = []
-    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1, enable_version_counter=False)
-    flags = {**QUIET, "enable_checkpointing": not resume, "callbacks": [] if resume else [saving]}
-    trainer = treadle.Trainer(accelerator="cpu", max_epochs=2, accumulate_grad_batches=2, **flags)
+    trainer = treadle.Trainer(accelerator="cpu", max_epochs=2, accumulate_grad_batches=2, **QUIET)
+    ranks = trainer.world_size
+    step = 3 + (7 if ranks > 1 and kind != "dataset" else -(-TOTAL // (4 * ranks)))  # the third of the second epoch
+    if not resume:
+        trainer.callbacks.append(
+            ModelCheckpoint(folder, "{step}", every_n_train_steps=step, enable_version_counter=False)
+        )
     treadle.seed_everything(8 if resume else 7)
-    epoch = 7 if trainer.world_size > 1 and kind != "dataset" else -(-TOTAL // (4 * trainer.world_size))
-    checkpoint = folder / f"step={epoch + 3}.ckpt" if resume else None
+    checkpoint = folder / f"step={step}.ckpt" if resume else None
     trainer.fit(task, make_loader(kind), ckpt_path=checkpoint)
     return task.rows, weights_of(task)
 

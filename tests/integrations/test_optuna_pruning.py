@@ -5,6 +5,7 @@ from datetime import timedelta
 import optuna
 import pytest
 import torch
+from models import SGDTask
 from processes import run
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint
@@ -21,7 +22,7 @@ QUIET = {
 }
 
 
-class Fixed(treadle.TaskModule):
+class Fixed(SGDTask):
     """Measures what it is told to: a value for each validation."""
 
     def __init__(self, values):
@@ -37,9 +38,6 @@ class Fixed(treadle.TaskModule):
 
     def validation_step(self, batch, batch_idx):
         pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def data():

@@ -15,7 +15,7 @@ from object_store import S3Server
 from processes import run, script
 from ray_jobs import ENVIRONMENT, without_ray
 from treadle.engine import CheckpointStore
-from treadle.integrations.ray import train
+from treadle.integrations import ray as integration
 
 pytest.importorskip("ray")
 JOBS = Path(__file__).parents[1] / "support" / "ray_jobs.py"
@@ -59,7 +59,7 @@ def check_training(folder, expected):
 
 
 def test_a_step_that_float16_skips_is_not_reported(monkeypatch):
-    class Report(train.RayTrainReportCallback):
+    class Report(integration.RayTrainReportCallback):
         _shared_root = "folder"
 
         def _hand_over(self, metrics, place, name, mode):
@@ -69,8 +69,8 @@ def test_a_step_that_float16_skips_is_not_reported(monkeypatch):
             return trainer.global_step
 
     storage = SimpleNamespace(build_checkpoint_path_from_name=str, storage_filesystem=None)
-    monkeypatch.setattr(train, "_get_storage", lambda: storage)
-    monkeypatch.setattr(train, "collect_metrics", lambda trainer: {})
+    monkeypatch.setattr(integration, "_get_storage", lambda: storage)
+    monkeypatch.setattr(integration, "_collect_metrics", lambda trainer: {})
     callback, reported = Report(every_n_train_steps=2), []
     for step in (0, 1, 2, 2, 3, "epoch", 4, 5):  # the first step, the second with the number 2 and that after the epoch
         step, is_end = (4, True) if step == "epoch" else (step, False)
@@ -89,13 +89,13 @@ def test_a_step_that_float16_skips_is_not_reported(monkeypatch):
 )
 def test_without_uploads_the_storage_must_be_writable(kind, words, monkeypatch):
     storage = SimpleNamespace(storage_filesystem=SimpleNamespace(type_name=kind), experiment_fs_path="bucket/run")
-    monkeypatch.setattr(train, "_get_storage", lambda: storage)
-    monkeypatch.setattr(train, "is_installed", lambda package: False)
+    monkeypatch.setattr(integration, "_get_storage", lambda: storage)
+    monkeypatch.setattr(integration, "is_installed", lambda package: False)
     from ray.train import CheckpointUploadMode
 
     with pytest.raises(ValueError, match=words):
-        train.RayTrainReportCallback(CheckpointUploadMode.NO_UPLOAD)
-    train.RayTrainReportCallback(CheckpointUploadMode.SYNC)
+        integration.RayTrainReportCallback(CheckpointUploadMode.NO_UPLOAD)
+    integration.RayTrainReportCallback(CheckpointUploadMode.SYNC)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics.classification import MulticlassAccuracy
 from treadle.callbacks import ModelCheckpoint
+from treadle.common.optional import is_installed
 from treadle.engine.checkpoint import OpenCheckpoint
 from treadle.integrations import TransformersTask
 
@@ -106,25 +107,35 @@ def one_step(kind, strategy):
     return {n.removeprefix("model."): p for n, p in trainer.accelerator.get_state_dict(task).items()}
 
 
-def compute(work, ranks, kind, strategy):
+@pytest.fixture(scope="module")
+def compute(tmp_path_factory):
     """Return what each rank computes. Each imports transformers, so the default variants share one launch."""
-    if (ranks, kind, strategy) == (2, "causal", "ddp"):
-        return [results[work.__name__] for results in by_two()]
-    return run(work, ranks, kind, strategy)
+    folder = tmp_path_factory.mktemp("adapters")
+    causal(dropout=0.1).save_pretrained(folder / "ddp-2" / "base")
+    by_two = functools.cache(lambda: run(compute_by_two, 2, folder))
+
+    def compute(work, ranks, kind, strategy):
+        if (ranks, kind, strategy) == (2, "causal", "ddp"):
+            return [results[work.__name__] for results in by_two()]
+        arguments = (
+            (folder / f"{strategy}-{ranks}", strategy, 6 // ranks) if work is adapt_and_resume else (kind, strategy)
+        )
+        return run(work, ranks, *arguments)
+
+    compute.folder = folder
+    return compute
 
 
-@functools.cache
-def by_two():
-    return run(compute_by_two, 2)
-
-
-def compute_by_two():
-    return {work.__name__: work("causal", "ddp") for work in (one_step, evaluated, generated)}
+def compute_by_two(folder):
+    results = {work.__name__: work("causal", "ddp") for work in (one_step, evaluated, generated)}
+    if is_installed("peft"):
+        results["adapt_and_resume"] = adapt_and_resume(folder / "ddp-2", "ddp", 3)
+    return results
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), WORLDS)
 @pytest.mark.parametrize("kind", FEW_KINDS)
-def test_the_gradient_is_the_mean_over_all_targets(kind, strategy, ranks):
+def test_the_gradient_is_the_mean_over_all_targets(compute, kind, strategy, ranks):
     expected = whole_gradient_step(kind)
     stepped, *_ = compute(one_step, ranks, kind, strategy)
     for name, value in expected.items():
@@ -161,7 +172,7 @@ def evaluated(kind, strategy):
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 @pytest.mark.parametrize("kind", FEW_KINDS)
-def test_losses_and_metrics_are_those_of_all_targets_at_once(kind, ranks):
+def test_losses_and_metrics_are_those_of_all_targets_at_once(compute, kind, ranks):
     build, collate = KINDS[kind]
     batch = collate(texts())
     with torch.no_grad():
@@ -198,7 +209,7 @@ def generated(kind, strategy):
     return [text for batch in trainer.predict(task, loader) for text in batch]
 
 
-def test_generated_texts_are_in_the_order_of_the_prompts():
+def test_generated_texts_are_in_the_order_of_the_prompts(compute):
     tokenizer, model = word_tokenizer(), causal().eval()
     expected = []
     for text in texts():
@@ -246,26 +257,26 @@ def fit_adapter(folder, base, epochs, strategy, ckpt_path=None):
     return {name: value.clone() for name, value in weights.items()} if trainer.is_global_zero else {}
 
 
-def adapt_and_resume(folder, base, strategy, steps):
-    whole = fit_adapter(folder / "whole", base, 2, strategy)
+def adapt_and_resume(folder, strategy, steps):
+    whole = fit_adapter(folder / "whole", folder / "base", 2, strategy)
     # The schedule is as long as the run that it belongs to, so the run is cut by hand.
-    return whole, fit_adapter(folder / "cut", base, 2, strategy, folder / "whole" / f"step={steps}.ckpt")
+    return whole, fit_adapter(folder / "cut", folder / "base", 2, strategy, folder / "whole" / f"step={steps}.ckpt")
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), WORLDS)
-def test_adapters_alone_are_saved_and_resume_exactly(tmp_path, strategy, ranks):
+def test_adapters_alone_are_saved_and_resume_exactly(compute, strategy, ranks):
     pytest.importorskip("peft")
-    causal(dropout=0.1).save_pretrained(tmp_path / "base")
-    (whole, resumed), *_ = run(adapt_and_resume, ranks, tmp_path, tmp_path / "base", strategy, 6 // ranks)
+    folder = compute.folder / f"{strategy}-{ranks}"
+    causal(dropout=0.1).save_pretrained(folder / "base")
+    (whole, resumed), *_ = compute(adapt_and_resume, ranks, "causal", strategy)
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
-    checkpoint = tmp_path / "whole" / f"step={6 // ranks}.ckpt"
-    names = set(OpenCheckpoint(checkpoint).open_part("model"))
+    names = set(OpenCheckpoint(folder / "whole" / f"step={6 // ranks}.ckpt").open_part("model"))
     assert len(names) == 2
     assert all("lora_" in name for name in names)
-    last = tmp_path / "whole" / f"step={12 // ranks}.ckpt"
+    last = folder / "whole" / f"step={12 // ranks}.ckpt"
     task = TransformersTask.load_from_checkpoint(last)
     assert all(torch.equal(value, whole[name]) for name, value in task.state_dict().items())
-    causal(seed=9).save_pretrained(tmp_path / "base")
+    causal(seed=9).save_pretrained(folder / "base")
     with pytest.raises(ValueError, match="Build the model from the same pretrained weights"):
         TransformersTask.load_from_checkpoint(last)
 

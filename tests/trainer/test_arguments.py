@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from models import Line, SGDTask
 from processes import run
 from quiet import trainer
 from torch import nn
@@ -15,7 +16,7 @@ from treadle.strategies import Precision, TorchSyncBatchNorm
 import treadle
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self, pause=0.0):
         super().__init__()
         self.save_hyperparameters()
@@ -38,9 +39,6 @@ class Task(treadle.TaskModule):
         if not self.trainer.sanity_checking:
             self.validated.append(self.global_step)
             self.times.append(time.monotonic())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def loader(count=16):
@@ -265,17 +263,12 @@ def test_limits_of_tests():
 def read_by(flags):
     seen = []
 
-    class Reads(treadle.TaskModule):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Linear(1, 1)
+    class Reads(Line):
+        features = 1
 
         def training_step(self, batch, batch_idx):
             seen.append(batch.flatten().tolist())
             return self.net(batch).mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
 
     one = trainer(strategy="ddp", use_distributed_sampler=flags)
     rank = one.global_rank

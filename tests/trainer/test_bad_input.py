@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from models import Line
 from quiet import Dry, trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,16 +20,8 @@ import treadle
 NAN = float("nan")
 
 
-class Plain(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+class Plain(Line):
+    pass
 
 
 class Validated(Plain):

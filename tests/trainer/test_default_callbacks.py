@@ -1,8 +1,9 @@
 """Callbacks and loggers in the forms in which scripts pass them, and those that a `fast_dev_run` leaves idle."""
 
+import pytest
 import torch
+from models import Line
 from quiet import trainer
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
 from treadle.loggers import CSVLogger
@@ -10,18 +11,11 @@ from treadle.loggers import CSVLogger
 import treadle
 
 
-class Task(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(2, 1)
-
+class Task(Line):
     def training_step(self, batch, batch_idx):
         loss = self.net(batch[0]).mean()
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def loader():
@@ -52,12 +46,16 @@ def test_a_test_after_a_fast_dev_run_does_not_load_what_an_earlier_run_saved(tmp
     assert torch.equal(run.predict(dataloaders=loader())[0], task.net.weight)
 
 
-def test_callbacks_and_loggers_of_any_iterable(tmp_path):
-    callbacks = {"mine": treadle.Callback()}
-    loggers = {"csv": CSVLogger(tmp_path, name="run")}
-    for run in (
-        trainer(logger=loggers.values(), callbacks=callbacks.values()),
-        trainer(logger=iter(loggers.values()), callbacks=(callback for callback in callbacks.values())),
-    ):
-        assert run.loggers == [loggers["csv"]]
-        assert run.callbacks[0] is callbacks["mine"]
+def omega_list(items):
+    omegaconf = pytest.importorskip("omegaconf")
+    return omegaconf.OmegaConf.create(items, flags={"allow_objects": True})
+
+
+@pytest.mark.parametrize("kind", [iter, tuple, omega_list, lambda items: dict(enumerate(items)).values()])
+def test_callbacks_and_loggers_of_any_iterable(tmp_path, kind):
+    callback, logger = treadle.Callback(), CSVLogger(tmp_path)
+    run = trainer(logger=kind([logger]), callbacks=kind([callback]))
+    assert run.loggers == [logger]
+    assert run.callbacks[0] is callback
+    with pytest.raises(ValueError, match="same CSVLogger object twice"):
+        trainer(logger=kind([logger, logger]))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import SGDTask
 from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -13,7 +14,7 @@ from treadle.trainer.states import TrainerFn
 import treadle
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self):
         super().__init__()
         self.net = nn.Linear(2, 1)
@@ -42,9 +43,6 @@ class Task(treadle.TaskModule):
 
     def predict_step(self, batch, batch_idx):
         self.note()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def loader(count):
@@ -146,7 +144,7 @@ class Numbers(IterableDataset):
         return iter(torch.ones(6, 1))
 
 
-class Line(treadle.TaskModule):
+class Line(SGDTask):
     def __init__(self):
         super().__init__()
         self.net = torch.nn.Linear(1, 1)
@@ -168,9 +166,6 @@ class Line(treadle.TaskModule):
         pass
 
     test_step = predict_step = validation_step
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_numbers_of_batches_without_a_length():
@@ -293,10 +288,6 @@ def test_numbers_of_batches_that_are_evaluated():
 
 
 def test_fast_dev_run_of_one_batch_is_true():
-    assert [treadle.Trainer(accelerator="cpu", fast_dev_run=n).fast_dev_run for n in (1, True, 3, False)] == [
-        True,
-        True,
-        3,
-        False,
-    ]
-    assert treadle.Trainer(accelerator="cpu", fast_dev_run=1).fast_dev_run is True
+    runs = [treadle.Trainer(accelerator="cpu", fast_dev_run=number) for number in (1, True, 3, False)]
+    assert [run.fast_dev_run for run in runs] == [True, True, 3, False]
+    assert runs[0].fast_dev_run is True

@@ -6,17 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+from models import Line
 from processes import run
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import RunReport
 from treadle.loggers import CSVLogger, Logger
 
 import treadle
-
-
-def omega_list(items):
-    return OmegaConf.create(items, flags={"allow_objects": True})
 
 
 class Elsewhere(Logger):
@@ -55,18 +51,11 @@ class Documented(Elsewhere):
     version = "0.1"
 
 
-class Task(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(2, 1)
-
+class Task(Line):
     def training_step(self, batch, batch_idx):
         loss = self.net(batch[0]).square().mean()
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit(root, logger, ckpt_path=None, **flags):
@@ -135,20 +124,6 @@ def test_neither_a_run_without_files_nor_fast_dev_run_makes_a_folder(tmp_path):
     fit(tmp_path, Documented(), enable_checkpointing=False)
     fit(tmp_path, Documented(), fast_dev_run=True)
     assert os.listdir(tmp_path) == []
-
-
-def test_a_logger_is_given_once(tmp_path):
-    logger = CSVLogger(tmp_path)
-    with pytest.raises(ValueError, match="same CSVLogger object twice"):
-        treadle.Trainer(logger=[logger, logger])
-
-
-@pytest.mark.parametrize("kind", [iter, tuple, omega_list], ids=["iterator", "tuple", "OmegaConf"])
-def test_any_iterable_of_loggers_and_callbacks(tmp_path, kind):
-    logger, report = CSVLogger(tmp_path), RunReport()
-    trainer = treadle.Trainer(logger=kind([logger]), callbacks=kind([report]), accelerator="cpu")
-    assert trainer.loggers == [logger]
-    assert report in trainer.callbacks
 
 
 def at_once(root):

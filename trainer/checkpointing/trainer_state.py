@@ -39,6 +39,7 @@ from ...engine.checkpoint import (
 from ...engine.weights import Opened, load_opened
 from ..core import (
     DataModule,
+    HookDict,
     HookedWeights,
     copy_added_objects,
     overrides,
@@ -56,17 +57,6 @@ if TYPE_CHECKING:
     from ..core import TaskModule
     from ..loop import Progress
     from ..trainer import Trainer
-
-
-class HookDict(dict[str, Any]):
-    """Dict that checkpoint hooks receive. At a load, unlike Lightning's, it does not hold the whole checkpoint."""
-
-    def __missing__(self, key: str) -> Any:
-        raise KeyError(
-            f"{key!r} is not in the checkpoint. on_load_checkpoint gets only 'state_dict', 'epoch', 'global_step', "
-            "'hyper_parameters' and the entries that hooks have added, because Treadle itself restores the states of "
-            "optimizers, schedulers and callbacks. To store another value, add it in on_save_checkpoint."
-        )
 
 
 @dataclass(frozen=True)
@@ -485,7 +475,7 @@ class TrainerCheckpointer:
         world = self._trainer.accelerator.world
         opened.verify(world)
         with world.together():
-            checkpoint = HookDict(read_hook_entries(opened))
+            checkpoint = read_hook_entries(opened)
             if hparams := self._get_hparams():
                 checkpoint["hyper_parameters"] = hparams | checkpoint.get("hyper_parameters", {})
             weights = HookedWeights(read_weights(opened))

@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from .cli_hparams import CLASS_PATH, INSTANTIATOR, giving_settings, instantiate_module
     from .configure_optimizers import SchedulerConfig, check_ownership, endless, parse_optimizers
     from .datamodule import DataHooks, DataModule
-    from .hooked_weights import HookedWeights
+    from .hooked_weights import HookDict, HookedWeights
     from .hooks import TaskHooks
-    from .living import remember
     from .loading import (
         copy_added_objects,
         load_checkpoint,
         read_hook_entries,
         read_hyperparameters,
         read_weights,
+        remember,
         warn_of_code,
     )
     from .signatures import REQUIRED, Argument, Signature, described, signature

@@ -1,4 +1,4 @@
-"""Weights that checkpoint hooks may edit."""
+"""Checkpoint as hooks receive it, with weights that they may edit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,17 @@ from typing import Any
 from torch import Tensor
 
 from ...common.messages import name_type
+
+
+class HookDict(dict[str, Any]):
+    """Dict that checkpoint hooks receive. At a load, unlike Lightning's, it does not hold the whole checkpoint."""
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(
+            f"{key!r} is not in the checkpoint. on_load_checkpoint gets only 'state_dict', 'epoch', 'global_step', "
+            "'hyper_parameters' and the entries that hooks have added, because Treadle itself restores the states of "
+            "optimizers, schedulers and callbacks. To store another value, add it in on_save_checkpoint."
+        )
 
 
 class HookedWeights:

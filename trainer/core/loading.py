@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import inspect
 import json
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -31,13 +33,17 @@ from ...engine.checkpoint import (
 )
 from ...engine.weights import Opened, Source, TorchFile, View, check_extent, load, open_source
 from .cli_hparams import CLASS_PATH, INSTANTIATOR, instantiate_module
-from .hooked_weights import HookedWeights
-from .living import copy_objects, read_left_out
+from .hooked_weights import HookDict, HookedWeights
 from .signatures import Argument, signature
 from .stored_hparams import CannotRebuild, readable, rebuild
 
 if TYPE_CHECKING:
     from .task import TaskModule
+
+# Tasks and data modules, by the name of the stage that they take part in and the part of a checkpoint with their
+# hyperparameters. A checkpoint holds only data. While what it was made of exists, a load in the same process gets
+# copies of the objects that it lacks.
+_LIVING: WeakValueDictionary[tuple[str, str], Any] = WeakValueDictionary()
 
 _OLD_NAMES = ("hparams", "module_arguments")  # names of `hyper_parameters` in Lightning before 0.8
 _MAX_HPARAMS_BYTES = 2**20  # a YAML file of this size takes seconds
@@ -97,31 +103,18 @@ def build(
     device = _resolve_device(map_location)
     file_hparams = None if hparams_file is None else read_hparams_file(hparams_file)
     with open_source(source, sha256) as opened_source:
-        saved = opened_source.checkpoint
-        if saved is not None:
-            document = _read_hparams(saved, HPARAMS)
-            if document and "hparams_kind" not in document:  # the earliest format: only the values
-                document = {"hyper_parameters": document, "hparams_name": saved.manifest.info.get("hparams_name")}
-            hook_entries = read_hook_entries(saved)
-            _take_changed_hparams(document, hook_entries)
-            if file_hparams is not None:
-                document = _replace_hparams(file_hparams, document)
-            task = _construct(cls, opened_source.place, document, overrides)
-            task.configure_model()
-            opened_source = _edit_weights(task, opened_source, saved, hook_entries)
-        else:
-            document = {} if opened_source.file is None else _read_document(opened_source, opened_source.file)
-            info = _read_info(document)
-            document |= {"left_out": read_left_out(info, HPARAMS), "find": partial(copy_objects, info, HPARAMS)}
-            if file_hparams is not None:
-                document |= _replace_hparams(file_hparams, {})
-            task = _construct(cls, opened_source.place, document, overrides)
-            task.configure_model()
-            if opened_source.file is not None:
-                document |= copy_added_objects(info, opened_source.place)
-                task.on_load_checkpoint(document)
-                # The hook may have changed it.
-                opened_source = Opened(opened_source.place, dict(document["state_dict"]))
+        document, entries = _read_task(opened_source)
+        if file_hparams is not None:
+            document = _replace_hparams(file_hparams, document)
+            entries["hyper_parameters"] = file_hparams
+        task = _construct(cls, opened_source.place, document, overrides)
+        task.configure_model()
+        if (saved := opened_source.checkpoint) is not None:
+            opened_source = _edit_weights(task, opened_source, saved, entries)
+        elif opened_source.file is not None:
+            entries |= copy_added_objects(_read_info(entries), opened_source.place)
+            task.on_load_checkpoint(entries)
+            opened_source = Opened(opened_source.place, dict(entries["state_dict"]))  # as the hook left them
         load.load_opened(task, opened_source, task.strict_loading if strict is None else strict)
     return task if device is None else task.to(device)
 
@@ -194,23 +187,26 @@ def load_checkpoint(
     warn_of_code(weights_only)
     device = _resolve_device(map_location)
     with open_source(checkpoint_path, sha256) as opened_source:
-        document: dict[str, Any] = {}
-        if (saved := opened_source.checkpoint) is not None:
-            document = _read_hparams(saved, HPARAMS)
-            if document and "hparams_kind" not in document:  # the earliest format: only the values
-                document = {"hyper_parameters": document}
-            hook_entries = read_hook_entries(saved)
-            _take_changed_hparams(document, hook_entries)
-            document = {key: document[key] for key in ("hyper_parameters", "hparams_name") if document.get(key)}
-            document |= hook_entries
-        elif opened_source.file is not None:
-            document = _read_document(opened_source, opened_source.file)
+        document, entries = _read_task(opened_source)
+        if opened_source.checkpoint is not None and document.get("hparams_name"):
+            entries["hparams_name"] = document["hparams_name"]
         weights: dict[str, Any] = {}
         for name, piece in opened_source.weights.items():
             values = torch.empty(piece.shape, dtype=piece.dtype, device="cpu")
             piece.fill(values)
             weights[name] = values if device is None else values.to(device)
-    return document | {"state_dict": weights | opened_source.others}
+    return {**entries, "state_dict": weights | opened_source.others}
+
+
+def _read_task(source: Opened) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a task's hyperparameters, with what is known about them, and the dict that checkpoint hooks receive."""
+    if (saved := source.checkpoint) is not None:
+        document, hooked = _read_hparams(saved, HPARAMS), read_hook_entries(saved)
+        _take_changed_hparams(document, hooked)
+        return document, hooked
+    entries = {} if source.file is None else _read_document(source, source.file)
+    info = _read_info(entries)
+    return {**entries, "left_out": read_left_out(info, HPARAMS), "find": partial(copy_objects, info, HPARAMS)}, entries
 
 
 def _construct(cls: type[Any], place: str, document: Mapping[str, Any], overrides: dict[str, Any]) -> Any:
@@ -252,11 +248,51 @@ def read_weights(opened: OpenCheckpoint) -> dict[str, Any]:
     return weights | (opened.read_part(extra) if opened.has(extra) else {})
 
 
-def read_hook_entries(opened: OpenCheckpoint) -> dict[str, Any]:
+def read_hook_entries(opened: OpenCheckpoint) -> HookDict:
     """Return the entries that ``on_save_checkpoint`` hooks added to a checkpoint, and its epoch and step."""
     manifest = opened.manifest
     entries = load_into_memory(open_added(opened), {}, {}) | copy_added_objects(manifest.info, opened.path)
-    return entries | {"epoch": manifest.epoch, "global_step": manifest.step}
+    return HookDict(entries | {"epoch": manifest.epoch, "global_step": manifest.step})
+
+
+def remember(owner: Any, part: str, origin: str) -> None:
+    """Remember a task or data module for `copy_objects`, as long as it exists.
+
+    Args:
+        owner: The task or data module.
+        part: Name of the part of a checkpoint that contains its hyperparameters.
+        origin: Name of the stage that it takes part in, the same on all processes.
+    """
+    _LIVING[origin, part] = owner
+
+
+def copy_objects(info: Any, part: str, lost: dict[str, str], added: bool = False) -> dict[str, Any]:
+    """Return copies of objects that a checkpoint lacks, and remove their names from ``lost``.
+
+    Args:
+        info: The manifest's entries, of which ``origin`` names the stage that saved the checkpoint.
+        part: See `remember`.
+        lost: For each missing object, by name, the reason why it was not stored.
+        added: Whether ``on_save_checkpoint`` hooks added the objects; otherwise, they are hyperparameters.
+    """
+    owner = _LIVING.get((str(info.get("origin")), part))
+    objects = {} if owner is None else vars(owner).get("_added_objects", {}) if added else owner.hparams
+    found = {name: objects[name] for name in lost if name in objects}
+    try:
+        found = copy.deepcopy(found)
+    except Exception as error:  # whatever the __deepcopy__ of a user's class raises
+        lost |= {name: f"{lost[name]}, which cannot be copied: {error}" for name in found}
+        return {}
+    for name in found:
+        del lost[name]
+    return found
+
+
+def read_left_out(info: Mapping[str, Any], part: str) -> dict[str, str]:
+    """Return what a checkpoint lacks of a part: the reasons by name."""
+    parts = info.get("left_out")
+    left_out = parts.get(part) if isinstance(parts, dict) else None
+    return {str(name): str(words) for name, words in left_out.items()} if isinstance(left_out, dict) else {}
 
 
 def copy_added_objects(info: Mapping[str, Any], place: Any) -> dict[str, Any]:
@@ -288,9 +324,7 @@ def _read_hparams(saved: OpenCheckpoint, part: str) -> dict[str, Any]:
             f"{saved.path}: part {part!r} is damaged: it is {name_type(document)}, but must be a dict. "
             f"{filesystem.RESTORE}"
         )
-    if "hparams_kind" in document:  # not the earliest format
-        document["find"] = partial(copy_objects, saved.manifest.info, part)
-    return document
+    return {**document, "find": partial(copy_objects, saved.manifest.info, part)} if document else {}
 
 
 def _read_document(opened_source: Opened, file: TorchFile) -> dict[str, Any]:

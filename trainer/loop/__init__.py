@@ -9,7 +9,7 @@ from ...common.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from .automatic import Steps
     from .closure import ClosureSteps
-    from .dataloaders import KIND_OF_STAGE, LOADER_NAMES, Sources
+    from .dataloaders import KIND_OF_STAGE, KINDS, LOADER_NAMES, Sources
     from .evaluation_loop import Evaluation, EvaluationLoop, check_step, predictions_in_order
     from .fit_loop import FitLoop, choose_steps
     from .fit_setup import Fit, configure, place_and_load, prepare_training, validate, wrap

@@ -136,20 +136,5 @@ class Progress:
         Args:
             state_dict: Result of `state_dict`.
         """
-        state = _add_phase(state_dict) if state_dict else {}
-        for name, value in state.items():
-            setattr(self, name, value)
-
-
-def _add_phase(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved state with a `Phase`, in place of the flags that earlier versions stored."""
-    if "phase" in state:
-        return {**state, "phase": Phase(state["phase"])}
-    if state.get("closed"):
-        phase = Phase.EPOCH_TRAINED
-    elif state.get("unended"):
-        phase = Phase.STEP_TAKEN if state.get("ended") != state.get("step") else Phase.ENDING_STEP
-    else:
-        phase = Phase.BETWEEN_STEPS
-    flags = ("closed", "closing", "ended", "unended", "within")
-    return {**{name: value for name, value in state.items() if name not in flags}, "phase": phase}
+        for name, value in state_dict.items():
+            setattr(self, name, Phase(value) if name == "phase" else value)

@@ -20,7 +20,6 @@ from ...common.remote_path import AnyPath, RemotePath, absolute, as_path
 from .file_names import CHECKPOINTS, CONFIG, CURVES, DESCRIPTIONS, ENVIRONMENT, ERROR, LOCK, RECORD
 from .index import WAITING, read
 from .lock import RunLock
-from .remote_lock import RemoteLock
 
 if TYPE_CHECKING:
     from ...callbacks import Callback, ModelCheckpoint, RunReport
@@ -71,7 +70,7 @@ class RunFolder:
         ('digits', '1')
     """
 
-    def __init__(self, path: AnyPath, lock: RunLock | RemoteLock | None, facts: dict[str, Any]) -> None:
+    def __init__(self, path: AnyPath, lock: RunLock | None, facts: dict[str, Any]) -> None:
         self.path = path
         self.lock = lock
         self.companion: str | None = None
@@ -107,7 +106,7 @@ class RunFolder:
         """
         check_name(name)
         world = _open_world(settings)
-        lock: RunLock | RemoteLock | None = None
+        lock: RunLock | None = None
         facts: dict[str, Any] = {}
         path: AnyPath = Path()
         with world.together():
@@ -138,7 +137,7 @@ class RunFolder:
             SystemExit: After processes that this call launched have ended.
         """
         world = _open_world(settings)
-        lock: RunLock | RemoteLock | None = None
+        lock: RunLock | None = None
         facts: dict[str, Any] = {}
         earlier: dict[str, bytes] | None = {}
         folder_path = _resolve_path(path)
@@ -190,7 +189,7 @@ class RunFolder:
         cls,
         world: World,
         path: AnyPath,
-        lock: RunLock | RemoteLock | None,
+        lock: RunLock | None,
         facts: dict[str, Any],
         earlier: dict[str, bytes] | None = None,
     ) -> RunFolder:
@@ -462,13 +461,13 @@ def check_name(name: Any) -> str:
     return name
 
 
-def _claim(home: AnyPath) -> tuple[AnyPath, RunLock | RemoteLock]:
+def _claim(home: AnyPath) -> tuple[AnyPath, RunLock]:
     """Create and lock the run folder with the next free number. Concurrent jobs get different folders."""
     if isinstance(home, RemotePath):
         number = max((int(entry) for entry in home.names() if entry.isascii() and entry.isdigit()), default=0) + 1
         while True:
             with contextlib.suppress(ValueError):  # another job was faster
-                return home / str(number), RemoteLock(home / str(number))
+                return home / str(number), RunLock(home / str(number))
             number += 1
     folder = _make_numbered(home)
     return folder, _lock(folder)
@@ -489,9 +488,9 @@ def _make_numbered(home: Path) -> Path:
         raise OSError(error.errno, text) from error
 
 
-def _lock(folder: AnyPath) -> RunLock | RemoteLock:
+def _lock(folder: AnyPath) -> RunLock:
     try:
-        return RemoteLock(folder) if isinstance(folder, RemotePath) else RunLock(folder)
+        return RunLock(folder)
     except OSError as error:
         raise OSError(
             error.errno,

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ...callbacks.reporting import LARGEST, Points
 from ...common.messages import name_type
 from ...common.remote_path import AnyPath, RemotePath, absolute, as_path, is_url, lexists
 from .file_names import CONFIG, CURVES, ENVIRONMENT, ERROR, LOCK, RECORD
-from .lock import holder
+from .lock import holder, read_start
+
+T = TypeVar("T")
 
 _MOST_BYTES = 2**24  # largest file that is read
 _AT_ONCE = 16  # runs read from a store at the same time
@@ -243,17 +244,14 @@ def charts(run: Run) -> dict[str, dict[str, tuple[Points, int]]]:
     Raises:
         ValueError: If the run's file of curves exists but cannot be read.
     """
-    if not lexists(run.path / CURVES):
-        return {}
-    try:
-        saved_charts = _read_json(run.path / CURVES)["charts"]
-        return {
-            str(title): {str(name): _parse_points(curve) for name, curve in lines.items()}
-            for title, lines in saved_charts.items()
-        }
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{CURVES} cannot be read: {reason}") from error
+    return _read_if_present(run, CURVES, _parse_charts, {})
+
+
+def _parse_charts(path: AnyPath) -> dict[str, dict[str, tuple[Points, int]]]:
+    return {
+        str(title): {str(name): _parse_points(curve) for name, curve in lines.items()}
+        for title, lines in _read_json(path)["charts"].items()
+    }
 
 
 def _parse_points(curve: Any) -> tuple[Points, int]:
@@ -272,12 +270,7 @@ def environment(run: Run) -> dict[str, str]:
     Raises:
         ValueError: If the file with this record exists but cannot be read.
     """
-    if not lexists(run.path / ENVIRONMENT):
-        return {}
-    try:
-        entries = _read_json(run.path / ENVIRONMENT)
-    except ValueError as error:
-        raise ValueError(f"{ENVIRONMENT} cannot be read: {error}") from error
+    entries = _read_if_present(run, ENVIRONMENT, _read_json, {})
     return {str(name): str(value) for name, value in entries.items()}
 
 
@@ -287,28 +280,23 @@ def config(run: Run) -> str:
     Raises:
         ValueError: If the configuration file exists but cannot be read.
     """
-    if not lexists(run.path / CONFIG):
-        return ""
+    return _read_if_present(run, CONFIG, _read_text, "")
+
+
+def _read_if_present(run: Run, name: str, read: Callable[[AnyPath], T], default: T) -> T:
+    if not lexists(run.path / name):
+        return default
     try:
-        return _read_text(run.path / CONFIG)
-    except ValueError as error:
-        raise ValueError(f"{CONFIG} cannot be read: {error}") from error
+        return read(run.path / name)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{name} cannot be read: {reason}") from error
 
 
 def _read_text(path: AnyPath) -> str:
-    """Return a file's text; raise a ValueError if it is missing, not a regular file, too large, or not text."""
-    if isinstance(path, RemotePath):
-        try:
-            return path.read_bytes(_MOST_BYTES).decode("utf-8")
-        except OSError as error:
-            raise ValueError(error.strerror or str(error)) from error
+    """Return a file's text; raise a ValueError if it is missing, not a file, too large, or not text."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe would block
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise ValueError("it is not a regular file")
-        with os.fdopen(descriptor, "rb") as file:
-            data = file.read(_MOST_BYTES + 1)
+        data = read_start(path, _MOST_BYTES + 1)
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from error
     if len(data) > _MOST_BYTES:

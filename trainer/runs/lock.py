@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import socket
+import stat
 import sys
 import threading
 import time
@@ -32,6 +33,8 @@ SILENCE = 120.0
 The clocks of two machines may differ by at most this value minus `BEAT`.
 """
 
+_SETTLING = 1.0  # seconds in which a concurrent takeover in a store has written its holder
+_MOST_BYTES = 65536  # of a lock file
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL}
 
 
@@ -107,9 +110,13 @@ class RunLock:
     """Lock on a run folder, acquired when the object is created.
 
     If the file system has locks (`flock`; Linux supports it over NFS too), the system releases the lock when the
-    process ends, for any reason. Otherwise, a thread updates the file every `BEAT` seconds, and a dead holder is
-    detected after about `SILENCE` seconds at the latest. A file system whose locks are valid on one machine only
-    (Lustre's ``localflock``, NFS with ``local_lock``) does not protect against jobs on other machines.
+    process ends, for any reason. Otherwise, and in an object store, a thread updates the file every `BEAT` seconds, and
+    a dead holder is detected after about `SILENCE` seconds at the latest. A file system whose locks are valid on one
+    machine only (Lustre's ``localflock``, NFS with ``local_lock``) does not protect against jobs on other machines.
+
+    A store lets only one job create an object, so two jobs never get the lock of a new run at the same time. A takeover
+    from a dead job is not atomic there: a job overwrites the object, waits a second, and checks that the object is
+    still its own.
 
     Attributes:
         holder: This process, as written to the file.
@@ -119,13 +126,13 @@ class RunLock:
         OSError: If the file cannot be written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: AnyPath) -> None:
         self.folder = folder
         self.file = folder / LOCK
         self._descriptor: int | None = None
         self._ended = threading.Event()
         self.holder = Holder.from_current_process("beat" if fcntl is None else "system")
-        if fcntl is None or not self._take_from_system():
+        if fcntl is None or isinstance(self.file, RemotePath) or not self._take_from_system(self.file):
             self.holder = replace(self.holder, by="beat")
             self._take_by_beat()
 
@@ -136,8 +143,14 @@ class RunLock:
         self._ended.set()
         with contextlib.suppress(OSError):
             if read_holder(self.file) == self.holder:
-                os.truncate(self.file, 0)
+                if isinstance(self.file, RemotePath):
+                    self.file.unlink()
+                else:  # others may hold a descriptor of the file, so it must stay
+                    os.truncate(self.file, 0)
         self._close()
+
+    def _encode_holder(self) -> bytes:
+        return json.dumps(asdict(self.holder)).encode()
 
     def _close(self) -> None:
         if self._descriptor is not None:
@@ -146,10 +159,10 @@ class RunLock:
 
     # -- locks of the system -------------------------------------------------------------------------------------
 
-    def _take_from_system(self) -> bool:
+    def _take_from_system(self, file: Path) -> bool:
         """Acquire the lock with ``flock``. Return False if the file system does not support it."""
         # Not through a link: a foreign folder could make this truncate another file.
-        descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             for rest in range(20, -1, -1):
                 try:
@@ -157,13 +170,13 @@ class RunLock:
                     break
                 except BlockingIOError:
                     if not rest:
-                        raise make_in_use_error(self.folder, self.file, read_holder(self.file), certain=True) from None
+                        raise make_in_use_error(self.folder, file, read_holder(file), certain=True) from None
                 time.sleep(0.025)  # a process that checks the lock holds it for a moment
-            before = read_holder(self.file)
-            if before is not None and before.by == "beat" and before.is_alive(self.file):
-                raise make_in_use_error(self.folder, self.file, before)  # the holder is on a machine without such locks
+            before = read_holder(file)
+            if before is not None and before.by == "beat" and before.is_alive(file):
+                raise make_in_use_error(self.folder, file, before)  # the holder is on a machine without such locks
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, encode_holder(self.holder), 0)
+            os.pwrite(descriptor, self._encode_holder(), 0)
         except OSError as error:
             os.close(descriptor)
             if error.errno in _NO_LOCKS:
@@ -186,23 +199,36 @@ class RunLock:
     # -- locks with a heartbeat ----------------------------------------------------------------------------------
 
     def _take_by_beat(self) -> None:
-        part = self.folder / f".{LOCK}-{self.holder.token}"
-        part.write_bytes(encode_holder(self.holder))
         try:
-            try:
-                os.link(part, self.file)  # fails if it exists, and is never visible half-written
-            except FileExistsError:
-                self._take_over(part)
-        finally:
-            part.unlink(missing_ok=True)
+            self._write(exclusive=True)
+        except FileExistsError:
+            before = read_holder(self.file)
+            if before is not None and before.is_alive(self.file):
+                raise make_in_use_error(self.folder, self.file, before) from None
+            self._take_over(before)
         threading.Thread(target=self._beat, name="treadle-run-lock", daemon=True).start()
 
-    def _take_over(self, part: Path) -> None:
-        """Replace a lock file that has no live holder with ``part``. If several jobs try, at most one succeeds."""
-        before = read_holder(self.file)
-        if before is not None and before.is_alive(self.file):
-            raise make_in_use_error(self.folder, self.file, before)
-        mark = self.folder / f".{LOCK}-after-{before.token if before is not None else 'release'}"
+    def _write(self, exclusive: bool = False) -> None:
+        """Write the holder to the file; if ``exclusive``, raise FileExistsError if the file exists."""
+        if isinstance(self.file, RemotePath):
+            self.file.write_bytes(self._encode_holder(), exclusive=exclusive)
+            return
+        part = self.file.with_name(f".{LOCK}-{self.holder.token}")
+        part.write_bytes(self._encode_holder())
+        try:
+            (os.link if exclusive else os.replace)(part, self.file)  # never visible half-written
+        finally:
+            part.unlink(missing_ok=True)
+
+    def _take_over(self, before: Holder | None) -> None:
+        """Replace the file of a dead holder. If several jobs try, at most one succeeds."""
+        if isinstance(self.file, RemotePath):
+            self._write()
+            time.sleep(_SETTLING)
+            if (latest := read_holder(self.file)) != self.holder:
+                raise make_in_use_error(self.folder, self.file, latest)
+            return
+        mark = self.file.with_name(f".{LOCK}-after-{before.token if before is not None else 'release'}")
         try:
             os.mkdir(mark)
         except FileExistsError:
@@ -212,14 +238,17 @@ class RunLock:
         try:
             if (latest := read_holder(self.file)) != before:
                 raise make_in_use_error(self.folder, self.file, latest)  # another job was faster
-            os.replace(part, self.file)
+            self._write()
         finally:
             os.rmdir(mark)
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT):
             with contextlib.suppress(OSError):
-                os.utime(self.file)
+                if isinstance(self.file, RemotePath):
+                    self._write()
+                else:
+                    os.utime(self.file)
 
 
 def make_in_use_error(folder: AnyPath, file: AnyPath, occupant: Holder | None, certain: bool = False) -> ValueError:
@@ -231,15 +260,10 @@ def make_in_use_error(folder: AnyPath, file: AnyPath, occupant: Holder | None, c
     return ValueError(f"{folder} is in use by {occupant_text}. Wait until that job ends, or start a new run.{hint}")
 
 
-def encode_holder(holder: Holder) -> bytes:
-    """Return the content of a lock file."""
-    return json.dumps(asdict(holder)).encode()
-
-
 def read_holder(file: AnyPath) -> Holder | None:
     """Return the holder in a lock file; None if the file is empty, missing, unreadable or not a lock file."""
     try:
-        document = json.loads(_read_start(file))
+        document = json.loads(read_start(file, _MOST_BYTES))
         values = {field.name: document[field.name] for field in fields(Holder)}
         words = all(values[name].isprintable() for name in ("host", "place", "began", "by"))
         if words and values["token"].isalnum() and 0 < int(values["pid"]) < 2**31 and 0 <= values["since"] < 1e11:
@@ -249,12 +273,14 @@ def read_holder(file: AnyPath) -> Holder | None:
     return None
 
 
-def _read_start(file: AnyPath, most: int = 65536) -> bytes:
+def read_start(file: AnyPath, most: int) -> bytes:
     """Return the first ``most`` bytes of a local file, or a whole object from a store, which must not be larger."""
     if isinstance(file, RemotePath):
         return file.read_bytes(most)
     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe would block
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
         return os.read(descriptor, most)
     finally:
         os.close(descriptor)

@@ -1,10 +1,10 @@
-"""Temporary copy of a stage for a search."""
+"""Temporary copy of a stage for a search, the training of this copy, and the attribute that a search sets."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from ...common.messages import describe_error, name_type
+from ...callbacks import Callback
+from ...common.messages import describe_error, name_type, nearest
 from ...engine import CombinedLoader, isolated_random_state
 from ...engine.data import preserve_loader_state
 from ...engine.profilers import PassThroughProfiler
@@ -22,8 +23,7 @@ from ...loggers import Logger
 from ...strategies.distributed import is_sharded
 from ..checkpointing import TrainerCheckpointer
 from ..logging import History, Logbook, SilentLogger
-from ..loop import LOADER_NAMES, Hooks
-from .tuned_attribute import set_attribute
+from ..loop import LOADER_NAMES, FitLoop, Hooks, Phase, prepare_training
 
 if TYPE_CHECKING:
     from ..core import DataModule, TaskModule
@@ -46,7 +46,7 @@ def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
     scaler = None if loss_scale is None else loss_scale.state_dict()
     accumulate = accelerator.gradient_accumulation_steps
     with isolated_random_state(), ExitStack() as put_back, _in_host_memory(trainer.task):
-        inner = _make_understudy(trainer, put_back)
+        inner = _copy_trainer(trainer, put_back)
         for name, value in settings.items():
             set_attribute(inner, name, value)
         try:
@@ -61,7 +61,7 @@ def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
                 loss_scale.load_state_dict(scaler)
 
 
-def _leave(put_back: ExitStack, kind: str, source: Any) -> None:
+def _preserve(put_back: ExitStack, kind: str, source: Any) -> None:
     """Register a dataloader, or those that it combines, for restoration at the end of the search."""
     for loader in source.flattened if isinstance(source, CombinedLoader) else [source]:
         if isinstance(loader, Iterator):
@@ -72,7 +72,7 @@ def _leave(put_back: ExitStack, kind: str, source: Any) -> None:
         put_back.enter_context(preserve_loader_state(loader))
 
 
-def _make_understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
+def _copy_trainer(trainer: Trainer, put_back: ExitStack) -> Trainer:
     inner, accelerator, sources = copy.copy(trainer), trainer.accelerator, trainer.sources
     assert trainer.task is not None
     assert sources is not None
@@ -86,6 +86,8 @@ def _make_understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
     inner.checkpointer = TrainerCheckpointer(inner)
     inner.metrics = trainer.new_metrics(training=True)
     inner.log_every_n_steps, inner.on_nonfinite = 0, "ignore"
+    inner.max_steps, inner.max_seconds, inner.val_check_seconds = -1, None, None
+    inner.reload_dataloaders_every_n_epochs = 0
     inner.ckpt_path = inner.opened_checkpoint = None
     inner.lr_scheduler_configs = []
     inner.datamodule = _copy_datamodule(trainer)
@@ -94,7 +96,7 @@ def _make_understudy(trainer: Trainer, put_back: ExitStack) -> Trainer:
     if inner.datamodule is not None:
         inner.datamodule.trainer = inner
     inner.hooks = Hooks(inner, task, [])
-    inner.sources = sources.for_another(task, inner.datamodule, partial(_leave, put_back))
+    inner.sources = sources.for_another(task, inner.datamodule, partial(_preserve, put_back))
     return inner
 
 
@@ -170,3 +172,114 @@ def _in_host_memory(task: TaskModule | None) -> Iterator[None]:
     finally:
         for tensor, device in moved:
             tensor.data = tensor.data.to(device)
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+class _TrialOver(Exception):
+    """Error that leaves the training loop, because a trial has taken its steps."""
+
+
+class Trial(Callback):
+    """Callback that ends the training of a copy after ``count`` optimizer steps."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.done = count, 0
+        self._done_before = 0
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Note how many steps earlier epochs took."""
+        self._done_before = self.done
+
+    def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Count the step, and end the training after the last one."""
+        self.done += 1
+        if self.done == self.count:
+            self.end()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Raise a ValueError if the epoch took no step, because the training would never end."""
+        if self.done == self._done_before:
+            raise ValueError(
+                "an epoch had no batch to train on, but a search needs at least one. Check the training dataloader, "
+                "and any on_train_batch_start hook that returns -1."
+            )
+
+    def end(self) -> None:
+        """End the training."""
+        raise _TrialOver
+
+
+class _TrialLoop(FitLoop):
+    """Training loop without a limit: only the `Trial` ends it."""
+
+    def _wants_to_stop(self) -> bool:
+        return False
+
+    def _is_complete(self) -> bool:
+        return False
+
+    def _compute_validation_interval(self) -> int | None:
+        return None
+
+    def _close_epoch(self) -> None:
+        self.progress.phase = Phase.EPOCH_TRAINED
+
+
+def train(inner: Trainer, trial: Trial) -> None:
+    """Train the copy over as many epochs as needed, without validation, until the trial ends.
+
+    Raises:
+        ValueError: If an epoch has no batch to train on, or the task cannot be trained.
+    """
+    task, sources = inner.task, inner.sources
+    assert task is not None
+    assert sources is not None
+    hooks = inner.hooks = Hooks(inner, task, [trial])
+    model = prepare_training(inner, task)
+    for hook in hooks.on_fit_start:
+        hook()
+    with inner.logging_to(inner.metrics), suppress(_TrialOver):
+        _TrialLoop(inner, task, model, hooks, sources.train, [], lambda: None).run()
+
+
+# -- attribute -------------------------------------------------------------------------------------------------------
+
+
+def attribute_owners(trainer: Trainer, name: str) -> list[Any]:
+    """Return the objects that have an attribute ``name``: the task, the data module, or the hparams of either."""
+    owners: list[Any] = []
+    for module in (trainer.task, trainer.datamodule):
+        if module is None:
+            continue
+        if name in module.hparams:
+            owners.append(module.hparams)
+        if hasattr(module, name):
+            owners.append(module)
+    return owners
+
+
+def get_attribute(trainer: Trainer, name: str) -> Any:
+    """Return the value of the attribute; a data module's value takes precedence over the task's."""
+    owner = attribute_owners(trainer, name)[-1]
+    return owner[name] if isinstance(owner, dict) else getattr(owner, name)
+
+
+def set_attribute(trainer: Trainer, name: str, value: Any) -> None:
+    """Set the attribute on every object that `attribute_owners` returns."""
+    for owner in attribute_owners(trainer, name):
+        setattr(owner, name, value)
+
+
+def check_attribute(trainer: Trainer, finder: Callback, name: str, argument: str) -> None:
+    """Raise a ValueError if neither the task, the data module nor their hparams have the attribute."""
+    if attribute_owners(trainer, name):
+        return
+    modules = [module for module in (trainer.task, trainer.datamodule) if module is not None]
+    valid_names = {key for module in modules for key in (*vars(module), *module.hparams) if not key.startswith("_")}
+    places = " or ".join(type(module).__name__ for module in modules)
+    raise ValueError(
+        f"{type(finder).__name__}: {argument}={name!r} is neither an attribute nor a hyperparameter of {places}. Set "
+        f"self.{name} in __init__ and use it.{nearest(name, valid_names)}"
+    )

@@ -41,13 +41,8 @@ class Tuner:
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         method: str = "fit",
-        min_lr: float = 1e-8,
-        max_lr: float = 1.0,
-        num_training: int = 100,
-        mode: str = "exponential",
-        early_stop_threshold: float | None = 4.0,
-        update_attr: bool = True,
-        attr_name: str = "",
+        *args: Any,
+        **kwargs: Any,
     ) -> _LRFinder | None:
         """Search for a learning rate; see `LearningRateFinder`.
 
@@ -58,13 +53,8 @@ class Tuner:
             dataloaders: Must be None; pass ``train_dataloaders`` instead.
             datamodule: Data module to use instead of dataloaders.
             method: Must be ``"fit"``. Default: ``"fit"``.
-            min_lr: See `LearningRateFinder`. Default: 1e-8.
-            max_lr: See `LearningRateFinder`. Default: 1.0.
-            num_training: See ``num_training_steps`` of `LearningRateFinder`. Default: 100.
-            mode: See `LearningRateFinder`. Default: ``"exponential"``.
-            early_stop_threshold: See `LearningRateFinder`. Default: 4.0.
-            update_attr: See `LearningRateFinder`. Default: True.
-            attr_name: See `LearningRateFinder`. Default: ``""``.
+            args: Arguments of `LearningRateFinder`, in its order.
+            kwargs: Arguments of `LearningRateFinder`. ``num_training`` stands for ``num_training_steps``.
 
         Returns:
             Result of the search: an object with ``results``, ``suggestion()`` and ``plot()``. None if the Trainer's
@@ -76,7 +66,9 @@ class Tuner:
         """
         if method != "fit":
             raise ValueError(f"method={method!r} of lr_find must be 'fit', the only method that uses a learning rate.")
-        finder = LearningRateFinder(min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name)
+        if "num_training" in kwargs:
+            kwargs["num_training_steps"] = kwargs.pop("num_training")
+        finder = LearningRateFinder(*args, **kwargs)
         loaders_by_kind = _map_loaders(method, train_dataloaders, val_dataloaders, dataloaders)
         self._search(finder, method, model, loaders_by_kind, datamodule)
         return finder.optimal_lr
@@ -89,15 +81,8 @@ class Tuner:
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         method: str = "fit",
-        mode: str = "power",
-        steps_per_trial: int = 3,
-        init_val: int = 2,
-        max_trials: int = 25,
-        batch_arg_name: str = "batch_size",
-        margin: float = 0.05,
-        max_val: int = 8192,
-        *,
-        keep_global_batch: bool = False,
+        *args: Any,
+        **kwargs: Any,
     ) -> int | None:
         """Search for the largest batch that fits into memory; see `BatchSizeFinder`.
 
@@ -109,14 +94,8 @@ class Tuner:
             dataloaders: A data module, for a ``method`` other than ``"fit"``.
             datamodule: Data module to use instead of dataloaders.
             method: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``. Default: ``"fit"``.
-            mode: See `BatchSizeFinder`. Default: ``"power"``.
-            steps_per_trial: See `BatchSizeFinder`. Default: 3.
-            init_val: See `BatchSizeFinder`. Default: 2.
-            max_trials: See `BatchSizeFinder`. Default: 25.
-            batch_arg_name: See `BatchSizeFinder`. Default: ``"batch_size"``.
-            margin: See `BatchSizeFinder`. Default: 0.05.
-            max_val: See `BatchSizeFinder`. Default: 8192.
-            keep_global_batch: See `BatchSizeFinder`. Default: False.
+            args: Arguments of `BatchSizeFinder`, in its order.
+            kwargs: Arguments of `BatchSizeFinder`.
 
         Returns:
             The batch size; None if the Trainer's ``fast_dev_run`` is set.
@@ -127,16 +106,7 @@ class Tuner:
             MemoryError: If none of the sizes that were tried fits.
         """
         choose("method", method, KIND_OF_STAGE)
-        finder = BatchSizeFinder(
-            mode,
-            steps_per_trial,
-            init_val,
-            max_trials,
-            batch_arg_name,
-            margin,
-            max_val,
-            keep_global_batch=keep_global_batch,
-        )
+        finder = BatchSizeFinder(*args, **kwargs)
         loaders_by_kind = _map_loaders(method, train_dataloaders, val_dataloaders, dataloaders)
         self._search(finder, method, model, loaders_by_kind, datamodule)
         return finder.optimal_batch_size

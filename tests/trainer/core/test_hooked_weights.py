@@ -184,10 +184,11 @@ def test_other_keys_are_there_at_a_save_and_an_error_at_a_load(tmp_path):
     task = ReadsOptimizers()
     trainer = fitted(task, tmp_path / "c")
     assert task.at_save == [trainer.optimizers[0].state_dict()]
-    with pytest.raises(
-        KeyError, match=r"'optimizer_states' is not in the checkpoint\. on_load_checkpoint gets only 'st"
-    ):
+    reason = r"'optimizer_states' is not in the checkpoint\. on_load_checkpoint gets only 'st"
+    with pytest.raises(KeyError, match=reason):
         fitted(ReadsOptimizers(), tmp_path / "d", 2, tmp_path / "c")
+    with pytest.raises(KeyError, match=reason):
+        ReadsOptimizers.load_from_checkpoint(tmp_path / "c")
 
 
 def distributed_round_trip(folder, strategy):

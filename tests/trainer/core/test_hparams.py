@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from models import Line
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from quiet import QUIET
 from torch import nn
@@ -41,16 +42,8 @@ class Wide(Layer):
     times: int = 2
 
 
-class Task(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).pow(2).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+class Task(Line):
+    pass
 
 
 def loader():
@@ -299,9 +292,6 @@ class Whole(Task):
         {"lr": 0.3, "layer": {"width": 2}},
         Namespace(lr=0.3, layer=Namespace(width=2)),
         OmegaConf.create({"lr": 0.3, "layer": {"width": 2}, "twice": "${lr}"}),
-        OmegaConf.structured(Settings(0.3, Layer(2)))
-        if False
-        else OmegaConf.create({"lr": 0.3, "layer": {"width": 2}}),
         Settings(0.3, Layer(2, Mode.EXACT)),
     ],
     ids=lambda value: type(value).__name__,

@@ -4,6 +4,7 @@ from argparse import Namespace
 
 import pytest
 import torch
+from models import SGDTask
 from processes import run
 from quiet import QUIET
 from torch import nn
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import treadle
 
 
-class Tiny(treadle.TaskModule):
+class Tiny(SGDTask):
     def __init__(self, hidden=3, gone=0):
         super().__init__()
         self.save_hyperparameters()
@@ -21,9 +22,6 @@ class Tiny(treadle.TaskModule):
 
     def training_step(self, batch, batch_idx):
         return self.net(batch[0]).pow(2).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint["words"] = ["a", "b"]

@@ -4,18 +4,17 @@ import os
 
 import pytest
 import torch
+from models import SGDTask
 from processes import run
 from quiet import trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer
 
-import treadle
-
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     """Writes down what happens, by optimizer step."""
 
     def __init__(self, manual):
@@ -51,9 +50,6 @@ class Task(treadle.TaskModule):
 
     def on_train_end(self):
         self.note("end")
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class OnRankOne(Callback):

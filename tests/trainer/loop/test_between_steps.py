@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from models import SGDTask
 from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -12,7 +13,7 @@ from treadle.callbacks import EarlyStopping, ModelCheckpoint
 import treadle
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -27,9 +28,6 @@ class Task(treadle.TaskModule):
     def validation_step(self, batch, batch_idx):
         if not self.trainer.sanity_checking and batch_idx == 0:
             self.validated.append(self.trainer.progress.batches)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def loader(batches, size=2):

@@ -178,18 +178,20 @@ HEAVY = (
 
 def test_import():
     results = []
-    for _ in range(4):  # the first one compiles, if need be, and keeps the bytecode whatever the environment says
+    for attempt in range(4):  # the first one compiles, if need be, and keeps the bytecode whatever the environment says
         done = script(IMPORTS, env={"PYTHONDONTWRITEBYTECODE": ""}, fresh=True)
         assert done.returncode == 0, done.stderr
-        results.append(json.loads(done.stdout.splitlines()[-1]))
-    results = results[1:]
-    for result in results:
+        result = json.loads(done.stdout.splitlines()[-1])
         assert result["seen"] == []
         assert result["threads"] == 0
         heavy = [m for m in result["modules"] if any(m == name or m.startswith(name + ".") for name in HEAVY)]
         assert heavy == []
-    # 0.2 s on a quiet machine; a busy one shows in torch's own import, which takes 1.2 s of processor on a quiet one.
-    assert min(result["took"] / max(1.0, result["torch"] / 1.2) for result in results) <= 0.2 * 1.5, results
+        results.append(result["took"] / max(1.0, result["torch"] / 1.2))
+        # 0.2 s on a quiet machine; a busy one shows in torch's own import, which takes 1.2 s of processor on a quiet
+        # one.
+        if attempt and results[-1] <= 0.2 * 1.5:
+            return
+    pytest.fail(f"the imports took {results}")
 
 
 class CountedSaves(treadle.Callback):

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from models import Line
 from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SubsetRandomSampler, TensorDataset
@@ -436,19 +437,14 @@ def test_a_transfer_hook_of_both_the_task_and_the_data_module(recwarn):
             self.calls += 1
             return batch
 
-    class Both(treadle.TaskModule):
-        def __init__(self):
-            super().__init__()
-            self.net = torch.nn.Linear(1, 1)
+    class Both(Line):
+        features = 1
 
         def on_after_batch_transfer(self, batch, dataloader_idx):
             raise AssertionError("never called")
 
         def training_step(self, batch, batch_idx):
             return self.net(batch).mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
 
     data = Data()
     treadle.Trainer(accelerator="cpu", max_epochs=2, **QUIET).fit(Both(), datamodule=data)

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from models import SGDTask
 from processes import run
 from quiet import Dry
 from torch import nn
@@ -16,7 +17,7 @@ import treadle
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     """Counts the hooks of validation."""
 
     def __init__(self):
@@ -38,9 +39,6 @@ class Task(treadle.TaskModule):
 
     def on_validation_epoch_end(self):
         self.seen.append("end")
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def loader(samples=6, **options):

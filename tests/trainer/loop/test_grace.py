@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from models import Line
 from processes import clean_environment, python, run
 from quiet import trainer
 from strikes import kill_all, living
@@ -102,16 +103,11 @@ def test_grace_is_a_duration():
         treadle.Trainer(grace=30, logger=False)
 
 
-class Tiny(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(1, 1)
+class Tiny(Line):
+    features = 1
 
     def training_step(self, batch, batch_idx):
         return self.net(batch).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Wakes(treadle.Callback):

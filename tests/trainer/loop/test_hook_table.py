@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from models import SGDTask
 from quiet import trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -12,7 +13,7 @@ from treadle.callbacks import LambdaCallback
 import treadle
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self):
         super().__init__()
         self.net = nn.Linear(2, 1)
@@ -28,9 +29,6 @@ class Task(treadle.TaskModule):
 
     def forward(self, batch):
         return self.net(batch[0])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def loader(samples=4):

@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
+from models import SGDTask
 from processes import run
 from quiet import trainer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from treadle.callbacks import NonFiniteWatch
-
-import treadle
 
 BREAKS = 5  # the sample in which something is not finite
 
@@ -51,7 +50,7 @@ class Stream(IterableDataset):
         return iter([Samples()[index] for index in range(8)])
 
 
-class Net(treadle.TaskModule):
+class Net(SGDTask):
     """Registers its layers in another order than it runs them: last, first, middle."""
 
     def __init__(self, where="backward", manual=False, clip=None):
@@ -79,9 +78,6 @@ class Net(treadle.TaskModule):
         optimizer.step()
         optimizer.zero_grad()
         return None
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fail(task, data, *callbacks, batch_size=2, **flags):

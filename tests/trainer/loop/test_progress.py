@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import SGDTask
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import LambdaCallback
@@ -21,22 +22,6 @@ COUNTERS = {
     "loaded": 2,
     "val_loaded": 1,
 }
-FLAGS = {"closed": False, "closing": False, "within": False, "unended": False}
-
-
-@pytest.mark.parametrize(
-    ("flags", "phase"),
-    [
-        ({"ended": 9}, Phase.BETWEEN_STEPS),
-        ({"ended": 8, "unended": True}, Phase.STEP_TAKEN),
-        ({"ended": 9, "unended": True}, Phase.ENDING_STEP),
-        ({"ended": 9, "closed": True}, Phase.EPOCH_TRAINED),
-    ],
-)
-def test_what_earlier_versions_saved(flags, phase):
-    progress = Progress()
-    progress.load_state_dict({**COUNTERS, **FLAGS, **flags})
-    assert progress == Progress(**COUNTERS, phase=phase)
 
 
 @pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.EPOCH_END])
@@ -59,7 +44,7 @@ def test_of_a_checkpoint_without_it_nothing_is_taken():
     assert progress == Progress(**COUNTERS)
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self):
         super().__init__()
         self.net = nn.Linear(2, 1)
@@ -72,9 +57,6 @@ class Task(treadle.TaskModule):
 
     def validation_step(self, batch):
         self.validated.append(self.global_step)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Rows(treadle.loggers.Logger):
@@ -112,16 +94,7 @@ def fit(*callbacks, ckpt_path=None):
     return task, rows.steps
 
 
-def in_the_earlier_form(state):
-    """Return what versions before `Phase` stored for the same moment."""
-    phase = Phase(state.pop("phase"))
-    state |= {"closed": phase is Phase.EPOCH_TRAINED, "closing": False, "within": False}
-    state["unended"] = phase in (Phase.STEP_TAKEN, Phase.ENDING_STEP)
-    return {**state, "ended": state["step"] - (phase is Phase.STEP_TAKEN)}
-
-
 @pytest.mark.guarantee
-@pytest.mark.parametrize("earlier", [False, True], ids=["phase", "flags"])
 @pytest.mark.parametrize(
     ("hook", "step", "phase"),
     [
@@ -136,7 +109,7 @@ def in_the_earlier_form(state):
         ("on_train_epoch_end", 4, Phase.EPOCH_END),
     ],
 )
-def test_a_run_goes_on_from_each_phase(tmp_path, monkeypatch, hook, step, phase, earlier):
+def test_a_run_goes_on_from_each_phase(tmp_path, hook, step, phase):
     phases = []
 
     def save(trainer, *_):
@@ -145,11 +118,7 @@ def test_a_run_goes_on_from_each_phase(tmp_path, monkeypatch, hook, step, phase,
             trainer.save_checkpoint(tmp_path / "c")
 
     whole, rows = fit()
-    with monkeypatch.context() as patch:
-        if earlier:
-            state_dict = Progress.state_dict
-            patch.setattr(Progress, "state_dict", lambda self: in_the_earlier_form(state_dict(self)))
-        fit(LambdaCallback(**{hook: save}))
+    fit(LambdaCallback(**{hook: save}))
     assert phases == [phase]
     task, resumed_rows = fit(ckpt_path=tmp_path / "c")
     assert all(map(torch.equal, task.parameters(), whole.parameters()))

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from models import SGDTask
 from processes import run
 from quiet import trainer
 from torch import nn
@@ -29,7 +30,7 @@ def parts(batch):
     return [t for each in (batch.values() if isinstance(batch, dict) else batch) for t in parts(each)]
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
@@ -52,9 +53,6 @@ class Task(treadle.TaskModule):
     def on_before_batch_transfer(self, batch, dataloader_idx):
         self.moved.append((type(batch), dataloader_idx))
         return batch
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 class SaveEach(treadle.Callback):

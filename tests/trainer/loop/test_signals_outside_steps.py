@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from models import SGDTask
 from processes import in_own_process, run, script
 from quiet import trainer
 from torch import nn
@@ -17,7 +18,7 @@ import treadle
 BEFORE = ("prepare_data", "setup", "callback", "configure_model", "on_fit_start")
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     """Sends signals from a place before the first step, and takes long there.
 
     Args:
@@ -52,9 +53,6 @@ class Task(treadle.TaskModule):
 
     def predict_step(self, batch, batch_idx):
         return self.net(batch)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Hooks(treadle.Callback):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import Line, SGDTask
 from processes import run, script
 from quiet import QUIET
 from torch.utils.data import DataLoader
@@ -13,16 +14,11 @@ from treadle.strategies.distributed.tracebacks import PeerFailed
 import treadle
 
 
-class Task(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(1, 1)
+class Task(Line):
+    features = 1
 
     def training_step(self, batch, batch_idx):
         return self.net(batch).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def teardown(self, stage):
         if self.trainer.global_rank == 1:
@@ -51,7 +47,7 @@ class Unreadable(Exception):
         raise RuntimeError("str fails")
 
 
-class Simple(treadle.TaskModule):
+class Simple(SGDTask):
     def __init__(self, error=None):
         super().__init__()
         self.net, self.error = torch.nn.Linear(1, 1), error
@@ -61,9 +57,6 @@ class Simple(treadle.TaskModule):
             raise self.error
         self.log("loss", loss := self.net(batch).square().mean())
         return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Raises(Callback):

@@ -5,11 +5,10 @@ import os
 
 import pytest
 import torch
+from models import SGDTask
 from processes import run
 from quiet import trainer
 from torch.utils.data import DataLoader, IterableDataset
-
-import treadle
 
 
 class Numbers(IterableDataset):
@@ -23,7 +22,7 @@ class Numbers(IterableDataset):
         return (torch.tensor([1000.0 * rank + n]) for n in range(self.samples))
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self):
         super().__init__()
         self.net = torch.nn.Linear(1, 1)
@@ -34,9 +33,6 @@ class Task(treadle.TaskModule):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.steps.append(self.trainer.global_step)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit(strategy, lengths, accumulate, epochs=1):

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from models import SGDTask
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -139,7 +140,7 @@ def test_manual_optimization_skips_none():
     assert torch.equal(task.net.weight, weight)
 
 
-class Reading(treadle.TaskModule):
+class Reading(SGDTask):
     def __init__(self, count):
         super().__init__()
         torch.manual_seed(0)
@@ -161,9 +162,6 @@ class Reading(treadle.TaskModule):
         assert batch is self.received[-1]
         assert next(dataloader_iter, None) is None
         self.validated.append((batch_idx, dataloader_idx))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 def numbers(count):

@@ -4,6 +4,7 @@ Every run here has a time limit far below that of a collective.
 """
 
 import pytest
+import quiet
 import torch
 from processes import run
 from torch import nn
@@ -13,13 +14,7 @@ from treadle.loggers import CSVLogger
 
 import treadle
 
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+QUIET = {"accelerator": "cpu", **quiet.QUIET}
 LIMIT = 60  # seconds
 
 

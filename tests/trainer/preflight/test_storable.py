@@ -13,6 +13,7 @@ from datetime import date, datetime, timedelta
 import numpy as np
 import pytest
 import torch
+from models import SGDTask
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, ModelCheckpoint
@@ -114,7 +115,7 @@ def same(one, other):
     return repr(one) == repr(other) if isinstance(one, complex) else one == other
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self, setting=None, other=1):
         super().__init__()
         self.save_hyperparameters()
@@ -122,9 +123,6 @@ class Task(treadle.TaskModule):
 
     def training_step(self, batch, batch_idx):
         return self.net(batch[0]).pow(2).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Holds(Callback):

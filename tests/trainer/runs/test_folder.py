@@ -362,7 +362,7 @@ def test_a_holder_elsewhere_lives_by_its_signs(without_locks, tmp_path):
     held.release()
     (tmp_path / LOCK).unlink()
     other = Holder("far", 1, time.time(), "far 0", "", "1" * 32, "beat")
-    (tmp_path / LOCK).write_bytes(lock.encode_holder(other))
+    (tmp_path / LOCK).write_text(json.dumps(vars(other)))
     with pytest.raises(ValueError, match=r"process 1 on far.*cannot be checked from this machine, delete .*lock"):
         RunLock(tmp_path)
     silent = time.time() - lock.SILENCE - 1
@@ -373,7 +373,7 @@ def test_a_holder_elsewhere_lives_by_its_signs(without_locks, tmp_path):
 
 def test_who_can_not_see_a_system_lock_leaves_it_alone(without_locks, tmp_path):
     other = Holder("far", 1, 0.0, "far 0", "", "1" * 32, "system")
-    (tmp_path / LOCK).write_bytes(lock.encode_holder(other))
+    (tmp_path / LOCK).write_text(json.dumps(vars(other)))
     os.utime(tmp_path / LOCK, (0, 0))
     with pytest.raises(ValueError, match="process 1 on far"):
         RunLock(tmp_path)
@@ -381,7 +381,7 @@ def test_who_can_not_see_a_system_lock_leaves_it_alone(without_locks, tmp_path):
 
 def test_who_has_system_locks_respects_one_that_has_not(tmp_path):
     other = Holder("far", 1, 0.0, "far 0", "", "1" * 32, "beat")
-    (tmp_path / LOCK).write_bytes(lock.encode_holder(other))
+    (tmp_path / LOCK).write_text(json.dumps(vars(other)))
     with pytest.raises(ValueError, match="process 1 on far"):
         RunLock(tmp_path)
     os.utime(tmp_path / LOCK, (0, 0))
@@ -396,7 +396,7 @@ def test_of_many_jobs_one_takes_over_a_dead_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "fcntl", None)
     monkeypatch.setattr(Holder, "is_alive", judged)
     dead = Holder("far", 1, 0.0, "far 0", "", "1" * 32, "beat")
-    (tmp_path / LOCK).write_bytes(lock.encode_holder(dead))
+    (tmp_path / LOCK).write_text(json.dumps(vars(dead)))
 
     def take():
         try:
