@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from ..common.messages import nearest, warn
 from ..common.validation import check_bool, check_int, check_number
-from ._averaging import KEYS, Average, Averages, Averaging, average_equally, find_saved_averages, lerp, wrap_avg_fn
+from ._averaging import KEYS, Average, Averages, Averaging, find_saved_averages, wrap_avg_fn
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -219,7 +220,7 @@ class EMAWeightAveraging(WeightAveraging):
         super().__init__(device, use_buffers)
         if check_number("decay", decay, 0.0) > 1.0:
             raise ValueError(f"decay={decay!r} must be at most 1.0, because it is the fraction of the average to keep.")
-        self._average = lerp(1.0 - decay)
+        self._average = get_ema_multi_avg_fn(decay)
         self.decay = decay
         self.update_every_n_steps = check_int(
             "update_every_n_steps", update_every_n_steps, 0, "means only at the ends of epochs"
@@ -260,7 +261,7 @@ def _choose_average(name: str, kwargs: dict[str, Any]) -> Average:
         raise ValueError(f"{name}: avg_fn and multi_avg_fn can't be combined. Pass only one.")
     if multi_avg_fn is not None:
         return _wrap_multi_avg_fn(multi_avg_fn)
-    return average_equally if avg_fn is None else wrap_avg_fn(avg_fn)
+    return get_swa_multi_avg_fn() if avg_fn is None else wrap_avg_fn(avg_fn)
 
 
 def _wrap_multi_avg_fn(function: Callable[[list[Tensor], list[Tensor], Tensor], Any]) -> Average:

@@ -18,7 +18,7 @@ from treadle.callbacks import (
     ThroughputMonitor,
     measure_flops,
 )
-from treadle.callbacks._throughput.peak_flops import look_up_peak_flops
+from treadle.callbacks._throughput import look_up_peak_flops
 
 # -- Throughput ----------------------------------------------------------------------------------------------------
 

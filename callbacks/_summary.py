@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ...common.messages import describe_error, format_count, warn
-from ...common.validation import check_int
-from ...engine import evaluation_mode, isolated_random_state, move_data_to_device
-from ...strategies.distributed import get_original_class, is_sharded, local
+from ..common.messages import describe_error, format_count, warn
+from ..common.validation import check_int
+from ..engine import evaluation_mode, isolated_random_state, move_data_to_device
+from ..strategies.distributed import get_original_class, is_sharded, local
 
 _UNKNOWN = "?"
 _WIDTH = 80  # of a terminal
