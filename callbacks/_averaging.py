@@ -24,21 +24,39 @@ KEYS: tuple[str, str] = ("weight_averaging", "stochastic_weight_averaging")
 """Names under which the averaging callbacks save their averages in a checkpoint."""
 
 Average = Callable[[list[Tensor], list[Tensor], int], None]
-"""torch's ``multi_avg_fn``: updates averages in place, from the current values and the number of earlier updates."""
+"""Function that updates averages in place, from the current values and the number of earlier updates."""
 
 
-def wrap_avg_fn(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Average:
-    """Return an averaging function that calls torch's ``avg_fn`` for each tensor.
+# These are module-level functions, and not those that torch.optim.swa_utils returns, so that a callback can be pickled
+# for spawned processes.
 
-    Args:
-        function: ``avg_fn(averaged, current, num_averaged)``, which returns the new average.
-    """
 
-    def average(averages: list[Tensor], current: list[Tensor], count: int) -> None:
-        for averaged, value in zip(averages, current, strict=True):
-            averaged.copy_(function(averaged, value, torch.tensor(count, device="cpu")))
+def average_equally(averages: list[Tensor], current: list[Tensor], count: int) -> None:
+    """Update averages in place so that all averaged values have the same weight."""
+    torch._foreach_lerp_(averages, current, 1 / (count + 1))
 
-    return average
+
+def average_exponentially(decay: float, averages: list[Tensor], current: list[Tensor], count: int) -> None:
+    """Update averages in place to ``decay * average + (1 - decay) * current``."""
+    torch._foreach_lerp_(averages, current, 1.0 - decay)
+
+
+def average_each(
+    avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor], averages: list[Tensor], current: list[Tensor], count: int
+) -> None:
+    """Update averages in place by torch's ``avg_fn(averaged, current, num_averaged)``, which returns one average."""
+    for averaged, value in zip(averages, current, strict=True):
+        averaged.copy_(avg_fn(averaged, value, torch.tensor(count, device="cpu")))
+
+
+def average_all(
+    multi_avg_fn: Callable[[list[Tensor], list[Tensor], Tensor], Any],
+    averages: list[Tensor],
+    current: list[Tensor],
+    count: int,
+) -> None:
+    """Update averages in place by torch's ``multi_avg_fn(averaged, current, num_averaged)``."""
+    multi_avg_fn(averages, current, torch.tensor(count, device="cpu"))
 
 
 class Averages:

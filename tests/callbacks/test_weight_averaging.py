@@ -1,5 +1,7 @@
 """Averaged weights, against loops by hand; resumed, sharded, swapped, saved."""
 
+import pickle
+
 import pytest
 import torch
 from callback_runs import loader, trainer
@@ -71,7 +73,8 @@ def fit(root, *callbacks, task=None, samples=12, ckpt_path=None, **flags):
 
 
 def test_an_exponential_average_as_by_hand(tmp_path):
-    _, task = fit(tmp_path, EMAWeightAveraging(decay=0.8))
+    averaging = pickle.loads(pickle.dumps(EMAWeightAveraging(decay=0.8)))  # as where a launch spawns processes
+    _, task = fit(tmp_path, averaging)
     assert torch.allclose(task.validated[0], by_hand(task.trained[:4], 0.8), atol=1e-6)
     assert torch.allclose(flat(task), by_hand(task.trained, 0.8), atol=1e-6)
     plain = Task()
@@ -90,13 +93,6 @@ def test_the_mean_and_functions_of_ones_own(tmp_path):
     ]
     mean = torch.stack(tasks[0].trained).mean(0)
     assert all(torch.allclose(flat(task), mean, atol=1e-6) for task in tasks)
-    reference = torch.optim.swa_utils.AveragedModel(nn.Linear(1, 1))  # torch's own, for one more witness
-    reference.module.weight.data.zero_()
-    for value in (1.0, 4.0, 10.0):
-        source = nn.Linear(1, 1)
-        source.weight.data.fill_(value)
-        reference.update_parameters(source)
-    assert reference.module.weight.item() == pytest.approx(5.0)
 
 
 def test_when_to_average(tmp_path):
