@@ -8,8 +8,7 @@ from ..common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from ._averaging import averaged_weights
-    from ._checkpointing.filenames import folders
-    from ._checkpointing.intervals import AgreedInterval
+    from ._checkpointing import AgreedInterval, folders
     from ._summary import Summary, summarize
     from ._throughput import Throughput, get_available_flops, measure_flops
     from .batch_size_finder import BatchSizeFinder

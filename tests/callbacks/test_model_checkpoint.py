@@ -20,7 +20,7 @@ from processes import RankError, clean_environment, run
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from treadle.callbacks import Callback, LambdaCallback, ModelCheckpoint
-from treadle.callbacks._checkpointing.removal import finish_removing
+from treadle.callbacks._checkpointing import finish_removing
 from treadle.engine.checkpoint import filesystem, store
 
 from treadle import Trainer
