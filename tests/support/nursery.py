@@ -6,9 +6,9 @@ random state; one thread; no process group; nothing of the test imported. String
 as in any two processes: what ranks 0 and 1 do may not hang on the order of a set. A process in whose environment
 something is unusual that torch may read while it is imported is started the long way.
 
-Two kinds of processes are forked. Ranks (`fork`, for `processes.run`) find Treadle imported, which costs 0.3 s. Whole
-programs import it themselves: `executables` is a folder with a `python` that tests, command lines and launchers run in
-place of the interpreter (`warm.py`).
+Two kinds of processes are forked: ranks (`fork`, for `processes.run`), and whole programs, for which `executables` is a
+folder with a `python` that tests, command lines and launchers run in place of the interpreter (`warm.py`). Both find
+Treadle imported, but programs that would find another one, or whose environment has `UNIMPORTED`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ REFUSED = -1  # said in place of a process id
 MOST_DESCRIPTORS = 200  # of one process; Linux sends 253 at once
 BYTES = 8  # of each number that is said
 IMPORTED = ("Trainer", "Accelerator")  # what nearly every rank uses of Treadle
+UNIMPORTED = "PYTEST_IMPORTS_TREADLE"  # variable of programs that have to import Treadle themselves
 
 
 class Forked:
@@ -309,8 +310,9 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
 
 def _run(request: dict[str, Any]) -> int:
     """Runs a program as the interpreter does when it is started with these arguments; returns its exit status."""
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("treadle", "pytest", "_pytest")]:
-        del sys.modules[name]  # a program imports them itself
+    imports_itself = ("pytest", "_pytest", *(["treadle"] if _has_own_treadle(request) else []))
+    for name in [name for name in sys.modules if name.partition(".")[0] in imports_itself]:
+        del sys.modules[name]
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     for text in request["warnings"]:
@@ -341,6 +343,13 @@ def _run(request: dict[str, Any]) -> int:
         sys.excepthook(type(error), error, trace)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
+
+
+def _has_own_treadle(request: dict[str, Any]) -> bool:
+    """Whether a program finds another Treadle than the tests do, or is asked to import it: that costs 0.6 s of CPU."""
+    target = Path(request["target"]).parent if request["kind"] == "script" else Path()
+    places = [target, *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
+    return UNIMPORTED in os.environ or any(place.is_file() or (place / "treadle").exists() for place in places)
 
 
 def _stream(number: int, unbuffered: bool) -> io.TextIOWrapper:
