@@ -54,12 +54,13 @@ def built(tmp_path):
 def test_an_archive_can_be_imported(built, tmp_path):
     archive = shutil.make_archive(str(tmp_path / "treadle"), "zip", built)
     source = "import treadle\nfrom treadle.compat.callbacks.early_stopping import EarlyStopping\n"
-    source += "print(EarlyStopping, treadle.__file__)"
+    source += "from treadle.callbacks.reporting import make_chart_script, render_document\n"  # they read files
+    source += "print(EarlyStopping, treadle.__file__, 'polyline' in render_document('', [], make_chart_script([])))"
     environment = {**os.environ, "PYTHONPATH": archive}
     command = [sys.executable, "-c", source]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
     home = os.path.join(archive, "treadle", "__init__.py")
-    assert done.stdout == f"<class 'treadle.callbacks.early_stopping.EarlyStopping'> {home}\n", done.stderr
+    assert done.stdout == f"<class 'treadle.callbacks.early_stopping.EarlyStopping'> {home} True\n", done.stderr
 
 
 def test_type_checkers_find_the_modules_that_have_no_file(built, tmp_path):
