@@ -1,6 +1,6 @@
 // `frame` is defined before: the sizes of the charts, as html.py draws them.
 const charts = JSON.parse(document.getElementById("data").textContent);
-const {left, width, right, top, low, smoothed_from} = frame;
+const {left, width, right, low} = frame;  // not `top`, which is the window's
 const control = document.querySelector(".smoothing"), smoothed = [];
 // An exponential moving average without its bias towards 0, as in TensorBoard.
 const average = (values, weight) => {
@@ -18,13 +18,13 @@ const draw = weight => smoothed.forEach(({raw, over, chart, steps, values}) => {
   over.style.display = weight > 0 ? "" : "none";
   over.setAttribute("points", average(values, weight).map((value, i) => {
     const x = left + (steps[i] - chart.first) / (chart.last - chart.first) * (width - left - right);
-    return `${x.toFixed(1)},${(low - (scale(value) - bottom) / height * (low - top)).toFixed(1)}`;
+    return `${x.toFixed(1)},${(low - (scale(value) - bottom) / height * (low - frame.top)).toFixed(1)}`;
   }).join(" "));
 });
 for (const raw of document.querySelectorAll("polyline[data-line]")) {
   const chart = charts[raw.closest("figure").dataset.chart], line = chart.lines[raw.dataset.line];
   const [steps, values] = line.means || [line.steps, line.values];
-  if (!chart.smooth || values.length < smoothed_from) continue;
+  if (!chart.smooth || values.length < frame.smoothed_from) continue;
   const over = raw.cloneNode();
   over.removeAttribute("data-line");
   raw.after(over);
@@ -62,7 +62,7 @@ for (const figure of document.querySelectorAll("figure")) {
     });
     if (nearest === null) return;
     const place = left + (nearest - chart.first) / (chart.last - chart.first) * (width - left - right);
-    for (const [name, value] of [["x1", place], ["x2", place], ["y1", top], ["y2", low]]) {
+    for (const [name, value] of [["x1", place], ["x2", place], ["y1", frame.top], ["y2", low]]) {
       pointer.setAttribute(name, value);
     }
     pointer.style.visibility = "visible";

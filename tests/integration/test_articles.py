@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import quiet
 import torch
 from processes import run, script
 from torch import nn
@@ -20,15 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 import treadle
 from treadle.utils import FullyShardedDataParallelPlugin
 
-QUIET = {
-    "accelerator": "cpu",
-    "max_epochs": 1,
-    "logger": False,
-    "num_sanity_val_steps": 0,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+QUIET = {"accelerator": "cpu", "max_epochs": 1, "num_sanity_val_steps": 0, **quiet.QUIET}
 
 
 # -- whole scripts -----------------------------------------------------------------------------------------------------

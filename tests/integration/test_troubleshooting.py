@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import quiet
 import torch
 from processes import clean_environment, python, run, script
 from torch import nn
@@ -23,14 +24,6 @@ from treadle.runs import RunFolder
 
 PAGE = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text()
 SHOWN = re.findall(r"<!-- error: (\w+) -->\n```text\n(.*?)\n```", PAGE, re.DOTALL)
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "max_epochs": 1,
-}
 PROVOKERS = {}
 
 
@@ -65,7 +58,7 @@ def net(**methods):
 
 
 def fit(task, train=None, val=None, ckpt_path=None, **flags):
-    trainer = tl.Trainer(**{**QUIET, **flags})
+    trainer = quiet.trainer(**flags)
     trainer.fit(task, loader() if train is None else train, val, ckpt_path=ckpt_path)
     return trainer
 
@@ -260,7 +253,7 @@ WandbLogger()
 
 @provokes
 def no_loader():
-    tl.Trainer(**QUIET).fit(Net())
+    quiet.trainer().fit(Net())
 
 
 @provokes
@@ -361,7 +354,7 @@ def stage_within_a_stage():
 
 @provokes
 def no_test_step():
-    tl.Trainer(**QUIET).test(Net(), loader())
+    quiet.trainer().test(Net(), loader())
 
 
 @provokes
@@ -402,7 +395,7 @@ def no_last_checkpoint():
 
 @provokes
 def best_without_checkpoints():
-    tl.Trainer(**QUIET).validate(Validated(), loader(), ckpt_path="best")
+    quiet.trainer().validate(Validated(), loader(), ckpt_path="best")
 
 
 @provokes
@@ -495,7 +488,7 @@ def other_number_of_processes():
 
 
 def asks_for_four():
-    tl.Trainer(**QUIET, devices=4)
+    quiet.trainer(devices=4)
 
 
 @provokes
