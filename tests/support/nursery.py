@@ -19,6 +19,7 @@ import contextlib
 import fcntl
 import functools
 import gc
+import hashlib
 import io
 import json
 import os
@@ -40,6 +41,7 @@ REFUSED = -1  # said in place of a process id
 MOST_DESCRIPTORS = 200  # of one process; Linux sends 253 at once
 BYTES = 8  # of each number that is said
 IMPORTED = ("Trainer", "Accelerator")  # what nearly every rank uses of Treadle
+SHARED = "PYTEST_NURSERIES"  # variable with the names of the nurseries that a parent process has started
 UNIMPORTED = "PYTEST_IMPORTS_TREADLE"  # variable of programs that have to import Treadle themselves
 
 
@@ -105,6 +107,9 @@ def fork(rank: int, folder: Path, env: Mapping[str, str], base: Mapping[str, str
 @functools.cache
 def _nurseries(owner: int, env: tuple[tuple[str, str], ...]) -> list[str]:
     """Addresses of nurseries; they end with this process, which holds the only other end of their lifelines."""
+    usual, *names = os.environ.get(SHARED, "").split(" ")
+    if usual == _digest(env):
+        return [f"\0{name}" for name in names]
     addresses = []
     for index in range(COUNT):  # both import at the same time
         address = f"\0treadle-nursery-{owner}-{index}-{os.urandom(4).hex()}"
@@ -121,6 +126,19 @@ def _nurseries(owner: int, env: tuple[tuple[str, str], ...]) -> list[str]:
 
 
 _LIFELINES: list[socket.socket] = []
+
+
+def share(base: Mapping[str, str]) -> None:
+    """Start nurseries for this process and for those that it starts, such as the workers of one run of the tests."""
+    env = tuple(sorted(base.items()))
+    os.environ[SHARED] = " ".join([_digest(env), *(name.lstrip("\0") for name in _nurseries(os.getpid(), env))])
+
+
+def _digest(env: tuple[tuple[str, str], ...]) -> str:
+    """Of what a nursery compares with the environment of a process: one that differs would be refused."""
+    import processes
+
+    return hashlib.sha256(repr(sorted(processes.early(dict(env)).items())).encode()).hexdigest()
 
 
 @functools.cache

@@ -36,7 +36,7 @@ READ_LATE = (
     *("AIM_", "CLEARML_", "COMET_", "GOODSEED_", "RAY_", "SWANLAB_", "TRACKIO_"),
 )
 # What matters to processes that are started from the one with torch, or where there are GPUs, alone.
-NEVER_READ = {"PATH", "TMPDIR", "OLDPWD", "PWD", "SHLVL", "_", "COLUMNS", "NO_COLOR", "PYTHONPATH", "TERM"}
+NEVER_READ = {"PATH", "TMPDIR", "OLDPWD", "PWD", "SHLVL", "_", "COLUMNS", "LINES", "NO_COLOR", "PYTHONPATH", "TERM"}
 if not os.path.exists("/dev/nvidiactl"):
     NEVER_READ.add("CUDA_VISIBLE_DEVICES")
 
@@ -144,6 +144,14 @@ def early(env: Mapping[str, str]) -> dict[str, str]:
 # As it is before any test: what a nursery is started with.
 _BASE = clean_environment({"CUDA_VISIBLE_DEVICES": ""})
 _USUAL = early(_BASE)
+
+
+def share_nurseries() -> None:
+    """Start what all workers of this run of the tests fork their processes from: each pair costs 8 s of CPU."""
+    if sys.platform == "linux":
+        import nursery
+
+        nursery.share(_BASE)
 
 
 def _start(rank: int, folder: Path, env: dict[str, str]) -> Rank:
