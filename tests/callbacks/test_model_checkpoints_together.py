@@ -143,7 +143,7 @@ fit(".", saver, task=Named(), max_steps=6, max_epochs=-1, samples=12, validate=F
 
 def begin(folder, name, how, held="held"):
     (folder / "run.py").write_text(RUN)
-    support = str(Path(__file__).parents[2] / "support")
+    support = str(Path(__file__).parents[1] / "support")
     with (folder / f"{name} out").open("w") as out:
         command = [python(), "run.py", name, how, held, support]
         return subprocess.Popen(command, cwd=folder, env=clean_environment(), stdout=out, stderr=out)
