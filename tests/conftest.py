@@ -45,7 +45,7 @@ def pytest_configure(config):
     if config.getoption("--quick"):
         sys.addaudithook(lambda event, _: pytest.skip("it starts a process") if event in STARTS and _running else None)
     elif getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        processes.share_nurseries()
+        processes.share_fork_servers()
     asked = os.environ.get("TREADLE_TEST_GPU") == "1" or any("tests/gpu" in argument for argument in config.args)
     if not asked:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -1,4 +1,4 @@
-"""Programs that a nursery forks do what the interpreter does: what they print, where, and how they end."""
+"""Programs that a fork server forks do what the interpreter does: what they print, where, and how they end."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from nursery import UNIMPORTED
+from fork_server import UNIMPORTED
 from processes import clean_environment, programs, python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is the interpreter itself")
