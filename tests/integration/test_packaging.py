@@ -68,9 +68,7 @@ class Stopping(EarlyStopping):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         print(PartialState().device, gather, same, SpikeDetection())
 """
-    program += (
-        "from treadle.compat.callbacks.nothing import EarlyStopping as Missing\n"  # has no stub
-    )
+    program += "from treadle.compat.callbacks.nothing import EarlyStopping as Missing\n"  # has no stub
     (tmp_path / "program.py").write_text(program, encoding="utf-8")
     command = [sys.executable, "-m", "mypy", "--no-site-packages", "--follow-imports", "silent", "--no-incremental"]
     environment = {**os.environ, "MYPYPATH": str(built)}
