@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ..common.messages import name_type, nearest, warn
 from ..common.remote_path import AnyPath, as_path, lexists
 from ..common.validation import check_int
-from ..engine.checkpoint import atomic_swap, filesystem, store
+from ..engine.checkpoint import MANIFEST, atomic_swap, filesystem, is_checkpoint, read_manifest, store
 from ..strategies import iter_tensors
 from .monitored_metric import is_better
 
@@ -263,7 +263,7 @@ def _is_folder(path: AnyPath) -> bool:
         return False
     if isinstance(path, Path) and not os.access(path, os.R_OK | os.X_OK):
         return False
-    return not (path / store.MANIFEST).exists()
+    return not (path / MANIFEST).exists()
 
 
 Value = TypeVar("Value")
@@ -445,7 +445,7 @@ def relocate(state: dict[str, Any], directory: str) -> dict[str, Any]:
         if place is None or folder not in place.parents:
             return path
         moved = as_path(directory) / str(place)[len(str(folder)) :].lstrip("/\\")
-        return str(moved) if store.is_checkpoint(moved) else path
+        return str(moved) if is_checkpoint(moved) else path
 
     paths = {name: relocate_path(state[name]) for name in ("best_model_path", "last_model_path")}
     best = {relocate_path(path): score for path, score in state["best_k_models"].items()}
@@ -472,7 +472,7 @@ def remove(path: str, directory: str, resumed: str | None, plugin: Any = None) -
     try:
         if not place.exists() or (resumed is not None and _is_same(as_path(resumed), place)):
             return False
-        if plugin is None or store.is_checkpoint(path):
+        if plugin is None or is_checkpoint(path):
             store.remove(path)
         else:
             plugin.remove_checkpoint(path)
@@ -497,7 +497,7 @@ def finish_removing(paths: Iterable[str], directory: str, step: int, resumed: st
         step: Optimizer step of the latest checkpoint. Later checkpoints are kept.
         resumed: The checkpoint that the run resumes from, or None.
     """
-    leftovers = [path for path in paths if store.is_checkpoint(path) and _read_step(path, default=step) < step]
+    leftovers = [path for path in paths if is_checkpoint(path) and _read_step(path, default=step) < step]
     return [path for path in leftovers if remove(path, directory, resumed)]
 
 
@@ -514,6 +514,6 @@ def is_abandoned(path: str, step: int, resumed_step: int | None) -> bool:
 
 def _read_step(path: str, default: int) -> int:
     try:
-        return store.read_manifest(path).step
+        return read_manifest(path).step
     except ValueError:
         return default

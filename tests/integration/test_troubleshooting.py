@@ -137,7 +137,6 @@ PROVOKERS = {
     "other_number_of_processes": lambda: run(asks_for_four, 2),
     "unused_parameters": lambda: run(train_with_unused, 2),
     "split_that_differs": lambda: run(train_on_another_split, 2),
-    "save_on_one_rank": lambda: run(save_on_rank_zero, 2),
 }
 
 
@@ -399,12 +398,19 @@ def train_on_another_split():
     fit(Net(), DataLoader(train, 4), strategy="ddp")
 
 
-def save_on_rank_zero():
-    def save(self):
-        if self.trainer.is_global_zero:
-            self.trainer.save_checkpoint("a.ckpt")
-
-    fit(net(on_train_epoch_end=save), strategy="ddp")
+@provokes
+def save_on_one_rank():
+    source = """
+import torch, treadle as tl
+trainer = tl.Trainer(accelerator="cpu", devices=2, logger=False, enable_progress_bar=False)
+class Net(tl.TaskModule):
+    def validation_step(self, batch, batch_idx):
+        pass
+trainer.validate(Net(), torch.utils.data.DataLoader(torch.ones(4, 1)))
+if trainer.is_global_zero:
+    trainer.save_checkpoint("a.ckpt", weights_only=True)
+"""
+    return script(source).stderr
 
 
 @provokes
