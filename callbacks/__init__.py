@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 from ..common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from ._averaging.averaged_weights import averaged_weights
-    from ._checkpointing.filenames import folders
-    from ._checkpointing.intervals import AgreedInterval
-    from ._summary.table import Summary, summarize
-    from ._throughput.peak_flops import get_available_flops
-    from ._throughput.throughput import Throughput, measure_flops
+    from ._averaging import averaged_weights
+    from ._checkpointing import AgreedInterval, folders
+    from ._summary import Summary, summarize
+    from ._throughput import Throughput, get_available_flops, measure_flops
     from .batch_size_finder import BatchSizeFinder
     from .callback import HOOKS, Callback
     from .checkpoint import Checkpoint

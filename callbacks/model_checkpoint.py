@@ -20,18 +20,18 @@ from ..engine.checkpoint import store as checkpoint
 from ._checkpointing import (
     STATE,
     AgreedInterval,
-    CheckpointAliases,
-    CheckpointFilenames,
     Recorded,
     TopKCheckpoints,
     check_place,
     check_triggers,
     estimate_checkpoint_bytes,
+    fill_in,
     finish_removing,
     folders,
     is_abandoned,
     is_taken,
     relocate,
+    remove,
 )
 from .checkpoint import Checkpoint
 from .monitored_metric import MODES, checks_at_epoch_end, make_never_logged_error, read_logged_metrics
@@ -39,8 +39,23 @@ from .monitored_metric import MODES, checks_at_epoch_end, make_never_logged_erro
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
 
+# Lightning methods that Treadle never calls, with replacements.
+_SAVE = "Override _save_checkpoint(trainer, filepath) or check_monitor_top_k instead."
+_FORMAT = "Override format_checkpoint_name instead."
+_NEVER_CALLED = {
+    "_save_topk_checkpoint": _SAVE,
+    "_save_last_checkpoint": _SAVE,
+    "_save_monitor_checkpoint": _SAVE,
+    "_save_none_monitor_checkpoint": _SAVE,
+    "_save_model": _SAVE,
+    "_should_skip_saving_checkpoint": _SAVE,
+    "_get_metric_interpolated_filepath_name": _FORMAT,
+    "_format_checkpoint_name": _FORMAT,
+    "_del_model": "Override _remove_checkpoint instead.",
+}
 
-class ModelCheckpoint(CheckpointAliases, Checkpoint):
+
+class ModelCheckpoint(Checkpoint):
     """Callback that saves checkpoints between optimizer steps and keeps the best ones.
 
     A checkpoint is one file, which ``torch.load`` and Lightning open too. It is a directory at a URL, with sharded
@@ -266,7 +281,9 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         """In ``fit``, determine the directory."""
         if stage != "fit":
             return
-        self._warn_of_never_called(ModelCheckpoint)
+        for name, instead in _NEVER_CALLED.items():
+            if getattr(type(self), name, None) is not getattr(ModelCheckpoint, name, None):
+                warn(f"{type(self).__name__} overrides {name}, which Treadle never calls. {instead}")
         self._complete_job(trainer, wait=True)  # a leftover of a fit that Ctrl-C ended twice
         self._save_requested = self._waiting = False
         if self.dirpath is None:
@@ -483,11 +500,12 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         values = {**values, "epoch": trainer.progress.epoch, "step": trainer.progress.step}
         paths: list[str] = []
         if ranked:
-            score = (
-                None if self.monitor is None else torch.tensor(values[self.monitor], dtype=torch.float64, device="cpu")
-            )
-            if score is not None and score.isnan():  # worse than any number
-                score = torch.tensor(math.inf if self.mode == "min" else -math.inf, dtype=torch.float64, device="cpu")
+            score = None
+            if self.monitor is not None:
+                value = values[self.monitor]
+                if math.isnan(value):  # worse than any number
+                    value = math.inf if self.mode == "min" else -math.inf
+                score = torch.tensor(value, dtype=torch.float64, device="cpu")
             if score is None or self.check_monitor_top_k(trainer, score):
                 top_k.current_score = score
                 replaced = top_k.next_replaced
@@ -576,6 +594,12 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         """Path of the lowest-ranked checkpoint; "" if no checkpoint is ranked or fewer than ``save_top_k`` are."""
         return self._top_k.kth_best_model_path
 
+    @property
+    def kth_value(self) -> Tensor:
+        """Value of the worst ranked checkpoint, a 0-d tensor; infinite while fewer than ``save_top_k`` are ranked."""
+        worst = torch.tensor(math.inf if self.mode == "min" else -math.inf, device="cpu")
+        return self.best_k_models.get(self.kth_best_model_path, worst)
+
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
         """Return whether a checkpoint with this value of ``monitor`` is to be kept.
 
@@ -612,19 +636,13 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
     # -- names ---------------------------------------------------------------------------------------------------
 
     @property
-    def _filenames(self) -> CheckpointFilenames:
-        return CheckpointFilenames(
-            template=self.filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}",
-            template_of_last=self.CHECKPOINT_NAME_LAST,
-            extension=self.FILE_EXTENSION,
-            separator=self.CHECKPOINT_JOIN_CHAR,
-            equals=self.CHECKPOINT_EQUALS_CHAR if self.auto_insert_metric_name else None,
-        )
+    def _template(self) -> str:
+        return self.filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
 
     @property
     def name_depth(self) -> int:
         """Number of folder levels below ``dirpath`` in checkpoint names."""
-        return self._filenames.depth
+        return max(len(Path(template).parts) - 1 for template in (self._template, self.CHECKPOINT_NAME_LAST))
 
     def format_checkpoint_name(
         self, metrics: dict[str, Any], filename: str | None = None, ver: int | None = None
@@ -639,7 +657,9 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
         Raises:
             ValueError: If a value cannot be written in its field's format.
         """
-        name = self._filenames.fill_in(metrics, filename, ver)
+        equals = self.CHECKPOINT_EQUALS_CHAR if self.auto_insert_metric_name else None
+        suffix = "" if ver is None else f"{self.CHECKPOINT_JOIN_CHAR}v{ver}"
+        name = f"{fill_in(filename or self._template, metrics, equals)}{suffix}{self.FILE_EXTENSION}"
         return name if self.dirpath is None else str(as_path(self.dirpath) / name)
 
     def _agree_on_path(self, trainer: Trainer, values: dict[str, Any], replaced: str, last: bool = False) -> str:
@@ -667,3 +687,52 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             path = self.format_checkpoint_name(values, template, version)
             version += 1
         return path
+
+    # -- private names of Lightning's that subclasses in public projects use or override --------------------------
+
+    @property
+    def _every_n_train_steps(self) -> int:
+        return self.every_n_train_steps
+
+    @property
+    def _every_n_epochs(self) -> int:
+        return self.every_n_epochs
+
+    @property
+    def _train_time_interval(self) -> timedelta | None:
+        return self.train_time_interval
+
+    @property
+    def _last_global_step_saved(self) -> int:
+        return self._top_k.saved_step
+
+    @_last_global_step_saved.setter
+    def _last_global_step_saved(self, step: int) -> None:
+        self._top_k.saved_step = step
+
+    def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
+        progress = trainer.progress
+        return trainer.callback_metrics | {
+            "epoch": torch.tensor(progress.epoch, device="cpu"),
+            "step": torch.tensor(progress.step, device="cpu"),
+        }
+
+    def _should_skip_saving_checkpoint(self, trainer: Trainer) -> bool:
+        saved = self._top_k.saved_step == trainer.progress.step
+        return saved or trainer.stage != "fit" or trainer.sanity_checking or bool(trainer.fast_dev_run)
+
+    def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
+        self._save(trainer, {name: float(value) for name, value in monitor_candidates.items()}, True)
+
+    def _update_best_and_save(self, current: Tensor, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
+        """Save a checkpoint that is among the best. An override is called for each of them."""
+        self._save_kept(trainer, {name: float(value) for name, value in monitor_candidates.items()}, True)
+
+    def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        """Remove a checkpoint that another has replaced. An override is called on every rank."""
+        if trainer.is_global_zero:
+            remove(filepath, self._directory, trainer.ckpt_path, trainer.checkpointer.plugin)
+
+    def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
+        if self.save_last and self._top_k.saved_step != trainer.progress.step:
+            self._save(trainer, {name: float(value) for name, value in monitor_candidates.items()}, False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from ..common.messages import format_count
 from ..common.validation import check_bool
 from ..engine import strip_compile_prefix
+from ..strategies import iter_tensors
 from ..strategies.distributed import local
 from .callback import Callback
 
@@ -116,7 +116,9 @@ class NonFiniteWatch(Callback):
     def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        for tensor in _iterate_tensors(output):
+        for tensor in iter_tensors(output):
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                continue
             if self.outputs:
                 self._output_flags.append((f"the output of {name}", local(torch.isfinite(tensor.detach()).all())))
             if self.gradients and not self._scaled and tensor.requires_grad and tensor.grad_fn is not None:
@@ -131,15 +133,3 @@ def _find_bad(flags: list[tuple[str, Tensor]], device: torch.device) -> list[str
         return []
     finite = torch.stack([flag.to(device) for _, flag in flags]).tolist()
     return [name for (name, _), good in zip(flags, finite, strict=True) if not good]
-
-
-def _iterate_tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point() or value.is_complex():
-            yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _iterate_tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _iterate_tensors(item)

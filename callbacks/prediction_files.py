@@ -17,7 +17,7 @@ from ..common.mirror import flush, local_folder
 from ..common.remote_path import AnyPath, RemotePath, as_path
 from ..common.validation import check_int, check_path
 from ..engine import move_data_to_device
-from ..engine.checkpoint import Piece, decode, encode, filesystem, read_safetensors
+from ..engine.checkpoint import decode, encode, filesystem, read_safetensors
 from .prediction_writer import BasePredictionWriter
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def _read_rank(folder: Path, files: list[str]) -> Iterator[tuple[int, Any]]:
     for name in files:
         path = folder / name
         pieces, notes = read_safetensors(path)
-        tensors = _Tensors(pieces)
+        tensors = {tensor: piece.get() for tensor, piece in pieces.items()}
         for number, document in _parse_note(path, notes):
             batch = decode(document, tensors)
             if not isinstance(batch, dict) or batch.keys() != {"prediction", "indices"}:
@@ -287,17 +287,3 @@ def _parse_note(path: Path, notes: Mapping[str, str]) -> list[tuple[int, Any]]:
     if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int) for pair in pairs):
         raise ValueError(f"{path} was not written by a PredictionWriter. Predict again.")
     return [(number, batch) for number, batch in pairs]
-
-
-class _Tensors(Mapping[str, Tensor]):
-    def __init__(self, pieces: Mapping[str, Piece]) -> None:
-        self._pieces = pieces
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._pieces[name].get()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._pieces)
-
-    def __len__(self) -> int:
-        return len(self._pieces)

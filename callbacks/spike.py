@@ -119,8 +119,7 @@ class SpikeWatch(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
-        self._window_values, new = list(state_dict["known"]), state_dict["new"]
-        self._new = dict(new) if isinstance(new, dict) else {}  # an older state has values without steps
+        self._window_values, self._new = list(state_dict["known"]), dict(state_dict["new"])
         self.spikes = [tuple(spike) for spike in state_dict["spikes"]]
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ..common.messages import announce, format_count
 from ..common.validation import check_int, check_number, check_positive, choose
-from ._averaging import KEYS, Averaging, average_equally, measure, wrap_avg_fn
+from ._averaging import KEYS, Averaging, average_each, average_equally, measure
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -102,7 +103,7 @@ class StochasticWeightAveraging(Averaging):
         self.annealing_epochs = check_int("annealing_epochs", annealing_epochs, 0)
         self.annealing_strategy = choose("annealing_strategy", annealing_strategy, _STRATEGIES)
         self.device = device
-        self._average = average_equally if avg_fn is None else wrap_avg_fn(avg_fn)
+        self._average = average_equally if avg_fn is None else partial(average_each, avg_fn)
         self._start = 0
         self._initial: list[float] | None = None  # rates at the start of the annealing
 

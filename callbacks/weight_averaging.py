@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from ..common.messages import nearest, warn
 from ..common.validation import check_bool, check_int, check_number
-from ._averaging import KEYS, Average, Averages, Averaging, average_equally, find_saved_averages, lerp, wrap_avg_fn
+from ._averaging import (
+    KEYS,
+    Average,
+    Averages,
+    Averaging,
+    average_all,
+    average_each,
+    average_equally,
+    average_exponentially,
+    find_saved_averages,
+)
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -219,7 +228,7 @@ class EMAWeightAveraging(WeightAveraging):
         super().__init__(device, use_buffers)
         if check_number("decay", decay, 0.0) > 1.0:
             raise ValueError(f"decay={decay!r} must be at most 1.0, because it is the fraction of the average to keep.")
-        self._average = lerp(1.0 - decay)
+        self._average = partial(average_exponentially, decay)
         self.decay = decay
         self.update_every_n_steps = check_int(
             "update_every_n_steps", update_every_n_steps, 0, "means only at the ends of epochs"
@@ -259,12 +268,5 @@ def _choose_average(name: str, kwargs: dict[str, Any]) -> Average:
     if avg_fn is not None and multi_avg_fn is not None:
         raise ValueError(f"{name}: avg_fn and multi_avg_fn can't be combined. Pass only one.")
     if multi_avg_fn is not None:
-        return _wrap_multi_avg_fn(multi_avg_fn)
-    return average_equally if avg_fn is None else wrap_avg_fn(avg_fn)
-
-
-def _wrap_multi_avg_fn(function: Callable[[list[Tensor], list[Tensor], Tensor], Any]) -> Average:
-    def average(averages: list[Tensor], current: list[Tensor], count: int) -> None:
-        function(averages, current, torch.tensor(count, device="cpu"))
-
-    return average
+        return partial(average_all, multi_avg_fn)
+    return average_equally if avg_fn is None else partial(average_each, avg_fn)

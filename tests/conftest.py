@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 
+import processes
 import pytest
 import torch
 from treadle.strategies.distributed import disconnect
@@ -44,6 +45,8 @@ def pytest_configure(config):
     """Hide GPUs from tests that mean the CPU: all but tests/gpu. TREADLE_TEST_GPU=1 shows them to whatever is run."""
     if config.getoption("--quick"):
         sys.addaudithook(lambda event, _: pytest.skip("it starts a process") if event in STARTS and _running else None)
+    elif getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        processes.share_fork_servers()
     asked = os.environ.get("TREADLE_TEST_GPU") == "1" or any("tests/gpu" in argument for argument in config.args)
     if not asked:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

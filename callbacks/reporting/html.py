@@ -8,6 +8,8 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
 
 Points = tuple[Sequence[int], Sequence[float]]
 
@@ -259,7 +261,8 @@ def render_charts(charts: Sequence[Chart]) -> Iterator[str]:
 def make_chart_script(charts: Sequence[Chart]) -> str:
     """Return the HTML script elements of the charts."""
     data = json.dumps([chart.data() for chart in charts]).replace("<", "\\u003c")
-    return f'<script type="application/json" id="data">{data}</script><script>{_SCRIPT}</script>'
+    code = f"const frame = {json.dumps(_FRAME)};\n{_read_asset('page.js')}"
+    return f'<script type="application/json" id="data">{data}</script><script>{code}</script>'
 
 
 def _join_names(names: Sequence[str]) -> str:
@@ -374,7 +377,7 @@ def render_document(title: str, body: Iterable[str], script: str = "", style: st
             "<!DOCTYPE html>",
             f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<style>{_STYLE}{style}</style></head><body><main>",
+            f"<style>{_read_asset('page.css')}{style}</style></head><body><main>",
             *body,
             f"</main>{script}</body></html>",
         ]
@@ -396,133 +399,21 @@ def escape(text: str) -> str:
     return html.escape(str(text))
 
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6570; --paper: #fff; --line: #dde2e8; --card: #f6f8fa;
-  --bad: #b3261e; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e9ee; --soft: #9aa4b0; --paper: #14171b; --line: #2d333b; --card: #1c2126; --bad: #ff8a80; }
-  polyline, circle, .key line { filter: brightness(1.3); }
-}
-body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
-main { max-width: 1180px; margin: 0 auto; padding: 24px 20px 60px; }
-h1 { font-size: 24px; margin: 0 0 8px; } h2 { font-size: 17px; margin: 32px 0 10px; }
-p { margin: 4px 0; color: var(--soft); }
-.state { display: inline-block; overflow-wrap: anywhere; font-size: 13px; font-weight: 600; padding: 3px 9px;
-  border-radius: 10px; vertical-align: 4px; color: #fff; }
-.verdict { margin-bottom: 8px; color: var(--ink); }
-.smoothing { display: flex; align-items: center; gap: 8px; margin-bottom: 10px; font-size: 13px; color: var(--soft); }
-.smoothing[hidden] { display: none; } .smoothing output { font-variant-numeric: tabular-nums; }
-polyline.faint { opacity: 0.3; stroke-width: 1; }
-.good { background: #1a7f4b; } .bad { background: #b3261e; } .open { background: #5b6570; }
-.tiles { display: flex; flex-wrap: wrap; gap: 10px; margin-top: 14px; }
-.tiles div { background: var(--card); border-radius: 8px; padding: 10px 16px; color: var(--soft); font-size: 13px; }
-.tiles b { display: block; font-size: 20px; color: var(--ink); }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 440px), 1fr)); gap: 16px; }
-figure { margin: 0; background: var(--card); border-radius: 8px; padding: 12px; }
-figcaption { font-weight: 600; }
-figure > svg { width: 100%; display: block; }
-polyline { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
-.axis line { stroke: var(--line); } .axis text { fill: var(--soft); font-size: 11px; }
-.pointer { stroke: var(--soft); stroke-dasharray: 3 3; visibility: hidden; }
-.keys { display: flex; flex-wrap: wrap; gap: 2px 16px; font-size: 13px; color: var(--soft); }
-.keys b { color: var(--ink); } .key { width: 18px; height: 4px; margin-right: 5px; vertical-align: middle; }
-.key line { stroke-width: 3; } .missing { font-size: 13px; }
-.bar { display: flex; height: 22px; border-radius: 6px; overflow: hidden; gap: 2px; margin-bottom: 8px; }
-.dot { display: inline-block; width: 10px; height: 10px; border-radius: 3px; margin-right: 8px; }
-table { border-collapse: collapse; font-size: 14px; } th { text-align: left; font-weight: 400; color: var(--soft); }
-td, th { padding: 3px 18px 3px 0; vertical-align: top; overflow-wrap: anywhere; }
-td:first-child { white-space: nowrap; } table:not(.numbers) td:first-child { color: var(--soft); }
-.numbers td:not(:first-child) { font-variant-numeric: tabular-nums; white-space: nowrap; }
-pre { background: var(--card); border-radius: 8px; padding: 12px; font-size: 13px; margin: 8px 0; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; }
-.error { color: var(--bad); font-weight: 600; white-space: pre-wrap; overflow-wrap: anywhere; }
-details { margin-top: 8px; } summary { cursor: pointer; color: var(--soft); font-size: 14px; }
-"""
 _SMOOTHING = (
     '<label class="smoothing" hidden>smoothing <input type="range" min="0" max="0.99" step="0.01" value="0.6">'
     "<output></output></label>"
 )
-_SCRIPT = (
-    """
-const charts = JSON.parse(document.getElementById("data").textContent);
-const left = LEFT, width = WIDTH, right = RIGHT;
-const control = document.querySelector(".smoothing"), smoothed = [];
-// An exponential moving average without its bias towards 0, as in TensorBoard.
-const average = (values, weight) => {
-  let sum = 0, total = 0;
-  return values.map(value => {
-    sum = sum * weight + value * (1 - weight);
-    total = total * weight + 1 - weight;
-    return sum / total;
-  });
-};
-const draw = weight => smoothed.forEach(({raw, over, chart, steps, values}) => {
-  const scale = value => chart.logarithmic ? Math.log10(value) : value;
-  const bottom = scale(chart.bottom), height = scale(chart.top) - bottom;
-  raw.classList.toggle("faint", weight > 0);
-  over.style.display = weight > 0 ? "" : "none";
-  over.setAttribute("points", average(values, weight).map((value, i) => {
-    const x = left + (steps[i] - chart.first) / (chart.last - chart.first) * (width - left - right);
-    return `${x.toFixed(1)},${(LOW - (scale(value) - bottom) / height * (LOW - TOP)).toFixed(1)}`;
-  }).join(" "));
-});
-for (const raw of document.querySelectorAll("polyline[data-line]")) {
-  const chart = charts[raw.closest("figure").dataset.chart], line = chart.lines[raw.dataset.line];
-  const [steps, values] = line.means || [line.steps, line.values];
-  if (!chart.smooth || values.length < SMOOTHED) continue;
-  const over = raw.cloneNode();
-  over.removeAttribute("data-line");
-  raw.after(over);
-  smoothed.push({raw, over, chart, steps, values});
+_FRAME = {
+    "left": _LEFT,
+    "width": _WIDTH,
+    "right": _RIGHT,
+    "top": _TOP,
+    "low": _HEIGHT - _BOTTOM,
+    "smoothed_from": _SMOOTHED,
 }
-if (smoothed.length) {
-  const input = control.querySelector("input"), output = control.querySelector("output");
-  const update = () => { output.textContent = Number(input.value).toFixed(2); draw(Number(input.value)); };
-  input.addEventListener("input", update);
-  control.hidden = false;
-  update();
-}
-const show = v => Math.abs(v) >= 1e4 && Math.abs(v) < 1e15
-  ? Math.round(v).toLocaleString("en") : String(Number(v.toPrecision(4)));
-for (const figure of document.querySelectorAll("figure")) {
-  const chart = charts[figure.dataset.chart], svg = figure.querySelector(":scope > svg");
-  const pointer = svg.querySelector(".pointer"), caption = figure.querySelector("figcaption");
-  const title = caption.textContent, keys = [...figure.querySelectorAll(".keys b")];
-  const newest = keys.map(key => key.textContent);
-  svg.addEventListener("mousemove", event => {
-    const box = svg.getBoundingClientRect(), x = (event.clientX - box.left) / box.width * width;
-    const share = Math.min(1, Math.max(0, (x - left) / (width - left - right)));
-    const step = chart.first + share * (chart.last - chart.first);
-    let nearest = null;
-    chart.lines.forEach((line, i) => {
-      if (!line.steps.length) return;
-      let low = 0, high = line.steps.length - 1;
-      while (high - low > 1) {
-        const middle = (low + high) >> 1;
-        if (line.steps[middle] <= step) low = middle; else high = middle;
-      }
-      const at = step - line.steps[low] < line.steps[high] - step ? low : high;
-      keys[i].textContent = show(line.values[at]);
-      if (nearest === null || Math.abs(line.steps[at] - step) < Math.abs(nearest - step)) nearest = line.steps[at];
-    });
-    if (nearest === null) return;
-    const place = left + (nearest - chart.first) / (chart.last - chart.first) * (width - left - right);
-    for (const [name, value] of [["x1", place], ["x2", place], ["y1", TOP], ["y2", LOW]]) {
-      pointer.setAttribute(name, value);
-    }
-    pointer.style.visibility = "visible";
-    caption.textContent = title + ", step " + nearest.toLocaleString("en");
-  });
-  svg.addEventListener("mouseleave", () => {
-    pointer.style.visibility = "hidden";
-    caption.textContent = title;
-    keys.forEach((key, i) => { key.textContent = newest[i]; });
-  });
-}
-""".replace("SMOOTHED", str(_SMOOTHED))
-    .replace("LEFT", str(_LEFT))
-    .replace("WIDTH", str(_WIDTH))
-    .replace("RIGHT", str(_RIGHT))
-    .replace("TOP", str(_TOP))
-    .replace("LOW", str(_HEIGHT - _BOTTOM))
-)
+
+
+@cache
+def _read_asset(name: str) -> str:
+    """Return a file of this folder. It is part of each page, which is to be a single file."""
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -1,7 +1,6 @@
 """Parts of a model that are trained later."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -209,23 +208,25 @@ def test_nested_modules_are_found_once():
     assert len(list(BaseFinetuning.filter_params(nested))) == 4
 
 
-def in_a_world(root, ckpt_path, zero=False):
-    saver = ModelCheckpoint(root + "/c", every_n_train_steps=1, save_top_k=-1)
-    treadle.seed_everything(1)
-    _, task = fit(root, Stages(), *([] if ckpt_path else [saver]), strategy=DDP(zero=zero), ckpt_path=ckpt_path)
-    return {n: v.clone() for n, v in task.state_dict().items()}, task.trained
+def in_a_world(root):
+    """Train whole with DDP and with sharded optimizer states, and resume both from some of their checkpoints."""
+
+    def train(folder, ckpt_path=None, zero=False):
+        saver = [] if ckpt_path else [ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)]
+        treadle.seed_everything(1)
+        _, task = fit(root, Stages(), *saver, strategy=DDP(zero=zero), ckpt_path=ckpt_path)
+        return {name: value.clone() for name, value in task.state_dict().items()}, task.trained
+
+    plain, zero = root / "plain", root / "zero"
+    (whole, trained), (sharded, _) = train(plain), train(zero, zero=True)
+    resumed = [train(None, plain / f"step={step}.ckpt")[0] for step in (1, 2)]
+    return whole, trained, sharded, [*resumed, train(None, zero / "step=2.ckpt", zero=True)[0]]
 
 
 def test_two_processes_reduce_what_joins_later(tmp_path):
-    (first, trained), (second, _) = run(in_a_world, 2, str(tmp_path), None)
-    apart = str(tmp_path / "apart")
-    for zero, _ in run(in_a_world, 2, apart, None, True):
-        assert all(torch.equal(first[name], zero[name]) for name in first if "running" not in name)
-    (path,) = Path(apart, "c").glob("*step=2.ckpt")
-    resumed = run(in_a_world, 2, apart, str(path), True)[0][0]
-    assert all(torch.equal(first[name], resumed[name]) for name in first)
-    assert all(torch.equal(first[name], second[name]) for name in first if "running" not in name)
+    (whole, trained, _, resumed), (other, _, sharded, _) = run(in_a_world, 2, tmp_path)
+    for same in (other, sharded):
+        assert all(torch.equal(whole[name], same[name]) for name in whole if "running" not in name)
+    for again in resumed:
+        assert all(torch.equal(whole[name], again[name]) for name in whole)
     assert trained == [False] * 1 + [True] * 3
-    for path in sorted((tmp_path / "c").iterdir())[1:3]:
-        again = run(in_a_world, 2, str(tmp_path), str(path))[0][0]
-        assert all(torch.equal(first[name], again[name]) for name in first)

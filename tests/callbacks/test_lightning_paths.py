@@ -1,43 +1,30 @@
 """Every public callback is found at the module path that Lightning 2.6 gives it."""
 
 import importlib
+import json
+from pathlib import Path
 
 import pytest
 import treadle.callbacks
 
-# Below `lightning.pytorch.callbacks`. `checkpoint.Checkpoint` and `spike.SpikeDetection` have other names here, see
-# docs/migrating.md and docs/differences.
+RECORD = json.loads((Path(__file__).parents[2] / ".ci" / "peer_names.json").read_text(encoding="utf-8"))
+# By path below `lightning.pytorch`: those of Lightning's public names that Treadle's callbacks export too.
 PATHS = {
-    "batch_size_finder": ["BatchSizeFinder"],
-    "callback": ["Callback"],
-    "device_stats_monitor": ["DeviceStatsMonitor"],
-    "early_stopping": ["EarlyStopping"],
-    "finetuning": ["BaseFinetuning", "BackboneFinetuning"],
-    "gradient_accumulation_scheduler": ["GradientAccumulationScheduler"],
-    "lambda_function": ["LambdaCallback"],
-    "lr_finder": ["LearningRateFinder"],
-    "lr_monitor": ["LearningRateMonitor"],
-    "model_checkpoint": ["ModelCheckpoint"],
-    "model_summary": ["ModelSummary"],
-    "on_exception_checkpoint": ["OnExceptionCheckpoint"],
-    "prediction_writer": ["BasePredictionWriter"],
-    "progress": ["ProgressBar", "RichProgressBar", "TQDMProgressBar"],
-    "progress.progress_bar": ["ProgressBar"],
-    "progress.rich_progress": ["RichProgressBar", "RichProgressBarTheme"],
-    "progress.tqdm_progress": ["TQDMProgressBar"],
-    "pruning": ["ModelPruning"],
-    "rich_model_summary": ["RichModelSummary"],
-    "stochastic_weight_avg": ["StochasticWeightAveraging"],
-    "throughput_monitor": ["ThroughputMonitor"],
-    "timer": ["Timer"],
-    "weight_averaging": ["WeightAveraging", "EMAWeightAveraging"],
+    path: shared
+    for path, names in RECORD["lightning"]["names"].items()
+    if path.startswith("callbacks.") and (shared := set(names) & set(treadle.callbacks.__all__))
 }
+
+
+def test_the_record_is_of_all_callbacks():
+    assert len(PATHS) >= 24
+    assert {"Callback", "ModelCheckpoint", "Timer"} <= set().union(*PATHS.values())
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_path_of(path):
-    module = importlib.import_module(f"treadle.callbacks.{path}")
+    module = importlib.import_module(f"treadle.{path}")
     for name in PATHS[path]:
         callback = getattr(module, name)
         assert callback is getattr(treadle.callbacks, name)
-        assert callback.__module__.startswith(f"treadle.callbacks.{path}"), "another file defines it"
+        assert callback.__module__.startswith(f"treadle.{path}"), "another file defines it"

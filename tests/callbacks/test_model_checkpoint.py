@@ -1,5 +1,6 @@
 """`ModelCheckpoint`: when it saves, what it keeps, how it names it, and that a run goes on from it."""
 
+import ctypes
 import errno
 import inspect
 import math
@@ -17,14 +18,12 @@ import stored
 import torch
 import yaml
 from callback_runs import Tiny, fit, loader, trainer
-from processes import RankError, clean_environment, run
+from processes import RankError, run
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from treadle.callbacks import Callback, LambdaCallback, ModelCheckpoint
-from treadle.callbacks._checkpointing.removal import finish_removing
+from treadle.callbacks._checkpointing import finish_removing
 from treadle.engine.checkpoint import filesystem, store
-
-from treadle import Trainer
 
 NAN = float("nan")
 
@@ -132,19 +131,21 @@ def test_the_newest_few_are_those_of_the_highest_step(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mode", "top", "values", "kept_epochs", "best", "worst"),
-    [
-        ("min", 1, [3.0, 1.0, 2.0, 1.0], [1], 1, 1),
-        ("max", 1, [3.0, 1.0, 4.0, 2.0], [2], 2, 2),
-        ("min", 2, [3.0, 1.0, 2.0, NAN], [1, 2], 1, 2),
-        ("max", 2, [NAN, 1.0, 2.0, 3.0], [2, 3], 3, 2),
-        ("min", 2, [NAN, NAN, NAN, 9.0], [1, 3], 3, 1),
-        ("min", 1, [NAN, math.inf, NAN, NAN], [0], 0, 0),  # NaN counts as infinity, as in Lightning
-        ("min", -1, [3.0, NAN, 2.0, 4.0], [0, 1, 2, 3], 2, 1),
-        ("min", 9, [3.0, 1.0, 2.0, 4.0], [0, 1, 2, 3], 1, None),
+    ("mode", "top", "values", "kept_epochs", "best", "worst", "current"),
+    [  # NaN counts as infinity, as in Lightning
+        ("min", 1, [3.0, 1.0, 2.0, 1.0], [1], 1, 1, 1.0),
+        ("max", 1, [3.0, 1.0, 4.0, 2.0], [2], 2, 2, 4.0),
+        ("min", 2, [3.0, 1.0, 2.0, NAN], [1, 2], 1, 2, 2.0),
+        ("max", 2, [NAN, 1.0, 2.0, 3.0], [2, 3], 3, 2, 3.0),
+        ("max", 2, [1.0, NAN, 0.5, NAN], [0, 2], 0, 2, 0.5),
+        ("min", 2, [NAN, NAN, NAN, 9.0], [1, 3], 3, 1, 9.0),
+        ("min", 1, [NAN, math.inf, NAN, NAN], [0], 0, 0, math.inf),
+        ("max", 1, [NAN, NAN, NAN, NAN], [0], 0, 0, -math.inf),
+        ("min", -1, [3.0, NAN, 2.0, 4.0], [0, 1, 2, 3], 2, 1, 4.0),
+        ("min", 9, [3.0, 1.0, 2.0, 4.0], [0, 1, 2, 3], 1, None, 4.0),
     ],
 )
-def test_the_best_are_kept(tmp_path, mode, top, values, kept_epochs, best, worst):
+def test_the_best_are_kept(tmp_path, mode, top, values, kept_epochs, best, worst, current):
     seen = []
     kept = ModelCheckpoint(tmp_path / "c", filename="{epoch}", monitor="val_loss", mode=mode, save_top_k=top)
     check = LambdaCallback(on_train_epoch_start=lambda *_: seen.append(os.path.exists(kept.best_model_path or "none")))
@@ -153,26 +154,12 @@ def test_the_best_are_kept(tmp_path, mode, top, values, kept_epochs, best, worst
     assert sorted(kept.best_k_models) == [str(tmp_path / "c" / f"epoch={e}.ckpt") for e in kept_epochs]
     assert kept.best_model_path == str(tmp_path / "c" / f"epoch={best}.ckpt")
     assert kept.kth_best_model_path == ("" if worst is None else str(tmp_path / "c" / f"epoch={worst}.ckpt"))
-    assert kept.best_model_score.item() == (math.inf if math.isnan(values[best]) else values[best])
+    infinite = math.inf if mode == "min" else -math.inf
+    assert kept.best_model_score.item() == (infinite if math.isnan(values[best]) else values[best])
+    assert kept.current_score.item() == current
     assert kept.best_model_score.ndim == kept.current_score.ndim == 0
     assert {v.ndim for v in kept.best_k_models.values()} == {0}
     assert seen == [False, True, True, True]
-
-
-def test_the_scores_of_lightning_where_some_are_nan(tmp_path):
-    nan, inf = float("nan"), float("inf")
-    cases = {  # values: Lightning's best epoch, its score and current_score by mode and save_top_k
-        (nan, 1.0, 2.0): {("min", 1): (1, 1, 1), ("min", 2): (1, 1, 2), ("max", 1): (2, 2, 2), ("max", 2): (2, 2, 2)},
-        (1.0, nan, 0.5): {("min", 1): (2, 0.5, 0.5), ("max", 1): (0, 1, 1), ("max", 2): (0, 1, 0.5)},
-        (nan, nan, nan): {("min", 1): (0, inf, inf), ("max", 1): (0, -inf, -inf)},
-    }
-    for number, (values, modes) in enumerate(cases.items()):
-        for (mode, top), (epoch, best, current) in modes.items():
-            folder = tmp_path / f"{number}{mode}{top}"
-            kept = ModelCheckpoint(folder, "{epoch}", monitor="val_loss", mode=mode, save_top_k=top)
-            fit(tmp_path, kept, values=values, max_epochs=3)
-            assert kept.best_model_path == str(folder / f"epoch={epoch}.ckpt"), (values, mode, top)
-            assert (float(kept.best_model_score), float(kept.current_score)) == (best, current), (values, mode, top)
 
 
 def test_without_a_monitor_the_newest_is_best(tmp_path):
@@ -490,8 +477,6 @@ def test_what_lies_elsewhere_is_not_removed(tmp_path):
     fit(tmp_path, moved, max_epochs=3, ckpt_path=first.last_model_path)
     assert names(tmp_path / "one") == before
     assert names(tmp_path / "two") == ["epoch=2-step=15.ckpt", "last.ckpt"]
-    with pytest.raises(ValueError, match="must be a relative path without"):
-        ModelCheckpoint(tmp_path, filename="../x")
 
 
 def test_the_best_of_before_stays_the_best_in_another_directory(tmp_path):
@@ -656,24 +641,6 @@ def test_the_state_of_earlier_versions_loads(tmp_path):
 # -- what can go wrong ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"every_n_train_steps": 2, "every_n_epochs": 1}, "can't be combined"),
-        ({"every_n_train_steps": -1}, "at least 0"),
-        ({"every_n_epochs": 1.5}, "integer"),
-        ({"save_top_k": -2}, "at least -1"),
-        ({"save_top_k": 3}, "needs monitor"),
-        ({"mode": "mim"}, "Did you mean 'min'"),
-        ({"save_last": "lnk"}, "Did you mean 'link'"),
-        ({"dirpath": "https://host/x"}, "https:// URLs are read-only"),
-    ],
-)
-def test_arguments_that_can_not_be_honoured(arguments, words):
-    with pytest.raises(ValueError, match=words):  # those of a wrong kind: test_arguments.py
-        ModelCheckpoint(**arguments)
-
-
 def test_a_directory_that_can_not_be_written_to_is_found_before_the_first_step(tmp_path):
     (tmp_path / "file").write_text("")
     steps = Steps()
@@ -785,26 +752,19 @@ def test_a_disk_that_is_too_small(tmp_path):
         subprocess.run(["umount", small], check=True)
 
 
-READ_ONLY = """
-import sys
-sys.path.append({here!r})
-from callback_runs import fit
-from treadle.callbacks import ModelCheckpoint
-fit({root!r}, ModelCheckpoint({root!r} + "/locked/c"))
-"""
+def without_capabilities(root):
+    """In a process that may write no more than its user may, even where that is root."""
+    header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert ctypes.CDLL(None).capset(header, none) == 0
+    fit(root, ModelCheckpoint(root / "locked" / "c"))
 
 
-@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv, of util-linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="capabilities are Linux's")
 def test_no_permission_is_found_before_the_first_step(tmp_path):
     (tmp_path / "locked").mkdir(mode=0o555)
-    source = READ_ONLY.format(here=str(Path(__file__).parents[1] / "support"), root=str(tmp_path))
-    own = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override"] if os.geteuid() == 0 else []
-    environment = clean_environment({"CUDA_VISIBLE_DEVICES": ""})
-    ended = subprocess.run(
-        [*own, sys.executable, "-c", source], capture_output=True, text=True, env=environment, cwd=tmp_path
-    )
-    assert ended.returncode == 1
-    assert f"PermissionError: [Errno 13] can't save checkpoints in {tmp_path / 'locked' / 'c'}: " in ended.stderr
+    words = rf"\[Errno 13\] can't save checkpoints in {tmp_path / 'locked' / 'c'}: "
+    with pytest.raises(PermissionError, match=words):
+        run(without_capabilities, 1, tmp_path)
 
 
 class Breaks(Tiny):
@@ -975,10 +935,7 @@ def test_a_last_checkpoint_without_manifest_does_not_end_each_resumed_run(tmp_pa
 
     def fitted(epochs, **options):
         saving = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, save_last=True, **options)
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        trainer = Trainer(max_epochs=epochs, accelerator="cpu", devices=1, callbacks=[saving], **quiet)
-        trainer.fit(Tiny(), loader(), ckpt_path="auto")
-        return trainer, saving
+        return fit(tmp_path, saving, validate=False, max_epochs=epochs, ckpt_path="auto"), saving
 
     fitted(1)
     os.truncate(tmp_path / "last.ckpt", 1000)
@@ -1012,15 +969,11 @@ def test_a_run_without_validation_trains_on_where_the_monitor_is_missing(tmp_pat
     assert (kept.best_model_path, os.path.basename(kept.last_model_path)) == ("", "last.ckpt")
 
 
-def test_scores_of_nan_as_yaml_and_a_save_at_each_step(tmp_path):
-    for mode, worst in (("min", math.inf), ("max", -math.inf)):
-        kept = ModelCheckpoint(tmp_path / mode, "{epoch}", "val_loss", mode=mode)
-        fit(tmp_path, kept, values=[math.nan], max_epochs=1)
-        assert (kept.best_model_score.item(), kept.current_score.item()) == (worst, worst)
-        fit(tmp_path, kept, values=[math.nan, 2.0, 3.0], max_epochs=3)
-        assert kept.best_model_score.item() == {"min": 2.0, "max": 3.0}[mode]
+def test_scores_as_yaml_and_a_save_at_each_step(tmp_path):
+    kept = ModelCheckpoint(tmp_path / "best", "{epoch}", "val_loss")
+    fit(tmp_path, kept, values=[2.0, 3.0])
     kept.to_yaml()
-    assert yaml.safe_load((tmp_path / "max" / "best_k_models.yaml").read_text()) == {kept.best_model_path: 3.0}
+    assert yaml.safe_load((tmp_path / "best" / "best_k_models.yaml").read_text()) == {kept.best_model_path: 2.0}
     each = ModelCheckpoint(tmp_path / "each", "{step}", train_time_interval=timedelta(0))
     fit(tmp_path, each, max_steps=3)
     assert os.path.basename(each.best_model_path) == "step=3.ckpt"

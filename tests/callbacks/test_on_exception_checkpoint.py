@@ -7,10 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from callback_runs import Tiny, fit
 from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from treadle.callbacks import (
+    Callback,
+    EarlyStopping,
+    LambdaCallback,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
 from treadle.engine.checkpoint import store
 
 import treadle
@@ -324,9 +331,6 @@ def test_no_error_no_checkpoint_and_no_fit_no_checkpoint(tmp_path):
     assert list((tmp_path / "c").iterdir()) == []
 
 
-# -- several processes ---------------------------------------------------------------------------------------------
-
-
 class FailsOnOne(Fails):
     def __init__(self, rank, place, step):
         super().__init__(place, step)
@@ -381,3 +385,37 @@ def test_a_sharded_model_can_not_be_saved_by_rank_zero_alone(tmp_path):
     first, _ = run(sharded, 2, str(tmp_path))
     assert any("save_on_exception=True saves this run after Ctrl-C, but not after an error" in text for text in first)
     assert list((tmp_path / "c").iterdir()) == []
+
+
+def fails_at(step):
+    def fail(trainer, *_):
+        if trainer.global_step == step:
+            raise RuntimeError("planned")
+
+    return LambdaCallback(on_train_batch_start=fail)
+
+
+def test_a_checkpoint_when_an_error_comes(tmp_path):
+    whole, task = Tiny(), Tiny()
+    fit(tmp_path, task=whole)
+    for step in (3, 7):  # the second one replaces the first
+        saver = OnExceptionCheckpoint(tmp_path / "c")
+        with pytest.raises(RuntimeError, match="planned"):
+            fit(tmp_path, fails_at(step), saver)
+        assert [path.name for path in (tmp_path / "c").iterdir()] == ["on_exception.ckpt"]
+    made = fit(tmp_path, OnExceptionCheckpoint(tmp_path / "c"), task=task, ckpt_path="auto")
+    assert Path(made.ckpt_path).name == "on_exception.ckpt"
+    assert torch.equal(task.net.weight, whole.net.weight)
+    assert saver.ckpt_path == str(tmp_path / "c" / "on_exception.ckpt")
+    with pytest.raises(ValueError, match="filename"):
+        OnExceptionCheckpoint(tmp_path, "")
+    with pytest.raises(ValueError, match=r"filename='a-\{epoch\}' contains a field"):
+        OnExceptionCheckpoint(tmp_path, "a-{epoch}")
+
+
+def test_it_is_in_addition_to_other_checkpoints(tmp_path):
+    both = treadle.Trainer(callbacks=OnExceptionCheckpoint(tmp_path), default_root_dir=tmp_path)
+    assert [type(c) for c in both.checkpoint_callbacks] == [OnExceptionCheckpoint, ModelCheckpoint]
+    assert type(both.checkpoint_callback) is ModelCheckpoint
+    alone = treadle.Trainer(callbacks=OnExceptionCheckpoint(tmp_path), enable_checkpointing=False)
+    assert len(alone.checkpoint_callbacks) == 1

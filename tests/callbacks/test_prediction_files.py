@@ -62,14 +62,18 @@ def predict(root, data, world=1, shard_mib=64, **flags):
     return writer.folder
 
 
+def predict_each(root, kind, counts, world):
+    return [predict(root / str(count), DataLoader(kind(count), batch_size=2), world) for count in counts]
+
+
 @pytest.mark.parametrize("kind", [Numbers, pytest.param(Stream, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_every_sample_once_in_order(tmp_path, kind, world):
-    for count in range(1, 2 * world * 2 + 2):
-        root = tmp_path / str(count)
-        folders = run(predict, world, root, DataLoader(kind(count), batch_size=2), world)
-        assert folders == [root / "out"] * world
-        batches = list(treadle.read_predictions(root / "out"))
+    counts = range(1, 2 * world * 2 + 2)
+    folders = [tmp_path / str(count) / "out" for count in counts]
+    assert run(predict_each, world, tmp_path, kind, counts, world) == [folders] * world
+    for count, folder in zip(counts, folders, strict=True):
+        batches = list(treadle.read_predictions(folder))
         assert torch.cat([batch["ids"] for batch in batches]).tolist() == list(range(count))
         assert [word for batch in batches for word in batch["words"]] == [f"sample {i}" for i in range(count)]
         for batch in batches:

@@ -115,20 +115,22 @@ def test_two_writers_and_two_loaders(tmp_path):
     assert second._predictions == []
 
 
-def on_two(root, kind, count):
-    writer, _ = written(root, loader_of(kind, count), strategy="ddp", devices=2)
-    return writer.batches, writer.epochs[0][1]
+ON_TWO = (("shuffled", 7), ("batches", 10), ("plain", 1))
 
 
-@pytest.mark.parametrize(("kind", "count"), [("shuffled", 7), ("batches", 10), ("plain", 1)])
-def test_two_processes_write_each_sample_once(tmp_path, kind, count):
-    parts = run(on_two, 2, str(tmp_path), kind, count)
-    seen = []
-    for batches, indices in parts:
-        assert all(values == [2.0 * index for index in own] for _, _, own, values in batches)
-        assert indices == [[own for _, _, own, _ in batches]]
-        seen += [index for own in indices[0] for index in own]
-    assert sorted(seen) == list(range(count))
+def on_two(root):
+    writers = [written(root, loader_of(*case), strategy="ddp", devices=2)[0] for case in ON_TWO]
+    return [(writer.batches, writer.epochs[0][1]) for writer in writers]
+
+
+def test_two_processes_write_each_sample_once(tmp_path):
+    for (_, count), *parts in zip(ON_TWO, *run(on_two, 2, tmp_path), strict=True):
+        seen = []
+        for batches, indices in parts:
+            assert all(values == [2.0 * index for index in own] for _, _, own, values in batches)
+            assert indices == [[own for _, _, own, _ in batches]]
+            seen += [index for own in indices[0] for index in own]
+        assert sorted(seen) == list(range(count))
 
 
 class Stream(IterableDataset):

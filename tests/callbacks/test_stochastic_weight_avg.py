@@ -43,8 +43,7 @@ def fit(root, *callbacks, ckpt_path=None, samples=12, task=None, **flags):
     return made, task
 
 
-@pytest.mark.parametrize("strategy", ["cos", "linear"])
-@pytest.mark.parametrize("annealing", [0, 2])
+@pytest.mark.parametrize(("strategy", "annealing"), [("cos", 0), ("cos", 2), ("linear", 2)])
 def test_as_torch_does_it(tmp_path, strategy, annealing):
     averaging = swa(annealing_strategy=strategy, annealing_epochs=annealing)
     _, task = fit(tmp_path, averaging)

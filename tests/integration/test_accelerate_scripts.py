@@ -142,73 +142,7 @@ second = run(None, True)
 Accelerator().print(json.dumps({"whole": whole, "pieces": first + second}))
 """
 
-TRACK = """
-accelerator = Accelerator(log_with="tensorboard", project_dir=folder)
-accelerator.init_trackers("run", config={"lr": 0.1})
-model = make_model()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = DataLoader(make_data(24), batch_size=8 // accelerator.num_processes)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-logged = []
-for step, (inputs, targets) in enumerate(loader):
-    loss = nn.functional.cross_entropy(model(inputs), targets)
-    accelerator.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    value = accelerator.reduce(loss.detach(), reduction="mean")
-    accelerator.log({"train_loss": value.item()}, step=step)
-    logged.append(value.item())
-accelerator.end_training()
-if accelerator.is_main_process:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    events = EventAccumulator(os.path.join(folder, "run")).Reload()
-    print(json.dumps({"losses": logged, "read": [round(e.value, 6) for e in events.Scalars("train_loss")]}))
-"""
-
-STOP = """
-accelerator = Accelerator()
-model = make_model()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-loader = DataLoader(make_data(64), batch_size=8 // accelerator.num_processes)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-
-class EarlyStopping:
-    def __init__(self, threshold):
-        self.threshold = threshold
-    def __call__(self, loss):
-        return loss < self.threshold
-
-should_stop = EarlyStopping(0.5)
-steps = 0
-for epoch in range(5):
-    for inputs, targets in loader:
-        loss = nn.functional.cross_entropy(model(inputs), targets)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        steps += 1
-        if should_stop(loss.item()):
-            accelerator.set_trigger()
-        if accelerator.check_trigger():
-            break
-    else:
-        continue
-    break
-states = accelerator.gather(torch.tensor([steps])).tolist()
-assert len(set(states)) == 1, states
-accelerator.wait_for_everyone()
-accelerator.save_model(model, os.path.join(folder, "model"))
-unwrapped = accelerator.unwrap_model(model)
-accelerator.print(json.dumps({"steps": steps, "weight": unwrapped[0].weight.sum().item()}))
-"""
-
-SCRIPTS = {
-    "classify": CLASSIFY,
-    "accumulate": ACCUMULATE,
-    "checkpoint": CHECKPOINT,
-    "track": TRACK,
-    "stop": STOP,
-}
+SCRIPTS = {"classify": CLASSIFY, "accumulate": ACCUMULATE, "checkpoint": CHECKPOINT}
 
 
 def treadles(source):
@@ -322,27 +256,6 @@ def test_checkpoints_in_the_middle_of_an_epoch(world, tmp_path):
     found = output("checkpoint", world, tmp_path)
     assert len(found["whole"]) == 10
     assert found["pieces"] == found["whole"]
-
-
-@WORLDS
-def test_tracking(world, tmp_path):
-    found = output("track", world, tmp_path)
-    net, wanted = model(), []
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for inputs, targets in DataLoader(data(24), batch_size=8):
-        loss = nn.functional.cross_entropy(net(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        wanted.append(loss.item())
-    close(found, {"losses": wanted, "read": wanted})
-
-
-@WORLDS
-def test_a_stop_that_one_process_asks_for(world, tmp_path):
-    found = output("stop", world, tmp_path)
-    assert 1 < found["steps"] < 40
-    assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
 # -- beside Accelerate's own figures -----------------------------------------------------------------------------------

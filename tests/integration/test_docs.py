@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import quiet
 import torch
 from language import read_differences
 from processes import run
@@ -19,14 +20,7 @@ from treadle.strategies import LaunchEnvironment
 import treadle
 
 ROOT = Path(__file__).parents[2]
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}
+QUIET = {"accelerator": "cpu", "num_sanity_val_steps": 0, **quiet.QUIET}
 
 
 def loader(samples=5, batch_size=1, **options):

@@ -220,8 +220,7 @@ def text_of(document, name):
 def test_first_examples_run_on_two_processes(own_loop, tmp_path):
     path = tmp_path / "train.py"
     path.write_text(text_of("start/own_loop.md", "train.py") if own_loop else text_of("README.md", "train.py"))
-    # One of both as a user starts it: three interpreters, each of which imports torch.
-    command = [python() if own_loop else sys.executable, "-m", "treadle", "launch", "--nproc-per-node", "2", str(path)]
+    command = [python(), "-m", "treadle", "launch", "--nproc-per-node", "2", str(path)]
     done = subprocess.run(
         command, cwd=tmp_path, env=clean_environment(ON_CPU), capture_output=True, text=True, timeout=120
     )

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nursery import Forked
+    from fork_server import Forked
 
     Rank = subprocess.Popen[Any] | Forked
 
@@ -36,7 +36,7 @@ READ_LATE = (
     *("AIM_", "CLEARML_", "COMET_", "GOODSEED_", "RAY_", "SWANLAB_", "TRACKIO_"),
 )
 # What matters to processes that are started from the one with torch, or where there are GPUs, alone.
-NEVER_READ = {"PATH", "TMPDIR", "OLDPWD", "PWD", "SHLVL", "_", "COLUMNS", "NO_COLOR", "PYTHONPATH", "TERM"}
+NEVER_READ = {"PATH", "TMPDIR", "OLDPWD", "PWD", "SHLVL", "_", "COLUMNS", "LINES", "NO_COLOR", "PYTHONPATH", "TERM"}
 if not os.path.exists("/dev/nvidiactl"):
     NEVER_READ.add("CUDA_VISIBLE_DEVICES")
 
@@ -141,17 +141,25 @@ def early(env: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in env.items() if k not in never and not k.startswith(late)}
 
 
-# As it is before any test: what a nursery is started with.
+# As it is before any test: what a fork server is started with.
 _BASE = clean_environment({"CUDA_VISIBLE_DEVICES": ""})
 _USUAL = early(_BASE)
 
 
-def _start(rank: int, folder: Path, env: dict[str, str]) -> Rank:
-    """Starts a process of `run`: forked from a nursery, which takes no time, unless its environment forbids that."""
-    if sys.platform == "linux" and early(env) == _USUAL:
-        import nursery
+def share_fork_servers() -> None:
+    """Start what all workers of this run of the tests fork their processes from: each pair costs 8 s of CPU."""
+    if sys.platform == "linux":
+        import fork_server
 
-        return nursery.fork(rank, folder, env, _BASE)
+        fork_server.share(_BASE)
+
+
+def _start(rank: int, folder: Path, env: dict[str, str]) -> Rank:
+    """Starts a process of `run`: forked, which takes no time, unless its environment forbids that."""
+    if sys.platform == "linux" and early(env) == _USUAL:
+        import fork_server
+
+        return fork_server.fork(rank, folder, env, _BASE)
     command = [sys.executable, os.path.abspath(__file__), str(folder)]
     return subprocess.Popen(command, env=env, start_new_session=True)
 
@@ -228,12 +236,12 @@ def _kill(processes: Iterable[Rank]) -> None:
 
 
 def programs() -> Path:
-    """A folder to put first in ``PATH``: its `python`, `treadle` and `torchrun` start at once, see `nursery`."""
+    """A folder to put first in ``PATH``: its `python`, `treadle` and `torchrun` start at once, see `fork_server`."""
     if sys.platform != "linux":
         return Path(sys.executable).parent
-    import nursery
+    import fork_server
 
-    return nursery.executables(tuple(sorted(_BASE.items())))
+    return fork_server.executables(tuple(sorted(_BASE.items())))
 
 
 def python() -> str:

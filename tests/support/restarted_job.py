@@ -6,7 +6,6 @@ the digest of the weights in ``done-RANK``. Run as a script by every launcher.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
@@ -26,34 +25,27 @@ def tell(moment: str, **words: object) -> None:
 tell("begin", machine=int(MACHINE), launcher=int(os.environ.get("TREADLE_SUPERVISOR", "0")))
 
 import torch  # noqa: E402
-from torch import nn  # noqa: E402
+from struck_job import FLAGS, Task, write_end  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 from treadle.callbacks import Callback, ModelCheckpoint  # noqa: E402
 
 import treadle  # noqa: E402
 
 
-class Task(treadle.TaskModule):
+class Told(Task):
     def __init__(self, pause: float) -> None:
         super().__init__()
         self.pause = pause
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
 
     def training_step(self, batch, batch_idx):
-        x, y, index = batch
-        tell("step", step=self.global_step, epoch=self.current_epoch, samples=index.tolist())
+        tell("step", step=self.global_step, epoch=self.current_epoch, samples=batch[2].tolist())
         time.sleep(self.pause)
-        loss = nn.functional.mse_loss(self.net(x), y)
-        self.log("loss", loss)
-        return loss
+        return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch, batch_idx):
         tell("validation")
         time.sleep(self.pause)
-        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.01)
+        super().validation_step(batch, batch_idx)
 
 
 class Moments(Callback):
@@ -81,25 +73,15 @@ def main() -> None:
     if RANK == "1":
         time.sleep(job["late"])
     trainer = treadle.Trainer(
-        accelerator="cpu",
         devices="auto",
         strategy=job["strategy"],
         max_epochs=job["epochs"],
         callbacks=[saving, Moments()],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        log_every_n_steps=1,
+        **FLAGS,
     )
-    task = Task(job["pause"])
+    task = Told(job["pause"])
     trainer.fit(task, loader(job["samples"], job["batch_size"], True), loader(8, 4, False), ckpt_path="auto")
-    weights = hashlib.sha256()
-    for parameter in task.parameters():
-        local = getattr(parameter, "to_local", lambda p=parameter: p)()
-        weights.update(local.detach().numpy().tobytes())
-    words = {"step": trainer.global_step, "weights": weights.hexdigest()}
-    Path(f"done-{RANK}").write_text(json.dumps(words))
+    write_end(trainer, task, int(RANK))
     if MACHINE in job["wait_at_the_end"] and not Path("waited").exists():
         Path("waited").touch()
         tell("waits")

@@ -11,11 +11,11 @@ import shutil
 import numpy as np
 import torch
 import torchmetrics
+from callback_runs import Rows
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 from treadle.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
-from treadle.loggers import Logger
 
 import treadle
 
@@ -366,24 +366,6 @@ def make_scheduler(own, optimizer):
 
 
 # -- the Trainer's door ----------------------------------------------------------------------------------------------
-
-
-class Rows(Logger):
-    """Keeps what it is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = []
-
-    @property
-    def experiment(self):
-        return self
-
-    def log_metrics(self, metrics, step=None):
-        self.rows.append((step, dict(metrics)))
-
-    def log_hyperparams(self, params, metrics=None):
-        pass
 
 
 class Task(treadle.TaskModule):

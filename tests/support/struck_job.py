@@ -25,6 +25,8 @@ import treadle
 from treadle.testing.faults import Fault, FaultPlan
 
 STEPS, STEPS_PER_EPOCH = 12, 4
+FLAGS = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+FLAGS |= {"num_sanity_val_steps": 0, "log_every_n_steps": 1}
 # Point and optimizer step. A save on rank zero is struck with half of a file written; the others write nothing.
 POINTS = {
     "setup": ("callback:setup:before", 0),
@@ -45,14 +47,12 @@ class Task(treadle.TaskModule):
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
 
     def training_step(self, batch, batch_idx):
-        x, y = batch
-        loss = nn.functional.mse_loss(self.net(x), y)
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self.log("loss", loss)
         return loss
 
     def validation_step(self, batch, batch_idx):
-        x, y = batch
-        self.log("val_loss", nn.functional.mse_loss(self.net(x), y))
+        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.01)
@@ -159,6 +159,16 @@ ACTIONS = {
 }
 
 
+def write_end(trainer: treadle.Trainer, task: Task, rank: int) -> None:
+    """Leave the last step and the digest of the weights in ``done-RANK``."""
+    weights = hashlib.sha256()
+    for parameter in task.parameters():
+        local = getattr(parameter, "to_local", lambda p=parameter: p)()
+        weights.update(local.detach().numpy().tobytes())
+    words = {"step": trainer.global_step, "weights": weights.hexdigest()}
+    Path(f"done-{rank}").write_text(json.dumps(words))
+
+
 def main() -> None:
     note_pid()
     os.makedirs("ckpt", exist_ok=True)
@@ -169,16 +179,11 @@ def main() -> None:
         "ckpt", save_top_k=-1, every_n_train_steps=STEPS_PER_EPOCH, save_on_exception=bool(job.get("save_on_exception"))
     )
     trainer = treadle.Trainer(
-        accelerator="cpu",
         devices=2,
         strategy=job["strategy"],
         max_epochs=STEPS // STEPS_PER_EPOCH,
         callbacks=[saving],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        log_every_n_steps=1,
+        **FLAGS,
         timeout={"seconds": job["timeout"]},
     )
     task = Task()
@@ -186,12 +191,7 @@ def main() -> None:
         trainer.fit(task, loader(32, True), loader(16, False), ckpt_path="auto")
     if job.get("point") == "after fit" and job["rank"] == strike.rank:
         strike.happen()
-    weights = hashlib.sha256()
-    for parameter in task.parameters():
-        local = getattr(parameter, "to_local", lambda p=parameter: p)()
-        weights.update(local.detach().numpy().tobytes())
-    words = {"step": trainer.global_step, "weights": weights.hexdigest()}
-    Path(f"done-{strike.rank}").write_text(json.dumps(words))
+    write_end(trainer, task, strike.rank)
 
 
 if __name__ == "__main__":

@@ -3,48 +3,69 @@
 import contextlib
 import fcntl
 import io
+import logging
 import os
 import re
 import struct
-import subprocess
 import sys
 import termios
+import threading
 import time
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from callback_runs import Tiny, fit, loader, trainer
-from processes import clean_environment, python, run
-from treadle.callbacks import LambdaCallback, ProgressBar, RichProgressBar, RichProgressBarTheme, TQDMProgressBar
-
-HEAD = f"""
-import logging, os, sys, torch
-sys.path.insert(0, {str(Path(__file__).parents[2] / "support")!r})
-from callback_runs import Tiny, fit, loader, trainer
-from treadle.callbacks import LambdaCallback, ModelCheckpoint, TQDMProgressBar
+from processes import run
+from torch.utils.data import DataLoader, IterableDataset
+from tqdm import tqdm
+from treadle.callbacks import (
+    LambdaCallback,
+    ModelCheckpoint,
+    ProgressBar,
+    RichProgressBar,
+    RichProgressBarTheme,
+    TQDMProgressBar,
+)
+from treadle.callbacks.progress.tqdm_progress import _fit_postfix
 from treadle.common.messages import announce
-"""
 
 
-def on_a_terminal(source, after=lambda process, master: None, columns=100, rows=24):
-    """Run a script whose streams are a terminal; returns its exit status and all that was written there."""
+def on_a_terminal(program, *arguments, columns=100, rows=24, hangs_up=None):
+    """Call a function whose streams are a terminal; returns all that was written there.
+
+    The terminal hangs up when ``hangs_up`` has been written.
+    """
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-    env = clean_environment({"TERM": "xterm", "CUDA_VISIBLE_DEVICES": ""})
-    process = subprocess.Popen(
-        [python(), "-c", HEAD + source], stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True
-    )
-    os.close(slave)
     written = bytearray()
-    with contextlib.suppress(OSError):  # the end of a terminal is an error
-        while chunk := os.read(master, 65536):
-            written += chunk
-            if after(process, written):
-                break
-    os.close(master)
-    return process.wait(60), written.decode()
+
+    def read():
+        with contextlib.suppress(OSError):  # the end of a terminal is an error
+            while (hangs_up is None or hangs_up not in written) and (chunk := os.read(master, 65536)):
+                written.extend(chunk)
+        os.close(master)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    stream = open(slave, "w")  # noqa: SIM115  # closing fails where the terminal has hung up
+    try:
+        with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+            program(*arguments)
+    finally:
+        with contextlib.suppress(OSError):
+            stream.close()
+        reader.join()
+    return written.decode()
+
+
+def often(bar):
+    """The bar, redrawn so often that a test of it is short."""
+    bar._every = 0.02
+    return bar
+
+
+PAUSE = 0.025  # seconds of a batch: each is drawn
 
 
 def screen(text):
@@ -74,14 +95,16 @@ def screen(text):
 
 
 def test_on_a_terminal(tmp_path):
-    code, text = on_a_terminal(f"""
-talk = LambdaCallback(
-    on_train_batch_end=lambda t, m, o, b, i: (t.print("hello from print"), announce("hello from the logger"))
-    if t.current_epoch == 1 and i == 2 else None)
-made = fit({str(tmp_path)!r}, talk, TQDMProgressBar(), task=Tiny([0.123456], pause=0.12), num_sanity_val_steps=1)
-made.test(made.task, loader(6))
-""")
-    assert code == 0, text
+    def say(trainer, task, outputs, batch, index):
+        if (trainer.current_epoch, index) == (1, 2):
+            trainer.print("hello from print")
+            announce("hello from the logger")
+
+    def program():
+        talk, bar, task = LambdaCallback(on_train_batch_end=say), often(TQDMProgressBar()), Tiny([0.123456], PAUSE)
+        fit(tmp_path, talk, bar, task=task, num_sanity_val_steps=1).test(task, loader(6))
+
+    text = on_a_terminal(program)
     lines, states = screen(text)
     seen = "\n".join(states)
     assert re.search(r"^sanity check: 100%.* 1/1 ", seen, re.M)
@@ -106,41 +129,41 @@ made.test(made.task, loader(6))
     assert [line for line in lines if line and not line.startswith(clean)] == []
 
 
-@pytest.mark.parametrize("columns", [60, 80, 120])
-def test_a_value_is_shown_whole_or_not_at_all(columns):
-    source = """
-from tqdm import tqdm
-from treadle.callbacks.progress.tqdm_progress import _fit_postfix
-bar = tqdm(desc="epoch 12", total=4321, dynamic_ncols=True, mininterval=0.0, miniters=1)
-for step in range(1, 200):
-    bar.set_postfix({"val_loss": 0.123456, "train_loss": 0.7654321, "accuracy": 0.5}, refresh=False)
-    _fit_postfix(bar)
-    bar.update(1)
-"""
-    code, written = on_a_terminal(source, columns=columns)
-    assert code == 0, written
+@pytest.mark.parametrize(("columns", "shown"), [(60, 0), (80, 1), (120, 3)])
+def test_a_value_is_shown_whole_or_not_at_all(columns, shown):
+    def program():
+        bar = tqdm(desc="epoch 12", total=4321, dynamic_ncols=True, mininterval=0.0, miniters=1, file=sys.stderr)
+        for _ in range(50):
+            bar.set_postfix({"val_loss": 0.123456, "train_loss": 0.7654321, "accuracy": 0.5}, refresh=False)
+            _fit_postfix(bar)
+            bar.update(1)
+        bar.close()
+
+    written = on_a_terminal(program, columns=columns)
     frames = [frame for frame in re.split(r"[\r\n]", written) if "it/s" in frame]
     assert len(frames) > 5
     for frame in frames[1:]:
         values = frame.rpartition("it/s")[2].rstrip("]").split(", ")[1:]
         assert set(values) <= {"val_loss=0.123", "train_loss=0.765", "accuracy=0.5", "..."}, frame
         assert frame.endswith("]"), frame
-    shown = {60: 0, 80: 1, 120: 3}[columns]
     assert sum("=" in value for value in values) == shown
 
 
-def test_leave_resume_and_no_length(tmp_path):
-    code, text = on_a_terminal(f"""
-class Stream(torch.utils.data.IterableDataset):
+class Stream(IterableDataset):
     def __iter__(self):
         return iter(torch.ones(6, 1, 2))
-root = {str(tmp_path)!r}
-fit(root, ModelCheckpoint(root + "/c", "{{step}}", every_n_train_steps=1, save_top_k=-1))
-fit(root, TQDMProgressBar(leave=True), task=Tiny(pause=0.12), ckpt_path=root + "/c/step=3.ckpt", max_epochs=2)
-stream = torch.utils.data.DataLoader(Stream(), batch_size=2)
-trainer(root, TQDMProgressBar(), max_epochs=1).fit(Tiny(pause=0.12), stream)
-""")
-    assert code == 0, text
+
+
+def test_leave_resume_and_no_length(tmp_path):
+    fit(tmp_path, ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1))
+
+    def program():
+        bar = often(TQDMProgressBar(leave=True))
+        fit(tmp_path, bar, task=Tiny(pause=PAUSE), ckpt_path=tmp_path / "step=3.ckpt", max_epochs=2)
+        bar = often(TQDMProgressBar())
+        trainer(tmp_path, bar, max_epochs=1).fit(Tiny(pause=PAUSE), DataLoader(Stream(), batch_size=2))
+
+    text = on_a_terminal(program)
     lines, states = screen(text)
     bars = [line for line in lines if re.search("it/s|s/it", line)]
     assert [re.match(r"epoch \d/\d: (100%.* 5/5|3it )", bar) is not None for bar in bars] == [True] * 3, bars
@@ -148,36 +171,32 @@ trainer(root, TQDMProgressBar(), max_epochs=1).fit(Tiny(pause=0.12), stream)
     assert "3/5" in first or "4/5" in first
 
 
-def test_overrides_and_off(tmp_path):
-    code, text = on_a_terminal(
-        f"""
-class Mine(TQDMProgressBar):
-    def get_metrics(self, trainer, pl_module):
-        return {{"steps": trainer.global_step, **super().get_metrics(trainer, pl_module), "word": "w"}}
-    def init_validation_tqdm(self):
-        bar = super().init_validation_tqdm()
-        bar.set_description("checking")
-        return bar
-class Bad(TQDMProgressBar):
-    def get_metrics(self, trainer, pl_module):
-        raise KeyError("mistake")
-logging.getLogger("treadle").setLevel(logging.WARNING)
-fit({str(tmp_path)!r}, Mine(), task=Tiny([1.0], pause=0.12), max_epochs=1, logger=None)
-print("-- bad")
-assert fit({str(tmp_path)!r}, Bad(), task=Tiny([1.0], pause=0.05), max_epochs=2).global_step == 10
-print("-- off")
-fit({str(tmp_path)!r}, TQDMProgressBar(refresh_rate=0), task=Tiny([1.0], pause=0.12))
-""",
-        columns=160,
-    )
-    assert code == 0, text
-    mine, bad = text.split("-- bad")
-    bad, off = bad.split("-- off")
+def test_overrides_and_off(tmp_path, caplog):
+    class Mine(TQDMProgressBar):
+        def get_metrics(self, trainer, pl_module):
+            return {"steps": trainer.global_step, **super().get_metrics(trainer, pl_module), "word": "w"}
+
+        def init_validation_tqdm(self):
+            bar = super().init_validation_tqdm()
+            bar.set_description("checking")
+            return bar
+
+    class Bad(TQDMProgressBar):
+        def get_metrics(self, trainer, pl_module):
+            raise KeyError("mistake")
+
+    def train(bar, **flags):
+        return fit(tmp_path, often(bar), task=Tiny([1.0], PAUSE), **flags).global_step
+
+    caplog.set_level(logging.WARNING, logger="treadle")
+    mine = on_a_terminal(lambda: train(Mine(), max_epochs=1, logger=None), columns=160)
     assert re.search(r"v_num=0", mine)
     assert re.search(r"steps=5, .*word=w", mine)
     assert "checking" in mine
-    assert bad.count("the progress bar failed and is disabled: KeyError: 'mistake'") == 1
-    assert off.strip() == ""
+    with pytest.warns(UserWarning, match="the progress bar failed and is disabled: KeyError: 'mistake'") as caught:
+        on_a_terminal(lambda: train(Bad()))
+    assert sum("progress bar failed" in str(warning.message) for warning in caught) == 1
+    assert on_a_terminal(lambda: train(TQDMProgressBar(refresh_rate=0))) == ""
 
 
 class Screen(io.StringIO):
@@ -215,7 +234,7 @@ def test_a_lost_stream_does_not_end_the_run(tmp_path, monkeypatch, loss, kind):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         note = LambdaCallback(on_train_batch_start=lose)
-        made = fit(tmp_path, note, kind(), task=Tiny([1.0], pause=0.05), max_epochs=2)
+        made = fit(tmp_path, note, often(kind()), task=Tiny([1.0], PAUSE), max_epochs=2)
     assert made.global_step == 10
     # A closed stream tqdm passes over by itself; rich goes on writing to the one that it began with.
     passed_over = (loss, kind) in (("closed", TQDMProgressBar), ("none", RichProgressBar))
@@ -223,18 +242,15 @@ def test_a_lost_stream_does_not_end_the_run(tmp_path, monkeypatch, loss, kind):
 
 
 def test_a_terminal_that_hangs_up_does_not_end_the_run(tmp_path):
-    code, _ = on_a_terminal(
-        f"""
-import signal
-signal.signal(signal.SIGHUP, signal.SIG_IGN)
-made = fit({str(tmp_path)!r}, TQDMProgressBar(), task=Tiny([1.0], pause=0.1), max_epochs=2)
-open({str(tmp_path / "steps")!r}, "w").write(str(made.global_step))
-os._exit(0)
-""",
-        after=lambda process, written: b"epoch 1/2:  40%" in written,
-    )
-    assert code == 0
-    assert (tmp_path / "steps").read_text() == "10"
+    steps = []
+
+    def program():
+        bar = often(TQDMProgressBar())
+        steps.append(fit(tmp_path, bar, task=Tiny([1.0], PAUSE), max_epochs=2).global_step)
+
+    with pytest.warns(UserWarning, match="the progress bar failed"):
+        assert "epoch 2/2" not in on_a_terminal(program, hangs_up=b"epoch 1/2:  40%")
+    assert steps == [10]
 
 
 def test_without_a_terminal_there_are_plain_lines(tmp_path, capsys):
@@ -299,14 +315,8 @@ def test_the_loss_is_shown_if_no_other_one_is(tmp_path, capsys):
 
 
 def test_a_terminal_shows_the_loss_and_lines_on_request(tmp_path):
-    code, text = on_a_terminal(f"""
-class Unlogged(Tiny):
-    def log(self, name, *args, **kwargs):
-        if name.startswith("val"):
-            super().log(name, *args, **kwargs)
-fit({str(tmp_path)!r}, TQDMProgressBar(epoch_lines=True), task=Unlogged([0.5], pause=0.05), max_epochs=3)
-""")
-    assert code == 0, text
+    bar = often(TQDMProgressBar(epoch_lines=True))
+    text = on_a_terminal(lambda: fit(tmp_path, bar, task=Unlogged([0.5], PAUSE), max_epochs=3))
     lines, states = screen(text)
     assert re.search(r"^epoch 2/3: .* 5/5 .*, loss=\d\S+, val_loss=0.5\]$", "\n".join(states), re.M)
     found = [line for line in lines if re.fullmatch(r"epoch \d/3  loss \S+  val_loss 0.5  \d+ ms", line)]
@@ -314,9 +324,7 @@ fit({str(tmp_path)!r}, TQDMProgressBar(epoch_lines=True), task=Unlogged([0.5], p
 
 
 def test_a_terminal_without_a_size_shows_the_bar(tmp_path):
-    source = f"fit({str(tmp_path)!r}, TQDMProgressBar(), task=Tiny([0.5], pause=0.05))"
-    code, text = on_a_terminal(source, columns=0, rows=0)
-    assert code == 0, text
+    text = on_a_terminal(lambda: fit(tmp_path, TQDMProgressBar(), task=Tiny([0.5], PAUSE)), columns=0, rows=0)
     assert re.search(r"^epoch 2/2: 100%.* 5/5 .*, val_loss=0.5", "\n".join(screen(text)[1]), re.M)
 
 
@@ -364,8 +372,8 @@ def test_rich(tmp_path, monkeypatch, capsys):
             return {**super().get_metrics(trainer, pl_module), "[word]": "w"}
 
     theme = RichProgressBarTheme(metrics_format=".1e", metrics_text_delimiter=" | ")
-    bar = Mine(theme=theme, console_kwargs={"width": 120})
-    made = fit(tmp_path, talk, bar, task=Tiny([0.5], pause=0.11), num_sanity_val_steps=1)
+    bar = often(Mine(theme=theme, console_kwargs={"width": 120}))
+    made = fit(tmp_path, talk, bar, task=Tiny([0.5], PAUSE), num_sanity_val_steps=1)
     made.test(made.task, loader(6))
     lines, states = screen(error.getvalue().replace("\n", "\r\n"))
     seen = "\n".join(states)
@@ -386,15 +394,11 @@ def test_rich_leaves_and_does_without_a_length(tmp_path, monkeypatch):
     error = Screen()
     monkeypatch.setattr(sys, "stderr", error)
 
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(torch.ones(4, 1, 2))
-
-    stream = torch.utils.data.DataLoader(Stream(), batch_size=2)
+    stream = DataLoader(Stream(), batch_size=2)
     bar = RichProgressBar(leave=True, console_kwargs={"force_terminal": True, "width": 120})
     trainer(tmp_path, bar).fit(Tiny(), stream)
     bars = [line for line in screen(error.getvalue().replace("\n", "\r\n"))[0] if "━" in line]
-    assert [re.match(r"epoch \d/2 .*\b2/-- ", line).group()[:7] for line in bars] == ["epoch 1", "epoch 2"]
+    assert [re.match(r"epoch \d/2 .*\b3/-- ", line).group()[:7] for line in bars] == ["epoch 1", "epoch 2"]
     task = bar.progress.add_task("mine", total=2)  # nothing is drawn after the run
     bar.progress.update(task, advance=1)
     assert bar.progress.disable

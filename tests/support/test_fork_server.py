@@ -1,4 +1,4 @@
-"""Programs that a nursery forks do what the interpreter does: what they print, where, and how they end."""
+"""Programs that a fork server forks do what the interpreter does: what they print, where, and how they end."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from fork_server import UNIMPORTED
 from processes import clean_environment, programs, python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is the interpreter itself")
@@ -86,9 +87,11 @@ def test_a_program_finds_what_it_finds_in_the_interpreter(arguments, tmp_path):
     assert found == tuple(map(str, wanted))
 
 
-def test_a_program_is_forked_from_what_has_imported_torch_and_nothing_of_treadle():
-    code, printed, _ = outcome(python(), "-c", "import sys; print('torch' in sys.modules, 'treadle' in sys.modules)")
-    assert (code, printed) == (0, "True False\n")
+@pytest.mark.parametrize(("env", "imported"), [({}, True), ({UNIMPORTED: "1"}, False), ({"PYTHONPATH": "own"}, False)])
+def test_a_program_is_forked_from_what_has_imported_torch_and_treadle(env, imported, tmp_path):
+    (tmp_path / "own" / "treadle").mkdir(parents=True)
+    code = "import sys; print('torch' in sys.modules, 'treadle' in sys.modules)"
+    assert outcome(python(), "-c", code, env=env, cwd=tmp_path)[:2] == (0, f"True {imported}\n")
 
 
 def test_what_torch_may_read_at_its_import_asks_for_an_interpreter_of_its_own():

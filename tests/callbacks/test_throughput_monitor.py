@@ -1,4 +1,4 @@
-"""What measures a run: `ThroughputMonitor`, `DeviceStatsMonitor`, and `LearningRateMonitor`'s names."""
+"""`Throughput`, `ThroughputMonitor` and `measure_flops`, against counts by hand; and what the monitors cost a step."""
 
 import time
 
@@ -9,18 +9,14 @@ from processes import run
 from torch import nn
 from torch.utils.data import DataLoader
 from treadle.callbacks import (
-    BatchSizeFinder,
     DeviceStatsMonitor,
-    LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
     Throughput,
     ThroughputMonitor,
     measure_flops,
 )
-from treadle.callbacks._throughput.peak_flops import look_up_peak_flops
-
-# -- Throughput ----------------------------------------------------------------------------------------------------
+from treadle.callbacks._throughput import look_up_peak_flops
 
 
 def test_rates_by_hand():
@@ -98,9 +94,6 @@ def test_operations_by_hand():
 )
 def test_what_a_device_could_do(name, dtype, peak):
     assert look_up_peak_flops(name, dtype) == (peak and pytest.approx(peak))
-
-
-# -- ThroughputMonitor ---------------------------------------------------------------------------------------------
 
 
 class Works(Tiny):
@@ -238,170 +231,6 @@ def test_one_process_that_can_not_count_turns_it_off_on_all(tmp_path):
     first, second = run(uneven, 2, str(tmp_path), True)
     assert first[0] == second[0] == 4
     assert not any("train/time" in row for _, row in first[1])
-
-
-# -- DeviceStatsMonitor --------------------------------------------------------------------------------------------
-
-
-def test_the_cpu(tmp_path):
-    rows = Rows()
-    fit(tmp_path, DeviceStatsMonitor(), values=[1.0], logger=rows, log_every_n_steps=2, accumulate_grad_batches=2)
-    assert [step for step, _ in rows_of(rows, "DeviceStatsMonitor.on_train_batch_start/cpu_percent")] == [2, 4, 6]
-    found = rows_of(rows, "DeviceStatsMonitor.on_train_batch_end/cpu_vm_percent")
-    assert [step for step, _ in found] == [2, 4, 6]
-    assert 0 < found[0][1]["DeviceStatsMonitor.on_train_batch_end/cpu_vm_percent"] <= 100
-    assert "DeviceStatsMonitor.on_train_batch_end/cpu_swap_percent" in found[0][1]
-    assert len(rows_of(rows, "DeviceStatsMonitor.on_validation_batch_end/cpu_percent")) == 2
-    rows = Rows()
-    fit(tmp_path, DeviceStatsMonitor(cpu_stats=False), logger=rows, log_every_n_steps=1)
-    assert not any("DeviceStats" in name for _, row in rows.rows for name in row)
-
-
-def test_what_it_needs(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="DeviceStatsMonitor needs a logger"):
-        fit(tmp_path, DeviceStatsMonitor())
-    with pytest.raises(ValueError, match="log_every_n_steps=0 does not work with DeviceStatsMonitor"):
-        fit(tmp_path, DeviceStatsMonitor(), logger=Rows(), log_every_n_steps=0)
-    with pytest.raises(TypeError, match="cpu_stats='yes'"):
-        DeviceStatsMonitor("yes")
-    monkeypatch.setattr("treadle.common.optional.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"psutil.*treadle\[psutil\]"):
-        DeviceStatsMonitor(cpu_stats=True)
-    with pytest.raises(ModuleNotFoundError, match="psutil"):
-        fit(tmp_path, DeviceStatsMonitor(), logger=Rows())
-
-
-def test_a_failing_sensor_does_not_end_the_run(tmp_path, monkeypatch):
-    def broken():
-        raise OSError("no /proc")
-
-    monkeypatch.setattr("psutil.virtual_memory", broken)
-    with pytest.warns(UserWarning, match="DeviceStatsMonitor failed and is disabled: OSError"):
-        assert fit(tmp_path, DeviceStatsMonitor(), logger=Rows()).global_step == 10
-
-
-# -- LearningRateMonitor's names: those of Lightning 2.6.6, seen by running it ----------------------------------------
-
-
-class Several(Tiny):
-    """Two networks, two optimizers, stepped by hand."""
-
-    def __init__(self, build):
-        super().__init__()
-        self.automatic_optimization = False
-        self.other = nn.Linear(2, 1)
-        self.build = build
-
-    def configure_optimizers(self):
-        return self.build(self.net.parameters(), self.other.parameters())
-
-    def training_step(self, batch, batch_idx):
-        for number, (optimizer, part) in enumerate(zip(self.optimizers(), (self.net, self.other), strict=True)):
-            if number and batch_idx % 2 == 0:
-                continue  # the second one only every other batch
-            loss = part(batch[0]).pow(2).mean()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            optimizer.param_groups[0]["lr"] /= 2
-
-
-def adams(first, second):
-    return [torch.optim.Adam(first, lr=1.0), torch.optim.Adam(second, lr=8.0)]
-
-
-def one_scheduled(first, second):
-    made = adams(first, second)
-    return made, [torch.optim.lr_scheduler.StepLR(made[1], 100)]
-
-
-def one_named(first, second):
-    made = adams(first, second)
-    return made, [{"scheduler": torch.optim.lr_scheduler.StepLR(made[0], 100), "name": "mine"}]
-
-
-def groups(first, second):
-    (weight, bias), both = first, list(second)
-    return [
-        torch.optim.SGD([{"params": [weight]}, {"params": [bias], "name": "bias"}], lr=1.0),
-        torch.optim.SGD([{"params": both, "name": "all"}], lr=8.0),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("build", "names"),
-    [
-        (adams, {"lr-Adam": 1.0, "lr-Adam-1": 8.0}),
-        (one_scheduled, {"lr-Adam": 8.0, "lr-Adam-1": 1.0}),
-        (one_named, {"mine": 1.0, "lr-Adam": 8.0}),
-        (groups, {"lr-SGD/pg1": 1.0, "lr-SGD/bias": 1.0, "lr-SGD-1/all": 8.0}),
-    ],
-)
-def test_names_of_several_optimizers(tmp_path, build, names):
-    rows = Rows()
-    fit(tmp_path, LearningRateMonitor("step"), task=Several(build), logger=rows, log_every_n_steps=1, max_epochs=1)
-    found = [
-        (step, {k: v for k, v in row.items() if k != "epoch"}) for step, row in rows.rows if "train_loss" not in row
-    ]
-    assert found[0] == (1, names)
-    assert [step for step, _ in found] == [1, 2, 3, 4, 5]
-    scale = [1, 2, 4, 8, 16]  # what each of the first one's steps was taken with; of the second's 1, 1, 2, 2, 4
-    first, second = [next(name for name, value in names.items() if value == start) for start in (1.0, 8.0)]
-    assert [row[first] for _, row in found] == [1 / by for by in scale]
-    assert [row[second] for _, row in found] == [8.0, 8.0, 4.0, 4.0, 2.0]
-
-
-def test_groups_with_one_name_are_an_error(tmp_path):
-    def twice(first, second):
-        return [torch.optim.SGD([{"params": list(p), "name": "a"} for p in (first, second)], lr=1.0)]
-
-    with pytest.raises(ValueError, match="several parameter groups with the name 'a'"):
-        fit(tmp_path, LearningRateMonitor(), task=Several(twice), logger=Rows())
-
-
-def test_no_momentum_is_said(tmp_path):
-    class Plain(Tiny):
-        def configure_optimizers(self):
-            return torch.optim.Adagrad(self.parameters(), lr=0.5, weight_decay=0.25)
-
-    monitor = LearningRateMonitor("epoch", log_momentum=True, log_weight_decay=True)
-    with pytest.warns(UserWarning, match="Adagrad has no momentum"):
-        fit(tmp_path, monitor, task=Plain(), logger=Rows(), max_epochs=1)
-    assert monitor.last_momentum_values == {"lr-Adagrad-momentum": 0.0}
-    assert monitor.last_weight_decay_values == {"lr-Adagrad-weight_decay": 0.25}
-
-
-def test_groups_that_are_added_later(tmp_path):
-    class Grows(Tiny):
-        def configure_optimizers(self):
-            return torch.optim.SGD([self.net.weight], lr=1.0)
-
-        def on_train_epoch_start(self):
-            if self.current_epoch == 1:
-                self.trainer.optimizers[0].add_param_group({"params": [self.net.bias], "lr": 0.5})
-
-    monitor = LearningRateMonitor("step")
-    fit(tmp_path, monitor, task=Grows(), logger=Rows(), log_every_n_steps=5)
-    assert monitor.lrs == {"lr-SGD/pg1": [1.0, 1.0], "lr-SGD/pg2": [0.5]}
-
-
-def test_a_skipped_step_has_no_rate(tmp_path):
-    class Spoiled(Tiny):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            return loss.float() * 1e35 if batch_idx in (1, 3) else loss  # finite, but not with the loss scale
-
-    monitor, rows = LearningRateMonitor("step"), Rows()
-    flags = {"precision": "16-mixed", "log_every_n_steps": 1, "max_epochs": 1}
-    run = fit(tmp_path, monitor, task=Spoiled(), logger=rows, **flags)
-    assert run.global_step < 5
-    assert [len(rates) for rates in monitor.lrs.values()] == [run.global_step]
-
-
-def test_the_result_of_no_search_is_none():
-    for finder in (LearningRateFinder(), BatchSizeFinder()):
-        finder.load_state_dict(finder.state_dict())
-        assert finder.state_dict() == {}
 
 
 def test_they_cost_a_step_next_to_nothing(tmp_path):

@@ -1,14 +1,17 @@
-"""Processes that start at once: forked from an interpreter which has imported torch and done nothing else.
+"""Processes that start at once: forked from an interpreter which has imported torch and Treadle, and done nothing else.
 
 To import torch and the compiler, which its optimizers import, costs 4 s of CPU, nearly all that a process of a small
 test needs. A forked process finds what a fresh one finds: its own session, environment, streams, working directory and
-random state; one thread; no process group; nothing of the test imported. Strings hash differently in the two nurseries,
-as in any two processes: what ranks 0 and 1 do may not hang on the order of a set. A process in whose environment
-something is unusual that torch may read while it is imported is started the long way.
+random state; one thread; no process group; nothing of the test imported. Strings hash differently in the two fork
+servers, as in any two processes: what ranks 0 and 1 do may not hang on the order of a set. A process in whose
+environment something is unusual that torch may read while it is imported is started the long way.
 
-Two kinds of processes are forked. Ranks (`fork`, for `processes.run`) find Treadle imported, which costs 0.3 s. Whole
-programs import it themselves: `executables` is a folder with a `python` that tests, command lines and launchers run in
-place of the interpreter (`warm.py`).
+Two kinds of processes are forked: ranks (`fork`, for `processes.run`), and whole programs, for which `executables` is a
+folder with a `python` that tests, command lines and launchers run instead of the interpreter (`forked_program.py`).
+Programs that would find another Treadle, or whose environment has `UNIMPORTED`, import it themselves: 0.6 s of CPU.
+
+The standard library's fork server (`multiprocessing.forkserver`) forks functions only, not programs with streams,
+signals and an exit status of their own.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import contextlib
 import fcntl
 import functools
 import gc
+import hashlib
 import io
 import json
 import os
@@ -40,13 +44,15 @@ REFUSED = -1  # said in place of a process id
 MOST_DESCRIPTORS = 200  # of one process; Linux sends 253 at once
 BYTES = 8  # of each number that is said
 IMPORTED = ("Trainer", "Accelerator")  # what nearly every rank uses of Treadle
+SHARED = "PYTEST_FORK_SERVERS"  # variable with the names of the fork servers that a parent process has started
+UNIMPORTED = "PYTEST_IMPORTS_TREADLE"  # variable of programs that have to import Treadle themselves
 
 
 class Forked:
-    """A process started by a nursery: as much of `subprocess.Popen` as `processes.run` needs.
+    """A process started by a fork server: as much of `subprocess.Popen` as `processes.run` needs.
 
     Args:
-        address: Where the nursery listens.
+        address: Where the fork server listens.
         request: What the process does, see `_become`.
         streams: The descriptors that it gets as 0, 1 and 2.
     """
@@ -62,7 +68,7 @@ class Forked:
         self._code: int | None = None
         self._read(1)
         if not self._words:
-            raise RuntimeError("the nursery of the ranks (tests/nursery.py) died; its words are above")
+            raise RuntimeError("the fork server of the ranks (tests/support/fork_server.py) died; its words are above")
         self.pid = self._words[0]
 
     def poll(self) -> int | None:
@@ -75,7 +81,7 @@ class Forked:
         if self._code is None:
             self._reply.setblocking(block)
             if self._read(2):
-                # Without a word the nursery was killed, and its ranks with it.
+                # Without a word the fork server was killed, and its ranks with it.
                 self._code = self._words[1] if len(self._words) == 2 else -signal.SIGKILL
                 self._reply.close()
         return self._code
@@ -94,19 +100,22 @@ class Forked:
 
 
 def fork(rank: int, folder: Path, env: Mapping[str, str], base: Mapping[str, str]) -> Forked:
-    """Starts rank ``rank`` with the environment ``env``, in a nursery that was started with ``base``."""
-    address = _nurseries(os.getpid(), tuple(sorted(base.items())))[rank % COUNT]
+    """Starts rank ``rank`` with the environment ``env``, in a fork server that was started with ``base``."""
+    address = _start_servers(os.getpid(), tuple(sorted(base.items())))[rank % COUNT]
     request = {"call": str(folder), "env": dict(env), "cwd": os.getcwd(), "umask": None}
     with open(os.devnull) as nothing:
         return Forked(address, request, [nothing.fileno(), 1, 2])
 
 
 @functools.cache
-def _nurseries(owner: int, env: tuple[tuple[str, str], ...]) -> list[str]:
-    """Addresses of nurseries; they end with this process, which holds the only other end of their lifelines."""
+def _start_servers(owner: int, env: tuple[tuple[str, str], ...]) -> list[str]:
+    """Addresses of fork servers; they end with this process, which holds the only other end of their lifelines."""
+    usual, *names = os.environ.get(SHARED, "").split(" ")
+    if usual == _digest(env):
+        return [f"\0{name}" for name in names]
     addresses = []
     for index in range(COUNT):  # both import at the same time
-        address = f"\0treadle-nursery-{owner}-{index}-{os.urandom(4).hex()}"
+        address = f"\0treadle-fork-server-{owner}-{index}-{os.urandom(4).hex()}"
         held, lifeline = socket.socketpair()
         _LIFELINES.append(held)
         with lifeline, socket.socket(socket.AF_UNIX) as listener:
@@ -122,19 +131,32 @@ def _nurseries(owner: int, env: tuple[tuple[str, str], ...]) -> list[str]:
 _LIFELINES: list[socket.socket] = []
 
 
+def share(base: Mapping[str, str]) -> None:
+    """Start fork servers for this process and for those that it starts, such as the workers of one run of the tests."""
+    env = tuple(sorted(base.items()))
+    os.environ[SHARED] = " ".join([_digest(env), *(name.lstrip("\0") for name in _start_servers(os.getpid(), env))])
+
+
+def _digest(env: tuple[tuple[str, str], ...]) -> str:
+    """Of what a fork server compares with the environment of a process: one that differs would be refused."""
+    import processes
+
+    return hashlib.sha256(repr(sorted(processes.early(dict(env)).items())).encode()).hexdigest()
+
+
 @functools.cache
 def executables(base: tuple[tuple[str, str], ...]) -> Path:
     """A folder for ``PATH``: `python` and the programs of this environment that tests start, all forked.
 
     Args:
-        base: The environment that nurseries are started with, as sorted pairs.
+        base: The environment that fork servers are started with, as sorted pairs.
     """
-    folder = tempfile.TemporaryDirectory(prefix="warm-")
+    folder = tempfile.TemporaryDirectory(prefix="forked-programs-")
     atexit.register(folder.cleanup)
-    known = {"nurseries": _nurseries(os.getpid(), base), "python": sys.executable}
+    known = {"servers": _start_servers(os.getpid(), base), "python": sys.executable}
     (Path(folder.name) / "known.json").write_text(json.dumps(known))
     # Isolated and without `site`: 20 ms, which is all that starting costs.
-    text = f"#!{sys.executable} -IS\n{Path(__file__).with_name('warm.py').read_text()}"
+    text = f"#!{sys.executable} -IS\n{Path(__file__).with_name('forked_program.py').read_text()}"
     for name in ("python", "treadle", "torchrun"):
         file = Path(folder.name) / name
         file.write_text(text)
@@ -142,10 +164,10 @@ def executables(base: tuple[tuple[str, str], ...]) -> Path:
     return Path(folder.name)
 
 
-# -- in the nursery ---------------------------------------------------------------------------------------------------
+# -- in the fork server -----------------------------------------------------------------------------------------------
 
 
-class Nursery:
+class ForkServer:
     """Forks a process per request, until the lifeline is closed.
 
     A request is forgotten once its process has ended and its status is told. Where the other side is gone before that,
@@ -235,7 +257,7 @@ class Nursery:
         reply.close()
 
     def leave(self, reply: socket.socket) -> None:
-        """In a forked process: gives up all that is the nursery's, and says to ``reply`` which process this is."""
+        """In a forked process: gives up all that is the fork server's, and says to ``reply`` which process this is."""
         import processes
 
         processes.die_with(self.pid)
@@ -267,10 +289,12 @@ def main(listener: socket.socket, lifeline: socket.socket) -> None:
         getattr(treadle, name)
 
     if len(threads := os.listdir("/proc/self/task")) != 1:
-        raise RuntimeError(f"a nursery must not have {len(threads)} threads: forked processes would lack all but one")
+        raise RuntimeError(
+            f"a fork server must not have {len(threads)} threads: forked processes would lack all but one"
+        )
     gc.collect()
     gc.freeze()  # else a process looks through all of torch whenever it collects
-    Nursery(listener, lifeline).serve(usual)
+    ForkServer(listener, lifeline).serve(usual)
 
 
 def _kill(pid: int) -> None:
@@ -309,8 +333,9 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
 
 def _run(request: dict[str, Any]) -> int:
     """Runs a program as the interpreter does when it is started with these arguments; returns its exit status."""
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("treadle", "pytest", "_pytest")]:
-        del sys.modules[name]  # a program imports them itself
+    imports_itself = ("pytest", "_pytest", *(["treadle"] if _has_own_treadle(request) else []))
+    for name in [name for name in sys.modules if name.partition(".")[0] in imports_itself]:
+        del sys.modules[name]
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     for text in request["warnings"]:
@@ -341,6 +366,13 @@ def _run(request: dict[str, Any]) -> int:
         sys.excepthook(type(error), error, trace)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
+
+
+def _has_own_treadle(request: dict[str, Any]) -> bool:
+    """Whether a program finds another Treadle than the tests do, or is asked to import it: that costs 0.6 s of CPU."""
+    target = Path(request["target"]).parent if request["kind"] == "script" else Path()
+    places = [target, *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
+    return UNIMPORTED in os.environ or any(place.is_file() or (place / "treadle").exists() for place in places)
 
 
 def _stream(number: int, unbuffered: bool) -> io.TextIOWrapper:

@@ -1,4 +1,4 @@
-"""Averages of a model's weights."""
+"""Averages of a model's weights, and the base class of the callbacks that keep them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...engine import strip_compile_prefix
-from ...engine.checkpoint import OpenCheckpoint, Stored, model_part, open_added
-from ...strategies.distributed import cut_like, is_sharded, local
-from .._pruning import collect_masks
+from ..common.messages import announce, format_count, warn
+from ..engine import isolated_random_state, strip_compile_prefix
+from ..engine.checkpoint import OpenCheckpoint, Stored, model_part, open_added
+from ..strategies.distributed import cut_like, is_sharded, local
+from ._pruning import collect_masks
+from .callback import Callback
 
 if TYPE_CHECKING:
-    from ...trainer import Trainer
+    from ..trainer import TaskModule, Trainer
+
 
 KEYS: tuple[str, str] = ("weight_averaging", "stochastic_weight_averaging")
 """Names under which the averaging callbacks save their averages in a checkpoint."""
@@ -24,38 +27,36 @@ Average = Callable[[list[Tensor], list[Tensor], int], None]
 """Function that updates averages in place, from the current values and the number of earlier updates."""
 
 
-def lerp(share: float) -> Average:
-    """Return an averaging function that moves the average toward the current value.
-
-    Args:
-        share: Fraction of the distance that the average moves in each update, from 0 to 1.
-    """
-    return lambda averages, current, count: torch._foreach_lerp_(averages, current, share)
+# These are module-level functions, and not those that torch.optim.swa_utils returns, so that a callback can be pickled
+# for spawned processes.
 
 
 def average_equally(averages: list[Tensor], current: list[Tensor], count: int) -> None:
-    """Update averages in place so that all averaged values have the same weight.
-
-    Args:
-        averages: The averages.
-        current: The current values.
-        count: Number of values that the averages already include.
-    """
+    """Update averages in place so that all averaged values have the same weight."""
     torch._foreach_lerp_(averages, current, 1 / (count + 1))
 
 
-def wrap_avg_fn(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Average:
-    """Return an averaging function that calls torch's ``avg_fn`` for each tensor.
+def average_exponentially(decay: float, averages: list[Tensor], current: list[Tensor], count: int) -> None:
+    """Update averages in place to ``decay * average + (1 - decay) * current``."""
+    torch._foreach_lerp_(averages, current, 1.0 - decay)
 
-    Args:
-        function: ``avg_fn(averaged, current, num_averaged)``, which returns the new average.
-    """
 
-    def average(averages: list[Tensor], current: list[Tensor], count: int) -> None:
-        for averaged, value in zip(averages, current, strict=True):
-            averaged.copy_(function(averaged, value, torch.tensor(count, device="cpu")))
+def average_each(
+    avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor], averages: list[Tensor], current: list[Tensor], count: int
+) -> None:
+    """Update averages in place by torch's ``avg_fn(averaged, current, num_averaged)``, which returns one average."""
+    for averaged, value in zip(averages, current, strict=True):
+        averaged.copy_(avg_fn(averaged, value, torch.tensor(count, device="cpu")))
 
-    return average
+
+def average_all(
+    multi_avg_fn: Callable[[list[Tensor], list[Tensor], Tensor], Any],
+    averages: list[Tensor],
+    current: list[Tensor],
+    count: int,
+) -> None:
+    """Update averages in place by torch's ``multi_avg_fn(averaged, current, num_averaged)``."""
+    multi_avg_fn(averages, current, torch.tensor(count, device="cpu"))
 
 
 class Averages:
@@ -136,12 +137,9 @@ class Averages:
         if not self.count:
             torch._foreach_copy_(averages, current_values)
         else:
-            float_averages = [averages[n] for n in self._floats]
-            average(
-                float_averages,
-                [current_values[n].to(averages[n].device, averages[n].dtype) for n in self._floats],
-                self.count,
-            )
+            if self._floats:
+                float_averages = [averages[n] for n in self._floats]
+                average(float_averages, [current_values[n].to(averages[n]) for n in self._floats], self.count)
             if self._others:
                 torch._foreach_copy_([averages[n] for n in self._others], [current_values[n] for n in self._others])
         self.count += 1
@@ -308,3 +306,161 @@ def _cast(averages: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Iterato
     for name, value in averages.items():
         tensor = value.read() if isinstance(value, Stored) else value
         yield name, tensor.to(weights[name].dtype) if name in weights else tensor
+
+
+def find_measured_layers(module: nn.Module) -> list[nn.Module]:
+    """Return the BatchNorm layers in training mode that have running statistics."""
+    return [
+        part
+        for part in module.modules()
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training and part.running_mean is not None
+    ]
+
+
+def measure(trainer: Trainer, task: TaskModule) -> None:
+    """Run ``training_step`` over the training data once, without gradients, to recompute BatchNorm's statistics.
+
+    Must be called on all ranks. The statistics are the mean over the batches of all processes, weighted by the number
+    of samples. The RNG state is restored and the values that the steps log are discarded.
+
+    Args:
+        trainer: The Trainer, after training.
+        task: The task.
+    """
+    layers = find_measured_layers(task)
+    if not layers or trainer.sources is None or trainer.steps is None:
+        return
+    accelerator, loader = trainer.accelerator, trainer.sources.train
+    announce(
+        f"reading the training data once more to update the statistics of "
+        f"{format_count(len(layers), 'BatchNorm layer')}"
+    )
+    before = [[buffer.clone() for buffer in layer.buffers()] for layer in layers]
+    momenta = [layer.momentum for layer in layers]
+    order = None if accelerator.stream is None else accelerator.stream.get_state()
+    epoch = loader.epoch
+    logged = trainer.new_metrics(training=True)
+    try:
+        with torch.no_grad(), isolated_random_state(), trainer.logging_to(logged):
+            samples = _run_through(trainer, task, layers)
+    finally:
+        logged.reset()  # otherwise the task's metric objects include these batches
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum  # type: ignore[assignment]
+        loader.end_epoch()
+        loader.epoch = epoch
+        if accelerator.stream is not None and order is not None:
+            accelerator.stream.go_to(order)
+    if not _average_statistics(trainer, layers, samples):
+        for layer, buffers in zip(layers, before, strict=True):
+            for buffer, value in zip(layer.buffers(), buffers, strict=True):
+                buffer.copy_(value)
+        warn(
+            "the training dataloader yielded no batches in a second pass, so the BatchNorm layers keep the statistics "
+            "of the trained weights, not of their averages. Use a dataset that can be read more than once."
+        )
+
+
+def _run_through(trainer: Trainer, task: TaskModule, layers: list[nn.Module]) -> float:
+    """Recompute the layers' statistics in one pass over the training data and return the number of samples."""
+    steps, accelerator = trainer.steps, trainer.accelerator
+    assert steps is not None
+    step = accelerator.local_method(task, "training_step")
+    for layer in layers:
+        layer.reset_running_stats()  # type: ignore[operator]
+    total_samples = 0.0
+    for index, batch in enumerate(trainer.sources.train):  # type: ignore[union-attr]
+        samples = accelerator.cursor.micro.samples  # type: ignore[union-attr]
+        total_samples += samples
+        for layer in layers:  # a placeholder batch, which keeps the ranks in step, has weight 0
+            layer.momentum = samples / total_samples if samples else 0.0  # type: ignore[assignment]
+        if steps.takes_index:
+            step(batch, index)
+        else:
+            step(batch)
+    return total_samples
+
+
+def _average_statistics(trainer: Trainer, layers: list[nn.Module], samples: float) -> bool:
+    """Average the statistics over all processes, weighted by samples. Return False if there were no samples."""
+    world = trainer.accelerator.data_world
+    statistics: list[Tensor] = [t for layer in layers for t in (layer.running_mean, layer.running_var)]  # type: ignore
+    flat = torch.cat([t.double().flatten() for t in statistics] if world.device.type != "mps" else statistics)
+    total = world.all_reduce(torch.cat([flat * samples, flat.new_tensor([samples])]))
+    if not total[-1]:
+        return False
+    if world.size > 1:
+        mean = total[:-1] / total[-1]
+        for tensor, part in zip(statistics, mean.split([t.numel() for t in statistics]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+    return True
+
+
+class Averaging(Callback):
+    """Callback that keeps averages of the weights and leaves them in the model after training.
+
+    Subclasses decide when to average. If training fails, the model's own weights are restored.
+    """
+
+    exchanges = True
+
+    _key: str
+    """Name under which the averages are saved, one of `KEYS`."""
+
+    _position: tuple[str, ...] = ("latest_epoch",)
+    """Names of further attributes to save with the averages, without their leading underscore."""
+
+    def __init__(self) -> None:
+        self._averages: Averages | None = None
+        self._ended = False  # training is over, and the averages are in the model
+        self._latest_epoch = -1
+
+    def _make_room(self, trainer: Trainer, task: TaskModule, buffers: bool, device: Any, strict: bool) -> None:
+        names = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, Averaging)]
+        if len(names) > 1:
+            raise ValueError(
+                f"the Trainer has {len(names)} callbacks that average weights ({', '.join(names)}), but only one "
+                "callback can set the final weights. Keep one of them."
+            )
+        self._averages = Averages(task, buffers, resolve_averages_device(trainer, device, type(self).__name__, strict))
+        self._ended, self._latest_epoch = False, -1
+
+    def _end(self) -> None:
+        if self._averages is not None and not self._ended:
+            self._averages.restore_model()
+
+    def on_exception(self, trainer: Trainer, pl_module: TaskModule, exception: BaseException) -> None:
+        """Restore the model's own weights."""
+        self._ended = False
+        self._end()
+
+    def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
+        """Keep the averages in the model after successful training, otherwise the model's own weights."""
+        if self._ended and self._averages is not None:
+            self._averages.keep_in_model()
+        self._end()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:
+        """Add the averages, if any, to the checkpoint."""
+        if self._averages is not None:
+            position = {name: getattr(self, f"_{name}") for name in self._position}
+            checkpoint[self._key] = {**self._averages.state_dict(), "ended": self._ended, **position}
+
+    def added_layout(self) -> dict[str, Any]:
+        """Return tensors with the names and sharding of the averages."""
+        return {} if self._averages is None else {self._key: {"weights": self._averages.values}}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: TaskModule, checkpoint: dict[str, Any]) -> None:
+        """Restore the averages, if the checkpoint has any."""
+        saved = checkpoint.get(self._key)
+        if saved is None:
+            warn(f"the checkpoint was saved without {type(self).__name__}, so averaging starts with this run.")
+            return
+        if saved["ended"]:
+            warn("the checkpoint was saved after training ended, so training continues from the averaged weights.")
+        assert self._averages is not None
+        self._averages.load_state_dict(saved)
+        for name in self._position:
+            setattr(self, f"_{name}", saved[name])

@@ -214,7 +214,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.guarantee
 def test_ctrl_c_twice_keeps_what_is_not_replaced_yet(tmp_path):
-    done = script(INTERRUPTED, str(tmp_path), str(Path(__file__).parents[2] / "support"))
+    done = script(INTERRUPTED, str(tmp_path), str(Path(__file__).parents[1] / "support"))
     assert done.stdout == "True\n", done.stderr
     assert done.returncode == 1  # the save failed, and nobody has heard of that
     assert os.listdir(tmp_path / "k") == ["step=2.ckpt"]

@@ -83,18 +83,6 @@ def test_each_has_a_last_of_its_own(tmp_path, counting):
     assert step_of(one.best_model_path) == 15
 
 
-def test_the_last_of_both_in_a_state_of_before(tmp_path):
-    """An earlier version gave both the same; one of them gets another, and nothing is removed."""
-    one, two = pair(tmp_path / "c", save_last=True)
-    made = fit(tmp_path, one, two, task=ByEpoch(), max_epochs=1)
-    store.remove(two.last_model_path)
-    two.last_model_path = one.last_model_path
-    made.max_epochs = 2
-    made.fit(ByEpoch(), loader(), loader(4))
-    assert {os.path.basename(saver.last_model_path) for saver in (one, two)} == {"last.ckpt", "last-v1.ckpt"}
-    assert step_of(one.last_model_path) == step_of(two.last_model_path) == 10
-
-
 @pytest.mark.parametrize("counting", [True, False])
 def test_a_template_that_is_called_last(tmp_path, counting):
     """The best is not overwritten by the newest."""
@@ -156,7 +144,7 @@ fit(".", saver, task=Named(), max_steps=6, max_epochs=-1, samples=12, validate=F
 
 def begin(folder, name, how, held="held"):
     (folder / "run.py").write_text(RUN)
-    support = str(Path(__file__).parents[2] / "support")
+    support = str(Path(__file__).parents[1] / "support")
     with (folder / f"{name} out").open("w") as out:
         command = [python(), "run.py", name, how, held, support]
         return subprocess.Popen(command, cwd=folder, env=clean_environment(), stdout=out, stderr=out)

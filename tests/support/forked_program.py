@@ -1,7 +1,7 @@
-"""What an executable of `nursery.executables` does, in place of the interpreter or of one of its scripts.
+"""What an executable of `fork_server.executables` does, in place of the interpreter or of one of its scripts.
 
-It has a nursery fork the program, hands signals on to it, and ends as it ends. Whatever is unusual, such as an option
-of the interpreter that is not known here, is left to the interpreter itself.
+It has a fork server fork the program, hands signals on to it, and ends as it ends. Whatever is unusual, such as an
+option of the interpreter that is not known here, is left to the interpreter itself.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def inherited():
 
 
 def number_from(reply):
-    """What the nursery says next; None if it is gone."""
+    """What the fork server says next; None if it is gone."""
     word = reply.recv(8)
     return int.from_bytes(word, "little", signed=True) if word else None
 
@@ -82,7 +82,7 @@ def main():
     try:
         if request is None or len(descriptors) > MOST_DESCRIPTORS:
             raise ConnectionRefusedError
-        reply.connect(known["nurseries"][int(os.environ.get("RANK", "0")) % len(known["nurseries"])])
+        reply.connect(known["servers"][int(os.environ.get("RANK", "0")) % len(known["servers"])])
     except (OSError, ValueError):
         os.execv(interpreter, [interpreter, *given])
     os.umask(mask := os.umask(0))
@@ -113,7 +113,7 @@ def main():
         forward(number, None)
     code = number_from(reply)
     if code is None:
-        code = -signal.SIGKILL  # the nursery was killed, and the program with it
+        code = -signal.SIGKILL  # the fork server was killed, and the program with it
     elif number_from(reply):
         stand_in(reply)
     if code >= 0:

@@ -1,0 +1,100 @@
+"""The base class: hooks, their order, and states by name; and callbacks made of functions."""
+
+import os
+
+import pytest
+from callback_runs import Rows, Tiny, fit
+from treadle.callbacks import (
+    HOOKS,
+    BatchSizeFinder,
+    Callback,
+    LambdaCallback,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
+from treadle.trainer.loop import fit_loop
+
+
+def test_functions_as_a_callback(tmp_path):
+    seen = []
+    made = LambdaCallback(
+        setup=lambda trainer, task, stage: seen.append(stage), on_step_end=lambda t, _: seen.append(t.global_step)
+    )
+    fit(tmp_path, made, max_epochs=1)
+    assert seen == ["fit", 1, 2, 3, 4, 5]
+    with pytest.raises(TypeError, match=r"'on_train_epoch_ends' is not a hook. Did you mean 'on_train_epoch_end'"):
+        LambdaCallback(on_train_epoch_ends=print)
+    with pytest.raises(TypeError, match="must be a function"):
+        LambdaCallback(on_fit_end=3)
+    assert vars(LambdaCallback(setup=None, on_fit_end=print)) == {"on_fit_end": print}  # Lightning's default is None
+
+
+class Named(Callback):
+    """Says when it is called."""
+
+    def __init__(self, name, seen, after=0):
+        self.name, self.seen, self.after_task = name, seen, after
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.seen.append(self.name)
+
+
+def test_order(tmp_path):
+    seen = []
+
+    class Says(Tiny):
+        def on_train_epoch_end(self):
+            seen.append("task")
+
+    callbacks = [Named("late", seen, 2), Named("a", seen), Named("soon", seen, 1), Named("b", seen)]
+    fit(tmp_path, *callbacks, task=Says(), max_epochs=1)
+    assert seen == ["a", "b", "task", "soon", "late"]
+
+
+class Stateful(Callback):
+    def __init__(self, name=None):
+        self.name, self.count = name, 0
+
+    @property
+    def state_key(self):
+        return self.name or super().state_key
+
+    def on_step_end(self, trainer, pl_module):
+        self.count += 1
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict):
+        self.count = state_dict["count"]
+
+
+def test_states_by_name(tmp_path):
+    path = tmp_path / "x.ckpt"
+    made = fit(tmp_path, Stateful("one"), Stateful(), max_epochs=1)
+    made.save_checkpoint(path)
+    one, other = Stateful("one"), Stateful()
+    fit(tmp_path, other, one, ckpt_path=path)
+    assert (one.count, other.count) == (10, 10)
+    with pytest.raises(ValueError, match=r"two callbacks.*'Stateful'"):
+        fit(tmp_path, Stateful(), Stateful(), ModelCheckpoint(tmp_path / "c"))
+
+
+def test_loggers_are_told_of_checkpoints(tmp_path):
+    rows = Rows()
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
+    fit(tmp_path, saver, logger=rows, max_epochs=2)
+    assert [os.path.basename(path) for path in rows.saved] == ["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"]
+
+
+def test_the_list_of_hooks():
+    named = {name for name in vars(Callback) if name.startswith("on_")} | {"setup", "teardown"}
+    assert set(HOOKS) == named
+    assert all(getattr(Callback, name).__doc__ for name in HOOKS)
+    assert all(name in fit_loop.__doc__ for name in HOOKS)
+
+
+def test_the_result_of_no_search_is_none():
+    for finder in (LearningRateFinder(), BatchSizeFinder()):
+        finder.load_state_dict(finder.state_dict())
+        assert finder.state_dict() == {}

@@ -1,0 +1,76 @@
+"""`GarbageCollection`: collects at the same steps everywhere, and what it leaves as it was."""
+
+import gc
+
+import pytest
+from callback_runs import Tiny, loader, trainer
+from treadle.callbacks import (
+    Callback,
+    GarbageCollection,
+)
+from treadle.trainer.default_callbacks import choose_callbacks
+
+
+def is_frozen(container):
+    return not any(each is container for each in gc.get_objects())  # which lists all objects but the frozen ones
+
+
+@pytest.fixture
+def collector():
+    """Python's garbage collector as every test expects it, before and after the test."""
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+def test_what_was_there_before_is_frozen_while_a_run_collects(collector):
+    callback, before = GarbageCollection(), []
+    callback.on_train_start(None, None)
+    after = []
+    assert (is_frozen(before), is_frozen(after), gc.isenabled()) == (True, False, False)
+    callback.teardown(None, None, "fit")
+    assert (is_frozen(before), gc.get_freeze_count(), gc.isenabled()) == (False, 0, True)
+
+
+def test_objects_that_other_code_froze_stay_frozen(collector):
+    callback, theirs = GarbageCollection(), []
+    gc.freeze()
+    before = []
+    callback.on_train_start(None, None)
+    assert (is_frozen(theirs), is_frozen(before)) == (True, False)
+    callback.teardown(None, None, "fit")
+    assert (is_frozen(theirs), gc.isenabled()) == (True, True)
+
+
+def test_several_gpus_collect_together():
+    flags = dict.fromkeys(("checkpointing", "progress_bar", "model_summary", "report"), False)
+    (added,) = choose_callbacks(None, **flags, in_folder=False, collects_garbage=True)
+    assert (type(added), added.every_n_steps) == (GarbageCollection, 100)
+    own = GarbageCollection(7)
+    assert choose_callbacks(own, **flags, in_folder=False, collects_garbage=True) == [own]
+    assert choose_callbacks(None, **flags, in_folder=False) == []
+
+
+def test_garbage_is_collected_at_chosen_steps(tmp_path, collector):
+    class Looks(Callback):
+        def on_train_batch_start(self, trainer, *_):
+            enabled.append(gc.isenabled())
+
+    steps, enabled = [], []
+    made = trainer(tmp_path, GarbageCollection(every_n_steps=4), Looks())
+
+    def collected(phase, info):
+        if phase == "start" and made.global_step:
+            steps.append(made.global_step)
+
+    gc.callbacks.append(collected)
+    try:
+        made.fit(Tiny(), loader())
+    finally:
+        gc.callbacks.remove(collected)
+    assert [step for step in steps if step < 10] == [4, 8]
+    assert not any(enabled)
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="generation"):
+        GarbageCollection(generation=3)

@@ -1,0 +1,216 @@
+"""`LearningRateMonitor`: the rates that steps are taken with, under the names that Lightning 2.6.6 gives them."""
+
+import pytest
+import torch
+from callback_runs import Rows, Tiny, fit
+from torch import nn
+from treadle.callbacks import (
+    LearningRateMonitor,
+)
+
+
+class Scheduled(Tiny):
+    """Halves its rate at each epoch, and at each step where told so."""
+
+    def __init__(self, interval=None, name=None, groups=1, optimizer="SGD"):
+        super().__init__([1.0])
+        self.how = interval, name, groups, optimizer
+
+    def configure_optimizers(self):
+        interval, name, groups, kind = self.how
+        parameters = list(self.parameters())
+        parts = [{"params": parameters[:1], "lr": 0.5}, {"params": parameters[1:], "name": "bias"}]
+        extra = {"momentum": 0.9} if kind == "SGD" else {}
+        given = parts if groups == 2 else parameters
+        optimizer = getattr(torch.optim, kind)(given, lr=1.0, weight_decay=0.25, **extra)
+        if interval is None:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": interval, "name": name},
+        }
+
+
+@pytest.mark.parametrize(
+    ("interval", "scheduler", "rows"),
+    [
+        (None, None, [(s, 1.0) for s in (0, 2, 4, 5, 6, 8, 10)]),
+        (None, "epoch", [(0, 1.0), (5, 0.5)]),
+        (None, "step", [(s, 0.5 ** (s - 1)) for s in (2, 4, 6, 8, 10)]),
+        ("step", "epoch", [(2, 1.0), (4, 1.0), (6, 0.5), (8, 0.5), (10, 0.5)]),
+        ("epoch", "step", [(0, 1.0), (5, 0.5**5)]),
+        ("epoch", None, [(0, 1.0), (5, 1.0)]),
+    ],
+)
+def test_the_rate_a_step_is_taken_with(tmp_path, interval, scheduler, rows):
+    logger, monitor = Rows(), LearningRateMonitor(interval)
+    made = fit(tmp_path, monitor, task=Scheduled(scheduler), logger=logger, log_every_n_steps=2)
+    assert logger.of("lr-SGD") == rows
+    assert monitor.lrs == {"lr-SGD": [rate for _, rate in rows]}
+    assert made.callback_metrics["lr-SGD"].item() == rows[-1][1]
+
+
+def test_groups_names_momentum_and_weight_decay(tmp_path):
+    logger, monitor = Rows(), LearningRateMonitor("epoch", log_momentum=True, log_weight_decay=True)
+    fit(tmp_path, monitor, task=Scheduled("epoch", "rate", groups=2), logger=logger, max_epochs=1)
+    row = {name: value for name, value in logger.rows[0][1].items() if name != "epoch"}
+    assert row == {
+        "rate/pg1": 0.5,
+        "rate/pg1-momentum": 0.9,
+        "rate/pg1-weight_decay": 0.25,
+        "rate/bias": 1.0,
+        "rate/bias-momentum": 0.9,
+        "rate/bias-weight_decay": 0.25,
+    }
+    assert list(monitor.lrs) == ["rate/pg1", "rate/bias"]
+    logger = Rows()
+    monitor = LearningRateMonitor("epoch", log_momentum=True)
+    fit(tmp_path, monitor, task=Scheduled(optimizer="Adam"), logger=logger, max_epochs=1)
+    assert logger.of("lr-Adam-momentum") == [(0, 0.9)]
+
+
+def test_two_schedulers_of_one_optimizer(tmp_path):
+    class Two(Tiny):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            kinds = torch.optim.lr_scheduler
+            first = {"scheduler": kinds.StepLR(optimizer, 1, 0.5), "interval": "step"}
+            return [optimizer], [first, {"scheduler": kinds.StepLR(optimizer, 1, 0.1), "name": "both"}]
+
+    logger = Rows()
+    fit(tmp_path, LearningRateMonitor(), task=Two(), logger=logger, log_every_n_steps=5)
+    assert [step for step, _ in logger.of("both")] == [0, 5]
+    assert [step for step, _ in logger.of("lr-SGD")] == [5, 10]
+
+
+def test_rates_without_a_logger(tmp_path):
+    with pytest.raises(ValueError, match="needs a logger"):
+        fit(tmp_path, LearningRateMonitor())
+    with pytest.raises(ValueError, match="Did you mean 'epoch'"):
+        LearningRateMonitor("epochs")
+
+
+def test_rates_of_steps_where_no_step_is_logged(tmp_path):
+    for scheduler, interval in ((None, None), ("step", None), ("epoch", "step")):
+        with pytest.raises(ValueError, match=r"log_every_n_steps=0 .* logs lr-SGD at that interval"):
+            fit(tmp_path, LearningRateMonitor(interval), task=Scheduled(scheduler), logger=Rows(), log_every_n_steps=0)
+    for scheduler, interval in (("epoch", None), (None, "epoch")):
+        monitor = LearningRateMonitor(interval)
+        fit(tmp_path, monitor, task=Scheduled(scheduler), logger=Rows(), log_every_n_steps=0)
+        assert len(monitor.lrs["lr-SGD"]) == 2
+
+
+class Several(Tiny):
+    """Two networks, two optimizers, stepped by hand."""
+
+    def __init__(self, build):
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(2, 1)
+        self.build = build
+
+    def configure_optimizers(self):
+        return self.build(self.net.parameters(), self.other.parameters())
+
+    def training_step(self, batch, batch_idx):
+        for number, (optimizer, part) in enumerate(zip(self.optimizers(), (self.net, self.other), strict=True)):
+            if number and batch_idx % 2 == 0:
+                continue  # the second one only every other batch
+            loss = part(batch[0]).pow(2).mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] /= 2
+
+
+def adams(first, second):
+    return [torch.optim.Adam(first, lr=1.0), torch.optim.Adam(second, lr=8.0)]
+
+
+def one_scheduled(first, second):
+    made = adams(first, second)
+    return made, [torch.optim.lr_scheduler.StepLR(made[1], 100)]
+
+
+def one_named(first, second):
+    made = adams(first, second)
+    return made, [{"scheduler": torch.optim.lr_scheduler.StepLR(made[0], 100), "name": "mine"}]
+
+
+def groups(first, second):
+    (weight, bias), both = first, list(second)
+    return [
+        torch.optim.SGD([{"params": [weight]}, {"params": [bias], "name": "bias"}], lr=1.0),
+        torch.optim.SGD([{"params": both, "name": "all"}], lr=8.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("build", "names"),
+    [
+        (adams, {"lr-Adam": 1.0, "lr-Adam-1": 8.0}),
+        (one_scheduled, {"lr-Adam": 8.0, "lr-Adam-1": 1.0}),
+        (one_named, {"mine": 1.0, "lr-Adam": 8.0}),
+        (groups, {"lr-SGD/pg1": 1.0, "lr-SGD/bias": 1.0, "lr-SGD-1/all": 8.0}),
+    ],
+)
+def test_names_of_several_optimizers(tmp_path, build, names):
+    rows = Rows()
+    fit(tmp_path, LearningRateMonitor("step"), task=Several(build), logger=rows, log_every_n_steps=1, max_epochs=1)
+    found = [
+        (step, {k: v for k, v in row.items() if k != "epoch"}) for step, row in rows.rows if "train_loss" not in row
+    ]
+    assert found[0] == (1, names)
+    assert [step for step, _ in found] == [1, 2, 3, 4, 5]
+    scale = [1, 2, 4, 8, 16]  # what each of the first one's steps was taken with; of the second's 1, 1, 2, 2, 4
+    first, second = [next(name for name, value in names.items() if value == start) for start in (1.0, 8.0)]
+    assert [row[first] for _, row in found] == [1 / by for by in scale]
+    assert [row[second] for _, row in found] == [8.0, 8.0, 4.0, 4.0, 2.0]
+
+
+def test_groups_with_one_name_are_an_error(tmp_path):
+    def twice(first, second):
+        return [torch.optim.SGD([{"params": list(p), "name": "a"} for p in (first, second)], lr=1.0)]
+
+    with pytest.raises(ValueError, match="several parameter groups with the name 'a'"):
+        fit(tmp_path, LearningRateMonitor(), task=Several(twice), logger=Rows())
+
+
+def test_no_momentum_is_said(tmp_path):
+    class Plain(Tiny):
+        def configure_optimizers(self):
+            return torch.optim.Adagrad(self.parameters(), lr=0.5, weight_decay=0.25)
+
+    monitor = LearningRateMonitor("epoch", log_momentum=True, log_weight_decay=True)
+    with pytest.warns(UserWarning, match="Adagrad has no momentum"):
+        fit(tmp_path, monitor, task=Plain(), logger=Rows(), max_epochs=1)
+    assert monitor.last_momentum_values == {"lr-Adagrad-momentum": 0.0}
+    assert monitor.last_weight_decay_values == {"lr-Adagrad-weight_decay": 0.25}
+
+
+def test_groups_that_are_added_later(tmp_path):
+    class Grows(Tiny):
+        def configure_optimizers(self):
+            return torch.optim.SGD([self.net.weight], lr=1.0)
+
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                self.trainer.optimizers[0].add_param_group({"params": [self.net.bias], "lr": 0.5})
+
+    monitor = LearningRateMonitor("step")
+    fit(tmp_path, monitor, task=Grows(), logger=Rows(), log_every_n_steps=5)
+    assert monitor.lrs == {"lr-SGD/pg1": [1.0, 1.0], "lr-SGD/pg2": [0.5]}
+
+
+def test_a_skipped_step_has_no_rate(tmp_path):
+    class Spoiled(Tiny):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss.float() * 1e35 if batch_idx in (1, 3) else loss  # finite, but not with the loss scale
+
+    monitor, rows = LearningRateMonitor("step"), Rows()
+    flags = {"precision": "16-mixed", "log_every_n_steps": 1, "max_epochs": 1}
+    run = fit(tmp_path, monitor, task=Spoiled(), logger=rows, **flags)
+    assert run.global_step < 5
+    assert [len(rates) for rates in monitor.lrs.values()] == [run.global_step]

@@ -1,0 +1,111 @@
+"""`Timer`: what it measures, over resumed runs too, and that all processes stop after the same step."""
+
+import time
+from datetime import timedelta
+
+import pytest
+from callback_runs import Tiny, fit, loader, trainer
+from processes import run
+from treadle.callbacks import (
+    Callback,
+    ModelCheckpoint,
+    Timer,
+)
+
+
+@pytest.mark.parametrize("duration", ["00:00:01:30", timedelta(seconds=90), {"minutes": 1, "seconds": 30}])
+def test_durations(duration):
+    assert Timer(duration).time_remaining() == 90
+
+
+def test_a_timer_stops_the_run(tmp_path):
+    timer = Timer(timedelta(seconds=0.2))
+    made = fit(tmp_path, timer, task=Tiny(pause=0.02), samples=1000, validate=False)
+    assert 2 <= made.global_step <= 15
+    assert timer.time_remaining() == 0
+    timer = Timer(timedelta(seconds=0.01), interval="epoch", verbose=False)
+    assert fit(tmp_path, timer, task=Tiny(pause=0.01), validate=False, max_epochs=9).global_step == 5
+
+
+def test_a_timer_counts_over_resumed_runs(tmp_path):
+    kept = ModelCheckpoint(tmp_path / "c")
+    first = Timer()
+    fit(tmp_path, first, kept, task=Tiny(pause=0.02), validate=False, max_epochs=1)
+    assert first.time_remaining() is None
+    again = Timer()
+    fit(tmp_path, again, validate=False, ckpt_path=kept.best_model_path)
+    assert again.time_elapsed() > 0.1
+    before = again.time_elapsed()
+    time.sleep(0.02)
+    assert again.time_elapsed() == before
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_a_run_whose_time_is_over_takes_no_step_when_it_is_started_again(tmp_path, interval):
+    steps = []
+    for _ in range(3):
+        timer = Timer(timedelta(seconds=0.05), interval, verbose=False)
+        kept = ModelCheckpoint(tmp_path / "c", every_n_train_steps=1, save_last=True)
+        flags = {"validate": False, "max_epochs": 9, "ckpt_path": "auto"}
+        steps.append(fit(tmp_path, timer, kept, task=Tiny(pause=0.02), **flags).global_step)
+    assert steps[0] < 45
+    assert steps == [steps[0]] * 3
+
+
+def test_a_timer_that_looks_when_epochs_end_lets_a_resumed_one_end(tmp_path):
+    kept = ModelCheckpoint(tmp_path / "c", every_n_train_steps=3)
+    fit(tmp_path, Timer(), kept, task=Tiny(pause=0.01), validate=False, max_steps=3)
+    timer = Timer(timedelta(seconds=0.01), "epoch", verbose=False)
+    assert fit(tmp_path, timer, validate=False, max_epochs=9, ckpt_path=kept.best_model_path).global_step == 5
+
+
+def test_the_time_until_an_error_counts_and_no_time_after_it(tmp_path):
+    class Fails(Callback):
+        def on_step_end(self, trainer, task):
+            if trainer.global_step == 3:
+                raise RuntimeError("planned")
+
+    timer = Timer()
+    with pytest.raises(RuntimeError, match="planned"):
+        fit(tmp_path, timer, Fails(), task=Tiny(pause=0.03), validate=False)
+    spent = timer.time_elapsed()
+    assert 0.09 <= spent == timer.time_elapsed()  # it stands
+    fit(tmp_path, timer, task=Tiny(pause=0.03), validate=False, max_steps=1)
+    assert timer.time_elapsed() >= spent + 0.03
+
+
+class Late(Timer):
+    """Its clock runs ahead on rank 1."""
+
+    def time_elapsed(self):
+        return super().time_elapsed() + (100 if self.ahead else 0)
+
+
+def two_clocks(root):
+    timer = Late(timedelta(seconds=50))
+    made = trainer(root, timer)
+    timer.ahead = made.global_rank == 1
+    made.fit(Tiny(), loader(20))
+    return made.global_step
+
+
+def test_two_processes_stop_after_the_same_step(tmp_path):
+    first, second = run(two_clocks, 2, str(tmp_path))
+    assert first == second <= 2
+
+
+def test_no_time_stops_at_once(tmp_path):
+    made = fit(tmp_path, Timer(timedelta(0)))
+    assert (made.global_step, made.current_epoch) == (0, 0)
+
+
+def test_the_time_of_each_stage(tmp_path):
+    timer = Timer()
+    made = fit(tmp_path, timer, task=Tiny([1], pause=0.002))
+    assert 0 < timer.time_elapsed("validate") < timer.time_elapsed() < 60
+    assert timer.end_time("validate") < timer.end_time()
+    assert timer.start_time("test") is None
+    made.test(Tiny(pause=0.002), loader(), verbose=False)
+    assert timer.time_elapsed("test") == timer.end_time("test") - timer.start_time("test") > 0.005
+    with pytest.raises(ValueError, match="validate"):
+        timer.time_elapsed("validation")
