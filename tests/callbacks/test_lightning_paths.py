@@ -5,7 +5,7 @@ import importlib
 import pytest
 import treadle.callbacks
 
-# Below `lightning.pytorch.callbacks`. `checkpoint.Checkpoint` and `spike.SpikeDetection` have other names here, see
+# Below `lightning.pytorch.callbacks`. `checkpoint.Checkpoint` and `spike.SpikeWatch` have other names here, see
 # docs/migrating.md and docs/differences.
 PATHS = {
     "batch_size_finder": ["BatchSizeFinder"],

@@ -42,9 +42,9 @@ def test_every_path_of_the_tables_and_no_other_is_found():
 def test_a_folder_without_a_face_keeps_its_own_modules():
     from treadle.compat.callbacks import EarlyStopping
 
-    spike = importlib.import_module("treadle.compat.callbacks.spike")
-    assert Path(spike.__file__) == ROOT / "compat" / "callbacks" / "spike.py"
-    for kind in (spike.SpikeDetection, EarlyStopping):
+    progress = importlib.import_module("treadle.compat.callbacks.progress.tqdm_progress")
+    assert Path(progress.__file__) == ROOT / "compat" / "callbacks" / "progress" / "tqdm_progress.py"
+    for kind in (progress.Tqdm, EarlyStopping):
         assert pickle.loads(pickle.dumps(kind)) is kind
     assert pickle.loads(b"ctreadle.compat.callbacks.early_stopping\nEarlyStopping\n.") is EarlyStopping
 

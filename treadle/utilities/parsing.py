@@ -2,7 +2,6 @@
 
 from ..common.peer_names import find_peer_names
 from ..compat.init_arguments import (
-    collect_init_args,
     get_init_args,
     lightning_getattr,
     lightning_hasattr,
@@ -13,7 +12,6 @@ from . import AttributeDict
 
 __all__ = [
     "AttributeDict",
-    "collect_init_args",
     "get_init_args",
     "lightning_getattr",
     "lightning_hasattr",
