@@ -59,20 +59,6 @@ def _bind_over_submodules(package: Any, names: list[str], find: Callable[[str], 
             setattr(package, entry.name, find(entry.name))
 
 
-def find_peer_names(module: str) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` that adds a peer's missing names to a module of Treadle that also exists in the peer.
-
-    Args:
-        module: ``__name__`` of the module.
-    """
-    sys.modules[module].__dict__.setdefault("__path__", [])  # for `_refuse`
-
-    def __getattr__(name: str) -> Any:
-        return find_peer_name(module, name, _list_public(sys.modules[module]))
-
-    return __getattr__
-
-
 def find_peer_name(module: str, name: str, valid: Any = ()) -> Any:
     """Return Treadle's counterpart of a peer's name, or else Treadle's submodule of that name.
 
