@@ -32,7 +32,7 @@ from .annotation_words import (
     has_shape,
     simplify,
 )
-from .recipes import CollectionRecipe, MappingRecipe, ObjectRecipe, PlainRecipe, Recipe
+from .buildable import CollectionRecipe, MappingRecipe, ObjectRecipe, PlainRecipe, Recipe
 
 _USUAL = (
     "AdamW",

@@ -21,7 +21,7 @@ from ..resolve import SECTIONS, Config
 from ..values import DEFAULT, ConfigError, Value
 from .annotation_words import format_value
 from .annotations import Checker
-from .recipes import ObjectRecipe, PlainRecipe, Recipe, make_default_value
+from .buildable import ObjectRecipe, PlainRecipe, Recipe, make_default_value
 
 _ELSEWHERE = {
     "seed_everything": "seed",

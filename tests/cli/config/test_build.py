@@ -14,9 +14,9 @@ import cli_samples
 import pytest
 import torch
 from torch import nn
-from treadle.cli.commands.printed import dump_yaml
+from treadle.cli.commands.yaml_dump import dump_yaml
 from treadle.cli.config.instantiate import build
-from treadle.cli.config.instantiate.recipes import Opaque
+from treadle.cli.config.instantiate.buildable import Opaque
 from treadle.cli.config.resolve import load
 from treadle.cli.config.values import ConfigError, make_value
 from treadle.trainer import settings
