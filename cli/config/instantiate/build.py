@@ -128,33 +128,6 @@ class CheckedConfig:
         return Value(sections, "")
 
 
-@dataclass(frozen=True)
-class Built:
-    """Objects built from a configuration.
-
-    Attributes:
-        trainer_settings: The Trainer's flags, with callbacks and loggers built.
-        seed: Seed to set before the run. None leaves the RNG state unchanged.
-    """
-
-    trainer_settings: TrainerSettings
-    model: TaskModule
-    data: DataModule | None
-    seed: int | None
-    ckpt_path: str | None
-
-
-def build(config: Config, model: type[TaskModule] | None = None, data: type[DataModule] | None = None) -> Built:
-    """Check a configuration and build all its objects except the Trainer.
-
-    ``model`` and ``data`` are used unless the configuration names subclasses of them.
-    """
-    checked = check(config, model, data)
-    return Built(
-        checked.build_settings(), checked.build_task(), checked.build_datamodule(), checked.seed, checked.ckpt_path
-    )
-
-
 def check(config: Config, model: type[TaskModule] | None = None, data: type[DataModule] | None = None) -> CheckedConfig:
     """Check a whole configuration against the signatures of its classes. Import modules, but build nothing.
 

@@ -6,7 +6,6 @@ import inspect
 import re
 import subprocess
 import sys
-import typing
 from pathlib import Path
 from random import Random
 
@@ -326,11 +325,3 @@ def test_words_of_docstrings():
         described(treadle.Trainer)["limit_val_batches"]
         == "Maximum number (int) or fraction (float) of batches of each validation dataloader. Default: all batches."
     )
-
-
-def test_build_is_whole():
-    found = build.build(load([], earlier=("f", "model: cli_samples.Line\ndata: cli_samples.Points\nseed: 4\n")))
-    assert isinstance(found.model, cli_samples.Line)
-    assert isinstance(found.data, cli_samples.Points)
-    assert (found.seed, found.ckpt_path, found.trainer_settings) == (4, None, treadle.TrainerSettings())
-    assert typing.get_type_hints(type(found))
