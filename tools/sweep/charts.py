@@ -12,6 +12,8 @@ from ...cli.commands import format_parameter
 from .parameters import Choices, Parameter
 
 _BEST, _WORST = COLORS[0], COLORS[1]  # colors that people with any form of color vision can distinguish
+_WIDTH, _HEIGHT = 560, 240
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 14, 12, 28  # margins
 _MOST_LETTERS = 16  # characters of a choice next to its axis
 _MOST_CHOICES = 24  # choices that are named next to an axis
 
@@ -141,47 +143,72 @@ def _part(low: float, high: float, log: bool) -> tuple[float, float]:
     return (low, high) if low < high else pad_range(low, high, log)
 
 
-def draw_history(points: Sequence[TrialPoint], axis: Axis, goal: str) -> str:
+def draw_history(points: Sequence[TrialPoint], values: Axis, goal: str) -> str:
     """Return an HTML figure that plots each trial's value by run number, with a line for the best value so far."""
-    width, height, left, right, top, bottom = 560, 260, 60, 14, 12, 28
     runs = [point.run for point in points]
-    first, last = min(runs) - 0.5, max(runs) + 0.5
-
-    def x(run: float) -> float:
-        return left + (run - first) / (last - first) * (width - left - right)
-
-    def y(value: float) -> float:
-        return height - bottom - axis.place(value) * (height - top - bottom)
-
-    marks = []
-    for place, word in axis.list_ticks():
-        level = height - bottom - place * (height - top - bottom)
-        marks.append(f'<line x1="{left}" x2="{width - right}" y1="{level:.1f}" y2="{level:.1f}"/>')
-        marks.append(f'<text x="{left - 6}" y="{level + 4:.1f}" text-anchor="end">{escape(word)}</text>')
-    for run in choose_ticks(first, last, False):
-        if run == int(run) and run >= 1:
-            marks.append(f'<text x="{x(run):.1f}" y="{height - 9}" text-anchor="middle">{int(run)}</text>')
+    axis = Axis(f"{values.name} of each trial", min(runs) - 0.5, max(runs) + 0.5)
+    ticks = [(axis.place(run), f"{run:.0f}") for run in choose_ticks(axis.low, axis.high, False) if run == int(run) > 0]
     better = min if goal == "minimize" else max
     best: float | None = None
-    steps: list[str] = []
+    steps: list[tuple[float, float]] = []
     for point in sorted(points, key=lambda point: point.run):
         if not point.pruned:
             before, best = best, point.value if best is None else better(best, point.value)
-            steps += [f"{x(point.run):.1f},{y(before):.1f}"] if before is not None else []
-            steps.append(f"{x(point.run):.1f},{y(best):.1f}")
+            steps += [(point.run, value) for value in (before, best) if value is not None]
     if best is not None:
-        steps.append(f"{width - right},{y(best):.1f}")
-    spots = [
-        f'<circle class="spot{point.kind}" cx="{x(point.run):.1f}" cy="{y(point.value):.1f}" '
-        f'r="{5 if point.is_best else 4}" {point.attributes}><title>{escape(point.words)}</title></circle>'
-        for point in points
-    ]
+        steps.append((axis.high, best))
+    line = " ".join("{:.1f},{:.1f}".format(*_place(axis.place(run), values.place(value))) for run, value in steps)
+    keys = '<div class="keys"><span>line: the best so far</span><span>hollow: pruned</span></div>'
+    places = [axis.place(run) for run in runs]
+    return _draw_scatter(
+        points, places, ticks, values, (axis.name, values.log), keys, f'<polyline class="so-far" points="{line}"/>'
+    )
+
+
+def draw_slice(points: Sequence[TrialPoint], key: str, axis: Axis, values: Axis) -> str:
+    """Return an HTML figure that plots the metric against one parameter, with a point for each trial."""
+    places = [axis.place(point.parameters[key]) for point in points]
+    return _draw_scatter(points, places, axis.list_ticks(), values, (key, axis.log))
+
+
+def _place(x: float, y: float) -> tuple[float, float]:
+    """Return the SVG coordinates of a place in a scatter plot, given from 0 to 1."""
+    return _LEFT + x * (_WIDTH - _LEFT - _RIGHT), _HEIGHT - _BOTTOM - y * (_HEIGHT - _TOP - _BOTTOM)
+
+
+def _draw_scatter(
+    points: Sequence[TrialPoint],
+    places: Sequence[float],
+    ticks: Sequence[tuple[float, str]],
+    values: Axis,
+    caption: tuple[str, bool],
+    keys: str = "",
+    line: str = "",
+) -> str:
+    """Return an HTML figure with a point for each trial at its place on the horizontal axis, from 0 to 1.
+
+    ``caption`` is the title, and whether an axis is logarithmic.
+    """
+    marks = []
+    for place, word in values.list_ticks():
+        _, level = _place(0, place)
+        marks.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{level:.1f}" y2="{level:.1f}"/>')
+        marks.append(f'<text x="{_LEFT - 6}" y="{level + 4:.1f}" text-anchor="end">{escape(word)}</text>')
+    for place, word in ticks:
+        at, _ = _place(place, 0)
+        marks.append(f'<text x="{at:.1f}" y="{_HEIGHT - 9}" text-anchor="middle">{escape(word)}</text>')
+    spots = []
+    for point, place in reversed(list(zip(points, places, strict=True))):  # the best is drawn above the others
+        x, y = _place(place, values.place(point.value))
+        spots.append(
+            f'<circle class="spot{point.kind}" cx="{x:.1f}" cy="{y:.1f}" r="{5 if point.is_best else 4}" '
+            f"{point.attributes}><title>{escape(point.words)}</title></circle>"
+        )
+    title = escape(caption[0])
     return (
-        f"<figure><figcaption>{escape(axis.name)} of each trial{' (logarithmic)' if axis.log else ''}</figcaption>"
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(axis.name)} of each trial">'
-        f'<g class="axis">{"".join(marks)}</g><polyline class="so-far" points="{" ".join(steps)}"/>'
-        f"{''.join(spots)}</svg>"
-        '<div class="keys"><span>line: the best so far</span><span>hollow: pruned</span></div></figure>'
+        f"<figure><figcaption>{title}{' (logarithmic)' if caption[1] else ''}</figcaption>"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(values.name)} over {title}">'
+        f'<g class="axis">{"".join(marks)}</g>{line}{"".join(spots)}</svg>{keys}</figure>'
     )
 
 
@@ -219,32 +246,6 @@ def draw_parallel_coordinates(points: Sequence[TrialPoint], axes: Sequence[tuple
         f'{"".join(lines)}<g class="scale">{"".join(scales)}</g></svg>'
         f'<div class="keys"><span>best<i class="legend" style="background:{gradient}"></i>worst</span>'
         "<span>dashed: pruned</span></div></figure>"
-    )
-
-
-def draw_slice(points: Sequence[TrialPoint], key: str, axis: Axis, values: Axis) -> str:
-    """Return an HTML figure that plots the metric against one parameter, with a point for each trial."""
-    width, height, left, right, top, bottom = 560, 220, 60, 14, 10, 28
-    marks = []
-    for place, word in values.list_ticks():
-        level = height - bottom - place * (height - top - bottom)
-        marks.append(f'<line x1="{left}" x2="{width - right}" y1="{level:.1f}" y2="{level:.1f}"/>')
-        marks.append(f'<text x="{left - 6}" y="{level + 4:.1f}" text-anchor="end">{escape(word)}</text>')
-    for place, word in axis.list_ticks():
-        at = left + place * (width - left - right)
-        marks.append(f'<text x="{at:.1f}" y="{height - 9}" text-anchor="middle">{escape(word)}</text>')
-    spots = []
-    for point in reversed(points):  # so that the best is drawn above the others
-        x = left + axis.place(point.parameters[key]) * (width - left - right)
-        y = height - bottom - values.place(point.value) * (height - top - bottom)
-        spots.append(
-            f'<circle class="spot{point.kind}" cx="{x:.1f}" cy="{y:.1f}" r="4" {point.attributes}>'
-            f"<title>{escape(point.words)}</title></circle>"
-        )
-    return (
-        f"<figure><figcaption>{escape(key)}{' (logarithmic)' if axis.log else ''}</figcaption>"
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(values.name)} over {escape(key)}">'
-        f'<g class="axis">{"".join(marks)}</g>{"".join(spots)}</svg></figure>'
     )
 
 
