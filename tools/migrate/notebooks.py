@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from .findings import Finding
+from .differences import Finding
 from .python_source import migrate_source
 
 _MAGIC = re.compile(r"\s*(?:[%!?]|[\w, ]+=\s*[%!]|[\w.]+\?{1,2}\s*$)")

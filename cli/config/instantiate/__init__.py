@@ -8,7 +8,7 @@ from ....common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import catalog
-    from .annotation_words import describe_annotation
+    from .annotations import describe_annotation
     from .build import CheckedConfig, check, locate_error
     from .buildable import Opaque, make_default_value
 

@@ -19,8 +19,7 @@ from ....trainer import Trainer, TrainerSettings, arguments
 from ....trainer.core import DataModule, SchedulerConfig, Signature, TaskModule, signature
 from ..resolve import SECTIONS, Config
 from ..values import DEFAULT, ConfigError, Value
-from .annotation_words import format_value
-from .annotations import Checker
+from .annotations import Checker, format_value
 from .buildable import ObjectRecipe, PlainRecipe, Recipe, make_default_value
 
 _ELSEWHERE = {
