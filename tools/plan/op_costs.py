@@ -123,24 +123,10 @@ _CONVOLUTIONS = {aten.convolution, aten._convolution, aten.convolution_backward}
 _SPARSE = {aten.embedding, aten.gather, aten.index_select, aten.nll_loss_forward}
 
 
-def _count_attention_flops(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], products: int) -> int:
-    batch, heads, rows, width = query
-    return products * batch * heads * rows * key[-2] * (width + value[-1])
-
-
-def _count_cpu_forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return _count_attention_flops(query, key, value, 2)
-
-
-def _count_cpu_backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> int:
-    # The scores again, and two products for each of the two forward products.
-    return _count_attention_flops(query, key, value, 5)
-
-
-# torch's attention for the CPU. It has the arguments of the GPU's, the only one whose operations torch counts.
-_FORMULAS: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _count_cpu_forward,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _count_cpu_backward,
+# torch's attention for the CPU, which torch does not count: the formula for a GPU's, and the number of its arguments.
+_FORMULAS: dict[Any, tuple[Callable[..., int], int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: (flop_counter.sdpa_flop_count, 3),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (flop_counter.sdpa_backward_flop_count, 4),
 }
 
 
@@ -150,14 +136,6 @@ def _count_bytes(value: Any) -> int:
     if isinstance(value, list | tuple):
         return sum(_count_bytes(item) for item in value)
     return 0
-
-
-def _to_shapes(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return tuple(value.shape)
-    if isinstance(value, list | tuple):
-        return type(value)(_to_shapes(item) for item in value) if not isinstance(value, torch.Size) else value
-    return value
 
 
 def _get_dtype(value: Any) -> torch.dtype | None:
@@ -176,7 +154,6 @@ class Prices:
         self.calibration = calibration
         self.traffic = calibration.fused if compiled else 1.0
         self.flops = 0
-        self._formulas: dict[Any, Callable[..., int] | None] = {}
         self._free: dict[Any, bool] = {}
 
     def seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, str]:
@@ -219,15 +196,11 @@ class Prices:
         return inputs + _count_bytes(out)
 
     def _count(self, packet: Any, args: Any, kwargs: Any, out: Any) -> int:
-        if packet not in self._formulas:
-            corrected = _FORMULAS.get(packet)
-            self._formulas[packet] = corrected or flop_counter.flop_registry.get(packet)
-        formula = self._formulas[packet]
-        if formula is None:
-            return 0
         if packet in _FORMULAS:
-            return formula(*_to_shapes(args))
-        return int(formula(*args, **kwargs, out_val=out))
+            formula, count = _FORMULAS[packet]
+            return int(formula(*(tensor.shape for tensor in args[:count])))
+        counted = flop_counter.flop_registry.get(packet)
+        return 0 if counted is None else int(counted(*args, **kwargs, out_val=out))
 
 
 def _is_free(func: Any) -> bool:
