@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .advice import advise
     from .gpus import GPU, detect_gpu, find_gpu
     from .plan import Plan
-    from .report import Schedule, screen
+    from .report import Schedule, advise, screen
     from .simulation import simulate
     from .strategy_facts import facts_of, varied
     from .subject import Decoder, next_token_loss, sizes_of, tokens
