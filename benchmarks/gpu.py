@@ -41,7 +41,7 @@ from overhead import CHECKED_STEPS, OFF, environment, installed, silence
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from treadle.strategies import FSDP
-from treadle.strategies.distributed.current import disconnect
+from treadle.strategies.distributed import disconnect
 
 import treadle
 

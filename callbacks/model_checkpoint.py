@@ -15,7 +15,7 @@ from ..common.durations import parse_duration
 from ..common.messages import announce, warn
 from ..common.remote_path import absolute, as_path, lexists
 from ..common.validation import check_bool, check_bool_or_word, check_int, check_monitor, choose
-from ..engine.checkpoint import Job
+from ..engine.checkpoint import Job, forget_saved
 from ..engine.checkpoint import store as checkpoint
 from ._checkpointing import (
     STATE,
@@ -295,7 +295,7 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
                 removed = finish_removing(replaced, self._directory, progress.step, trainer.ckpt_path)
                 stores = [*map(checkpoint.CheckpointStore, folders(self._directory, self.name_depth))]
                 recovered = [sentence for store in stores for sentence in store.recover()]
-                checkpoint.forget_saved(store.directory for store in stores)
+                forget_saved(store.directory for store in stores)
                 for sentence in [*recovered, *(f"{path}: removed, because it had been replaced" for path in removed)]:
                     announce(sentence)
         self._top_k.replaced = []
@@ -397,14 +397,14 @@ class ModelCheckpoint(CheckpointAliases, Checkpoint):
             return
         if last.step <= self._top_k.saved_step:
             return
-        if last.lost:
-            warn(f"the run is not saved, because {last.lost}. Its checkpoints are from earlier steps.")
+        if last.unsavable_reason:
+            warn(f"the run is not saved, because {last.unsavable_reason}. Its checkpoints are from earlier steps.")
             return
         values = {self.monitor or "": float("nan"), **trainer.logbook.callback_values, **last.counts}
         if self.save_last:
             path = self._choose_path(trainer, values, last.step, self.last_model_path, last=True)
             self.last_model_path = path
-            last.amend(self, last_model_path=path)
+            last.update_callback_state(self, last_model_path=path)
         else:
             path = self._choose_path(trainer, values, last.step)
         last.save(as_path(path), self.save_weights_only, self.save_trainable_only, self.format)

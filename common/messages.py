@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import SequenceMatcher, get_close_matches
 from typing import TextIO
 
@@ -113,6 +114,18 @@ def nearest(name: object, valid: Iterable[object]) -> str:
     """
     close = closest_name(name, valid)
     return "" if close is None else f" Did you mean {close!r}?"
+
+
+def abbreviate(items: Collection[object], most: int = 8, separator: str = ", ") -> str:
+    """Return the first items as text, and the number of omitted ones: ``"a, b and 3 more"``.
+
+    Args:
+        items: The items to list.
+        most: Number of items to show. Default: 8.
+        separator: Text between two items. Default: ``", "``.
+    """
+    shown = separator.join(map(str, itertools.islice(items, most)))
+    return shown + (f"{separator.lstrip(',')}and {len(items) - most} more" if len(items) > most else "")
 
 
 def name_type(value: object) -> str:

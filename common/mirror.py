@@ -71,7 +71,7 @@ class _Mirror:
 
     def open(self, url: RemotePath) -> Path:
         """Return the local folder for a URL. The first call for a URL downloads its files; see `local_folder`."""
-        here = self._here / url.relative_to(self._url)
+        here = self._here / str(url).removeprefix(str(self._url)).strip("/")
         if url not in self._opened:
             here.mkdir(parents=True, exist_ok=True)
             for name, size in url.files().items():

@@ -122,20 +122,6 @@ class RemotePath:
         """Enclosing folder; for a bucket, the bucket itself."""
         return next(iter(self.parents), self)
 
-    def relative_to(self, folder: RemotePath) -> PurePosixPath:
-        """Return the path relative to a folder that contains it.
-
-        Raises:
-            ValueError: If the folder does not contain the path.
-        """
-        if not self.is_relative_to(folder):
-            raise ValueError(f"{self} is not in {folder}.")
-        return PurePosixPath(*self._parts).relative_to(PurePosixPath(*folder._parts))
-
-    def is_relative_to(self, folder: RemotePath) -> bool:
-        """Return whether this path is in a folder, or is the folder itself."""
-        return self.scheme == folder.scheme and self._parts[: len(folder._parts)] == folder._parts
-
     # -- requests ------------------------------------------------------------------------------------------------
 
     @cached_property

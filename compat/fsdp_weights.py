@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -12,16 +11,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from ..common.messages import name_type
 from ..engine.checkpoint import filesystem
-from ..engine.checkpoint.safetensors_file import abbreviate
-from ..engine.parameter_names import split_tied, strip_compile_prefix
+from ..engine.parameter_names import split_tied
 from ..engine.weights import open_weights, write_weights
 from ..strategies.distributed import current_world
 
 _MODEL = "pytorch_model_fsdp"
 _OPTIMIZER = "optimizer"
+_KEYS = {_MODEL: "model", _OPTIMIZER: "optimizer"}  # of the states in a folder of shards
 _NO_LIMIT = 2**63  # bytes; no file is larger
 
 
@@ -34,27 +42,6 @@ def enable_fsdp_ram_efficient_loading() -> None:
 def disable_fsdp_ram_efficient_loading() -> None:
     """Set the environment variable that makes Transformers load weights on every rank."""
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"
-
-
-def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries with the prefixes of compilation and activation checkpointing removed from their names."""
-    return {
-        strip_compile_prefix(name.replace("._checkpoint_wrapped_module", "")).replace("._orig_mod", ""): value
-        for name, value in named_params.items()
-    }
-
-
-def get_parameters_from_modules(
-    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
-) -> set[nn.Parameter]:
-    """Return the set of parameters of modules that are passed, or that a regular expression selects by name.
-
-    Modules that are selected by their full names in ``model`` are moved to ``device``.
-    """
-    if isinstance(modules, str):
-        pattern = re.compile(modules)
-        modules = [module.to(device) for name, module in model.named_modules() if pattern.fullmatch(name)]
-    return {parameter for module in modules or () for parameter in module.parameters()}
 
 
 def ensure_weights_retied(
@@ -81,53 +68,14 @@ def ensure_weights_retied(
     return initialize
 
 
-def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, Tensor]) -> None:
-    """Replace the parameters of an optimizer in place.
-
-    ``mapping`` contains the new parameters, keyed by the ``data_ptr`` methods of the old ones.
-
-    Raises:
-        KeyError: If a parameter of the optimizer has no replacement.
-    """
-    for group in optimizer.param_groups:
-        missing = [tuple(parameter.shape) for parameter in group["params"] if parameter.data_ptr not in mapping]
-        if missing:
-            raise KeyError(
-                f"mapping has no new parameter for {len(missing)} of the {len(group['params'])} parameters in a group "
-                f"of the optimizer (shapes: {abbreviate(list(map(str, missing)))}). For each old parameter, add an "
-                "entry whose key is the parameter's data_ptr method."
-            )
-        group["params"] = [mapping[parameter.data_ptr] for parameter in group["params"]]
-
-
 def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
     """Shard a model with the accelerator's FSDP and return it; see `Accelerator.prepare_model`."""
-    _check_sharded(accelerator)
-    return accelerator.prepare_model(model)  # type: ignore[no-any-return]
-
-
-def fsdp2_load_full_state_dict(
-    accelerator: Any, model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
-) -> nn.Module:
-    """Load rank zero's full state into a sharded model, and return the model. Must be called on all ranks.
-
-    Raises:
-        ValueError: If the accelerator does not shard models, or a tensor has another shape.
-        KeyError: If the state lacks tensors of the model.
-    """
-    _check_sharded(accelerator)
-    module = accelerator.unwrap_model(model, keep_torch_compile=False)
-    state = dict(full_sd) if accelerator.is_main_process else {}
-    missing = [name for name in module.state_dict() if name not in state] if accelerator.is_main_process else []
-    missing = current_world().broadcast(missing, 0)  # all ranks raise an error, or none
-    if missing:
-        raise KeyError(
-            f"full_sd lacks tensors of the model: {abbreviate(missing)}. Pass the full state dict of the same model."
+    if not accelerator.is_fsdp2:
+        raise ValueError(
+            "the accelerator does not shard models. Create it with "
+            "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())."
         )
-    with current_world().together():
-        _refuse_other_shapes(module, state)
-    _set_model_state(module, state, full=True)
-    return model
+    return accelerator.prepare_model(model)  # type: ignore[no-any-return]
 
 
 def save_fsdp_model(
@@ -151,12 +99,10 @@ def save_fsdp_model(
         adapter_only: Whether to omit parameters that are not trainable. Default: False.
         use_dcp: Must be True (default), unless the full state is written.
     """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
     full = _is_full(fsdp_plugin, use_dcp)
     module = accelerator.unwrap_model(model, keep_torch_compile=False)
     options = StateDictOptions(full_state_dict=full, cpu_offload=full, ignore_frozen_params=adapter_only)
-    _write(accelerator, get_model_state_dict(module, options=options), output_dir, _MODEL, "model", model_index, full)
+    _write(accelerator, get_model_state_dict(module, options=options), Path(output_dir), _MODEL, model_index, full)
 
 
 def load_fsdp_model(
@@ -173,19 +119,19 @@ def load_fsdp_model(
     The arguments are those of `save_fsdp_model`. With ``adapter_only``, weights that are missing in the checkpoint are
     kept. The missing and unexpected keys are returned.
     """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
     full = _is_full(fsdp_plugin, use_dcp)
     module = accelerator.unwrap_model(model, keep_torch_compile=False)
     options = StateDictOptions(full_state_dict=full, ignore_frozen_params=adapter_only)
     state = {} if full else get_model_state_dict(module, options=options)
-    state = _read(accelerator, state, input_dir, _MODEL, "model", model_index, full)
+    state = _read(accelerator, state, Path(input_dir), _MODEL, model_index, full)
     with current_world().together():
         if full and accelerator.is_main_process:
             if not adapter_only:
                 _refuse_missing(module, state)
             _refuse_other_shapes(module, state)
-    return _set_model_state(module, state, full, strict=not adapter_only)
+    shared = full and current_world().size > 1
+    options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=shared, strict=not adapter_only)
+    return set_model_state_dict(module, state, options=options)
 
 
 def save_fsdp_optimizer(
@@ -201,13 +147,11 @@ def save_fsdp_optimizer(
 
     The arguments are those of `save_fsdp_model`.
     """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
     full = _is_full(fsdp_plugin, use_dcp)
     module = accelerator.unwrap_model(model, keep_torch_compile=False)
     options = StateDictOptions(full_state_dict=full, cpu_offload=full)
     state = get_optimizer_state_dict(module, _get_plain_optimizer(optimizer), options=options)
-    _write(accelerator, state, output_dir, _OPTIMIZER, "optimizer", optimizer_index, full)
+    _write(accelerator, state, Path(output_dir), _OPTIMIZER, optimizer_index, full)
 
 
 def load_fsdp_optimizer(
@@ -221,17 +165,11 @@ def load_fsdp_optimizer(
     use_dcp: bool = True,
 ) -> None:
     """Load the optimizer state that `save_fsdp_optimizer` wrote. Must be called on all ranks."""
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
-    )
-
     full = _is_full(fsdp_plugin, use_dcp)
     module = accelerator.unwrap_model(model, keep_torch_compile=False)
     plain = _get_plain_optimizer(optimizer)
     state = {} if full else get_optimizer_state_dict(module, plain, options=StateDictOptions())
-    state = _read(accelerator, state, input_dir, _OPTIMIZER, "optimizer", optimizer_index, full)
+    state = _read(accelerator, state, Path(input_dir), _OPTIMIZER, optimizer_index, full)
     options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=full and accelerator.num_processes > 1)
     set_optimizer_state_dict(module, plain, state, options=options)
     accelerator.wait_for_everyone()
@@ -289,21 +227,11 @@ def _merge(folder: Path, output: Path, safe_serialization: bool) -> None:
 
 
 def _merge_distributed(folder: Path) -> dict[str, Any]:
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
     with tempfile.TemporaryDirectory(prefix="treadle-") as scratch:
         path = Path(scratch) / "merged.bin"
         dcp_to_torch_save(folder, path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     return next(iter(state.values())) if len(state) == 1 else state  # type: ignore[no-any-return]
-
-
-def _check_sharded(accelerator: Any) -> None:
-    if not accelerator.is_fsdp2:
-        raise ValueError(
-            "the accelerator does not shard models. Create it with "
-            "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())."
-        )
 
 
 def _get_plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -345,56 +273,27 @@ def _refuse_other_shapes(module: nn.Module, state: Mapping[str, Any]) -> None:
             )
 
 
-def _set_model_state(module: nn.Module, state: dict[str, Any], full: bool, strict: bool = True) -> Any:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    shared = full and current_world().size > 1
-    options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=shared, strict=strict)
-    return set_model_state_dict(module, state, options=options)
-
-
 def _name_file(stem: str, index: int) -> str:
     return f"{stem}.bin" if index == 0 else f"{stem}_{index}.bin"
 
 
-def _write(
-    accelerator: Any,
-    state: dict[str, Any],
-    folder: str | os.PathLike[str],
-    stem: str,
-    key: str,
-    index: int,
-    full: bool,
-) -> None:
+def _write(accelerator: Any, state: dict[str, Any], folder: Path, stem: str, index: int, full: bool) -> None:
     with current_world().together():
-        filesystem.make_directory(Path(folder))
+        filesystem.make_directory(folder)
         if full and accelerator.is_main_process:
-            torch.save(state, Path(folder) / _name_file(stem, index))
+            torch.save(state, folder / _name_file(stem, index))
     if not full:
-        from torch.distributed import checkpoint
-
-        checkpoint.save({key: state}, checkpoint_id=Path(folder) / f"{stem}_{index}")
+        checkpoint.save({_KEYS[stem]: state}, checkpoint_id=folder / f"{stem}_{index}")
         accelerator.wait_for_everyone()
 
 
-def _read(
-    accelerator: Any,
-    state: dict[str, Any],
-    folder: str | os.PathLike[str],
-    stem: str,
-    key: str,
-    index: int,
-    full: bool,
-) -> dict[str, Any]:
+def _read(accelerator: Any, state: dict[str, Any], folder: Path, stem: str, index: int, full: bool) -> dict[str, Any]:
     accelerator.wait_for_everyone()
     if not full:
-        from torch.distributed import checkpoint
-
         inside = f"{stem}_{index}"
-        path = Path(folder)
-        checkpoint.load({key: state}, checkpoint_id=path if path.name == inside else path / inside)
+        checkpoint.load({_KEYS[stem]: state}, checkpoint_id=folder if folder.name == inside else folder / inside)
         return state
     with current_world().together():
         if accelerator.is_main_process:
-            state = torch.load(Path(folder) / _name_file(stem, index), map_location="cpu", weights_only=True)
+            state = torch.load(folder / _name_file(stem, index), map_location="cpu", weights_only=True)
     return state

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
-from ..engine.run_rng import read_common_seed
+from ..engine.rng import read_common_seed
 
 
 def check_multiple(batch_size: int, num_processes: int) -> None:

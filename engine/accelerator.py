@@ -35,7 +35,6 @@ from .garbage_collection import collect, is_memory_short
 from .modules import CompiledBatches, is_compiled
 from .optim import (
     Accumulation,
-    Agreement,
     BuiltSchedule,
     GradientGuard,
     LoopCheck,
@@ -50,8 +49,7 @@ from .process_state import AcceleratorState, GradientState, Process, register_ac
 from .profilers import profile
 from .quantization import convert_to_float8
 from .rank_consistency import check_loaders_match, check_model_matches, check_values_match
-from .rng import RandomStream
-from .run_rng import RunRng
+from .rng import RandomStream, RunRng
 from .trackers import GeneralTracker, Trackers, tracker_sources
 
 # Lists that public code reads although they are private in Accelerate.
@@ -510,7 +508,7 @@ class Accelerator(Process):
             )
         if self.stream is None:
             self.compare_settings()
-            self.start_order()
+            self.rng.start(self.dataloader_config.data_seed)
         stream = self.stream
         assert stream is not None
         if move is None and (self.device_placement if device_placement is None else device_placement):
@@ -550,33 +548,8 @@ class Accelerator(Process):
 
     @property
     def stream(self) -> RandomStream | None:
-        """Random stream that the order of samples is drawn from; None until `start_order` has been called."""
+        """Random stream that the order of samples is drawn from; None before the first dataloader."""
         return self.rng.stream
-
-    def start_order(self) -> None:
-        """Broadcast rank zero's RNG state, and start the random stream from which the order of samples is drawn.
-
-        The stream starts from ``data_seed`` if that is set, otherwise from rank zero's RNG state. Until `draw_apart` is
-        called, all ranks draw the same random numbers on the CPU. This method is called automatically when the first
-        dataloader is prepared. Call it yourself to start a new run with the same Accelerator.
-        """
-        self.rng.start(self.dataloader_config.data_seed)
-
-    def draw_apart(self) -> None:
-        """Give each rank its own RNG state, so that dropout does not drop the same units on every rank.
-
-        Ranks that process the same sample together keep the same RNG state. This method is called automatically when
-        an iteration over a prepared dataloader begins.
-        """
-        self.rng.draw_apart()
-
-    def drawing_alike(self, purpose: str) -> AbstractContextManager[None]:
-        """Return a context in which all ranks draw the same random numbers, for use after `draw_apart`.
-
-        Args:
-            purpose: Name of the context. After `draw_apart`, different names result in different random numbers.
-        """
-        return self.rng.drawing_alike(purpose)
 
     def join_uneven_inputs(
         self, joinables: Iterable[Any], even_batches: bool | None = None
@@ -700,19 +673,6 @@ class Accelerator(Process):
     def optimizer_step_was_skipped(self) -> bool:
         """True if the last call to an optimizer's ``step`` skipped the step, for example after a float16 overflow."""
         return self.accumulation.optimizer_step_was_skipped
-
-    @property
-    def inside_group(self) -> bool:
-        """True inside an unfinished accumulation group; False if a prepared dataloader groups the micro-batches.
-
-        While it is True, a full checkpoint cannot be saved, because it would not contain the accumulated gradients.
-        """
-        return self.accumulation.position > 0
-
-    @property
-    def agreement(self) -> Agreement:
-        """Values that all processes agree on in each step, such as requests to stop; see `Agreement`."""
-        return self.accumulation.agreement
 
     @property
     def steps(self) -> int:
@@ -852,48 +812,6 @@ class Accelerator(Process):
             optimizer: The optimizer whose gradients are divided by the loss scale. Default: all prepared optimizers.
         """
         self.accumulation.unscale_gradients(optimizer)
-
-    def finish_gradients(self) -> None:
-        """Divide gradients by the total ``weight`` that all processes passed to `backward` in the accumulation group.
-
-        `backward` does this at the end of a group, so a call is needed only after setting `sync_gradients`.
-        """
-        self.accumulation.finish_gradients()
-
-    def reduce_gradients(self, optimizer: PreparedOptimizer) -> None:
-        """Average gradients accumulated in `no_sync`, for models prepared with ``manual_optimization=True``.
-
-        Prepared optimizers do this in ``step`` if it has not been done yet.
-
-        Args:
-            optimizer: The prepared optimizer whose gradients are averaged.
-        """
-        self.accumulation.reduce_gradients(optimizer)
-
-    def drop_gradients(self) -> None:
-        """Discard the gradients of an accumulation group that will not be completed."""
-        self.accumulation.drop_gradients()
-
-    def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
-        """Enable the exchange of the ranks' votes, such as requests to stop, in every step; `agree` returns the result.
-
-        This disables the check that ``on_nonfinite`` configures.
-
-        Args:
-            finite: Whether to check that losses and gradients are finite. In mixed float16 precision, the loss scaler
-                checks the gradients.
-            at_once: Read the votes in the same step, which makes the host wait for the device. If False, they are read
-                one step later on accelerators.
-        """
-        self.accumulation.agree_on_steps(finite=finite, at_once=at_once)
-
-    def agree(self) -> Agreement:
-        """Exchange the ranks' votes in the current step, and return the result. Call `agree_on_steps` first."""
-        return self.accumulation.agree()
-
-    def not_finite_on(self) -> list[int]:
-        """Return the ranks whose loss was not finite. Call it on all ranks if ``agree().finite`` is False."""
-        return self.accumulation.not_finite_on()
 
     def preemptible(
         self, *, grace: str | timedelta | dict[str, int] | None = None, interrupts: bool = False

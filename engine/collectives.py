@@ -177,12 +177,8 @@ def _map_leaves(value: Any, tensor: Callable[[Tensor], Any], other: Callable[[An
         return tensor(value)
     if not holds_tensor(value):
         return other(value)
-    if isinstance(value, Mapping):
-        items = {key: _map_leaves(item, tensor, other) for key, item in value.items()}
-        return items if type(value) is dict else with_items(value, items)
-    if isinstance(value, list | tuple):
-        parts = [_map_leaves(item, tensor, other) for item in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, Mapping | list | tuple):
+        return map_items(value, lambda _, item: _map_leaves(item, tensor, other))
     return apply_nested(value, Tensor, tensor)  # for example a dataclass
 
 
@@ -192,6 +188,15 @@ def with_items(value: Any, items: dict[Any, Any]) -> Any:
     for key, item in items.items():
         copied[key] = item
     return copied
+
+
+def map_items(value: Any, function: Callable[[Any, Any], Any]) -> Any:
+    """Return a mapping, list or tuple of the same class, with ``function(key, item)`` in place of each item."""
+    if isinstance(value, Mapping):
+        items = {key: function(key, item) for key, item in value.items()}
+        return items if type(value) is dict else with_items(value, items)
+    parts = [function(number, item) for number, item in enumerate(value)]
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
 def _rebuild(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
@@ -237,15 +242,7 @@ def _list_fields(value: Any) -> tuple[Any, ...] | None:
 def _take_items(value: Any, empty: bool) -> Any:
     if _list_fields(value) is None:
         return [] if empty else _to_items(value)
-    return _map_items(value, lambda _, item: _take_items(item, empty))
-
-
-def _map_items(value: Any, function: Callable[[Any, Any], Any]) -> Any:
-    if isinstance(value, Mapping):
-        items = {key: function(key, item) for key, item in value.items()}
-        return items if type(value) is dict else with_items(value, items)
-    parts = [function(number, item) for number, item in enumerate(value)]
-    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return map_items(value, lambda _, item: _take_items(item, empty))
 
 
 def _merge(parts: list[Any]) -> Any:
@@ -262,14 +259,14 @@ def _merge(parts: list[Any]) -> Any:
         )
     if fields[0] is None:
         return [item for part in parts for item in part]
-    return _map_items(parts[0], lambda key, _: _merge([part[key] for part in parts]))
+    return map_items(parts[0], lambda key, _: _merge([part[key] for part in parts]))
 
 
 def take_first(gathered: Any, count: int) -> Any:
     """Return the first ``count`` items of each list in a result of `gather_items`."""
     if isinstance(gathered, list):
         return gathered[:count]
-    return _map_items(gathered, lambda _, item: take_first(item, count))
+    return map_items(gathered, lambda _, item: take_first(item, count))
 
 
 def _has_tensor_per_sample(value: Any, samples: int) -> bool:
@@ -285,7 +282,7 @@ def _has_tensor_per_sample(value: Any, samples: int) -> bool:
 def reduce(value: Any, world: World, reduction: str, scale: float) -> Any:
     """Reduce every tensor in a nested value over the processes; see `Accelerator.reduce`."""
     choose("reduction", reduction, REDUCTIONS)
-    if world.size > 1 and world.debug is None and reduction != "none":
+    if world.size > 1 and reduction != "none":
         _check_forms("reduce", value, world)  # otherwise gloo returns what was in memory, and NCCL hangs
 
     def reduce_tensor(tensor: Tensor) -> Tensor:
@@ -352,7 +349,7 @@ def _has_dimension(tensor: Tensor, dim: int) -> bool:
 def broadcast(value: Any, world: World, source: int) -> Any:
     """Return ``value`` with its tensors replaced by those of rank ``source``; all ranks need the same structure."""
     check_process(source, world.size, "from_process")
-    if world.size > 1 and world.debug is None:
+    if world.size > 1:
         _check_forms("broadcast", value, world)
     return apply_nested(value, Tensor, lambda t: world.broadcast_tensor(t.detach().clone(), source))
 
@@ -460,10 +457,8 @@ def _count_fields(inputs: Any) -> tuple[int, Any]:
 
 
 def _select(inputs: Any, selection: slice | list[int]) -> Any:
-    if isinstance(inputs, Mapping):
-        return with_items(inputs, {key: _select(value, selection) for key, value in inputs.items()})
-    if hasattr(inputs, "_fields"):
-        return type(inputs)(*(_select(value, selection) for value in inputs))
+    if isinstance(inputs, Mapping) or hasattr(inputs, "_fields"):
+        return map_items(inputs, lambda _, value: _select(value, selection))
     if isinstance(inputs, Tensor | np.ndarray):
         return inputs[selection]
     if hasattr(inputs, "iloc"):

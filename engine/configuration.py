@@ -509,23 +509,18 @@ _HANDLERS: dict[str, type] = {
 
 def sort_handlers(handlers: Iterable[Any] | None) -> dict[str, Any]:
     """Return the handlers by kind (autocast, scaler, group, profile, replicas), with None for a missing handler."""
-    kinds = _HANDLERS
     if handlers is not None and not isinstance(handlers, Iterable):
         raise TypeError(
             f"kwargs_handlers is {name_type(handlers)}, but must be a list. Pass [{type(handlers).__name__}(...)]."
         )
-    sorted_handlers: dict[str, Any] = dict.fromkeys(kinds)
+    sorted_handlers: dict[str, Any] = dict.fromkeys(_HANDLERS)
     for handler in handlers or ():
-        name = next((name for name, kind in kinds.items() if isinstance(handler, kind)), None)
+        name = next((name for name, kind in _HANDLERS.items() if isinstance(handler, kind)), None)
         if name is None:
-            if isinstance(handler, type) and issubclass(handler, tuple(kinds.values())):
-                raise TypeError(
-                    f"kwargs_handlers contains the class {handler.__name__}, but needs instances. Pass "
-                    f"{handler.__name__}(...)."
-                )
-            valid = [kind.__name__ for kind in kinds.values()]
+            found = f"the class {handler.__name__}" if isinstance(handler, type) else name_type(handler)
+            valid = [kind.__name__ for kind in _HANDLERS.values()]
             raise TypeError(
-                f"kwargs_handlers contains {name_type(handler)}, but supports only "
+                f"kwargs_handlers contains {found}, but supports only instances of "
                 f"{', '.join(valid)}.{nearest(type(handler).__name__, valid)}"
             )
         if sorted_handlers[name] is not None:

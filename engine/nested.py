@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..common.messages import name_type
 from ..strategies import SingleDevice, iter_tensors
-from .collectives import describe_no_tensor, with_items
+from .collectives import describe_no_tensor, map_items
 
 
 def is_torch_tensor(tensor: Any) -> bool:
@@ -65,11 +65,8 @@ def recursively_apply(
     """
 
     def apply(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return honor_type(value, (apply(item) for item in value))
-        if isinstance(value, Mapping):
-            items = {key: apply(item) for key, item in value.items()}
-            return items if type(value) is dict else with_items(value, items)
+        if isinstance(value, Mapping | list | tuple):
+            return map_items(value, lambda _, item: apply(item))
         if test_type(value):
             return func(value, *args, **kwargs)
         if error_on_other_type:
@@ -95,11 +92,11 @@ def send_to_device(
         skip_keys: Mapping keys whose values are not moved.
     """
     skip = [skip_keys] if isinstance(skip_keys, str) else skip_keys or []
-    if isinstance(tensor, Mapping) and not hasattr(tensor, "to"):
-        items = {k: v if k in skip else send_to_device(v, device, non_blocking, skip) for k, v in tensor.items()}
-        return items if type(tensor) is dict else with_items(tensor, items)
-    if isinstance(tensor, list | tuple):
-        return honor_type(tensor, (send_to_device(item, device, non_blocking, skip) for item in tensor))
+    if isinstance(tensor, list | tuple) or (isinstance(tensor, Mapping) and not hasattr(tensor, "to")):
+        skip_here = skip if isinstance(tensor, Mapping) else ()
+        return map_items(
+            tensor, lambda key, item: item if key in skip_here else send_to_device(item, device, non_blocking, skip)
+        )
     if isinstance(tensor, Tensor | nn.Module):
         return tensor.to(device, non_blocking=non_blocking)
     return tensor.to(device) if hasattr(tensor, "to") else tensor
@@ -161,11 +158,10 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     if not data:
         raise ValueError("concatenate got an empty list. Pass at least one value.")
     first = data[0]
-    if isinstance(first, list | tuple):
-        return honor_type(first, (concatenate(parts, dim) for parts in zip(*data, strict=True)))
-    if isinstance(first, Mapping):
-        items = {key: concatenate([part[key] for part in data], dim) for key in first}
-        return items if type(first) is dict else with_items(first, items)
+    if isinstance(first, Mapping | list | tuple):
+        if not isinstance(first, Mapping) and len({len(part) for part in data}) > 1:
+            raise ValueError("concatenate got collections of different lengths. Pass equal structures.")
+        return map_items(first, lambda key, _: concatenate([part[key] for part in data], dim))
     if not isinstance(first, Tensor):
         if len(data) == 1:
             return first

@@ -490,6 +490,16 @@ class PartialState(Process):
         return "\n".join(f"{name}: {value}" for name, value in lines.items()) + "\n"
 
 
+class _Forwarded:
+    """Attribute of an `AcceleratorState` that is the Accelerator's; None without an Accelerator."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, state: AcceleratorState | None, _: type) -> Any:
+        return self if state is None else getattr(state._accelerator, self._name, None)
+
+
 class AcceleratorState(PartialState):
     """State of an Accelerator: a `PartialState` that also describes the Accelerator's precision, strategy and plugins.
 
@@ -511,6 +521,11 @@ class AcceleratorState(PartialState):
     """
 
     deepspeed_plugin = None
+    strategy = _Forwarded("strategy")
+    fsdp_plugin = _Forwarded("fsdp_plugin")
+    parallelism_config = _Forwarded("parallelism_config")
+    device_mesh = _Forwarded("torch_device_mesh")
+    dynamo_plugin = _Forwarded("dynamo_plugin")
 
     def __init__(self, mixed_precision: Any = None, cpu: bool = False, **kwargs: Any) -> None:
         super().__init__(cpu, **kwargs)
@@ -550,34 +565,9 @@ class AcceleratorState(PartialState):
         return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
     @property
-    def strategy(self) -> Any:
-        """Strategy of the Accelerator, or None."""
-        return None if self._accelerator is None else self._accelerator.strategy
-
-    @property
     def is_fsdp2(self) -> bool:
         """True if the strategy shards the model."""
         return self._accelerator is not None and self._accelerator.is_fsdp2
-
-    @property
-    def fsdp_plugin(self) -> Any:
-        """FSDP plugin of the Accelerator, or None."""
-        return None if self._accelerator is None else self._accelerator.fsdp_plugin
-
-    @property
-    def parallelism_config(self) -> Any:
-        """Parallelism configuration of the Accelerator, or None."""
-        return None if self._accelerator is None else self._accelerator.parallelism_config
-
-    @property
-    def device_mesh(self) -> Any:
-        """Device mesh of the Accelerator's strategy, or None."""
-        return None if self._accelerator is None else self._accelerator.torch_device_mesh
-
-    @property
-    def dynamo_plugin(self) -> Any:
-        """Compilation settings of the Accelerator, or None."""
-        return None if self._accelerator is None else self._accelerator.dynamo_plugin
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:

@@ -7,7 +7,7 @@ import signal
 import sys
 
 import pytest
-from treadle.strategies.distributed.current import disconnect
+from treadle.strategies.distributed import disconnect
 
 # Files that take longest, most of it in waiting. With `--no-loadscope-reorder` they are handed out first, so that none
 # of them is what everything waits for at the end.

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...common.messages import name_type, nearest, warn
 from ...common.remote_path import AnyPath, as_path, lexists
-from ...engine.checkpoint import atomic_swap, filesystem, store
+from ...engine.checkpoint import MANIFEST, atomic_swap, filesystem, store
 
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
@@ -152,4 +152,4 @@ def _is_folder(path: AnyPath) -> bool:
         return False
     if isinstance(path, Path) and not os.access(path, os.R_OK | os.X_OK):
         return False
-    return not (path / store.MANIFEST).exists()
+    return not (path / MANIFEST).exists()

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...common.messages import warn
 from ...common.remote_path import AnyPath, as_path
-from ...engine.checkpoint import store
+from ...engine.checkpoint import is_checkpoint, read_manifest, store
 
 
 def remove(path: str, directory: str, resumed: str | None, plugin: Any = None) -> bool:
@@ -29,7 +29,7 @@ def remove(path: str, directory: str, resumed: str | None, plugin: Any = None) -
     try:
         if not place.exists() or (resumed is not None and _is_same(as_path(resumed), place)):
             return False
-        if plugin is None or store.is_checkpoint(path):
+        if plugin is None or is_checkpoint(path):
             store.remove(path)
         else:
             plugin.remove_checkpoint(path)
@@ -54,7 +54,7 @@ def finish_removing(paths: Iterable[str], directory: str, step: int, resumed: st
         step: Optimizer step of the latest checkpoint. Later checkpoints are kept.
         resumed: The checkpoint that the run resumes from, or None.
     """
-    leftovers = [path for path in paths if store.is_checkpoint(path) and _read_step(path, default=step) < step]
+    leftovers = [path for path in paths if is_checkpoint(path) and _read_step(path, default=step) < step]
     return [path for path in leftovers if remove(path, directory, resumed)]
 
 
@@ -71,6 +71,6 @@ def is_abandoned(path: str, step: int, resumed_step: int | None) -> bool:
 
 def _read_step(path: str, default: int) -> int:
     try:
-        return store.read_manifest(path).step
+        return read_manifest(path).step
     except ValueError:
         return default

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, overload
 from torch import Tensor
 
 from ...common.remote_path import as_path
-from ...engine.checkpoint import store
+from ...engine.checkpoint import is_checkpoint
 from ..monitored_metric import is_better
 
 Value = TypeVar("Value")
@@ -192,7 +192,7 @@ def relocate(state: dict[str, Any], directory: str) -> dict[str, Any]:
         if place is None or folder not in place.parents:
             return path
         moved = as_path(directory) / str(place)[len(str(folder)) :].lstrip("/\\")
-        return str(moved) if store.is_checkpoint(moved) else path
+        return str(moved) if is_checkpoint(moved) else path
 
     paths = {name: relocate_path(state[name]) for name in ("best_model_path", "last_model_path")}
     best = {relocate_path(path): score for path, score in state["best_k_models"].items()}

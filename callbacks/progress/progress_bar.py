@@ -213,7 +213,7 @@ class ProgressBar(BestEffortCallback):
 
 def _find_loss(trainer: Trainer, task: TaskModule, values: Iterable[str]) -> dict[str, Any]:
     """Return the latest batch's loss, still on the device, by the name ``loss``; nothing if ``values`` name a loss."""
-    losses = trainer.accelerator.agreement.recent_losses
+    losses = trainer.accelerator.accumulation.agreement.recent_losses
     is_shown = any("loss" in name and not name.startswith(("val", "test")) for name in values)
     return {} if is_shown or not losses or not task.automatic_optimization else {"loss": losses[-1]}
 

@@ -262,7 +262,7 @@ def build_charts(trainer: Trainer) -> dict[str, dict[str, Any]]:
 def collect_last_losses(trainer: Trainer) -> dict[str, Any]:
     """Return the curve of this process's losses of the last steps, also of steps that were not logged, by its name."""
     accelerator, progress = trainer.accelerator, trainer.progress
-    agreement, size = accelerator.agreement, accelerator.gradient_accumulation_steps
+    agreement, size = accelerator.accumulation.agreement, accelerator.gradient_accumulation_steps
     losses = [float(loss) for loss in agreement.recent_losses]
     if not losses or trainer.task is None or not trainer.task.automatic_optimization:
         return {}

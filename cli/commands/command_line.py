@@ -151,10 +151,10 @@ def load_config(options: Options, defaults: Mapping[str, Any] | None = None) -> 
 
 def read_earlier_config(place: str | Path) -> tuple[str, str]:
     """Return the name and text of the configuration that a run saved in its folder or in one of its checkpoints."""
-    from ...engine.checkpoint import find_again, is_checkpoint
+    from ...engine.checkpoint import is_checkpoint, recover_interrupted
 
     folder = as_path(place)
-    find_again(folder)
+    recover_interrupted(folder)
     if is_checkpoint(folder):
         return str(folder), _read_checkpoint_config(folder)
     file = folder / CONFIG if folder.is_dir() else folder

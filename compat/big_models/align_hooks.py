@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...engine.big_models import (
-    Loan,
     ModelHook,
+    OffloadedTensor,
     add_hook_to_module,
-    copy_attributes,
     group_tied_names,
     iter_direct_tensors,
-    make_stand_in,
+    load_all,
+    make_placeholder,
     move,
     named_tensors,
+    release_all,
     resolve,
-    set_tensor,
+    restore,
     set_tensor_by_names,
 )
 from ...utils import find_device
@@ -33,16 +33,6 @@ from .module_tensors import (
     set_module_tensor_to_device,
 )
 from .offload_files import PrefixedDataset
-
-_CAST_LAYERS = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Linear,
-)
 
 
 @dataclass(frozen=True)
@@ -67,6 +57,7 @@ class _MappedPiece:
         out.copy_(self.weights[self.name])
 
 
+@dataclass(eq=False, repr=False)
 class AlignDevicesHook(ModelHook):
     """Hook that moves a module's inputs and its offloaded weights to the device on which the module runs.
 
@@ -82,37 +73,18 @@ class AlignDevicesHook(ModelHook):
         tied_params_map: See `set_module_tensor_to_device`.
     """
 
-    def __init__(
-        self,
-        execution_device: Device | None = None,
-        offload: bool = False,
-        io_same_device: bool = False,
-        weights_map: Mapping[str, Tensor] | None = None,
-        offload_buffers: bool = False,
-        place_submodules: bool = False,
-        skip_keys: str | list[str] | None = None,
-        tied_params_map: TiedParams | None = None,
-    ) -> None:
-        self.execution_device = execution_device
-        self.offload = offload
-        self.io_same_device = io_same_device
-        self.weights_map = weights_map
-        self.offload_buffers = offload_buffers
-        self.place_submodules = place_submodules
-        self.skip_keys = skip_keys
-        self.tied_params_map = tied_params_map
-        self.input_device: torch.device | None = None
-        self.original_devices: dict[str, torch.device] = {}
-        self._has_own_map = False
-        self._loans: dict[str, Loan] = {}
-        self._borrowed: list[tuple[dict[Any, Tensor], Device]] = []
-
-    def __repr__(self) -> str:
-        return (
-            f"AlignDevicesHook(execution_device={self.execution_device}, offload={self.offload}, "
-            f"io_same_device={self.io_same_device}, offload_buffers={self.offload_buffers}, "
-            f"place_submodules={self.place_submodules}, skip_keys={self.skip_keys!r})"
-        )
+    execution_device: Device | None = None
+    offload: bool = False
+    io_same_device: bool = False
+    weights_map: Mapping[str, Tensor] | None = None
+    offload_buffers: bool = False
+    place_submodules: bool = False
+    skip_keys: str | list[str] | None = None
+    tied_params_map: TiedParams | None = None
+    input_device: torch.device | None = field(default=None, init=False)
+    original_devices: dict[str, torch.device] = field(default_factory=dict, init=False)
+    _has_own_map: bool = field(default=False, init=False)
+    _offloaded: dict[str, OffloadedTensor] = field(default_factory=dict, init=False)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Offload the module's weights if ``offload`` is set, and move its other tensors to ``execution_device``."""
@@ -123,7 +95,7 @@ class AlignDevicesHook(ModelHook):
             self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
         for names in group_tied_names(tensors):
             if self.offload and self._goes_away(module, tensors[names[0]], names[0]):
-                self._lend_out(module, names, tensors[names[0]])
+                self._offload(module, names, tensors[names[0]])
             elif self.execution_device is not None:
                 ties = self.tied_params_map
                 set_module_tensor_to_device(module, names[0], self._get_device(), tied_params_map=ties)
@@ -135,7 +107,7 @@ class AlignDevicesHook(ModelHook):
             return True
         return self.offload_buffers and name not in get_non_persistent_buffers(module, self.place_submodules, fqns=True)
 
-    def _lend_out(self, module: nn.Module, names: list[str], tensor: Tensor) -> None:
+    def _offload(self, module: nn.Module, names: list[str], tensor: Tensor) -> None:
         """Replace a tensor of the module with a placeholder, under all its names."""
         if self.weights_map is None or self._has_own_map:
             self.weights_map, self._has_own_map = self.weights_map or {}, True
@@ -143,69 +115,39 @@ class AlignDevicesHook(ModelHook):
         source = next((name for name in names if name in self.weights_map), None)
         if source is None:
             raise ValueError(f"weights_map has no values for {names[0]!r}. Add them, or remove weights_map.")
-        shape, stand_in = make_stand_in(tensor)
+        shape, placeholder = make_placeholder(tensor)
         for name in names:
             path, _, last = name.rpartition(".")
             piece = _MappedPiece(self.weights_map, source)
-            self._loans[name] = Loan(module.get_submodule(path), last, piece, shape, stand_in)
-        set_tensor_by_names(module, names, stand_in)
+            self._offloaded[name] = OffloadedTensor(module.get_submodule(path), last, piece, shape, placeholder)
+        set_tensor_by_names(module, names, placeholder)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Load the offloaded weights, and move the inputs to ``execution_device``."""
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
-        if self._loans:
-            grad = torch.is_grad_enabled()
-            # A tensor created in inference mode would remain an inference tensor on any device.
-            with torch.inference_mode(False), torch.no_grad():
-                brought: dict[int, Tensor] = {}  # so that a tensor with several names is moved once
-                for loan in self._loans.values():
-                    if id(loan.stand_in) not in brought:
-                        brought[id(loan.stand_in)] = self._read(loan)
-                    loan.lend(brought[id(loan.stand_in)], grad)
+        if self._offloaded:
+            load_all(self._offloaded.values(), self._get_device())
         if self.execution_device is None:
             return args, kwargs
         device = self._get_device()
         return move(args, device, ()), move(kwargs, device, self._get_skip_keys())
 
-    def _read(self, loan: Loan) -> Tensor:
-        device = self._get_device()
-        if self.tied_params_map is None:
-            return loan.read(device)
-        copies = self.tied_params_map.get(loan.piece.get().data_ptr())
-        if copies is None:
-            return loan.read(device)
-        if device not in copies:
-            copies[device] = loan.read(device)
-            self._borrowed.append((copies, device))
-        return copies[device]
-
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Release the offloaded weights and, with ``io_same_device``, move the output to the first input's device."""
-        with torch.inference_mode(False), torch.no_grad():
-            for loan in self._loans.values():
-                loan.take_back()
-        for copies, device in self._borrowed:
-            copies.pop(device, None)
-        self._borrowed.clear()
+        release_all(self._offloaded.values())
         if self.io_same_device and self.input_device is not None:
             return move(output, self.input_device, self._get_skip_keys())
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Restore the weights on their original devices if ``offload`` is set, except those from the meta device."""
-        restored: dict[int, Tensor] = {}
-        for name, device in self.original_devices.items():
-            if device.type == "meta":
-                continue
-            if name not in self._loans:
+        origins = {name: device for name, device in self.original_devices.items() if device.type != "meta"}
+        restore((self._offloaded[name], device) for name, device in origins.items() if name in self._offloaded)
+        for name, device in origins.items():
+            if name not in self._offloaded:
                 set_module_tensor_to_device(module, name, device)
-                continue
-            loan = self._loans[name]
-            if id(loan.stand_in) not in restored:
-                restored[id(loan.stand_in)] = copy_attributes(loan.shape, loan.read(device))
-            set_tensor(loan.module, loan.name, restored[id(loan.stand_in)])
-        self._loans = {}
+        self._offloaded = {}
         return module
 
     def _get_device(self) -> torch.device:
@@ -266,31 +208,25 @@ def attach_align_device_hook(
     ``preload_module_classes`` names load all weights of their submodules, which get no hooks. The other arguments are
     those of `AlignDevicesHook`.
     """
-    whole = offload and type(module).__name__ in (preload_module_classes or ())
-    prefix = f"{module_name}." if module_name else ""
-    if whole or next(named_module_tensors(module), None) is not None:
-        hook = AlignDevicesHook(
-            execution_device,
-            offload=offload,
-            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
-            offload_buffers=offload_buffers,
-            place_submodules=whole,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-        )
-        add_hook_to_module(module, hook, append=True)
-    for name, child in module.named_children() if not whole else ():
-        attach_align_device_hook(
-            child,
-            execution_device,
-            offload,
-            weights_map,
-            offload_buffers,
-            prefix + name,
-            skip_keys,
-            preload_module_classes,
-            tied_params_map,
-        )
+
+    def visit(path: str, part: nn.Module) -> None:
+        whole = offload and type(part).__name__ in (preload_module_classes or ())
+        prefix = f"{path}." if path else ""
+        if whole or next(named_module_tensors(part), None) is not None:
+            hook = AlignDevicesHook(
+                execution_device,
+                offload=offload,
+                weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+                offload_buffers=offload_buffers,
+                place_submodules=whole,
+                skip_keys=skip_keys,
+                tied_params_map=tied_params_map,
+            )
+            add_hook_to_module(part, hook, append=True)
+        for name, child in part.named_children() if not whole else ():
+            visit(prefix + name, child)
+
+    visit(module_name, module)
 
 
 def attach_align_device_hook_on_blocks(
@@ -318,98 +254,29 @@ def attach_align_device_hook_on_blocks(
             hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **shared)
             add_hook_to_module(module, hook)
         return
-    names: Iterable[str] = execution_device if isinstance(execution_device, Mapping) else offload  # type: ignore[assignment]
-    runs_on: Mapping[str, Any] = (
-        execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(names, execution_device)
-    )
-    offloads: Mapping[str, bool] = offload if isinstance(offload, Mapping) else dict.fromkeys(names, offload)
-    blocks = {name: (device, offloads[name]) for name, device in runs_on.items() if name in offloads}
+    names: Any = execution_device if isinstance(execution_device, Mapping) else offload
+
+    def by_name(value: Any) -> Mapping[str, Any]:
+        return value if isinstance(value, Mapping) else dict.fromkeys(names, value)
+
+    devices, offloads = by_name(execution_device), by_name(offload)
+    blocks = {name: (devices[name], offloads[name]) for name in devices if name in offloads}
+    preload = preload_module_classes
 
     def visit(path: str, block: nn.Module) -> None:
         if path in blocks:
-            _attach_to_block(block, path, *blocks[path], preload_module_classes, away, shared)
+            device, is_away = blocks[path]
+            if is_away:
+                attach_align_device_hook(
+                    block, device, offload=True, module_name=path, preload_module_classes=preload, **away
+                )
+            if not (is_away and hasattr(block, "_hf_hook")):
+                place = {"io_same_device": not path, "place_submodules": not is_away, **shared}
+                add_hook_to_module(block, AlignDevicesHook(device, **place))
+            attach_execution_device_hook(block, device, preload_module_classes=preload if is_away else None, **shared)
         elif not path:
             add_hook_to_module(block, AlignDevicesHook(io_same_device=True, **shared))
         for name, child in block.named_children():
             visit(f"{path}.{name}" if path else name, child)
 
     visit(module_name, module)
-
-
-def _attach_to_block(
-    block: nn.Module,
-    path: str,
-    device: Device,
-    offload: bool,
-    preload: list[str] | None,
-    away: dict[str, Any],
-    shared: dict[str, Any],
-) -> None:
-    if offload:
-        attach_align_device_hook(block, device, offload=True, module_name=path, preload_module_classes=preload, **away)
-        if not hasattr(block, "_hf_hook"):
-            add_hook_to_module(block, AlignDevicesHook(device, io_same_device=not path, **shared))
-    else:
-        hook = AlignDevicesHook(device, io_same_device=not path, place_submodules=True, **shared)
-        add_hook_to_module(block, hook)
-    attach_execution_device_hook(block, device, preload_module_classes=preload if offload else None, **shared)
-
-
-class LayerwiseCastingHook(ModelHook):
-    """Hook that stores a module's weights in one dtype and computes in another.
-
-    Args:
-        storage_dtype: The dtype of floating-point weights between forward passes.
-        compute_dtype: The dtype during the forward pass.
-        non_blocking: Whether to cast asynchronously, if possible.
-    """
-
-    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
-        self.storage_dtype, self.compute_dtype, self.non_blocking = storage_dtype, compute_dtype, non_blocking
-
-    def init_hook(self, module: nn.Module) -> nn.Module:
-        """Cast the weights to the storage dtype."""
-        return self._cast(module, self.storage_dtype)
-
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Cast the weights to the compute dtype."""
-        self._cast(module, self.compute_dtype)
-        return args, kwargs
-
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Cast the weights to the storage dtype."""
-        self._cast(module, self.storage_dtype)
-        return output
-
-    def _cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
-        # Not with `Module.to(dtype=...)`, which drops the imaginary part of complex tensors.
-        return module._apply(lambda t: t.to(dtype, non_blocking=self.non_blocking) if t.is_floating_point() else t)
-
-
-def attach_layerwise_casting_hooks(
-    module: nn.Module,
-    storage_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    skip_modules_pattern: str | Iterable[str] | None = None,
-    skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
-    non_blocking: bool = False,
-) -> None:
-    """Add a `LayerwiseCastingHook` to each linear, convolution and transposed convolution layer that is not skipped.
-
-    Modules of ``skip_modules_classes``, and those whose names contain a match of a regular expression in
-    ``skip_modules_pattern``, are skipped with their submodules. The other arguments are those of
-    `LayerwiseCastingHook`.
-    """
-    patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else [*(skip_modules_pattern or ())]
-
-    def visit(path: str, inner: nn.Module) -> None:
-        if isinstance(inner, skip_modules_classes or ()) or any(re.search(pattern, path) for pattern in patterns):
-            return
-        if isinstance(inner, _CAST_LAYERS):
-            hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
-            add_hook_to_module(inner, hook, append=True)
-            return
-        for name, child in inner.named_children():
-            visit(f"{path}.{name}" if path else name, child)
-
-    visit("", module)

@@ -16,7 +16,7 @@ from ...common.messages import nearest, warn
 from ...engine.big_models import (
     compute_module_sizes,
     copy_attributes,
-    find_station,
+    find_loading_hooks,
     is_accelerator,
     look_up_device,
     resolve,
@@ -47,15 +47,6 @@ def _is_peft(model: nn.Module) -> bool:
     return any(kind.__name__ == "PeftModel" and kind.__module__.partition(".")[0] == "peft" for kind in kinds)
 
 
-def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Return whether two devices are the same. An accelerator without an index has index 0."""
-    first, second = (
-        (device.type, 0 if device.type != "cpu" and device.index is None else device.index)
-        for device in (first_device, second_device)
-    )
-    return first == second
-
-
 def convert_file_size_to_int(size: int | str) -> int:
     """Convert a size to bytes.
 
@@ -80,12 +71,6 @@ def dtype_byte_size(dtype: Any) -> float:
     if name not in custom:
         raise ValueError(f"dtype={dtype!r} is not a dtype. Use a torch.dtype or a member of CustomDtype.")
     return custom[name]
-
-
-def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """Return the device, address and size in bytes of a tensor's storage."""
-    storage = tensor.untyped_storage()
-    return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
 def named_module_tensors(
@@ -162,12 +147,6 @@ def check_tied_parameters_on_same_device(
 def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, special_dtypes: Any = None) -> int:
     """Return the size of a model's buffers in bytes. The arguments are those of `compute_module_sizes`."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
-
-
-def get_module_leaves(module_sizes: Iterable[str]) -> list[str]:
-    """Return the non-empty names that have no other names nested below them."""
-    parents = {name.rpartition(".")[0] for name in module_sizes}
-    return [name for name in module_sizes if name and name not in parents]
 
 
 def get_max_layer_size(
@@ -257,7 +236,7 @@ def set_module_tensor_to_device(
         set_tensor(owner, name, shared)
         return
     new = _convert(tensor_name, old, value, target, dtype, non_blocking)
-    stays = value is None and new.dtype == old.dtype and check_device_same(target, old.device)
+    stays = value is None and new.dtype == old.dtype and new.device == old.device
     if stays and isinstance(old, nn.Parameter):
         new = old
     if new is not old:
@@ -307,7 +286,7 @@ def _convert(
 
 def has_offloaded_params(module: nn.Module) -> bool:
     """Return whether weights of a module are offloaded until the module is called."""
-    return _get_offload_hook(module) is not None or find_station(module) is not None
+    return _get_offload_hook(module) is not None or find_loading_hooks(module) is not None
 
 
 def _get_offload_hook(module: nn.Module) -> Any:
@@ -332,8 +311,8 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
         finally:
             hook.post_forward(module, None)
             hook.execution_device = before
-    elif station := find_station(module):
-        with station.lending(None if execution_device is None else _as_torch_device(execution_device)):
+    elif hooks := find_loading_hooks(module):
+        with hooks.loaded(None if execution_device is None else _as_torch_device(execution_device)):
             yield
     elif execution_device is None:
         yield

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from ...common.messages import nearest
-
-_INDEX = "index.json"
+from ...engine.big_models.offload_file import INDEX, open_offloaded, open_raw_file
+from ...engine.checkpoint import read_tensor
 
 
 def offload_weight(
@@ -36,24 +35,14 @@ def offload_weight(
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
     """Load a tensor with the dtype and shape in ``weight_info`` from a file that `offload_weight` wrote."""
-    dtype, shape = getattr(torch, weight_info["dtype"]), torch.Size(weight_info["shape"])
-    size, needed = os.path.getsize(weight_file), shape.numel() * dtype.itemsize
-    if size != needed:
-        raise ValueError(
-            f"{weight_file} has {size:,} bytes, but weight_info (dtype {weight_info['dtype']}, shape {list(shape)}) "
-            f"requires {needed:,}. Offload the weights again."
-        )
-    weight = torch.empty(shape, dtype=dtype)
-    with open(weight_file, "rb") as file:
-        file.readinto(memoryview(weight.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
-    return weight
+    return read_tensor(open_raw_file(Path(weight_file), weight_info))
 
 
 def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]) -> None:
     """Add the dtypes and shapes of tensors to the ``index.json`` of a folder. Without entries, no file is written."""
     if not index:
         return
-    path = Path(offload_folder) / _INDEX
+    path = Path(offload_folder) / INDEX
     entries = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     path.write_text(json.dumps({**entries, **index}, indent=2), encoding="utf-8")
 
@@ -122,7 +111,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         if state_dict is None and save_folder is None and index is None:
             raise ValueError("OffloadedWeightsLoader got no weights. Pass state_dict, save_folder or index.")
         if index is None and save_folder is not None:
-            index = json.loads((Path(save_folder) / _INDEX).read_text(encoding="utf-8"))
+            index = json.loads((Path(save_folder) / INDEX).read_text(encoding="utf-8"))
         self.state_dict = {} if state_dict is None else state_dict
         self.save_folder = save_folder
         self.index = {} if index is None else index
@@ -135,19 +124,10 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         if key not in self.index:
             raise KeyError(f"there is no offloaded weight with the name {key!r}.{nearest(key, self.all_keys)}")
         info = self.index[key]
-        if info.get("safetensors_file") is not None:
-            # Some devices cannot load every dtype directly, so the tensor is moved after it has been loaded into
-            # memory.
-            with safe_open(info["safetensors_file"], framework="pt") as file:
-                tensor: Tensor = file.get_tensor(info.get("weight_name", key))
-            dtype = getattr(torch, info["dtype"]) if "dtype" in info else tensor.dtype
-            return tensor.to(device=self.device or "cpu", dtype=dtype)
-        if self.save_folder is None:
-            raise ValueError(
-                f"index has no safetensors_file for {key!r}, and save_folder is not set. Pass save_folder, the folder "
-                f"that contains {key}.dat."
-            )
-        return load_offloaded_weight(Path(self.save_folder) / f"{key}.dat", info)
+        tensor = read_tensor(open_offloaded(self.save_folder, {key: info})[key])
+        if "safetensors_file" not in info:
+            return tensor
+        return tensor.to(self.device or "cpu", getattr(torch, info["dtype"]) if "dtype" in info else tensor.dtype)
 
     def __contains__(self, key: object) -> bool:
         return key in self.state_dict or key in self.index

@@ -11,23 +11,23 @@ if TYPE_CHECKING:
     from .device_map import (
         check_device_map,
         clean_device_map,
+        device_map_plan,
         get_balanced_memory,
         infer_auto_device_map,
         look_up_device,
     )
-    from .device_map_report import device_map_plan
     from .dispatch import (
         cpu_offload,
         cpu_offload_with_hook,
         disk_offload,
         dispatch_model,
-        find_station,
+        find_loading_hooks,
         is_dispatched,
         list_offloaded,
         remove_hook_from_submodules,
     )
     from .empty_init import init_empty_weights, init_on_device
-    from .hooks import Loan, make_stand_in, move
+    from .hooks import OffloadedTensor, load_all, make_placeholder, move, release_all, restore
     from .load_checkpoint import load_checkpoint_and_dispatch, load_checkpoint_in_model
     from .memory import get_max_memory, is_accelerator, resolve
     from .model_hooks import (

@@ -1,4 +1,4 @@
-"""Device maps: the device of each module of a model."""
+"""Device maps: the device of each module of a model, and their report as text."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import nn
 
 from ...common.messages import announce, nearest
 from ..checkpoint import abbreviate
-from .device_map_report import device_map_plan
+from ..parameter_names import make_view_key
 from .memory import Device, format_bytes, get_max_memory, is_accelerator, resolve
-from .module_sizes import Dtypes, Part, split_model
-from .module_tensors import READ_FROM_OUTSIDE, group_tied_names, named_tensors
+from .module_sizes import Dtypes, Part, measure_tensors, split_model
+from .module_tensors import READ_FROM_OUTSIDE, group_tied_names, iter_direct_tensors, named_tensors
 
 DeviceMap = dict[str, Device]
 
@@ -86,13 +86,9 @@ def _iter_in_model_order(model: nn.Module, names: Iterable[str]) -> Iterable[str
     """Yield the given names in the model's order: each module, its own tensors, then its submodules."""
     name_set = set(names)
     for path, module in model.named_modules(remove_duplicate=False):
-        for name in [path, *(f"{path}.{name}" if path else name for name, _ in _list_direct_tensors(module))]:
+        for name in [path, *(f"{path}.{name}" if path else name for name, _ in iter_direct_tensors(module))]:
             if name in name_set:
                 yield name
-
-
-def _list_direct_tensors(module: nn.Module) -> list[tuple[str, object]]:
-    return [*module._parameters.items(), *module._buffers.items()]
 
 
 def _fill(
@@ -266,3 +262,65 @@ def _check_together(device_map: Mapping[str, Device], names: list[str], why: str
                 f"device_map assigns {names[0]!r} to {first!r} and {name!r} to {device!r}, but they {why}. Assign both "
                 "to the same device."
             )
+
+
+def device_map_plan(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    max_memory: Mapping[Device, int | str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    special_dtypes: Dtypes | None = None,
+) -> str:
+    """Return a device map as text: a row for each entry, the total of each device, and the tied tensors.
+
+    Consecutive numbered modules, such as ``layers.0`` to ``layers.5``, share a row if they are on the same device. The
+    size of a tied tensor is counted once.
+    """
+    tensors, bytes_of = named_tensors(model), measure_tensors(model, dtype, special_dtypes)
+    sizes: dict[str, int] = dict.fromkeys(device_map, 0)
+    counted_keys = set()
+    for name, tensor in tensors.items():
+        entry = name
+        while entry and entry not in sizes:
+            entry = entry.rpartition(".")[0]
+        if entry in sizes and (key := make_view_key(tensor)) not in counted_keys:
+            counted_keys.add(key)
+            sizes[entry] += bytes_of[key]
+    rows = [("module", "device", "size")]
+    rows += [
+        (_format_span(names), str(device_map[names[0]]), format_bytes(sum(sizes[n] for n in names)))
+        for names in _group_neighbours(device_map)
+    ]
+    room = get_max_memory(max_memory)
+    totals = [("device", "used", "of")]
+    for device in dict.fromkeys(device_map.values()):
+        used = sum(size for name, size in sizes.items() if device_map[name] == device)
+        totals.append((str(device), format_bytes(used), format_bytes(room[device]) if device in room else "no limit"))
+    lines = [*_format_table(rows), "", *_format_table(totals)]
+    lines += [f"tied: {' = '.join(names)}" for names in group_tied_names(tensors) if len(names) > 1]
+    return "\n".join(lines)
+
+
+def _group_neighbours(device_map: Mapping[str, Device]) -> list[list[str]]:
+    """Return the names of the map in groups: consecutive numbered siblings on one device form a group."""
+    runs: list[list[str]] = []
+    for name, device in device_map.items():
+        parent, _, number = name.rpartition(".")
+        if runs and number.isdigit():
+            before, _, last = runs[-1][-1].rpartition(".")
+            if before == parent and last.isdigit() and device_map[runs[-1][-1]] == device:
+                runs[-1].append(name)
+                continue
+        runs.append([name])
+    return runs
+
+
+def _format_span(names: list[str]) -> str:
+    if len(names) > 1:
+        return f"{names[0]} ... {names[-1].rpartition('.')[2]}"
+    return names[0] or "(the model)"
+
+
+def _format_table(rows: list[tuple[str, str, str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}" for row in rows]

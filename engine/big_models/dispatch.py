@@ -14,7 +14,7 @@ from ...common.messages import announce
 from ..checkpoint import MemoryPiece, Piece, UnreadTensor, Weights, abbreviate
 from ..weights import open_weights
 from .device_map import check_device_map, look_up_device
-from .hooks import Home, Loan, Station, make_stand_in
+from .hooks import ForwardHooks, OffloadedTensor, make_placeholder, restore
 from .memory import Device, is_accelerator, resolve
 from .model_hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module, remove_hook_from_module
 from .module_sizes import check_class_names
@@ -26,7 +26,6 @@ from .module_tensors import (
     iter_direct_tensors,
     list_class_names,
     named_tensors,
-    set_tensor,
     set_tensor_by_names,
 )
 from .offload_file import INDEX, check_shapes, open_offloaded, write_weights
@@ -189,14 +188,13 @@ def cpu_offload_with_hook(
     return model, UserCpuOffloadHook(model, hook)
 
 
-def find_station(module: nn.Module) -> Station | None:
-    """Return the `Station` that loads offloaded tensors when a module is called; None if the module has none.
+def find_loading_hooks(module: nn.Module) -> ForwardHooks | None:
+    """Return the hooks that load offloaded tensors when a module is called; None if it has none.
 
     Args:
         module: A module of a dispatched model.
     """
-    hooks = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
-    return next((hook for hook in hooks if isinstance(hook, Station) and hook.loans), None)
+    return next((hooks for hooks in _find_hooks([module]) if hooks.offloaded), None)
 
 
 def is_dispatched(model: nn.Module) -> bool:
@@ -207,7 +205,7 @@ def is_dispatched(model: nn.Module) -> bool:
     places = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
     if len(places) > 1 or "disk" in places:
         return True
-    return any(isinstance(hook, Station) and hook.loans for hook in _find_hooks(model))
+    return any(hooks.offloaded for hooks in _find_hooks(model.modules()))
 
 
 def list_offloaded(model: nn.Module) -> dict[str, UnreadTensor]:
@@ -219,12 +217,14 @@ def list_offloaded(model: nn.Module) -> dict[str, UnreadTensor]:
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(f"{name}." if name else "")
-    loans = [loan for hook in _find_hooks(model) if isinstance(hook, Station) for loan in hook.loans]
+    offloaded = [tensor for hooks in _find_hooks(model.modules()) for tensor in hooks.offloaded]
     references: dict[int, UnreadTensor] = {}
     return {
-        prefix + loan.name: references.setdefault(id(loan.stand_in), UnreadTensor(loan.piece, loan.shape.dtype))
-        for loan in loans
-        for prefix in names[id(loan.module)]
+        prefix + tensor.name: references.setdefault(
+            id(tensor.placeholder), UnreadTensor(tensor.piece, tensor.shape.dtype)
+        )
+        for tensor in offloaded
+        for prefix in names[id(tensor.module)]
     }
 
 
@@ -240,25 +240,18 @@ def remove_hook_from_submodules(model: nn.Module) -> nn.Module:
         The model.
     """
     remove_hook_from_module(model, recurse=True)
-    brought: dict[int, Tensor] = {}
-    for hook in _find_hooks(model):
+    hooks = _find_hooks(model.modules())
+    for hook in hooks:
         hook.detach()
-        for loan in hook.loans if isinstance(hook, Station) else ():
-            key = id(loan.stand_in)
-            if key not in brought:
-                values = torch.empty(loan.shape.shape, dtype=loan.shape.dtype, device="cpu")
-                with torch.no_grad():
-                    loan.piece.fill(values)
-                brought[key] = copy_attributes(loan.shape, values)
-            set_tensor(loan.module, loan.name, brought[key])
+    restore((tensor, torch.device("cpu")) for hook in hooks for tensor in hook.offloaded)
     if hasattr(model, "hf_device_map"):
         del model.hf_device_map
     return model
 
 
-def _find_hooks(model: nn.Module) -> list[Station | Home]:
-    hooks = [getattr(hook, "__self__", None) for m in model.modules() for hook in m._forward_pre_hooks.values()]
-    return [hook for hook in hooks if isinstance(hook, Station | Home)]
+def _find_hooks(modules: Iterable[nn.Module]) -> list[ForwardHooks]:
+    owners = (getattr(hook, "__self__", None) for m in modules for hook in m._forward_pre_hooks.values())
+    return [owner for owner in owners if isinstance(owner, ForwardHooks)]
 
 
 def resolve_main_device(device_map: Mapping[str, Device], main_device: Device | None = None) -> torch.device:
@@ -299,10 +292,10 @@ def dispatch(
         device = look_up_device(device_map, name)
         return main if device is None or is_away(device) else resolve(device)
 
-    lent = _locate_values(tensors, away, weights)
+    pieces = _locate_values(tensors, away, weights)
     for names in group_tied_names(tensors):
         old, device = tensors[names[0]], runs_on(names[0])
-        if names[0] in lent or old.device == device:
+        if names[0] in pieces or old.device == device:
             continue
         if old.is_meta and device.type != "meta":  # its values are in a file
             new = torch.empty_like(old, device=device)
@@ -310,15 +303,15 @@ def dispatch(
         else:
             new = old.detach().to(device)
         set_tensor_by_names(model, names, copy_attributes(old, new))
-    if lent or force_hooks or len({runs_on(name) for name in device_map}) > 1:
-        _install(model, runs_on, lent, set(device_map), main, skip_keys, preload_module_classes)
+    if pieces or force_hooks or len({runs_on(name) for name in device_map}) > 1:
+        _install(model, runs_on, pieces, set(device_map), main, skip_keys, preload_module_classes)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 
 
 def refuse_twice(model: nn.Module) -> None:
     """Raise a ValueError if a model has hooks of an earlier dispatch, which would load outdated weights."""
-    if _find_hooks(model):
+    if _find_hooks(model.modules()):
         raise ValueError("the model is already dispatched. Call remove_hook_from_submodules(model) first.")
 
 
@@ -337,12 +330,12 @@ def _locate_values(
     tensors: Mapping[str, Tensor], away: Iterable[str], weights: Mapping[str, Piece]
 ) -> dict[str, Piece]:
     """Return the `Piece` with each offloaded tensor's values; all names of a tied tensor share one piece."""
-    away_names, lent = set(away), dict[str, Piece]()
+    away_names, pieces = set(away), dict[str, Piece]()
     for names in group_tied_names(tensors):
         if names[0] in away_names:
             piece = next((weights[name] for name in names if name in weights), None)
-            lent |= dict.fromkeys(names, piece or MemoryPiece(tensors[names[0]].detach().to("cpu")))
-    return lent
+            pieces |= dict.fromkeys(names, piece or MemoryPiece(tensors[names[0]].detach().to("cpu")))
+    return pieces
 
 
 def _disk_weights(
@@ -391,7 +384,7 @@ def _resolve_execution_device(model: nn.Module, device: Device | None) -> torch.
 def _install(
     model: nn.Module,
     runs_on: Callable[[str], torch.device],
-    lent: Mapping[str, Piece],
+    pieces: Mapping[str, Piece],
     entries: set[str],
     main: torch.device,
     skip_keys: Skip,
@@ -401,13 +394,13 @@ def _install(
     skip = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
     shapes: dict[str, Tensor] = {}
     for names in group_tied_names(tensors := named_tensors(model)):
-        if names[0] in lent:
-            shape, stand_in = make_stand_in(tensors[names[0]])
+        if names[0] in pieces:
+            shape, placeholder = make_placeholder(tensors[names[0]])
             shapes |= dict.fromkeys(names, shape)
-            set_tensor_by_names(model, names, stand_in)
+            set_tensor_by_names(model, names, placeholder)
     moves = any(runs_on(name).type != "cpu" for name in [*entries, *tensors])
-    loans: dict[str, list[Loan]] = {}
-    stations: dict[str, nn.Module] = {}
+    offloaded: dict[str, list[OffloadedTensor]] = {}
+    hooked: dict[str, nn.Module] = {}
     visited: set[nn.Module] = set()
 
     def visit(path: str, module: nn.Module, around: str | None) -> None:
@@ -418,19 +411,21 @@ def _install(
             around = path
         owned = list(iter_direct_tensors(module))
         if around in (None, path) and (around == path or (moves and (owned or path in entries))):
-            stations[path] = module
+            hooked[path] = module
         for name, tensor in owned:
-            if (full := f"{path}.{name}" if path else name) in lent:
-                station = path if around is None else around
-                loans.setdefault(station, []).append(Loan(module, name, lent[full], shapes[full], tensor))
-                stations.setdefault(station, module)
+            if (full := f"{path}.{name}" if path else name) in pieces:
+                loader = path if around is None else around
+                offloaded.setdefault(loader, []).append(
+                    OffloadedTensor(module, name, pieces[full], shapes[full], tensor)
+                )
+                hooked.setdefault(loader, module)
         for name, child in module.named_children():
             visit(f"{path}.{name}" if path else name, child, around)
 
     visit("", model, None)
-    for path, module in stations.items():
-        if moves or path in loans:
+    for path, module in hooked.items():
+        if moves or path in offloaded:
             first = next(iter(named_tensors(module)), "")
             name = path if path in entries else f"{path}.{first}".strip(".")
-            Station(runs_on(name), loans.get(path, []), moves, skip).attach(module)
-    Home(main, skip).attach(model)
+            ForwardHooks(runs_on(name), offloaded.get(path, []), moves_inputs=moves, skip=skip).attach(module)
+    ForwardHooks(main, [], returns=True, skip=skip).attach(model)

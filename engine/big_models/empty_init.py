@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -44,10 +43,8 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
             create their tensors on ``device`` unless a device is passed. Default: None, which means False.
     """
     redirect = _Redirect(torch.device(device), bool(include_buffers))
-    with ExitStack() as stack:
-        if include_buffers:
-            stack.enter_context(redirect.device)  # so that nothing is created on another device first
-        stack.enter_context(_hooked())
+    # Torch's own context, so that nothing is created on another device first.
+    with redirect.device if include_buffers else nullcontext():
         token = _current.set(redirect)
         try:
             yield
@@ -90,35 +87,7 @@ def _redirect_buffer(module: nn.Module, name: str, buffer: Any) -> Any:
     return None if redirect is None or buffer is None or not redirect.buffers else redirect.move_tensor(buffer)
 
 
-class _Hooks:
-    """Torch's global registration hooks, which are installed while any thread is inside an `init_on_device` context.
-
-    All threads share one pair of hooks. Torch iterates over the hooks when it registers a parameter, so adding or
-    removing a pair in one thread would break the iteration in another thread.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._handles: list[Any] = []
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._handles = [
-                    register_module_parameter_registration_hook(_redirect_parameter),
-                    register_module_buffer_registration_hook(_redirect_buffer),
-                ]
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if self._users == 0:
-                    for handle in self._handles:
-                        handle.remove()
-
-
-_hooked = _Hooks()
+# Registered once and never removed. Torch iterates over its registration hooks when it registers a parameter, so adding
+# or removing one in a thread would break the iteration in another thread. Outside of a context, they change nothing.
+register_module_parameter_registration_hook(_redirect_parameter)
+register_module_buffer_registration_hook(_redirect_buffer)

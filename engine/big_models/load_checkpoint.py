@@ -14,8 +14,7 @@ from ...common.validation import choose
 from ..checkpoint import Weights, abbreviate
 from ..quantization import WeightQuantizer
 from ..weights import open_weights
-from .device_map import check_device_map, get_balanced_memory, infer_auto_device_map, look_up_device
-from .device_map_report import device_map_plan
+from .device_map import check_device_map, device_map_plan, get_balanced_memory, infer_auto_device_map, look_up_device
 from .dispatch import Skip, dispatch, refuse_twice, resolve_main_device
 from .memory import Device, resolve
 from .module_tensors import (

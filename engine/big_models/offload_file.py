@@ -62,13 +62,15 @@ def open_offloaded(folder: str | os.PathLike[str] | None, index: Mapping[str, An
             continue
         if folder is None:
             raise ValueError(
-                f"offload_index has no 'safetensors_file' for {name!r}. Set offload_dir to the folder with {name}.dat."
+                f"the index has no 'safetensors_file' for {name!r}, and no folder is set. Pass the folder that "
+                f"contains {name}.dat."
             )
-        weights[name] = _open_raw_file(Path(folder).absolute() / f"{name}.dat", entry)
+        weights[name] = open_raw_file(Path(folder).absolute() / f"{name}.dat", entry)
     return weights
 
 
-def _open_raw_file(path: Path, entry: Mapping[str, Any]) -> FilePiece:
+def open_raw_file(path: Path, entry: Mapping[str, Any]) -> FilePiece:
+    """Return a reference to the tensor whose raw bytes are a file, with the dtype and shape in ``entry``."""
     dtype = getattr(torch, str(entry.get("dtype")), None)
     if not isinstance(dtype, torch.dtype) or "shape" not in entry:
         raise ValueError(

@@ -137,8 +137,8 @@ class Copying:
         self._owner = owner
         self._device: torch.device | None = None  # the device that some of the copies come from
         self._on_device: torch.cuda.Event | None = None
-        self._beside: list[tuple[str, Tensor, Tensor, int]] = []
-        self._pairs: list[tuple[str, Tensor, Tensor, int]] = []
+        self._on_stream: list[tuple[str, Tensor, Tensor, int]] = []
+        self._on_host: list[tuple[str, Tensor, Tensor, int]] = []
         self._changed = ""
         self._lock = threading.Lock()
 
@@ -148,7 +148,7 @@ class Copying:
         ``place`` names the tensor in errors.
         """
         self.note(tensor)
-        (self._beside if tensor.is_cuda else self._pairs).append((place, buffer, tensor, tensor._version))
+        (self._on_stream if tensor.is_cuda else self._on_host).append((place, buffer, tensor, tensor._version))
 
     def note(self, tensor: Tensor) -> None:
         """Record the device of a tensor that is being copied, if it is a GPU."""
@@ -159,11 +159,11 @@ class Copying:
         if self._device is None:
             return
         stream = torch.cuda.current_stream(self._device)
-        if self._beside:
+        if self._on_stream:
             before, stream = stream, _get_stream(self._device)
             stream.wait_stream(before)
             with torch.cuda.stream(stream):
-                for _, buffer, tensor, _ in self._beside:
+                for _, buffer, tensor, _ in self._on_stream:
                     buffer.copy_(tensor, non_blocking=True)
                     tensor.record_stream(stream)
         self._on_device = torch.cuda.Event(blocking=True)
@@ -174,15 +174,15 @@ class Copying:
         self.make()
         if self._on_device is not None:
             torch.cuda.current_stream(self._device).wait_event(self._on_device)
-        for place, _, tensor, version in self._beside:  # it is unknown whether the copy or a change came first
+        for place, _, tensor, version in self._on_stream:  # it is unknown whether the copy or a change came first
             if tensor._version != version:
                 self._changed = self._changed or place
-        self._beside = []
+        self._on_stream = []
 
     def make(self) -> None:
         """Perform the scheduled copies of tensors in host memory, once; a second caller waits for the first."""
         with self._lock:
-            for place, buffer, tensor, version in self._pairs:
+            for place, buffer, tensor, version in self._on_host:
                 # Not with torch's threads, which the training needs. Only a tensor in host memory has an address there.
                 if tensor.device.type == "cpu" and tensor.is_contiguous():
                     ctypes.memmove(buffer.data_ptr(), tensor.data_ptr(), tensor.nbytes)
@@ -190,7 +190,7 @@ class Copying:
                     buffer.copy_(tensor)
                 if tensor._version != version:
                     self._changed = self._changed or place
-            self._pairs = []
+            self._on_host = []
 
     def finish(self) -> None:
         """Perform the remaining copies, and wait until all copies are complete.

@@ -27,6 +27,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from ...common.messages import abbreviate
 from ...common.remote_path import AnyPath
 from ...strategies.processes import IDENTITY, has_ended, identify_process, is_unfinished
 from . import filesystem
@@ -36,13 +37,10 @@ from .one_file import is_checkpoint_file, is_replaceable_file, is_unfinished_fil
 UNFINISHED = "unfinished.json"
 """Name of the file that marks a directory whose checkpoint is not complete yet or is being deleted."""
 
-BESIDE = re.compile(
-    rf"\.(?P<name>.+?)(\.(?P<writer>{IDENTITY})(-(?P<number>\d+))?)?\.(?P<kind>part|old|gone)", re.DOTALL
+VERSION_NAME = re.compile(
+    rf"\.(?P<name>.+?)\.(?P<writer>{IDENTITY})(-(?P<number>\d+))?\.(?P<kind>part|old|gone)", re.DOTALL
 )
-"""Pattern of the directory names that exist next to a checkpoint while it is replaced or deleted.
-
-Releases without ``writer`` in the names have left some, whose processes count as ended.
-"""
+"""Pattern of the directory names that exist next to a checkpoint while it is replaced or deleted."""
 
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
 _TRIES = 100
@@ -69,7 +67,7 @@ def explain_refused_file(name: str) -> str:
     return f"a save_state pre-hook wrote {name}, {reason}."
 
 
-def beside(target: Path | str, kind: str, writer: str = "") -> Path:
+def get_version_path(target: Path | str, kind: str, writer: str = "") -> Path:
     """Return the path of the next (``part``), replaced (``old``) or deleted (``gone``) version of ``target``.
 
     ``writer`` is the process that commits it; the default is this process.
@@ -79,13 +77,13 @@ def beside(target: Path | str, kind: str, writer: str = "") -> Path:
 
 
 def list_versions(target: Path, *kinds: str) -> list[tuple[Path, str]]:
-    """Return the paths of the versions next to a checkpoint, each with the name of its writer, or "" if unknown."""
+    """Return the paths of the versions next to a checkpoint, each with the name of its writer."""
     try:
-        matches = [BESIDE.fullmatch(name) for name in filesystem.list_names(target.parent)]
+        matches = [VERSION_NAME.fullmatch(name) for name in filesystem.list_names(target.parent)]
     except PermissionError:  # of a directory above the checkpoints
         return []
     return [
-        (target.parent / match[0], match["writer"] or "")
+        (target.parent / match[0], match["writer"])
         for match in matches
         if match and match["name"] == target.name and match["kind"] in kinds
     ]
@@ -167,15 +165,14 @@ def _set_aside(target: Path, aside: Path) -> None:
 
 def _choose_unused(target: Path, kind: str) -> Path:
     """Return an unused path of this process for a version; an earlier version may not be deleted yet."""
-    paths = itertools.chain(
-        [beside(target, kind)], (beside(target, kind, f"{identify_process()}-{n}") for n in itertools.count())
-    )
+    writers = itertools.chain([""], (f"{identify_process()}-{n}" for n in itertools.count()))
+    paths = (get_version_path(target, kind, writer) for writer in writers)
     return next(path for path in paths if not os.path.lexists(path))
 
 
 def _runs(writer: str) -> bool:
     """Return whether a writer is another process of this machine, which is known to run."""
-    return bool(writer) and writer != identify_process() and has_ended(writer) is False
+    return writer != identify_process() and has_ended(writer) is False
 
 
 def _is_in_use(path: Path, writer: str) -> bool:
@@ -186,7 +183,7 @@ def _is_in_use(path: Path, writer: str) -> bool:
     """
     if writer == identify_process():
         return is_unfinished(path)
-    if not writer or has_ended(writer):
+    if has_ended(writer):
         return False
     changed = 0.0
     for file in (path, *(path / name for name in filesystem.list_leaves(path))):
@@ -225,10 +222,9 @@ def finish(target: Path, old: Path) -> str:
 
     If the new version is in place but damaged, both versions are kept.
     """
-    match = BESIDE.fullmatch(old.name)
+    match = VERSION_NAME.fullmatch(old.name)
     assert match is not None
-    writer = f".{match['writer']}" if match["writer"] else ""
-    part = target.parent / f".{target.name}{writer}.part"
+    part = get_version_path(target, "part", match["writer"])
     if os.path.lexists(target):
         if not is_whole(target):
             return f"{target}: damaged; the checkpoint that it replaced is kept as {old.name}"
@@ -304,9 +300,8 @@ def check_no_foreign_files(path: Path, listed_files: Collection[str], action: st
     ``action`` is what must not happen to the checkpoint, such as ``"deleted"``.
     """
     if others := list(_find_foreign_entries(path, listed_files)):
-        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         raise ValueError(
-            f"{path} contains files that do not belong to the checkpoint ({', '.join(others[:5])}{more}), so it isn't "
+            f"{path} contains files that do not belong to the checkpoint ({abbreviate(others, 5)}), so it isn't "
             f"{action}. Move them elsewhere, or delete the directory yourself."
         )
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -15,25 +16,29 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ...common.messages import named_ranks, warn
-from ...common.remote_path import AnyPath, RemotePath, absolute
+from ...common.remote_path import AnyPath, RemotePath, absolute, as_path
 from ...strategies import World
 from ...strategies.distributed import is_sharded, whole
 from ..configuration import ProjectConfiguration
 from ..optim import check_schedule
 from ..parameter_names import strip_compile_prefix
 from ..weights import save as export
-from . import automatic_naming, load, store
+from . import filesystem, load, store
 from . import save as snapshot
 from .async_save import Copying, HostCopies, Job
-from .manifest import Manifest
+from .manifest import MANIFEST, Manifest
 from .model_check import FrozenWeights
-from .open_checkpoint import OpenCheckpoint, open_together
+from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together
 from .parts import Files
 from .safetensors_file import UnreadTensor
 from .store import Save
+from .train_state import STATE
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
+
+_NAME = re.compile(r"checkpoint_(\d+)")
+_REPLACED = re.compile(r"\.checkpoint_(\d+)\..+\.old")
 
 
 def _check_equal_targets(targets: list[AnyPath], world: World) -> None:
@@ -137,7 +142,7 @@ class Checkpointer:
         numbering = project if output_dir is None else None
         with world.together():
             info = snapshot.describe_save(accelerator, info or {})
-            path = output_dir if output_dir is not None else automatic_naming.choose_next_target(project)
+            path = output_dir if output_dir is not None else _choose_next_target(project)
             targets = [absolute(target) for target in (path, *also)]
             snapshot.check(accelerator, targets, parts or {}, weights_only)
             if choose_save is None and world.is_main:  # otherwise the `Save` decides
@@ -160,10 +165,10 @@ class Checkpointer:
                 files, copying = self.host_copies.copy_tensors(files, optimizer_files, optimizers)
         if numbering is not None:
             numbering.iteration += 1
-        self._publish(targets, files, info, numbering, copying, make_save)
+        self._start_save(targets, files, info, numbering, copying, make_save)
         return targets[0]
 
-    def _publish(
+    def _start_save(
         self,
         targets: list[AnyPath],
         files: Files,
@@ -178,23 +183,23 @@ class Checkpointer:
         """
         hooked = bool(self.save_hooks)
 
-        def publish(world: World) -> None:
+        def save_to_all(world: World) -> None:
             for target in targets:
-                snapshot.publish(world, target, files, info, hooked, make_save)
+                snapshot.write_and_commit(world, target, files, info, hooked, make_save)
             if numbering is not None and numbering.total_limit is not None:
                 with world.together():
                     if world.is_main:
-                        automatic_naming.drop_oldest(targets[0].parent, numbering.total_limit)
+                        _drop_oldest(targets[0].parent, numbering.total_limit)
 
         if copying is None:
-            publish(self._accelerator.world)
+            save_to_all(self._accelerator.world)
             return
         world = self._accelerator.world.beside()
 
         def work() -> None:
             with world.together():
                 copying.finish()
-            publish(world)
+            save_to_all(world)
 
         self.saving = Job(work)
 
@@ -252,7 +257,7 @@ class Checkpointer:
                 f"load_state got load_kwargs={dict(load_kwargs)!r}, but loading has no options. Remove load_kwargs."
             )
         if input_dir is None:
-            opened, skipped = automatic_naming.find_newest(world, project, state)
+            opened, skipped = _find_newest(world, project, state)
             for text in skipped:
                 warn(f"load_state skipped a checkpoint: {text}")
         else:
@@ -268,7 +273,7 @@ class Checkpointer:
         )
         if state:
             accelerator.steps = info["step"]
-            project.iteration = world.broadcast(automatic_naming.compute_next_iteration(project, opened.path))
+            project.iteration = world.broadcast(_compute_next_iteration(project, opened.path))
         return info
 
     # -- weights for other programs ------------------------------------------------------------------------------
@@ -326,3 +331,106 @@ def _add(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) 
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
+
+
+# -- automatically named checkpoints: project_dir/checkpoints/checkpoint_N ----------------------------------------
+
+
+def _require_folder(project: ProjectConfiguration, method: str, argument: str) -> AnyPath:
+    if not project.automatic_checkpoint_naming or project.project_dir is None:
+        raise ValueError(
+            f"{method} was called without {argument}, but automatic checkpoint naming is not configured. Pass "
+            f"{argument}, or create Accelerator(project_config=ProjectConfiguration(project_dir=..., "
+            "automatic_checkpoint_naming=True))."
+        )
+    return as_path(project.project_dir) / "checkpoints"
+
+
+def _list_numbers(folder: AnyPath, pattern: re.Pattern[str] = _NAME) -> list[int]:
+    return sorted(int(match[1]) for name in filesystem.list_names(folder) if (match := pattern.fullmatch(name)))
+
+
+def _choose_next_target(project: ProjectConfiguration) -> AnyPath:
+    """Return the path of the next automatically named checkpoint.
+
+    Raises:
+        ValueError: If automatic naming is not configured, or the folder already contains a checkpoint with the same or
+            a higher number, for example because the run was not resumed.
+    """
+    folder = _require_folder(project, "save_state", "output_dir")
+    numbers = _list_numbers(folder)
+    if numbers and numbers[-1] >= project.iteration:
+        raise ValueError(
+            f"{folder} already has checkpoint_{numbers[-1]}, but this run would save checkpoint_{project.iteration}. "
+            "Resume with load_state(), choose another project_dir, or set ProjectConfiguration(iteration="
+            f"{numbers[-1] + 1})."
+        )
+    return folder / f"checkpoint_{project.iteration}"
+
+
+def _find_newest(
+    world: World, project: ProjectConfiguration, resumable: bool = True
+) -> tuple[OpenCheckpoint, list[str]]:
+    """Return the intact checkpoint with the highest number, and a message for each one that was skipped.
+
+    Call it on all ranks. With ``resumable``, checkpoints that contain weights only are skipped. Damaged checkpoints are
+    not deleted, because another process may be saving to the folder.
+    """
+    skipped: list[str] = []
+    opened = find_first_intact(world, _open_from_highest(project, resumable, skipped), skipped)
+    with world.together():
+        if opened is None and world.is_main:
+            folder = _require_folder(project, "load_state", "input_dir")
+            text = f"{folder} has no checkpoint that can be loaded. Pass input_dir, the path of a checkpoint."
+            raise ValueError("\n  ".join([text, *skipped]))
+    assert opened is not None
+    return opened, world.broadcast(skipped)
+
+
+def _open_from_highest(project: ProjectConfiguration, resumable: bool, skipped: list[str]) -> Iterator[OpenCheckpoint]:
+    """Yield the usable checkpoints, highest number first, and add a message about each other one to ``skipped``."""
+    folder = _require_folder(project, "load_state", "input_dir")
+    for number in sorted({*_list_numbers(folder), *_list_numbers(folder, _REPLACED)}, reverse=True):
+        path = folder / f"checkpoint_{number}"
+        try:
+            opened = OpenCheckpoint(path)
+        except (OSError, ValueError) as error:
+            skipped.append(str(error))
+            continue
+        if opened.has(STATE) or not resumable:
+            yield opened
+        else:
+            skipped.append(f"{path} contains only weights, so no run can resume from it.")
+
+
+def _compute_next_iteration(project: ProjectConfiguration, loaded: AnyPath) -> int:
+    """Return the number of the next checkpoint after a resume from ``loaded``.
+
+    If ``loaded`` is in the project's folder of automatically named checkpoints, the result exceeds all numbers in this
+    folder.
+    """
+    if not project.automatic_checkpoint_naming or project.project_dir is None:
+        return project.iteration
+    folder = as_path(project.project_dir) / "checkpoints"
+    if absolute(loaded.parent) != absolute(folder):
+        return project.iteration
+    return max([project.iteration, *(number + 1 for number in _list_numbers(folder))])
+
+
+def _drop_oldest(folder: AnyPath, limit: int) -> None:
+    """Delete the checkpoints with the lowest numbers until ``limit`` of them are left.
+
+    If one cannot be deleted, this only causes a warning, because the new checkpoint is already saved.
+    """
+    numbers = [n for n in _list_numbers(folder) if (folder / f"checkpoint_{n}" / MANIFEST).is_file()]
+    try:
+        store.CheckpointStore(folder).recover()  # complete deletions that were interrupted by a kill
+    except (OSError, ValueError) as error:
+        reason = str(error).rstrip(".")
+        warn(f"remains of older checkpoints in {folder} can't be deleted: {reason}. The next save tries again.")
+    for number in numbers[:-limit]:
+        try:
+            store.remove(folder / f"checkpoint_{number}")
+        except (OSError, ValueError) as error:
+            reason = str(error).rstrip(".")
+            warn(f"checkpoint_{number} in {folder} exceeds total_limit={limit}, but can't be deleted: {reason}.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 from torch import Tensor, nn
 
-from ...common.messages import announce, format_count, warn
+from ...common.messages import abbreviate, announce, format_count, warn
 from ...common.remote_path import AnyPath, absolute
 from ...strategies import World
 from ...strategies.distributed import cut_like, is_sharded
@@ -101,7 +101,7 @@ def load(
     if shared is not None:
         _load_training(accelerator, manifest, shared, of_rank, optimizers)
         resume_options.hold(accelerator, optimizers, shared, script=schedule == "script")
-    accelerator.drop_gradients()
+    accelerator.accumulation.drop_gradients()
     return _finish_epoch(accelerator, manifest.info) if state and finish_epoch else manifest.info
 
 
@@ -135,13 +135,13 @@ def _load_training(
     _load_shared_state(accelerator, shared, manifest)
     world_unchanged = accelerator.world.size == manifest.world_size
     _load_buffers(accelerator, manifest, of_rank["buffers"] if of_rank is not None and world_unchanged else [])
-    accelerator.draw_apart()  # a rank that is not in the checkpoint draws its own numbers
+    accelerator.rng.draw_apart()  # a rank that is not in the checkpoint draws its own numbers
     if of_rank is not None:
         random = of_rank["random"]
         set_random_state(random)
-        for loader, states in zip(sort_loaders(accelerator.loaders), random.get("loaders", ()), strict=False):
+        for loader, states in zip(sort_loaders(accelerator.loaders), random["loaders"], strict=False):
             loader.load_reading_state(states)
-    if accelerator.rng.stream is not None and (stream := shared.get("stream")) is not None:
+    if accelerator.rng.stream is not None and (stream := shared["stream"]) is not None:
         # Last, because with one process the stream is the state of that process, and the state saved by several is rank
         # zero's.
         accelerator.rng.stream.go_to(stream)
@@ -172,10 +172,6 @@ def _is_identical_save(first: Manifest, second: Manifest) -> bool:
 def _open_checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool, asked: bool) -> TrainState:
     """Check the state that all ranks share against this run, and return it without reading its tensors."""
     shared = open_train_state(opened)
-    # Checkpoints from before this was saved: each optimizer step advanced a schedule by one.
-    if not isinstance(shared.setdefault("scheduler_advances", [1] * len(shared["schedulers"])), list):
-        text = f"{opened.path}: part 'state' is damaged: scheduler_advances is not a list"
-        raise ValueError(f"{text}. {RESTORE}")
     _check_counts(accelerator, shared, opened, strict, asked)
     _check_kinds(accelerator, shared, opened.path, strict)
     _warn_batches_changed(accelerator, opened.manifest)
@@ -340,8 +336,7 @@ def _select_fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint,
         saved = _merge_optimizer_state(opened, number)
         names = optimizer_state.name_parameters(optimizer, accelerator.unwrapped_models)
         if lines := optimizer_state.list_differences(saved, optimizer, names):
-            more = f"\n  and {len(lines) - 30} more" if len(lines) > 30 else ""
-            text = f"{path} was saved with a different optimizer:\n  " + "\n  ".join(lines[:30]) + more
+            text = f"{path} was saved with a different optimizer:\n  " + abbreviate(lines, 30, "\n  ")
             if strict:
                 raise ValueError(f"{text}\n{model_check.TO_LOAD_WHAT_FITS}")
             warn(f"{text}\nState that does not fit is not restored.")
@@ -495,7 +490,7 @@ def _load_schedulers(accelerator: Accelerator, state: TrainState, manifest: Mani
 
 def _load_shared_state(accelerator: Accelerator, state: TrainState, manifest: Manifest) -> None:
     _load_schedulers(accelerator, state, manifest)
-    accelerator.accumulation.counts_calls = bool(state.get("counts_calls"))  # before the loaders form groups
+    accelerator.accumulation.counts_calls = state["counts_calls"]  # before the loaders form groups
     evaluation = [loader for loader in accelerator.loaders if loader.evaluation]
     for loader, saved in zip(_list_training_loaders(accelerator), state["loaders"], strict=False):
         loader.load_state_dict(saved)
@@ -503,7 +498,7 @@ def _load_shared_state(accelerator: Accelerator, state: TrainState, manifest: Ma
         loader.load_state_dict(saved)
     for model, order in zip(accelerator.models, state["reduction_orders"], strict=True):
         accelerator.strategy.take_reduction_order(model, order)
-    if (loss_scale := accelerator.accumulation.loss_scale) is not None and (scaler := state.get("scaler")) is not None:
+    if (loss_scale := accelerator.accumulation.loss_scale) is not None and (scaler := state["scaler"]) is not None:
         loss_scale.load_state_dict(scaler)
     for name, value in accelerator.checkpointer.registered.items():
         if name in state["registered"]:

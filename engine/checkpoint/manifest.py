@@ -3,8 +3,9 @@
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,11 @@ class Manifest:
     folder: str = ""
     records: Records | None = None
     source: bytes = field(default=b"", repr=False, compare=False)
+
+    @cached_property
+    def checked(self) -> Mapping[str, dict[str, Any]]:
+        """Size and digest of all that `check_files` reads: files, or the records of a checkpoint that is one file."""
+        return self.files | self.others if self.records is None else list_checked(self.records)
 
     @property
     def names(self) -> set[str]:
@@ -141,6 +147,18 @@ def read_manifest(path: AnyPath | str, name: str = MANIFEST) -> Manifest:
         raise ValueError(f"{path}: {name} is damaged: {reason}. {filesystem.RESTORE}") from error
 
 
+def read_manifests(paths: Iterable[AnyPath]) -> tuple[list[tuple[Manifest, AnyPath]], list[str]]:
+    """Return checkpoints with their manifests, latest last, and a message for each unreadable manifest."""
+    checkpoints: list[tuple[Manifest, AnyPath]] = []
+    problems = []
+    for path in paths:
+        try:
+            checkpoints.append((read_manifest(path), path))
+        except ValueError as error:
+            problems.append(str(error))
+    return sorted(checkpoints, key=lambda pair: (pair[0].step, pair[0].sequence, pair[1].name)), problems
+
+
 def read_source(path: AnyPath | str, name: str = MANIFEST) -> bytes:
     """Return the unparsed content of a checkpoint's manifest.
 
@@ -188,17 +206,20 @@ def verify(path: Path | str, digests: bool = True) -> Manifest:
     return manifest
 
 
-def check_files(path: Path, manifest: Manifest, digests: bool = True) -> None:
-    """Check the files of a checkpoint whose manifest was read; see `verify`."""
+def check_files(path: Path, manifest: Manifest, digests: bool = True, names: Iterable[str] | None = None) -> None:
+    """Check the files of a checkpoint whose manifest was read; see `verify`.
+
+    ``names`` are those of `Manifest.checked` to check. Default: all.
+    """
+    names = manifest.checked if names is None else names
     if manifest.records is not None:
         if digests:
-            check_records(path, manifest.records, list(list_checked(manifest.records)), manifest.source)
+            check_records(path, manifest.records, list(names), manifest.source)
         return
-    folder = path / manifest.folder
-    for name, entry in manifest.files.items():
-        filesystem.check_file(folder, name, entry, digests)
-    for name, entry in manifest.others.items():
-        filesystem.check_file(folder, name, entry, digests, links=True)
+    for name in names:
+        filesystem.check_file(
+            path / manifest.folder, name, manifest.checked[name], digests, links=name in manifest.others
+        )
 
 
 def _parse(document: Any) -> Manifest:

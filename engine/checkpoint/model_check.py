@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from xxhash import xxh3_64
 
-from ...common.messages import name_type, warn
+from ...common.messages import abbreviate, name_type, warn
 from ...common.remote_path import AnyPath
 from ...common.tensor_bytes import view_bytes
 from ...strategies import World
@@ -147,10 +147,9 @@ def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: Any
     other = [name for name, digest in saved.items() if current.get(name) != digest]
     if not other:
         return
-    more = f" and {len(other) - 5} more" if len(other) > 5 else ""
     text = (
         f"{path} contains only trained weights, but this model has different values for frozen weights that the "
-        f"checkpoint omits ({len(other)} of {len(saved)}): {', '.join(other[:5])}{more}. Build the model from the same "
+        f"checkpoint omits ({len(other)} of {len(saved)}): {abbreviate(other, 5)}. Build the model from the same "
         "pretrained weights in the same precision"
     )
     if strict:
@@ -182,10 +181,9 @@ def compare(model: nn.Module, noted: Mapping[str, str], path: AnyPath) -> None:
         if saved_kinds.get(name, current_kinds[name]) != current_kinds[name]
     ]
     if other:
-        more = f"\n  and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
         warn(
             f"{path} was saved by a model in which these submodules have different classes, so the loaded weights "
-            "may give different results:\n  " + "\n  ".join(other[:_SHOWN]) + more
+            "may give different results:\n  " + abbreviate(other, _SHOWN, "\n  ")
         )
 
 
@@ -217,12 +215,24 @@ def check_weights(
     ]
     if not lines:
         return weights
-    more = f"\n  and {len(lines) - 30} more" if len(lines) > 30 else ""
-    text = f"{path} was saved by a different model:\n  " + "\n  ".join(lines[:30]) + more
     if strict:
-        raise ValueError(f"{text}\n{TO_LOAD_WHAT_FITS}")
-    warn(f"{text}\nWeights that do not fit are skipped.")
+        raise ValueError(f"{_describe_other_model(path, lines)}\n{TO_LOAD_WHAT_FITS}")
+    warn(f"{_describe_other_model(path, lines)}\nWeights that do not fit are skipped.")
     return {name: value for name, value in weights.items() if name in state and name not in {**reshaped, **untied}}
+
+
+def _describe_other_model(path: AnyPath | str, lines: list[str]) -> str:
+    return f"{path} was saved by a different model:\n  " + abbreviate(lines, 30, "\n  ")
+
+
+def compare_names(model: nn.Module, weights: Mapping[str, Any], path: AnyPath | str, complete: bool) -> None:
+    """Check names and shapes alone, before any value is read; see `list_differences`.
+
+    Raises:
+        ValueError: If they differ from the model's.
+    """
+    if lines := list_differences(model, weights, complete):
+        raise ValueError(f"{_describe_other_model(path, lines)}\n{TO_LOAD_WHAT_FITS}")
 
 
 def list_differences(
@@ -281,8 +291,7 @@ def warn_dtypes_changed(model: nn.Module, weights: Mapping[str, Any], path: AnyP
         if isinstance(current, Tensor) and getattr(weights.get(name), "dtype", current.dtype) != current.dtype
     ]
     if lines:
-        more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-        text = "\n  ".join(lines[:_SHOWN]) + more
+        text = abbreviate(lines, _SHOWN, "\n  ")
         warn(f"{path} was saved by a model with different dtypes, so the run does not resume exactly:\n  {text}")
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,9 +13,7 @@ from ...common.remote_path import AnyPath, RemotePath, StoreError, as_path
 from ...strategies import World
 from ...strategies.processes import identify_host
 from . import filesystem, remote, store
-from .manifest import MANIFEST, CheckpointNotFoundError, Manifest, read_manifest, read_source
-from .one_file import check as check_records
-from .one_file import list_checked
+from .manifest import MANIFEST, CheckpointNotFoundError, Manifest, check_files, read_manifest, read_source
 from .parts import Part, has_part, list_part_files, open_files
 
 T = TypeVar("T")
@@ -42,7 +41,7 @@ class OpenCheckpoint:
     def __init__(self, path: AnyPath | str, manifest: Manifest | None = None) -> None:
         self.path = as_path(path)
         if manifest is None:
-            store.find_again(self.path)
+            store.recover_interrupted(self.path)
             manifest = read_manifest(self.path)
         self.manifest = manifest
         self.verified = False
@@ -158,14 +157,14 @@ class OpenCheckpoint:
         # Recorded before any rank reads: the content after a later change would not be the verified one.
         marks = _run_on_every_rank(world, self._check_and_mark)
         peers = [peer for peer, mark in enumerate(marks) if mark == marks[rank]]
-        entries = self._list_checked()
+        entries = self.manifest.checked
         largest_first = sorted(entries, key=lambda name: (-entries[name]["bytes"], name))
         shares = {peer: largest_first[number :: len(peers)] for number, peer in enumerate(peers)}
         if isinstance(self.path, RemotePath):
             folders = _run_on_every_rank(world, lambda: self._fetch_share(shares[rank]))
             _run_on_every_rank(world, lambda: self._adopt({folders[peer]: share for peer, share in shares.items()}))
         else:
-            _run_on_every_rank(world, lambda: self._check(shares[rank], digests=True))
+            _run_on_every_rank(world, partial(check_files, self.path, self.manifest, True, shares[rank]))
         self.verified = True
 
     def _check_and_mark(self) -> tuple[Any, ...]:
@@ -177,9 +176,8 @@ class OpenCheckpoint:
         if self.manifest.records is not None:
             self._marks, status = {"": filesystem.mark(self.path)}, self.path.stat()
         else:
-            names = [*self.manifest.files, *self.manifest.others]
-            self._check(names, digests=False)
-            self._marks = {name: filesystem.mark(self.folder / name) for name in names}
+            check_files(self.path, self.manifest, digests=False)
+            self._marks = {name: filesystem.mark(self.folder / name) for name in self.manifest.checked}
             status = (self.path / MANIFEST).stat()
         # The inode is not the same if each machine has a copy of its own.
         return status.st_ino, status.st_mtime_ns, status.st_size
@@ -195,20 +193,6 @@ class OpenCheckpoint:
             if folder.is_dir():  # otherwise the processes on the machine have temporary folders that others cannot see
                 self._download.adopt(folder, names)
             self.fetch(names)
-
-    def _list_checked(self) -> Mapping[str, filesystem.Entry]:
-        """Return the entries of all that `verify` reads: files, or records of the one file."""
-        manifest = self.manifest
-        return manifest.files | manifest.others if manifest.records is None else list_checked(manifest.records)
-
-    def _check(self, names: list[str], digests: bool) -> None:
-        if self.manifest.records is not None:
-            check_records(self.folder, self.manifest.records, names, self.manifest.source)
-            return
-        files, of_hooks = self.manifest.files, self.manifest.others
-        for name in names:
-            entry = files[name] if name in files else of_hooks[name]
-            filesystem.check_file(self.folder, name, entry, digests, links=name in of_hooks)
 
     def _check_marks(self, names: list[str]) -> None:
         if not self.verified:

@@ -28,7 +28,7 @@ from ..parameter_names import split_tied
 from . import filesystem
 from .filesystem import Files, TensorFile
 from .json_codec import check_tensor, decode, encode
-from .manifest import Manifest, read_manifest
+from .manifest import Manifest
 from .one_file import Records, name_table, read_record
 from .safetensors_file import ALIASES, OFFSETS, SHAPES, FilePiece, Stored, add_aliases, open_tensors, read_mark
 
@@ -259,28 +259,6 @@ def _open_records(path: Path, records: Records, files: list[str]) -> tuple[dict[
                 tensors[name] = Stored(name, size, dtype)
                 tensors[name].add(FilePiece(path, mark, dtype, size, entry["at"], entry["bytes"]), [0] * len(shape))
     return tensors, notes
-
-
-def open_part(path: Path | str, name: str) -> tuple[Any, dict[str, str]]:
-    """Return one part of a committed checkpoint, with `Stored` tensors, and its notes.
-
-    Digests are not compared; run `verify` first to detect all damage.
-
-    Raises:
-        ValueError: If the path is not a checkpoint that can be read, has no such part, or is found to be damaged.
-    """
-    part = _open_alone(Path(path), name)
-    return part.unread(), part.notes
-
-
-def read_part(path: Path | str, name: str) -> Any:
-    """Return one part of a committed checkpoint with its tensors in memory; see `open_part`."""
-    return _open_alone(Path(path), name).read()
-
-
-def _open_alone(path: Path, name: str) -> Part:
-    manifest = read_manifest(path)
-    return open_files(path, manifest, name, path / manifest.folder)
 
 
 def _fold(part: str, state: Any) -> tuple[dict[str, Tensor], dict[str, str]]:

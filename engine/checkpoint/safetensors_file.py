@@ -8,7 +8,7 @@ import math
 import mmap
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...common.messages import abbreviate as abbreviate
 from ...common.open_files import allow_open_files
 from ...common.tensor_bytes import view_bytes
 from .filesystem import DTYPES, RESTORE
@@ -63,13 +64,14 @@ class MemoryPiece:
 
 @dataclass(frozen=True)
 class FilePiece:
-    """Tensor in a safetensors file that is opened for each read, and closed afterwards unless the tensor is mapped.
+    """Tensor in a file that is opened for each read, and closed afterwards unless the tensor is mapped.
 
     Attributes:
         mark: The file's size in bytes, modification time in ns and inode number; a read of a changed file raises an
             error.
         start: Offset of the tensor's first byte in the file.
-        nbytes: Length of the tensor in bytes.
+        nbytes: Length of the tensor's memory in bytes.
+        stride: Strides of a tensor that is not contiguous in the file; None if it is.
     """
 
     path: Path
@@ -78,6 +80,7 @@ class FilePiece:
     shape: torch.Size
     start: int
     nbytes: int
+    stride: tuple[int, ...] | None = None
 
     def get(self, exact: bool = True) -> Tensor:
         """Return the tensor, mapped onto the file if that is equivalent to a copy. A mapped tensor keeps the file open.
@@ -92,6 +95,9 @@ class FilePiece:
         """
         if self.nbytes == 0:
             return torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        if self.stride is not None:
+            memory = replace(self, shape=torch.Size((self.nbytes // self.dtype.itemsize,)), stride=None)
+            return memory.get(exact).as_strided(self.shape, self.stride)
         if self.start % (_ALIGNMENT if exact else self.dtype.itemsize):
             # The mapping is released with the buffer; malloc might keep the memory.
             buffer = torch.frombuffer(mmap.mmap(-1, self.nbytes), dtype=torch.uint8)
@@ -119,7 +125,7 @@ class FilePiece:
         Raises:
             ValueError: If the file cannot be opened, has changed or is too short.
         """
-        if out.device.type != "cpu" or out.dtype != self.dtype or not out.is_contiguous():
+        if self.stride or out.device.type != "cpu" or out.dtype != self.dtype or not out.is_contiguous():
             out.copy_(self.get(exact=False))
             return
         left = memoryview(view_bytes(out.detach()).numpy())  # type: ignore[arg-type]
@@ -217,6 +223,7 @@ def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
         reason = str(error).rstrip(".")
         raise ValueError(f"{path} is not a complete safetensors file: {reason}. Copy or download it again.") from error
     weights: Weights = {}
+    path = path.absolute()  # once, because a file may have a million tensors
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -227,7 +234,7 @@ def read_safetensors(path: Path) -> tuple[Weights, dict[str, str]]:
             )
         first, last = entry["data_offsets"]
         dtype, shape = DTYPES[entry["dtype"]], torch.Size(entry["shape"])
-        weights[name] = FilePiece(path.absolute(), mark, dtype, shape, 8 + length + first, last - first)
+        weights[name] = FilePiece(path, mark, dtype, shape, 8 + length + first, last - first)
     return weights, notes
 
 
@@ -260,15 +267,6 @@ def read_mark(descriptor: int) -> tuple[int, ...]:
     """Return the size in bytes, modification time in ns and inode number of an open file, to detect a change."""
     status = os.fstat(descriptor)
     return (status.st_size, status.st_mtime_ns, status.st_ino)
-
-
-def abbreviate(names: list[str]) -> str:
-    """Return the first eight names of a list and the number of omitted names, as text.
-
-    Args:
-        names: The names to list.
-    """
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 SHAPES = "shapes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import re
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from ...common.messages import name_type, warn
+from ...common.messages import abbreviate, name_type, warn
 from ...common.remote_path import AnyPath, RemotePath
 from ...strategies import World
 from ...strategies.distributed import is_sharded, local
@@ -26,7 +27,7 @@ from . import filesystem, model_check, store
 from .json_codec import decode, encode
 from .parts import Files, TensorFile, encode_part, estimate_size
 from .remote import Upload
-from .store import DiskSave, FileSave, Save
+from .store import DiskSave, Save
 from .train_state import (
     STATE,
     OptimizerState,
@@ -150,9 +151,8 @@ def _refuse_not_finite(accelerator: Accelerator, target: AnyPath, weights_only: 
         for prepared in accelerator.optimizers:
             bad += model_check.find_not_finite_states(prepared.optimizer, names)
     if bad:
-        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         raise ValueError(
-            f"{', '.join(bad[:3])}{more} {'contains' if len(bad) == 1 else 'contain'} NaN or infinity after optimizer "
+            f"{abbreviate(bad, 3)} {'contains' if len(bad) == 1 else 'contain'} NaN or infinity after optimizer "
             f"step {accelerator.steps}, so {target} is not saved. Earlier checkpoints are kept. Lower the learning "
             "rate or clip the gradients, and resume from an earlier checkpoint or start again."
         )
@@ -170,7 +170,7 @@ def discard_on_failure(accelerator: Accelerator, target: AnyPath) -> Iterator[No
         raise
 
 
-class Attempts:
+class ErrorCollector:
     """Context manager for blocks that all run even if one fails, because other processes may be waiting for them."""
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class Attempts:
             self._error = self._error or error
         return error is None or isinstance(error, Exception)
 
-    def end(self) -> None:
+    def raise_first(self) -> None:
         """Raise the first error, if a block failed."""
         if self._error is not None:
             raise self._error
@@ -207,32 +207,32 @@ def collect(
             is not valid.
         TypeError: If a state contains something that is not data.
     """
-    if accelerator.inside_group and not weights_only:
+    if accelerator.accumulation.position and not weights_only:
         raise ValueError(
             "save_state was called during gradient accumulation, but a checkpoint does not contain accumulated "
             "gradients. Call save_state when accelerator.sync_gradients is True, after optimizer.step()."
         )
-    rank, files, attempts = accelerator.process_index, dict[str, Any](), Attempts()
-    weights = _collect_weights(accelerator, target, attempts)
+    rank, files, errors = accelerator.process_index, dict[str, Any](), ErrorCollector()
+    weights = _collect_weights(accelerator, target, errors)
     for number, (model, state) in enumerate(zip(accelerator.models, weights, strict=True)):
-        with attempts:
+        with errors:
             left_out = frozen[number] if frozen else {}
             files |= {} if state is None else _collect_model_files(accelerator, number, model, state, left_out)
     for name, content in parts.items():
-        with attempts:
+        with errors:
             files |= encode_part(name, content, rank)
     if not weights_only:
-        with attempts:
+        with errors:
             files |= encode_optimizers(accelerator)
         # Called on every process, because registered objects may use collectives to determine their state.
-        with attempts:
+        with errors:
             files |= encode_part(STATE, _collect_shared_state(accelerator), rank)
-        with attempts:
+        with errors:
             has_rank_buffers = rank > 0 and accelerator.strategy.has_rank_buffers
             files |= encode_rank_state(
                 rank, collect_rank_random_state(accelerator), _collect_buffers(accelerator) if has_rank_buffers else []
             )
-    attempts.end()
+    errors.raise_first()
     if not weights_only:
         _warn_unsaved(accelerator, files)
     return files
@@ -253,10 +253,10 @@ def _collect_model_files(
 
 def encode_optimizers(accelerator: Accelerator) -> Files:
     """Return the files of the optimizers' states that this process writes. Call this function on all ranks."""
-    rank, strategy, attempts = accelerator.process_index, accelerator.strategy, Attempts()
+    rank, strategy, errors = accelerator.process_index, accelerator.strategy, ErrorCollector()
     files: Files = {}
     for number, prepared in enumerate(accelerator.optimizers):
-        with attempts:
+        with errors:
             optimizer = prepared.optimizer
             names = optimizer_state.name_parameters(optimizer, accelerator.unwrapped_models)
             state: OptimizerState = optimizer_state.encode_by_name(
@@ -267,7 +267,7 @@ def encode_optimizers(accelerator: Accelerator) -> Files:
                 files |= encode_part(optimizer_part(number, rank), state)
             else:
                 files |= encode_part(optimizer_part(number), state, rank)
-    attempts.end()
+    errors.raise_first()
     return files
 
 
@@ -282,12 +282,10 @@ def _warn_unsaved(accelerator: Accelerator, files: Files) -> None:
     saved = {make_view_key(tensor) for content in written for tensor in content.tensors.values()}
     shapes = [tuple(p.shape) for p in unknown.values() if make_view_key(local(p.detach())) not in saved]
     if shapes:
-        more = f" and {len(shapes) - 5} more" if len(shapes) > 5 else ""
         warn(
-            f"an optimizer updates parameters that are not in a prepared model (shapes: "
-            f"{', '.join(map(str, shapes[:5]))}{more}). Their optimizer state is saved, but not their values, so a "
-            "resumed run would start with different values. Pass their module to prepare() or "
-            "register_for_checkpointing()."
+            f"an optimizer updates parameters that are not in a prepared model (shapes: {abbreviate(shapes, 5)}). "
+            "Their optimizer state is saved, but not their values, so a resumed run "
+            "would start with different values. Pass their module to prepare() or register_for_checkpointing()."
         )
 
 
@@ -325,7 +323,7 @@ def _collect_buffers(accelerator: Accelerator) -> list[dict[str, Tensor]]:
     ]
 
 
-def publish(
+def write_and_commit(
     world: World,
     target: AnyPath,
     files: Files,
@@ -340,13 +338,13 @@ def publish(
     If a disk operation or a request to the store fails, an earlier checkpoint remains, unless the store's response to
     the commit was lost. If someone deletes the directory during the save, it is created and written again, once.
     """
-    error, is_deleted = _write_and_commit(world, target, files, info, others, make_save)
+    error, is_deleted = _try_to_commit(world, target, files, info, others, make_save)
     if any(world.gather_objects(is_deleted)) and not others:
-        error, _ = _write_and_commit(world, target, files, info, others, make_save)
+        error, _ = _try_to_commit(world, target, files, info, others, make_save)
     world.raise_together(error)
 
 
-def _write_and_commit(
+def _try_to_commit(
     world: World,
     target: AnyPath,
     files: Files,
@@ -376,7 +374,7 @@ def _write_and_commit(
                 merged = {name: entry for written, _ in of_ranks for name, entry in written.items()}
                 save.commit(merged, info, others)
         except Exception as caught:
-            error = error or (_explain_error(caught, target, files) if isinstance(save, FileSave) else caught)
+            error = error or _explain_error(caught, target, files)
     is_deleted = (
         isinstance(error, FileNotFoundError | ValueError)
         and isinstance(target, Path)
@@ -398,7 +396,7 @@ def _explain_error(error: Exception, target: AnyPath, files: Files) -> Exception
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return error
     needed = f"This process needs {sum(estimate_size(content) for content in files.values()):,} bytes"
-    folder = store.beside(target)
+    folder = store.get_staging_path(target)
     with suppress(OSError):
         existing = next(parent for parent in folder.parents if os.path.exists(parent))
         needed += f", but only {shutil.disk_usage(existing).free:,} are free"
@@ -410,7 +408,7 @@ def _explain_error(error: Exception, target: AnyPath, files: Files) -> Exception
     return OSError(error.errno, text)
 
 
-def _collect_weights(accelerator: Accelerator, target: AnyPath, attempts: Attempts) -> list[dict[str, Any] | None]:
+def _collect_weights(accelerator: Accelerator, target: AnyPath, errors: ErrorCollector) -> list[dict[str, Any] | None]:
     """Return each model's state dict: sharded, or whole if there are save hooks.
 
     A state that a hook removed is None.
@@ -422,11 +420,11 @@ def _collect_weights(accelerator: Accelerator, target: AnyPath, attempts: Attemp
     with accelerator.world.together():
         if accelerator.is_main_process:
             store.begin(target)
-    staging = str(store.beside(target, accelerator.world.broadcast(identify_process())))
+    staging = str(store.get_staging_path(target, accelerator.world.broadcast(identify_process())))
     whole = [accelerator.get_state_dict(model) for model in models]
     left = list(whole)
     for hook in accelerator.checkpointer.save_hooks.values():
-        with attempts:
+        with errors:
             hook(list(models), left, staging)
     # Ranks other than zero may have no part of a sharded object, and then write nothing.
     return [
@@ -442,36 +440,57 @@ def _split_tensors(weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 def _collect_shared_state(accelerator: Accelerator) -> TrainState:
-    attempts, registered = Attempts(), dict[str, Any]()
+    errors, registered = ErrorCollector(), dict[str, Any]()
     for name, value in accelerator.checkpointer.registered.items():
-        with attempts:
+        with errors:
             registered[name] = value.state_dict()
-    attempts.end()
+    errors.raise_first()
+    return collect_train_state(accelerator, registered)
+
+
+def collect_train_state(accelerator: Accelerator, registered: dict[str, Any], copied: bool = False) -> TrainState:
+    """Return the state that all ranks share, with the states of registered objects. A new entry is added here alone.
+
+    Args:
+        accelerator: The Accelerator whose objects have the state.
+        registered: The states of registered objects, by name.
+        copied: Copy what user code may change in place, and leave out the loss scale, because reading it waits for the
+            device. Default: False.
+    """
+    schedulers, accumulation = accelerator.schedulers, accelerator.accumulation
+    states = [scheduler.state_dict() for scheduler in schedulers]
+    scale = None if copied or accumulation.loss_scale is None else accumulation.loss_scale.state_dict()
+    loaders: dict[bool, list[dict[str, Any]]] = {False: [], True: []}  # training, evaluation
+    for loader in accelerator.loaders:
+        state = loader.state_dict()
+        loaders[loader.evaluation].append(_copy_source(state) if copied else state)
     return TrainState(
-        schedulers=[scheduler.state_dict() for scheduler in accelerator.schedulers],
-        scheduler_kinds=list_scheduler_kinds(accelerator.schedulers),
+        schedulers=copy.deepcopy(states) if copied else states,
+        scheduler_kinds=list_scheduler_kinds(schedulers),
         schedules_built=[built.effective_arguments for built in accelerator.schedules_built],
-        steps_since=[s.since if isinstance(s, PreparedScheduler) else (0, 0) for s in accelerator.schedulers],
-        scheduler_advances=[s.advances if isinstance(s, PreparedScheduler) else 1 for s in accelerator.schedulers],
-        scaler=None if (scale := accelerator.accumulation.loss_scale) is None else scale.state_dict(),
-        loaders=[loader.state_dict() for loader in accelerator.loaders if not loader.evaluation],
-        evaluation_loaders=[loader.state_dict() for loader in accelerator.loaders if loader.evaluation],
-        stream=None if accelerator.rng.stream is None else accelerator.rng.stream.get_state(),
-        reduction_orders=list_reduction_orders(accelerator),
-        counts_calls=accelerator.accumulation.counts_calls,
+        steps_since=[s.since if isinstance(s, PreparedScheduler) else (0, 0) for s in schedulers],
+        scheduler_advances=[s.advances if isinstance(s, PreparedScheduler) else 1 for s in schedulers],
+        scaler=scale,
+        loaders=loaders[False],
+        evaluation_loaders=loaders[True],
+        stream=None if accelerator.stream is None else accelerator.stream.get_state(),
+        reduction_orders=[accelerator.strategy.reduction_order(model) for model in accelerator.models],
+        counts_calls=accumulation.counts_calls,
         registered=registered,
     )
+
+
+def _copy_source(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a dataloader's state with a copy of the state of the user's objects in it."""
+    if "loaders" in state:
+        return {**state, "loaders": list(map(_copy_source, state["loaders"]))}
+    return {**state, "source": copy.deepcopy(state["source"])}
 
 
 def list_scheduler_kinds(schedulers: list[Any]) -> list[str]:
     """Return the schedulers' class names, without the module names, which may change for classes of a script."""
     wrapped = (s.scheduler if isinstance(s, PreparedScheduler) else s for s in schedulers)
     return [type(scheduler).__qualname__ for scheduler in wrapped]
-
-
-def list_reduction_orders(accelerator: Accelerator) -> list[list[int]]:
-    """Return each model's reduction order; see `Strategy.reduction_order`."""
-    return [accelerator.strategy.reduction_order(model) for model in accelerator.models]
 
 
 def describe_save(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:

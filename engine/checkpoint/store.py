@@ -26,51 +26,20 @@ import os
 import stat
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import lru_cache
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from ...common.remote_path import AnyPath, RemotePath, absolute, as_path
 from ...strategies.processes import forget_unfinished, note_unfinished
 from . import atomic_swap, filesystem, remote
-from .atomic_swap import UNFINISHED, forget_saved
-from .manifest import MANIFEST, Manifest, check_files, is_checkpoint, read_manifest, verify
+from .atomic_swap import UNFINISHED
+from .manifest import MANIFEST, Manifest, check_files, read_manifest, read_manifests
+from .manifest import is_checkpoint as is_checkpoint
+from .manifest import verify as verify
 from .one_file import Layout, is_checkpoint_file, is_replaceable_file
 from .one_file import write as write_one_file
-from .parts import Files, encode_part, open_part, pack, read_part, unpack, write_files
-
-__all__ = [
-    "MANIFEST",
-    "CheckpointStore",
-    "Manifest",
-    "begin",
-    "beside",
-    "check_target",
-    "commit",
-    "discard",
-    "encode_part",
-    "find_again",
-    "forget_saved",
-    "is_checkpoint",
-    "link",
-    "open_part",
-    "read_manifest",
-    "read_part",
-    "remove",
-    "verify",
-    "write_files",
-    "write_part",
-]
-
-
-def write_part(target: Path | str, name: str, state: Any, writer: str = "") -> dict[str, filesystem.Entry]:
-    """Write one part of a checkpoint next to its target, fsync the files, and return their entries for `commit`.
-
-    Several processes may write parts concurrently if the names differ. ``writer`` is the process that will call
-    `commit`; see `beside`.
-    """
-    return write_files(beside(target, writer), encode_part(name, state))
+from .parts import Files, pack, unpack, write_files
 
 
 def check_target(target: AnyPath) -> None:
@@ -86,7 +55,7 @@ def check_target(target: AnyPath) -> None:
         atomic_swap.check_target(target)
 
 
-def beside(target: AnyPath | str, writer: str = "") -> Path:
+def get_staging_path(target: AnyPath | str, writer: str = "") -> Path:
     """Return the directory that contains a checkpoint's parts until `commit`; for a URL, a folder of this process.
 
     ``writer`` is the process that will call `commit` (`identify_process`); the default is this process.
@@ -94,46 +63,7 @@ def beside(target: AnyPath | str, writer: str = "") -> Path:
     target = as_path(target)
     if isinstance(target, RemotePath):
         return remote.open_staging(target)
-    return atomic_swap.beside(target, "part", writer)
-
-
-def commit(
-    target: Path | str, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool = False
-) -> Path:
-    """Commit the written parts as a checkpoint by one rename, and return its absolute path.
-
-    One process calls this function after all processes have written their parts. An existing checkpoint at the target
-    is replaced; at every moment, at least one of the two is complete on the disk.
-
-    ``files`` holds the entries that `write_part` returned on all processes. ``info`` is stored in the manifest. Other
-    files in the directory `beside` the target become part of the checkpoint if ``others`` is True, and are deleted if
-    it is False.
-
-    Raises:
-        ValueError: If a listed file is missing or has the wrong size, or the manifest, a file of a hook or the target
-            is not valid.
-        TypeError: If ``info`` contains a tensor, an array, or a value that cannot be encoded as JSON.
-        OSError: If a disk operation fails. An earlier checkpoint at the target is not lost.
-    """
-    target, source = Path(os.path.abspath(target)), beside(target)
-    atomic_swap.check_target(target)
-    sequence = _find_next_sequence(target.parent)
-    entries = {name: dict(files[name]) for name in sorted(files)}
-    written = _sync_added_files(source, set(files)) if others else {}
-    data = Manifest.build(entries, info, sequence, written).to_json()
-    for name, entry in entries.items():
-        filesystem.check_file(source, name, entry, digests=False, fix=atomic_swap.SHARE_TARGET)
-    for stray in sorted(set(os.listdir(source)) - set(files)):  # left by a killed attempt, such as its manifest
-        if not others:
-            filesystem.delete(source / stray)
-    with _explaining_refusal(target, source):
-        filesystem.write_bytes(source / MANIFEST, data)
-        filesystem.fsync(source / MANIFEST)
-        if others:
-            filesystem.delete(source / UNFINISHED)
-        filesystem.fsync(source)
-        _put_in_place(source, target, sequence)
-    return target
+    return atomic_swap.get_version_path(target, "part", writer)
 
 
 def _put_in_place(source: Path, target: Path, sequence: int) -> None:
@@ -142,23 +72,7 @@ def _put_in_place(source: Path, target: Path, sequence: int) -> None:
     forget_unfinished(source)  # the checkpoint is complete: after a failure below, `recover` decides
     version = _identify_version(source)
     atomic_swap.swap_in(source, target)
-    _get_known_sequences(target.parent)[target.name] = version, sequence
-
-
-@contextmanager
-def _explaining_refusal(target: Path, source: Path) -> Iterator[None]:
-    """Return a context that deletes ``source`` and explains the error if the disk refuses an operation."""
-    try:
-        yield
-    except OSError as error:
-        reason = filesystem.explain_refusal(
-            target.parent, error
-        )  # before the deletion, which may free what was missing
-        with suppress(OSError):
-            _delete(source)
-        if reason != error.strerror and not isinstance(error, FileNotFoundError):
-            raise OSError(error.errno, f"can't save {target}: {reason}. Earlier checkpoints are kept.") from error
-        raise
+    _known_sequences[target] = version, sequence
 
 
 def _sync_added_files(source: Path, files: set[str]) -> dict[str, filesystem.Entry]:
@@ -182,9 +96,9 @@ def _sync_added_files(source: Path, files: set[str]) -> dict[str, filesystem.Ent
 
 
 def begin(target: AnyPath | str) -> Path:
-    """Create an empty directory `beside` a target, into which hooks write files, and return it."""
+    """Create an empty directory at `get_staging_path`, into which hooks write files, and return it."""
     discard(target)
-    source = beside(target)
+    source = get_staging_path(target)
     filesystem.make_staging_directory(source)
     note_unfinished(source)
     filesystem.write_bytes(
@@ -194,7 +108,7 @@ def begin(target: AnyPath | str) -> Path:
 
 
 def discard(target: AnyPath | str) -> None:
-    """Delete the files that were written `beside` a target but not committed.
+    """Delete the files that were written at `get_staging_path` but not committed.
 
     An existing checkpoint at the target is not changed.
     """
@@ -202,12 +116,12 @@ def discard(target: AnyPath | str) -> None:
     if isinstance(target, RemotePath):
         remote.clear_staging(target)
         return
-    if atomic_swap.is_staged(beside(target)):
-        _delete(beside(target))
-    forget_unfinished(beside(target))
+    if atomic_swap.is_staged(get_staging_path(target)):
+        filesystem.delete(get_staging_path(target), first=MANIFEST)
+    forget_unfinished(get_staging_path(target))
 
 
-def find_again(path: AnyPath | str) -> None:
+def recover_interrupted(path: AnyPath | str) -> None:
     """Restore the checkpoint at a path if its replacement, or that of a directory above it, was interrupted.
 
     Between the two renames of a replacement, no checkpoint exists at the path. A process that is replacing the
@@ -256,9 +170,9 @@ def link(path: Path | str, target: Path | str) -> None:
     path, target = Path(os.path.abspath(path)), Path(os.path.abspath(target))
     atomic_swap.check_target(target)
     if not (target.exists() and path.samefile(target)):  # renaming one of two names of a file does nothing
-        filesystem.delete(beside(target))
-        filesystem.link(path, beside(target))
-        _put_in_place(beside(target), target, read_manifest(path).sequence)
+        filesystem.delete(get_staging_path(target))
+        filesystem.link(path, get_staging_path(target))
+        _put_in_place(get_staging_path(target), target, read_manifest(path).sequence)
 
 
 class Save(Protocol):
@@ -278,18 +192,54 @@ class Save(Protocol):
 
 
 class DiskSave:
-    """Save to a directory: every process writes its own files, and one commits them. `remote.Upload` saves to a URL."""
+    """Save to a directory: every process writes its own files, and one commits them. `remote.Upload` saves to a URL.
 
-    def __init__(self, target: Path, writer: str) -> None:
-        self._target, self.staging = target, beside(target, writer)
+    Args:
+        target: Path of the checkpoint.
+        writer: The process that commits it (`identify_process`). Default: this process.
+    """
+
+    def __init__(self, target: Path, writer: str = "") -> None:
+        self._target, self.staging = Path(os.path.abspath(target)), get_staging_path(target, writer)
 
     def write(self, files: Files) -> dict[str, filesystem.Entry]:
-        """Write this process's files, and return their entries for the manifest."""
+        """Write this process's files, fsync them, and return their entries for the manifest."""
         return write_files(self.staging, files)
 
     def commit(self, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool) -> None:
-        """Commit the checkpoint; see `store.commit`."""
-        commit(self._target, files, info, others)
+        """Commit the written files as a checkpoint by one rename, after all processes have written theirs.
+
+        An existing checkpoint at the target is replaced; at every moment, at least one of the two is complete on the
+        disk.
+
+        Args:
+            files: The results of `write` on all processes.
+            info: Metadata for the manifest.
+            others: Make the other files in `staging` part of the checkpoint. If False, they are deleted.
+
+        Raises:
+            ValueError: If a listed file is missing or has the wrong size, or the manifest, a file of a hook or the
+                target is not valid.
+            TypeError: If ``info`` contains a tensor, an array, or a value that cannot be encoded as JSON.
+            OSError: If a disk operation fails. An earlier checkpoint at the target is not lost.
+        """
+        target, source = self._target, self.staging
+        atomic_swap.check_target(target)
+        sequence = _find_next_sequence(target.parent)
+        entries = {name: dict(files[name]) for name in sorted(files)}
+        written = _sync_added_files(source, set(files)) if others else {}
+        data = Manifest.build(entries, info, sequence, written).to_json()
+        for name, entry in entries.items():
+            filesystem.check_file(source, name, entry, digests=False, fix=atomic_swap.SHARE_TARGET)
+        for stray in sorted(set(os.listdir(source)) - set(files)):  # left by a killed attempt, such as its manifest
+            if not others:
+                filesystem.delete(source / stray)
+        filesystem.write_bytes(source / MANIFEST, data)
+        filesystem.fsync(source / MANIFEST)
+        if others:
+            filesystem.delete(source / UNFINISHED)
+        filesystem.fsync(source)
+        _put_in_place(source, target, sequence)
 
     def discard(self, is_main: bool) -> None:
         """Delete the files of an uncommitted save. ``is_main`` is True on rank zero, which deletes them."""
@@ -329,11 +279,11 @@ class FileSave(JoinedSave):
     """
 
     def __init__(self, target: Path, writer: str, layout: Layout | None) -> None:
-        super().__init__(beside(target, writer), layout is not None)
+        super().__init__(get_staging_path(target, writer), layout is not None)
         self._target, self._layout = target, layout
 
     def commit(self, files: Mapping[str, Any], info: Mapping[str, Any], others: bool) -> None:
-        """Write the checkpoint with ``files`` of the other ranks, and put it in place; see `store.commit`."""
+        """Write the checkpoint with ``files`` of the other ranks, and put it in place; see `DiskSave.commit`."""
         assert self._layout is not None
         assert not others  # files of hooks need a directory
         target, source = self._target, self.staging
@@ -406,9 +356,8 @@ class CheckpointStore:
         """
         directory = self.directory
         if isinstance(directory, RemotePath):
-            checkpoints, problems = remote.find_checkpoints(directory)
-            return [*checkpoints], problems
-        return _scan(directory)
+            return read_manifests(remote.list_checkpoints(directory))
+        return read_manifests(_iterate_checkpoints(directory))
 
     def latest(self, verify: bool = True) -> tuple[AnyPath | None, list[str]]:
         """Return the latest intact checkpoint.
@@ -429,7 +378,7 @@ class CheckpointStore:
                 if isinstance(path, Path):
                     check_files(path, manifest, digests=verify)
                 elif verify:
-                    remote.Download(path, manifest).fetch([*manifest.files, *manifest.others])
+                    remote.Download(path, manifest).fetch(manifest.checked)
                 else:
                     remote.check_files(path, manifest)
             except ValueError as error:
@@ -471,21 +420,9 @@ class CheckpointStore:
         """
         if isinstance(self.directory, RemotePath):
             return remote.recover(self.directory)
-        matches = [atomic_swap.BESIDE.fullmatch(name) for name in filesystem.list_names(self.directory)]
+        matches = [atomic_swap.VERSION_NAME.fullmatch(name) for name in filesystem.list_names(self.directory)]
         names = sorted({match["name"] for match in matches if match})
         return [sentence for name in names for sentence in atomic_swap.recover(self.directory / name)]
-
-
-def _scan(directory: Path) -> tuple[list[tuple[Manifest, AnyPath]], list[str]]:
-    """Return the checkpoints with their manifests, latest last, and a message for each unreadable manifest."""
-    checkpoints: list[tuple[Manifest, AnyPath]] = []
-    problems = []
-    for path in _iterate_checkpoints(directory):
-        try:
-            checkpoints.append((read_manifest(path), path))
-        except ValueError as error:
-            problems.append(str(error))
-    return sorted(checkpoints, key=lambda pair: (pair[0].step, pair[0].sequence, pair[1].name)), problems
 
 
 def _iterate_checkpoints(directory: Path) -> Iterator[Path]:
@@ -496,7 +433,7 @@ def _iterate_checkpoints(directory: Path) -> Iterator[Path]:
 def _iterate_entries(directory: Path) -> Iterator[Path]:
     """Yield the entries of a directory that may be checkpoints."""
     for name in filesystem.list_names(directory):
-        path, match = directory / name, atomic_swap.BESIDE.fullmatch(name)
+        path, match = directory / name, atomic_swap.VERSION_NAME.fullmatch(name)
         if name.startswith(".") and not (match and match["kind"] == "old"):
             continue
         if os.path.islink(path):
@@ -506,21 +443,25 @@ def _iterate_entries(directory: Path) -> Iterator[Path]:
         yield path
 
 
+# The version and the sequence number of each checkpoint that a commit has found next to its own. With many kept
+# checkpoints, reading their manifests each time took longer than the save itself.
+_known_sequences: dict[Path, tuple[tuple[int, ...], int]] = {}
+
+
 def _find_next_sequence(directory: Path) -> int:
     """Return one more than the highest sequence number in a directory; unreadable manifests are ignored."""
-    known = _get_known_sequences(directory)
     present = {}
     for path in _iterate_entries(directory):
         with suppress(ValueError, OSError):
             version = _identify_version(path)
-            entry = known.get(path.name)
+            entry = _known_sequences.get(path)
             if entry is None or entry[0] != version:
                 entry = version, read_manifest(path).sequence if _looks_like_checkpoint(path) else 0
-            present[path.name] = entry
-    for name in list(known):  # copied to a list, because asynchronous saves commit in threads
-        if name not in present:
-            known.pop(name, None)
-    known.update(present)
+            present[path] = entry
+    # Copied to a list, because asynchronous saves commit in threads.
+    for path in [path for path in list(_known_sequences) if path.parent == directory and path not in present]:
+        _known_sequences.pop(path, None)  # deleted checkpoints would accumulate throughout a long run
+    _known_sequences.update(present)
     return max((sequence for _, sequence in present.values()), default=0) + 1
 
 
@@ -532,15 +473,6 @@ def _identify_version(path: Path) -> tuple[int, ...]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-# Each commit needs the sequence numbers of all checkpoints next to it. With many kept checkpoints, reading their
-# manifests each time took longer than the save itself. Deleted checkpoints are dropped, because the cache would grow
-# throughout a long run.
-@lru_cache(maxsize=8)
-def _get_known_sequences(directory: Path) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return a directory's cache, which maps a checkpoint's name to its manifest's file version and sequence number."""
-    return {}
-
-
 def _looks_like_checkpoint(path: Path) -> bool:
     if is_checkpoint_file(path) or (path.suffix == ".ckpt" and is_replaceable_file(path)):
         return True  # an empty file, or one of another library, is named among those that are skipped
@@ -549,7 +481,3 @@ def _looks_like_checkpoint(path: Path) -> bool:
             file.endswith(".safetensors") for file in filesystem.list_names(path)
         )
     return False
-
-
-def _delete(directory: Path) -> None:
-    filesystem.delete(directory, first=MANIFEST)

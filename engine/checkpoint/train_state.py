@@ -57,22 +57,19 @@ def optimizer_part(number: int, rank: int = 0) -> str:
 
 
 class TrainState(TypedDict):
-    """Content of the part ``state``: the state that all ranks share. Lists are in the order of the prepared objects.
-
-    ``scheduler_advances``, ``schedules_built`` and ``counts_calls`` are missing in older checkpoints.
-    """
+    """Content of the part ``state``: the state that all ranks share. Lists are in the order of the prepared objects."""
 
     schedulers: list[dict[str, Any]]
     scheduler_kinds: list[str]
-    scheduler_advances: NotRequired[list[int]]
-    schedules_built: NotRequired[list[Any]]
+    scheduler_advances: list[int]
+    schedules_built: list[Any]
     steps_since: list[tuple[int, int]]
     scaler: dict[str, Any] | None
     loaders: list[dict[str, Any]]
     evaluation_loaders: list[dict[str, Any]]
     stream: dict[str, Any] | None
     reduction_orders: list[list[int]]
-    counts_calls: NotRequired[bool]  # see `Accumulation.counts_calls`
+    counts_calls: bool  # see `Accumulation.counts_calls`
     registered: dict[str, Any]
 
 
@@ -101,9 +98,9 @@ class RandomState(TypedDict):
     numpy: Any
     torch: Tensor
     cuda: NotRequired[list[Tensor]]
-    cuda_device: NotRequired[int]  # the device that the process computed on; earlier versions do not have it
+    cuda_device: NotRequired[int]  # the device that the process computed on
     mps: NotRequired[Tensor]
-    loaders: NotRequired[list[Any]]  # checkpoints of earlier versions do not have it
+    loaders: list[Any]
 
 
 class RankState(TypedDict):

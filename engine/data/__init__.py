@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from .batch_digest import digest
     from .combined_loader import CombinedLoader, is_collection
     from .device_transfer import choose_mover
     from .joint_loader import JointLoader

@@ -11,12 +11,11 @@ if TYPE_CHECKING:
     from .accumulation import Accumulation
     from .agreement import Agreement
     from .batch_size import attempt, find_executable_batch_size, is_out_of_memory
-    from .built_options import BuiltSchedule
     from .forgotten_objects import LoopCheck
-    from .gradient_guard import GradientGuard
     from .join import join_uneven_inputs
     from .loss_scaling import LossScale
-    from .optimizer_state import list_parameters
+    from .nonfinite import GradientGuard
+    from .optimizer_state import BuiltSchedule, list_parameters
     from .prepared_optimizer import PreparedOptimizer, PreparedScheduler, can_skip_on_device
     from .resume_options import SCHEDULES, LoadedOptimizer, check_schedule
 

@@ -489,12 +489,6 @@ class Accumulation:
             scale_gradients(self._iter_trained_parameters(), samples, left)
         return left > 0
 
-    def not_finite_on(self) -> list[int]:
-        """Return the ranks whose loss was not finite, and clear this rank's record. Must be called on all ranks."""
-        local_finite = self.agreement.local_finite
-        self.agreement.forget_losses()
-        return [rank for rank, finite in enumerate(self.world.gather_objects(local_finite)) if not finite]
-
     def _iter_trained_parameters(self, group: _Group | None = None) -> Iterable[Tensor]:
         """Iterate over the parameters of all models, except models that `accumulate` only puts into other groups."""
         if self.models:

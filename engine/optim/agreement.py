@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...strategies import BALLOT_SIZE, Strategy, World
+from ...strategies.distributed import is_sharded, local
 from ..data import Cursor
-from .gradient_check import HostCheck, collect_gradients, find_bad, flag_not_finite, largest_elements
 from .optimizer_state import list_parameters
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class Agreement:
         missing: Number of samples, over all processes, in those batches of the step that were None.
         leave_vote: Whether this process votes to leave the epoch without taking this step.
         signaled: Whether some process received a signal to end the run and all processes have agreed on it.
+        joined: Whether ranks may leave the loop at different times, as in `join_uneven_inputs`.
+        on_host: Whether the gradients are in host memory, so that checks need not wait for a device.
         recent_losses: This process's losses of the latest micro-batches, for displays. Reading one that is on an
             accelerator waits for the device.
         not_finite: Flag on the device: 1.0 if the device must skip the step, else 0.0. None if the host decides.
@@ -46,16 +49,16 @@ class Agreement:
 
     def __init__(self, world: World, strategy: Strategy, cursor: Cursor) -> None:
         self.signal_vote = False
-        self.watch_finite = False
+        self.watch_finite = self.joined = False
         self.alone = world.size == 1
         self.immediate = world.device.type == "cpu"
         self.recent_losses: deque[float | Tensor] = deque(maxlen=1)
         self._world = world
         self._cursor = cursor
         self._device = world.device
-        self._on_host = world.device.type == "cpu"
+        self.on_host = world.device.type == "cpu"
         self._strategy = strategy
-        self._are_finite = HostCheck()
+        self._has_nonfinite = torch.zeros((), dtype=torch.float32, device="cpu")  # creating one takes 1 us
         self.reset()
 
     def forget_losses(self) -> None:
@@ -112,7 +115,7 @@ class Agreement:
         if not self.watch_finite:
             self.recent_losses.append(loss.detach())
             return True
-        if not self._on_host:
+        if not self.on_host:
             detached = loss.detach().float()
             self.recent_losses.append(detached)
             self._taints.append(detached * 0.0)  # without a read on the host
@@ -128,11 +131,37 @@ class Agreement:
         self.micro_batches += 1
         return finite
 
+    def check_on_host(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Return whether the gradients that optimizers are about to apply are finite, if they are in host memory.
+
+        It is several times as fast as ``torch._foreach_norm`` for small gradients (torch 2.13).
+        """
+        self._watched_optimizers = optimizers
+        gradients = []
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    gradient = parameter.grad
+                    if gradient is not None:
+                        gradients.append(gradient)
+        if not gradients:
+            return True
+        if self._strategy.sharded:
+            gradients = [local(gradient) for gradient in gradients]
+        found = self._has_nonfinite
+        try:
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, _ONE)  # type: ignore[arg-type]
+        except NotImplementedError:  # some gradient is sparse or complex
+            return all(map(is_finite, gradients))
+        if found.item() == 0.0:
+            return True
+        found.zero_()
+        return False
+
     def watch_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Check whether the reduced gradients that optimizers are about to apply are finite."""
-        if self._on_host:
-            self._watched_optimizers = optimizers
-            self._gradients_finite = self._are_finite(optimizers, self._strategy.sharded)
+        if self.on_host:
+            self._gradients_finite = self.check_on_host(optimizers)
             return
         watched, gradients = collect_gradients(optimizers)
         if gradients:
@@ -145,6 +174,12 @@ class Agreement:
         ``weight`` is the sum of this process's weights in the step, or None; see `Accumulation.backward`. ``missing``
         is the number of samples in its batches that were None.
         """
+        if self.joined and self._cursor.micro is None:
+            raise ValueError(
+                "inside join_uneven_inputs, backward(loss, weight=...) needs batches of a prepared DataLoader. "
+                "Otherwise, a rank that has left the loop can't contribute to the sum of the weights. Prepare the "
+                "DataLoader, or remove weight=..."
+            )
         self.has_voted = True
         if self.alone:
             return
@@ -168,7 +203,7 @@ class Agreement:
 
     def taint(self) -> Tensor:
         """Return NaN if a checked loss or gradient of this process is not finite, else 0, as a tensor on the device."""
-        if self._on_host:
+        if self.on_host:
             return torch.tensor(0.0 if self.local_finite and self._gradients_finite else math.nan, device="cpu")
         values = [*self._taints, *((norms * 0.0).sum() for norms in self._norms)]
         return torch.stack(values).sum() if values else torch.zeros((), device=self._device)
@@ -190,7 +225,7 @@ class Agreement:
             self.not_finite = flag_not_finite(taint)
             return self.finite
         finite = not math.isnan(taint.item())
-        if not finite and not self._on_host:
+        if not finite and not self.on_host:
             self._note_losses([taint.item() for taint in self._taints])
             self._bad_parameters = None  # those of the step that was read last
         return finite
@@ -216,7 +251,7 @@ class Agreement:
         if not (self.collected or self.alone):
             summed = self._strategy.agreement()
         self.has_voted = self.collected = False
-        if self._on_host:
+        if self.on_host:
             if summed is not None:
                 self._read_votes(summed.tolist(), self._outlook)
             if not self._gradients_finite:
@@ -260,12 +295,32 @@ class Agreement:
         if pending is not None:
             self._read(pending)
 
+    def check_step(self, optimizer: Optimizer, place: Any) -> bool:
+        """Check the gradients of a step without votes; `GradientGuard` calls this method of an agreement of its own.
+
+        Replicas have the same gradients after the reduction, so only shards need an exchange.
+
+        Returns:
+            False if a gradient is not finite in the step that was read last, which `place` identifies.
+        """
+        self.next_place = place
+        self.watch_gradients((optimizer,))
+        self.collected = True
+        if self._strategy.sharded:
+            self._summed = torch.zeros(BALLOT_SIZE, dtype=torch.float32, device=self._device)
+            self._summed[_TAINT] = self.taint()
+            work = self._world.start_all_reduce(self._summed)
+            if work is not None:
+                work.wait()
+        self.count()
+        return self.finite
+
     def find_bad_parameters(self) -> list[Tensor]:
         """Return the parameters whose gradients were not finite on this process, in the step that was read last."""
         if self._bad_parameters is not None:
             return self._bad_parameters
         watched = (p for optimizer in self._watched_optimizers for p in list_parameters(optimizer))
-        return find_bad(watched if self._on_host else self._watched)
+        return find_bad(watched if self.on_host else self._watched)
 
 
 class Ballots:
@@ -320,3 +375,54 @@ class Ballots:
         values = self._on_host.tolist()
         votes, taints, norms = self.sizes
         return values[taints + norms :] if votes else None, values[:taints], values[taints : taints + norms]
+
+
+# -- checks of gradients -------------------------------------------------------------------------------------------
+
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")
+
+
+def collect_gradients(optimizers: Iterable[Optimizer]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the parameters of ``optimizers`` that have gradients, and these gradients as real, dense tensors."""
+    parameters = [p for optimizer in optimizers for p in list_parameters(optimizer) if p.grad is not None]
+    return parameters, [real_values(p.grad) for p in parameters if p.grad is not None]
+
+
+def largest_elements(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return a vector with the largest absolute value of each gradient. NaN and infinity propagate to it."""
+    norms = [norm.float() for norm in torch._foreach_norm(gradients, math.inf)]  # type: ignore[arg-type]
+    return torch.stack([norm.to(device, non_blocking=True) for norm in norms])
+
+
+def flag_not_finite(values: Tensor) -> Tensor:
+    """Return a tensor on the device of ``values`` that is 1.0 if one of them is not finite, else 0.0.
+
+    torch's kernel also multiplies ``values`` by 1 in place.
+    """
+    flag = torch.zeros((), dtype=torch.float32, device=values.device)
+    torch._amp_foreach_non_finite_check_and_unscale_([values], flag, _one_on(values.device))  # type: ignore[arg-type]
+    return flag
+
+
+@functools.cache
+def _one_on(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.float32, device=device)
+
+
+def real_values(gradient: Tensor) -> Tensor:
+    """Return the local values of a gradient, which may be sharded, sparse or complex, as a real, dense tensor."""
+    if is_sharded(gradient):
+        gradient = local(gradient)
+    if gradient.is_sparse:
+        gradient = gradient._values()
+    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+
+
+def find_bad(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Wait for the device, and return the parameters whose gradients are not finite."""
+    return [p for p in parameters if p.grad is not None and not is_finite(p.grad)]
+
+
+def is_finite(gradient: Tensor) -> bool:
+    """Wait for the device, and return whether all values of one gradient are finite."""
+    return bool(torch.isfinite(real_values(gradient)).all())

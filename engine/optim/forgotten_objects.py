@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 from weakref import WeakSet, proxy
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ...common.messages import format_count, name_type, warn
 from ...strategies import is_wrapped_by_user
+from .nonfinite import iter_leaves
 from .optimizer_state import list_parameters
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class LoopCheck:
             return  # for example a registered loss module
         if not (stray or is_reached):
             # The graph shows parameters whose gradients were used and removed in hooks.
-            leaves = list(_iter_leaves(loss))
+            leaves = list({id(leaf): leaf for leaf, _ in iter_leaves(loss)}.values())
             known = {id(leaf) for model in self._list_models() for leaf, _ in accelerator.strategy.graph_leaves(model)}
             if not any(id(leaf) in known for leaf in leaves):
                 stray = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
@@ -172,23 +173,6 @@ class LoopCheck:
         if kind not in self._reported:
             self._reported.add(kind)
             warn(text)
-
-
-def _iter_leaves(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors in the autograd graph of ``loss`` that get gradients."""
-    nodes = [loss.grad_fn]
-    seen: set[Any] = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if node is None:
-            continue
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
-        for following, _ in node.next_functions:
-            if following not in seen:
-                seen.add(following)
-                nodes.append(following)
 
 
 def _find_optimizer(parameters: Mapping[int, Tensor]) -> Optimizer | None:

@@ -6,33 +6,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ...common.messages import name_type, warn
-from .agreement import Agreement
 from .prepared_optimizer import PreparedScheduler
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
-
-
-class _JoinedAgreement(Agreement):
-    """Agreement of ranks that may leave the loop at different times.
-
-    Weighted losses are supported only with a prepared DataLoader.
-    """
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        super().__init__(accelerator.world, accelerator.strategy, accelerator.cursor)
-
-    def vote(self, weight: float | Tensor | None, missing: int = 0) -> None:
-        if self._cursor.micro is None:
-            raise ValueError(
-                "inside join_uneven_inputs, backward(loss, weight=...) needs batches of a prepared DataLoader. "
-                "Otherwise, a rank that has left the loop can't contribute to the sum of the weights. Prepare the "
-                "DataLoader, or remove weight=..."
-            )
-        super().vote(weight, missing)
 
 
 @contextmanager
@@ -56,13 +36,13 @@ def join_uneven_inputs(
     if even_batches or accelerator.world.size == 1:
         yield
         return
-    accumulation = accelerator.accumulation
-    agreement, accumulation.agreement = accumulation.agreement, _JoinedAgreement(accelerator)
+    agreement = accelerator.accumulation.agreement
+    agreement.joined = True
     try:
         with accelerator.strategy.join([value for value in joinables if isinstance(value, nn.Module)]):
             yield
     finally:
-        accumulation.agreement = agreement
+        agreement.joined = False
     _catch_up(accelerator)
 
 
@@ -82,7 +62,7 @@ def _catch_up(accelerator: Accelerator) -> None:
             "join_uneven_inputs: on at least one rank, the batches ended inside an accumulation group. The gradients "
             "of this unfinished group are dropped."
         )
-        accelerator.drop_gradients()
+        accelerator.accumulation.drop_gradients()
     steps_by_rank = [of_rank for of_rank, _ in counts]
     if all(of_rank == steps_by_rank[0] for of_rank in steps_by_rank):
         return

@@ -1,19 +1,28 @@
-"""Diagnosis of a step with NaN or infinity: its samples, and the parameter at which these values probably arose."""
+"""Steps with NaN or infinity: their samples, the parameter at which these values probably arose, and what happens.
+
+`GradientGuard` checks the steps of a user-defined loop, and the `Agreement` of all ranks those of the Trainer.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from ...common.messages import format_count, named_ranks
+from ...common.messages import announce, format_count, named_ranks
 from ...strategies import Strategy
 from ..data import batch_indices
 from ..parameter_names import strip_compile_prefix
+from .agreement import Agreement
+
+if TYPE_CHECKING:
+    from .accumulation import Accumulation
+    from .prepared_optimizer import PreparedOptimizer
 
 SPOILED = (
     " This step was already applied to the weights in memory. Resume from a checkpoint. torch's fused optimizers, "
@@ -134,6 +143,14 @@ def order_by_backward(
 def _find_first_uses(loss: Tensor) -> dict[int, int]:
     """Return, by leaf id, autograd's sequence number of the first operation that used each leaf."""
     first_uses: dict[int, int] = {}
+    for leaf, node in iter_leaves(loss):
+        number = node._sequence_nr()
+        first_uses[id(leaf)] = min(number, first_uses.get(id(leaf), number))
+    return first_uses
+
+
+def iter_leaves(loss: Tensor) -> Iterator[tuple[Tensor, Any]]:
+    """Yield each tensor in the autograd graph of ``loss`` that gets a gradient, with each operation that uses it."""
     nodes = [] if loss.grad_fn is None else [loss.grad_fn]
     seen = set(nodes)
     while nodes:
@@ -141,12 +158,10 @@ def _find_first_uses(loss: Tensor) -> dict[int, int]:
         for following, _ in node.next_functions:
             leaf = getattr(following, "variable", None)
             if leaf is not None:
-                number = node._sequence_nr()
-                first_uses[id(leaf)] = min(number, first_uses.get(id(leaf), number))
+                yield leaf, node
             elif following is not None and following not in seen:
                 seen.add(following)
                 nodes.append(following)
-    return first_uses
 
 
 def describe_batch(batch: Any, indices: Sequence[Any] | None) -> tuple[str, bool]:
@@ -195,3 +210,112 @@ def iterate_tensors(value: Any, path: str, depth: int = 8) -> Iterator[tuple[str
     elif depth and isinstance(value, Mapping | list | tuple):
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from iterate_tensors(item, f"{path}[{key!r}]", depth - 1)
+
+
+def locate_gradients(bad: Iterable[Tensor], accumulation: Accumulation) -> list[tuple[float, int, str]]:
+    """Return the sort keys of parameters with bad gradients; see `order_by_backward`. Several models are numbered."""
+    bad, keys = list(bad), []
+    for number, model in enumerate(accumulation.models):
+        of_model = order_by_backward(bad, model, accumulation.get_latest_loss(), accumulation.strategy)
+        if len(accumulation.models) > 1:
+            owner = type(accumulation.strategy.unwrap(model)).__name__
+            of_model = [(position, index, f"{name} (model {number}, {owner})") for position, index, name in of_model]
+        keys += of_model
+    return keys
+
+
+def refuse_or_skip(policy: str, problem: str, samples: str, notes: str, owner: str) -> None:
+    """Raise a ValueError for a step if the policy is ``"raise"``, or announce that the step is skipped.
+
+    ``samples`` and ``notes`` are sentences, each preceded by a space. ``owner`` is the class that has ``on_nonfinite``.
+    """
+    if policy == "raise":
+        raise ValueError(
+            f"{problem}.{samples}{notes} Check the data, lower the learning rate, or clip the gradients. "
+            f"{owner}(on_nonfinite='skip') skips such steps."
+        )
+    announce(f"{problem}, which is skipped.{samples}")
+
+
+class GradientGuard:
+    """Guard that checks whether gradients are finite before a prepared optimizer steps; see `Accumulation.guard`.
+
+    Replicas have the same gradients after the reduction, so they make the same decision without an exchange.
+
+    The ``policy`` is ``"raise"`` or ``"skip"``. On accelerators, ``"raise"`` takes effect one step later, so that the
+    host does not wait for the device. The step itself is skipped on the device if the optimizer supports this.
+    """
+
+    def __init__(self, policy: str, loaders: Sequence[Any], *, on_host: bool) -> None:
+        self.policy = policy
+        self.immediate = on_host or policy == "skip"
+        self._loaders = loaders
+        self._checks: WeakKeyDictionary[PreparedOptimizer, Agreement] = WeakKeyDictionary()
+
+    def __call__(self, optimizer: PreparedOptimizer) -> bool:
+        """Return whether the optimizer may step. If it may not, its gradients are discarded.
+
+        Raises:
+            ValueError: If the policy is ``"raise"`` and a gradient of this step, or on accelerators of the optimizer's
+                previous step, is not finite.
+        """
+        accumulation = optimizer.accumulation
+        if accumulation.loss_scale is not None:  # the loss scaler skips such steps
+            return True
+        check = self._checks.get(optimizer) or self._start_checks(optimizer)
+        if check.on_host and not accumulation.strategy.sharded:
+            finite = check.check_on_host((optimizer.optimizer,))
+        else:
+            finite = check.check_step(optimizer.optimizer, optimizer.steps_taken)
+            accumulation.agreement.not_finite = check.not_finite
+        if not finite:
+            self._refuse(optimizer, check)
+        return finite
+
+    def _start_checks(self, optimizer: PreparedOptimizer) -> Agreement:
+        accumulation = optimizer.accumulation
+        check = Agreement(accumulation.world, accumulation.strategy, accumulation.cursor)
+        check.watch_finite, check.immediate = True, self.immediate
+        self._checks[optimizer] = check
+        return check
+
+    def read_pending(self) -> None:
+        """Wait for the device, and read the pending check of each optimizer's latest step.
+
+        Raises:
+            ValueError: If a gradient of one of these steps was not finite.
+        """
+        for optimizer, check in list(self._checks.items()):
+            check.read_pending()
+            if not check.finite:
+                self._refuse(optimizer, check)
+
+    def _refuse(self, optimizer: PreparedOptimizer, check: Agreement) -> None:
+        """Raise an error, or announce the skipped step and discard its gradients, according to the policy."""
+        accumulation, bad = optimizer.accumulation, check.find_bad_parameters()
+        late = 0 if check.immediate else optimizer.steps_taken - check.place  # steps since the one that is not finite
+        step = accumulation.steps_of(optimizer) - late + 1
+        for other in self._checks.values():
+            other.reset()
+        evidence = self._collect_evidence(accumulation, bad)
+        if accumulation.strategy.sharded:
+            by_rank = dict(enumerate(accumulation.world.gather_objects(evidence)))
+        else:
+            by_rank = {accumulation.world.rank: evidence}
+        origin, order = describe_origin(by_rank)
+        problem = f"{origin} is not finite{order} in optimizer step {step}"
+        samples = list_samples(by_rank)
+        notes = "" if self.immediate or optimizer.guarded else SPOILED
+        if accumulation.world.size > 1:
+            tool = " The gradients are already reduced over ranks. torch.autograd.detect_anomaly() finds the rank."
+            notes = tool + notes
+        refuse_or_skip(self.policy, problem, samples, notes, "Accelerator")
+        optimizer.optimizer.zero_grad()
+
+    def _collect_evidence(self, accumulation: Accumulation, bad: list[Tensor]) -> Evidence:
+        evidence = Evidence(gradients=locate_gradients(bad, accumulation))
+        micro = accumulation.cursor.micro
+        loader = next((loader for loader in self._loaders if micro is not None and loader.is_at(micro)), None)
+        if loader is not None and micro is not None and self.immediate:
+            evidence.samples, _ = describe_group(loader, None, micro.number)
+        return evidence

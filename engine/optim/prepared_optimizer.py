@@ -13,8 +13,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ...common.messages import warn
-from .built_options import choose_fused, copy_plain_options
-from .optimizer_state import list_parameters
+from .optimizer_state import choose_fused, copy_plain_options, list_parameters
 
 if TYPE_CHECKING:
     from .accumulation import Accumulation

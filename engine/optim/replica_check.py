@@ -12,13 +12,10 @@ from torch.optim import Optimizer
 
 from ...strategies import World
 from ...strategies.distributed import is_sharded
-from .agreement import Agreement
+from ..data import digest
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
-
-_PART = 1 << 20  # elements that are digested at a time, to limit the memory used
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicasDiffer(RuntimeError):
@@ -42,9 +39,9 @@ def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> N
         for prefix, model in zip(prefixes, models, strict=True)
         for name, tensor in _list_replicated(model, buffers)
     }
-    # The form is included as a number, so that one small exchange suffices in the usual case.
+    # The forms are included as a number, so that one small exchange suffices in the usual case.
     forms = [f"{name} {t.dtype} {list(t.shape)}" for name, t in tensors.items()]
-    local_digests = zlib.crc32("\n".join(forms).encode()), _digest_tensors(tensors.values())
+    local_digests = zlib.crc32("\n".join(forms).encode()), list(map(digest, tensors.values()))
     parts = world.gather_objects(local_digests)
     if all(part == local_digests for part in parts):
         return
@@ -79,7 +76,7 @@ def watch(accelerator: Accelerator, optimizer: Optimizer) -> None:
 
     def check_replicas(*_: Any) -> None:
         nonlocal step_count
-        if type(accelerator.accumulation.agreement) is not Agreement:
+        if accelerator.accumulation.agreement.joined:
             return  # within join_uneven_inputs, where a process may have no more steps to take
         if step_count % every == 0 and accelerator.strategy.replicas_equal:
             accelerator.check_replicas()
@@ -91,33 +88,6 @@ def watch(accelerator: Accelerator, optimizer: Optimizer) -> None:
 def _list_replicated(model: nn.Module, buffers: bool) -> list[tuple[str, Tensor]]:
     named = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
     return [(name, t.detach()) for name, t in named if not is_sharded(t) and t.device.type != "meta"]
-
-
-def _digest_tensors(tensors: Iterable[Tensor]) -> list[int]:
-    """Return a 64-bit digest of each tensor's bits. The digests are copied to the host in one transfer per device."""
-    # A separate generator, because a check must not change other random numbers.
-    generator = torch.Generator().manual_seed(0)
-    # Odd, because an even weight would lose the highest bit.
-    weights = torch.randint(-(2**62), 2**62, (_PART,), generator=generator) | 1
-    by_device: dict[torch.device, Tensor] = {}
-    digests = [_digest_tensor(t, by_device.setdefault(t.device, weights.to(t.device))) for t in tensors]
-    numbers = [0] * len(digests)
-    for device in by_device:
-        places = [k for k, digest in enumerate(digests) if digest.device == device]
-        for k, number in zip(places, torch.stack([digests[k] for k in places]).tolist(), strict=True):
-            numbers[k] = number
-    return numbers
-
-
-def _digest_tensor(tensor: Tensor, weights: Tensor) -> Tensor:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    bits = tensor.contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in bits.split(_PART):
-        # Weighted by position, modulo 2**64, so that neither swapped values nor changes that cancel out go unnoticed.
-        total = total * 6364136223846793005 + (part.long() * weights[: part.numel()]).sum()
-    return total
 
 
 def _measure_distance(tensor: Tensor, world: World, source: int) -> float:

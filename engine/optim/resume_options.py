@@ -15,7 +15,7 @@ from ...common.messages import announce, format_count, warn
 from ...common.remote_path import AnyPath
 from ...common.validation import choose
 from ..checkpoint import TrainState
-from .built_options import BuiltSchedule, State, to_plain
+from .optimizer_state import BuiltSchedule, State, to_plain
 from .prepared_optimizer import PreparedOptimizer
 
 if TYPE_CHECKING:

@@ -65,7 +65,7 @@ class Departure:
         """
         self._round, self._on_asked = _Round(), on_asked
         if watchdog is not None:
-            self._round.number = watchdog.run_errand(self.exchange)
+            self._round.number = watchdog.call_each_period(self.exchange)
 
     def ask(self) -> None:
         """Request that all ranks leave their loop before the same batch. A signal handler may call this."""

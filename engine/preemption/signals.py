@@ -94,7 +94,7 @@ class Preemption:
         self._agreed: signal.Signals | None = None
         self.interrupts = self.abandoned = False
         self._accelerator = accelerator
-        self._agreement = accelerator.agreement
+        self._agreement = accelerator.accumulation.agreement
         self.departure = Departure(accelerator.process_index, accelerator.num_processes)
         self._replaced: dict[signal.Signals, Callable[..., Any] | int] = {}
         self._pid = os.getpid()

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ...common.messages import name_type, warn
+from ...common.messages import abbreviate, name_type, warn
 from ...strategies import SingleDevice, World
 from ...strategies.distributed import cut_like
 from ..big_models import is_dispatched
-from ..checkpoint import abbreviate, check_frozen, compute_digests, read_tensor
+from ..checkpoint import check_frozen, compute_digests, read_tensor
 from ..parameter_names import strip_compile_prefix
 from .sources import Opened, Source, open_source
 
@@ -186,7 +186,8 @@ def _compare(
     missing, unexpected, reshaped = differences
     if not any(differences):
         return
-    if _loads_itself(module) or (not reshaped and _may_know_other_names(module)):
+    loads_itself = type(module).load_state_dict is not nn.Module.load_state_dict  # it may also replace layers
+    if loads_itself or (not reshaped and _may_know_other_names(module)):
         return  # torch compares names and shapes itself after the model has changed them
     lines = [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in unexpected]
     lines += [
@@ -194,31 +195,18 @@ def _compare(
         f"{tuple(state[targets[name]].shape)} in the model"
         for name in reshaped
     ]
-    more = f"\n  and {len(lines) - 30} more" if len(lines) > 30 else ""
     raise ValueError(
-        f"{source.place} contains the weights of a different model:\n"
-        "  "
-        + "\n  ".join(line[:300] for line in lines[:30])
-        + more
+        f"{source.place} contains the weights of a different model:\n  "
+        + abbreviate([line[:300] for line in lines], 30, "\n  ")
         + f"\nTo load what fits, pass strict=False.{_suggest_prefix(weights, targets)}"
     )
-
-
-def _loads_itself(module: nn.Module) -> bool:
-    """Return whether the model has a custom ``load_state_dict``, which may also replace layers."""
-    return type(module).load_state_dict is not nn.Module.load_state_dict
 
 
 def _may_know_other_names(module: nn.Module) -> bool:
     """Return whether the model has hooks that may rename weights during loading."""
     hooks = [hook for part in module.modules() for hook in part._load_state_dict_pre_hooks.values()]
-    return any(
-        not str(getattr(hook, "__module__", "")).startswith("torch.distributed") for hook in map(_unwrap_hook, hooks)
-    )
-
-
-def _unwrap_hook(hook: Any) -> Any:
-    return getattr(hook, "hook", hook)
+    functions = (getattr(hook, "hook", hook) for hook in hooks)
+    return any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed") for hook in functions)
 
 
 def _warn_left_out(place: str, *left: tuple[str, ...]) -> None:

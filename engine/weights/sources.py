@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...common.messages import name_type
+from ...common.messages import abbreviate, name_type
 from ...common.remote_path import AnyPath
 from ...common.temporary import temporary_folder
 from ..checkpoint import (
@@ -18,15 +18,14 @@ from ..checkpoint import (
     CheckpointNotFoundError,
     OpenCheckpoint,
     Weights,
-    abbreviate,
     check_files,
     extra_part,
     filesystem,
-    find_again,
     is_checkpoint_file,
     model_part,
     read_frozen_note,
     read_whole_model,
+    recover_interrupted,
 )
 from .download import check_digest, fetch, fetch_from_store, find_in_store, is_url
 from .torch_files import TorchFile, View
@@ -131,7 +130,7 @@ _open_until_exit: list[Opened] = []
 def _open(path: AnyPath, sha256: str | None, *, digests: bool = True) -> Opened:
     place = str(path)
     try:
-        find_again(path)
+        recover_interrupted(path)
         if isinstance(path, Path) and is_checkpoint_file(path):
             if sha256 is not None:
                 check_digest(path, sha256)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..checkpoint import FilePiece, MemoryPiece, Piece, read_mark
 from ..checkpoint.one_file import pickle_reader
@@ -50,28 +49,6 @@ class View:
     stride: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Strided:
-    """Unread tensor that is not contiguous in the file, described by its memory, shape and strides."""
-
-    base: FilePiece
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the tensor."""
-        return self.base.dtype
-
-    def get(self, exact: bool = True) -> Tensor:
-        """Return the tensor as a strided view of its memory, which may be mapped onto the file."""
-        return self.base.get(exact).as_strided(self.shape, self.stride)
-
-    def fill(self, out: Tensor) -> None:
-        """Copy the tensor into ``out``, a tensor of the same shape."""
-        out.copy_(self.get(exact=False))
-
-
 class TorchFile:
     """File of ``torch.save`` whose pickle is parsed and whose tensors are read on demand.
 
@@ -97,7 +74,7 @@ class TorchFile:
             else:
                 self.document = self._read_legacy(file, size)
 
-    def piece(self, view: Any) -> Piece | Strided:
+    def piece(self, view: Any) -> Piece:
         """Return an unread tensor for a `View` from this file.
 
         Raises:
@@ -117,11 +94,9 @@ class TorchFile:
             raise ValueError("a tensor extends beyond its storage. Copy or download the file again")
         if elements > reach and elements * size > _COPIED_AT_LEAST:
             raise ValueError("a tensor repeats a small part of the file many times. Save a contiguous copy of it")
+        stride = None if reach == elements and view.stride == _compute_strides(view.shape) else view.stride
         first = start + view.offset * size
-        if reach == elements and view.stride == _compute_strides(view.shape):
-            return FilePiece(self.path.absolute(), self._mark, view.dtype, shape, first, reach * size)
-        base = FilePiece(self.path.absolute(), self._mark, view.dtype, torch.Size((reach,)), first, reach * size)
-        return Strided(base, shape, view.stride)
+        return FilePiece(self.path.absolute(), self._mark, view.dtype, shape, first, reach * size, stride)
 
     def _note_storage(self, pid: Any) -> Storage:
         kind, name, key, _, count = pid[:5] if isinstance(pid, tuple) and len(pid) in (5, 6) else (None,) * 5

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ...common.messages import announce, nearest
+from ...common.messages import announce, nearest, read_text
 from ...common.validation import check_positive
 from ..distributed import World
 from ..forward_router import Ballot, Router, ballot_dtype
@@ -24,8 +26,6 @@ from .batch_norm import synchronize
 from .bucket_order import ReadyOrder
 from .coalesced import average_gradients, count_ranks
 from .comm_hooks import CommHook
-from .errors import explain_reducer_error
-from .join import joined
 from .local_sgd import parse_local_steps
 from .zero import Shards
 
@@ -554,6 +554,34 @@ def _find_replica(module: nn.Module) -> _Replica | None:
     return module if isinstance(module, _Replica) else None
 
 
+@contextmanager
+def joined(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Return a context in which a rank may run ``modules`` fewer times than other ranks.
+
+    Each reduction is the mean over the ranks that still have a batch. All ranks leave the block together, with the
+    parameters and buffers of a rank that had the most batches.
+    """
+    from torch.distributed.algorithms.join import Join, Joinable
+
+    trained = [module for module in modules if any(p.requires_grad for p in module.parameters())]
+    for module in trained:
+        if not isinstance(module, Joinable):
+            raise ValueError(
+                f"{type(module).__name__} is not a prepared model, so its gradients are not reduced. Call "
+                "join_uneven_inputs with the model that Accelerator.prepare returned."
+            )
+    if not trained:
+        yield
+        return
+    join = Join(trained, divide_by_initial_world_size=False)  # type: ignore[arg-type]
+    try:
+        with warnings.catch_warnings():  # torch sets a warning filter
+            with join:
+                yield
+    finally:
+        Join(trained, enable=False)  # type: ignore[arg-type]  # else every later forward would announce itself
+
+
 def make_ddp_factory(flag: bool) -> Callable[[], DDP]:
     """Return a factory for the registry's ``ddp_find_unused_parameters_*`` names.
 
@@ -581,3 +609,55 @@ def _translate_options(options: dict[str, Any]) -> dict[str, Any]:
     keep = options.pop("broadcast_buffers")
     new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     return options if keep else {**options, "forward_sync_buffers" if new else "broadcast_buffers": False}
+
+
+_UNFINISHED = "Expected to have finished reduction"
+_TWICE = "Expected to mark a variable ready only once"
+_INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
+_INDEX = re.compile(r"Parameter at index (\d+)")
+_MAX_NAMES = 30
+
+
+def explain_reducer_error(error: BaseException, names: list[str], finds_unused: bool = False) -> ValueError | None:
+    """Return an error that explains ``error`` if a gradient was missing or was ready twice, otherwise None.
+
+    ``names`` lists the parameters' names in the reducer's order. ``finds_unused`` is DDP's ``find_unused_parameters``.
+    """
+    text = read_text(error)
+    if text.startswith(_UNFINISHED):
+        match = _INDICES.search(text)
+        return _unused_parameter_error([names[int(i)] for i in match[1].split()] if match else [], finds_unused)
+    if text.startswith(_TWICE):
+        index = _INDEX.search(text)
+        return _ready_twice_error(names[int(index[1])] if index else "a parameter")
+    return None
+
+
+def _unused_parameter_error(names: list[str], finds_unused: bool) -> ValueError:
+    shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
+    which, they_are, them = (
+        ("this parameter", "it is", "it") if len(names) == 1 else ("these parameters", "they are", "them")
+    )
+    problem = (
+        f"no gradient reached {which}, so this step's gradients were not reduced: {shown}."
+        if names
+        else "no gradient reached some parameters, so this step's gradients were not reduced."
+    )
+    if finds_unused:
+        return ValueError(
+            f"{problem} find_unused_parameters=True skips only parameters that the model's output does not depend on, "
+            f"but the output depends on {which}. Compute the loss from the complete output of the prepared model."
+        )
+    return ValueError(
+        f"{problem} If {they_are} unused in some steps on purpose, use strategy='ddp_find_unused_parameters_true' or "
+        f"DDP(find_unused_parameters=True). If {they_are} never used, freeze {them} with requires_grad_(False). "
+        "Otherwise, compute the loss from the complete output of the prepared model."
+    )
+
+
+def _ready_twice_error(name: str) -> ValueError:
+    return ValueError(
+        f"the gradient of {name} was ready twice in one backward pass. This happens if layers are used more than once "
+        "and checkpointed with use_reentrant=True. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint, or, "
+        "if every step computes the same graph, use DDP(static_graph=True)."
+    )

@@ -8,7 +8,6 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import process_group
-    from .current import backend_of, connected, current_place, current_world, disconnect
     from .device_mesh import SHARD, TENSOR, Layout
     from .devices import ACCELERATORS, Devices, device_of, device_type, parse_devices
     from .dtensor import (
@@ -30,12 +29,20 @@ if TYPE_CHECKING:
         variables_set,
         without_launch_variables,
     )
-    from .open_world import make_world, open_world
+    from .open_world import (
+        DistributedType,
+        backend_of,
+        connected,
+        current_place,
+        current_world,
+        disconnect,
+        distributed_type,
+        open_world,
+    )
     from .retry import DONE, RETRY, Attempts
     from .tracebacks import PeerFailed, format_error, hide_frames
     from .waiting_call import DistributedOperationException
     from .watchdog import HUNG, Watchdog, name_phase, watch
     from .world import World
-    from .world_type import DistributedType, distributed_type
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

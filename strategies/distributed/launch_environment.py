@@ -351,17 +351,15 @@ def _check_all_set(env: Mapping[str, str], names: tuple[str, ...], assignment: s
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DebugEnvironment:
     """Settings of ``TREADLE_DEBUG=1``.
 
     Args:
-        timeout: Seconds that a process may be late for a call (TREADLE_DEBUG_TIMEOUT). Default: 60.
         replicas: Number of optimizer steps between two comparisons of the replicas, or 0 for none
             (TREADLE_DEBUG_REPLICAS). Default: 100.
     """
 
-    timeout: int = 60
     replicas: int = 100
 
     @classmethod
@@ -370,14 +368,8 @@ class DebugEnvironment:
         env = os.environ if environ is None else environ
         if not env.get("TREADLE_DEBUG") or not _parse_number(env, "TREADLE_DEBUG", low=0, high=1):
             return None
-        return cls(
-            timeout=_parse_number(env, "TREADLE_DEBUG_TIMEOUT", low=1)
-            if "TREADLE_DEBUG_TIMEOUT" in env
-            else cls.timeout,
-            replicas=_parse_number(env, "TREADLE_DEBUG_REPLICAS", low=0)
-            if "TREADLE_DEBUG_REPLICAS" in env
-            else cls.replicas,
-        )
+        name = "TREADLE_DEBUG_REPLICAS"
+        return cls(_parse_number(env, name, low=0)) if name in env else cls()
 
 
 def _parse_number(env: Mapping[str, str], name: str, low: int, high: int | None = None) -> int:

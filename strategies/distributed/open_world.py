@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any
+from enum import StrEnum
 
 import torch
+import torch.distributed as dist
 
 from ...common.validation import check_int, choose
 from ..launch import supervisor
 from ..processes import die_with_parent, open_scratch
-from .collective_debug import DebugWorld
+from . import process_group
 from .devices import Devices, device_of, device_type, parse_devices
-from .launch_environment import DebugEnvironment, LaunchEnvironment
+from .launch_environment import LaunchEnvironment
+from .watchdog import dismiss
 from .world import World
-
-
-def make_world(**place: Any) -> World:
-    """Return a `World` or, with ``TREADLE_DEBUG=1``, a `DebugWorld`. The arguments are those of `World`."""
-    return World(**place) if DebugEnvironment.read() is None else DebugWorld(**place)
 
 
 def open_world(
@@ -62,7 +59,7 @@ def open_world(
             device_indices = list(range(torch.cuda.device_count() if uses_all else 1))
         if len(device_indices) > 1:
             supervisor.relaunch(len(device_indices))
-        return make_world(device=requested or device_of(kind, device_indices[0]))
+        return World(device=requested or device_of(kind, device_indices[0]))
     if launched.supervisor is not None:
         die_with_parent(launched.supervisor)
     open_scratch(launched.supervisor or os.getppid())
@@ -70,7 +67,7 @@ def open_world(
         device_indices = list(range(launched.local_world_size))
     launched.check(devices, len(device_indices), num_nodes)
     visible_count = torch.cuda.device_count() if kind == "cuda" else None
-    return make_world(
+    return World(
         rank=launched.rank,
         size=launched.world_size,
         local_rank=launched.local_rank,
@@ -95,3 +92,110 @@ def _choose_device(accelerator: str, devices: Devices) -> tuple[str, torch.devic
     choose("ACCELERATE_TORCH_DEVICE", text.partition(":")[0], ("cpu", "cuda", "mps"))
     device = torch.device(text)
     return device_type(device.type), None if device.index is None else device
+
+
+def current_place() -> tuple[int, int, int]:
+    """Return this process's rank, the world size, and this process's rank on its machine, without connecting.
+
+    If a process group exists but there are no launch variables, all processes count as processes of one machine.
+    """
+    launched = LaunchEnvironment.read()
+    if not dist.is_initialized():
+        return (0, 1, 0) if launched is None else (launched.rank, launched.world_size, launched.local_rank)
+    rank = dist.get_rank()
+    return rank, dist.get_world_size(), rank if launched is None else launched.local_rank
+
+
+def current_world(accelerator: str = "auto") -> World:
+    """Return the world of the process group, else that of the launcher's processes, else that of this process alone.
+
+    Args:
+        accelerator: One of `ACCELERATORS`, used if there is no process group. Default: ``"auto"``.
+
+    Raises:
+        ValueError: If ``accelerator`` or the launch variables are invalid.
+        RuntimeError: If the other processes do not connect within the timeout.
+    """
+    if not dist.is_initialized():
+        return open_world(accelerator, spread=False)
+    rank, size, local_rank = current_place()
+    launched = LaunchEnvironment.read()
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=size if launched is None else launched.local_world_size,
+        node_rank=0 if launched is None else launched.node_rank,
+        device=_find_device(),
+    )
+
+
+def _find_device() -> torch.device:
+    # A group for GPUs has a backend for them; a group for the CPU has none, even on a machine with GPUs.
+    on_gpus = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
+
+
+def backend_of(world: World) -> str | None:
+    """Return the name of the backend that transfers tensors on the world's device; None with a world size of one."""
+    if world.size == 1:
+        return None
+    backends = dict(part.split(":") for part in dist.get_backend_config(world.group).split(","))
+    return backends.get(world.device.type) or next(iter(backends.values()))
+
+
+def disconnect() -> None:
+    """Stop the watchdog and destroy the process group, if there is one."""
+    dismiss()
+    process_group.forget_groups()
+    if dist.is_initialized():
+        process_group.await_gloo_threads()
+        dist.destroy_process_group()
+
+
+def abort() -> None:
+    """Abort all collectives and the process group. Destroying an NCCL group would wait for collectives in progress."""
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()
+
+
+def connected() -> bool:
+    """Return whether a process group exists."""
+    return dist.is_initialized()
+
+
+class DistributedType(StrEnum):
+    """Kind of distributed training. Treadle uses ``NO``, ``MULTI_CPU``, ``MULTI_GPU`` or ``FSDP``.
+
+    The other values exist only for comparisons in scripts.
+
+    Example:
+        >>> import treadle as tl
+        >>> from treadle.utils import DistributedType
+        >>> tl.Accelerator(cpu=True).distributed_type == DistributedType.NO
+        True
+    """
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+
+
+def distributed_type(world: World, sharded: bool) -> DistributedType:
+    """Return the `DistributedType` of a run."""
+    if sharded:
+        return DistributedType.FSDP
+    if world.size == 1:
+        return DistributedType.NO
+    return DistributedType.MULTI_GPU if world.device.type == "cuda" else DistributedType.MULTI_CPU

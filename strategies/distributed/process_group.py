@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,16 @@ import torch.distributed as dist
 from ...common import __version__
 from ...common.messages import named_ranks
 from ...common.open_files import allow_open_files
-from ..processes import name_gloo_interface
+from ..processes import name_gloo_interface, read_stat
 from .launch_environment import LaunchEnvironment
-from .matching_calls import forget_arrivals
 from .tracebacks import forget_store, report_uncaught
 from .watchdog import dismiss
 
 # Groups of all processes that Worlds created for threads running alongside the training, and no longer use, with their
 # timeouts.
 spare_lines: list[tuple[timedelta, dist.ProcessGroup]] = []
+_comparison_groups: list[dist.ProcessGroup] = []
+meetings: Counter[str] = Counter()  # number of times that all processes have met in each call of `World.meet`
 
 _CONNECTING = timedelta(seconds=30)
 _OTHER_FILES = 512  # open files of the datasets, the data workers and the libraries
@@ -56,7 +58,7 @@ def connect(
             f"backend={backend!r}, but the existing process group uses {dist.get_backend_config()}. Remove backend."
         )
     if not dist.is_initialized():
-        spare_lines.clear()  # they belong to a group that has ended
+        forget_groups()
         # gloo is kept beside nccl, so that objects and host tensors are exchanged without the GPU.
         if backend in (None, "nccl"):
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -101,6 +103,23 @@ def _await_connections(store: dist.Store, size: int) -> None:
         store.set("all connected", "")
     with contextlib.suppress(dist.DistError):  # a rank that failed in the meantime is reported elsewhere
         store.wait(["all connected"], _CONNECTING)
+
+
+def forget_groups() -> None:
+    """Discard what belongs to a process group that ends or has ended."""
+    spare_lines.clear()
+    _comparison_groups.clear()
+    meetings.clear()
+
+
+def comparison_group(timeout: timedelta) -> dist.ProcessGroup:
+    """Return the group in which all worlds compare their calls in debug mode. Must be called on all ranks.
+
+    It is separate, because a rank that has skipped a call exchanges something else in the group of the calls.
+    """
+    if not _comparison_groups:
+        _comparison_groups.append(dist.new_group(None, timeout, "gloo"))
+    return _comparison_groups[0]
 
 
 def let_segments_grow() -> None:
@@ -247,8 +266,7 @@ def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPSt
 def disconnect(store: dist.Store | None = None) -> None:
     """Destroy the process group, so that the next `connect` creates a new one. After an uncaught error, keep it."""
     dismiss()
-    spare_lines.clear()
-    forget_arrivals()
+    forget_groups()
     forget_store()
     await_gloo_threads()
     # After an uncaught exception the other ranks may have ended, and a backend's shutdown would wait for them.
@@ -285,17 +303,8 @@ def await_gloo_threads(limit: float = 1.0, looks: int = 3) -> None:
     while tasks.exists() and at_rest < looks and time.monotonic() < deadline:
         time.sleep(0.002)  # releases the GIL, which they may be waiting for
         mine = str(threading.get_native_id())
-        name, _ = _read_thread(tasks / mine)
-        others = [_read_thread(task) for task in tasks.iterdir() if task.name != mine]
-        # In torch 2.6 gloo's threads have the name of the thread that started them.
-        states = [state for other, state in others if "gloo" in other or other == name]
-        at_rest = 0 if "R" in states else at_rest + 1
-
-
-def _read_thread(task: Path) -> tuple[str, str]:
-    """Return the name and state of a thread, both empty if it has ended. ``"R"`` means running or ready to run."""
-    try:
-        name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-    except OSError:
-        return "", ""
-    return name, rest.split()[0]
+        name, _ = read_stat(tasks / mine)
+        others = [read_stat(task) for task in tasks.iterdir() if task.name != mine]
+        # In torch 2.6 gloo's threads have the name of the thread that started them. "R": running or ready to run.
+        states = [fields[:1] for other, fields in others if "gloo" in other or other == name]
+        at_rest = 0 if ["R"] in states else at_rest + 1

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...common.messages import named_ranks
 from . import process_group
-from .current import abort, current_place, current_world, disconnect
 from .launch_environment import LaunchEnvironment
+from .open_world import abort, current_place, current_world, disconnect
 from .tracebacks import PeerFailed
 
 DONE, RETRY = "done", "retry"
@@ -53,7 +53,7 @@ class Attempts:
     def begin(self) -> None:
         """Start a new attempt and, with GPUs, the thread that aborts collectives after another process has failed."""
         self._number += 1
-        if self.size > 1 and _may_use_nccl():
+        if self.size > 1 and torch.cuda.is_available():
             self._over = threading.Event()
             threading.Thread(target=self._abort_after_others, args=(self._over,), daemon=True).start()
 
@@ -89,11 +89,7 @@ class Attempts:
         """
         if self.size == 1:
             return True
-        outcomes = self._gather_outcomes(timedelta(days=365))
-        failed = [(rank, text) for rank, text in enumerate(outcomes) if text not in (DONE, RETRY)]
-        if failed:
-            raise PeerFailed(f"rank {failed[0][0]} failed: {failed[0][1]}")
-        return RETRY not in outcomes
+        return RETRY not in self._gather_outcomes(timedelta(days=365))
 
     def start_over(self) -> None:
         """Release the resources of the failed attempt, and reconnect the processes.
@@ -108,16 +104,14 @@ class Attempts:
                 abort()
             disconnect()
             gc.collect()
-            outcomes = self._gather_outcomes(self.patience)
-            failed = [(rank, text) for rank, text in enumerate(outcomes) if text not in (DONE, RETRY)]
-            if failed:
-                raise PeerFailed(f"rank {failed[0][0]} failed: {failed[0][1]}")
+            self._gather_outcomes(self.patience)
             if self._device is not None:
                 current_world(self._device)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def _gather_outcomes(self, limit: timedelta) -> list[str]:
+        """Wait for all reports, and return them. Raise an error if one is missing or reports an error."""
         names = [f"{self._number}/{rank}" for rank in range(self.size)]
         try:
             self._store.wait(names, limit)
@@ -128,11 +122,11 @@ class Attempts:
                 f"{named_ranks(silent)} did not report the result of this attempt within {limit.total_seconds():g} s. "
                 f"{which} may be waiting in a collective that can't be aborted."
             ) from None
-        return [self._store.get(name).decode() for name in names]
-
-
-def _may_use_nccl() -> bool:
-    return torch.cuda.is_available()
+        outcomes = [self._store.get(name).decode() for name in names]
+        for rank, text in enumerate(outcomes):
+            if text not in (DONE, RETRY):
+                raise PeerFailed(f"rank {rank} failed: {text}")
+        return outcomes
 
 
 def _is_nccl() -> bool:

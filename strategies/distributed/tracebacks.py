@@ -28,7 +28,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from ...common.messages import read_text
 from ..processes import identify_host, is_alive, leave_on_sigterm, read_start_time, was_signaled
@@ -54,25 +54,6 @@ def is_consequence(error: BaseException) -> bool:
         isinstance(link, PeerFailed) or (isinstance(link, RuntimeError) and _LOST.search(read_text(link)) is not None)
         for link in _collect_links(error)
     )
-
-
-class Store(Protocol):
-    """Methods of a torch store that this module uses."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Increase a counter, and return its new value."""
-
-    def set(self, key: str, value: str) -> None:
-        """Set a key that all ranks can read."""
-
-    def get(self, key: str) -> bytes:
-        """Return the value of a key."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are set."""
-
-    def wait(self, keys: list[str], timeout: Any) -> None:
-        """Wait until all keys are set."""
 
 
 _told = threading.Event()  # set if the watchdog has reported why the run ends
@@ -128,7 +109,7 @@ class Uncaught:
     soon as one rank has ended.
     """
 
-    def __init__(self, previous: Callable[..., Any], store: Store | None, rank: int, size: int) -> None:
+    def __init__(self, previous: Callable[..., Any], store: Any, rank: int, size: int) -> None:
         self.previous = previous
         self.store = store
         self.rank = rank

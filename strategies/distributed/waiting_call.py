@@ -7,6 +7,7 @@ import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 from ...common.messages import named_ranks
@@ -20,11 +21,13 @@ WAITING_FILES = (
     "/engine/preemption/",
 )
 # Ranks connect, restart after a failure, or leave: these waits have their own rules and limits.
-_OTHER_RULES = ("/engine/preemption/", "/process_group.py", "/retry.py", "/collective_debug.py")
+_OTHER_RULES = ("/engine/preemption/", "/process_group.py", "/retry.py")
 _WRAPPERS = "c10d_logger.py"  # wrapper of torch's functions, each of which is called `wrapper` there
 _PAIRWISE = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"}
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_WORLDS = (f"{__package__}.world", f"{__package__}.collective_debug", "contextlib")
+_WORLDS = (f"{__package__}.world", __name__, "contextlib")
+# Often written in two branches: `if main: prepare(); wait() else: wait()`, or one branch sends and the other receives.
+_IN_TWO_BRANCHES = ("barrier", "broadcast", "broadcast_tensor")
 _ADVICE = (
     "All ranks must make the same calls in the same order. Look for a call under a condition that holds only on some "
     "ranks, such as `if trainer.is_global_zero:` or `if accelerator.is_main_process:`, and call it on every rank."
@@ -92,7 +95,7 @@ def _describe_user_call(frames: Sequence[FrameType], operation: str) -> str:
 
 def mark_exchange() -> tuple[str, str]:
     """Return the name of the function that called a `World` collective, and a text with the user's call and line."""
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") in _WORLDS:
         frame = frame.f_back
     kind, called = _name_caller(frame), ""
@@ -100,6 +103,16 @@ def mark_exchange() -> tuple[str, str]:
         called = frame.f_code.co_name
         frame = frame.f_back
     return kind, f"{called or 'an exchange'} at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else called
+
+
+def mark_call(operation: str) -> tuple[str, str]:
+    """Return the same for a World collective in debug mode, where ``operation`` and the user's line are compared too.
+
+    The folder of the user's file is not compared, because it may differ between machines.
+    """
+    kind, words = mark_exchange()
+    line = "" if operation.split()[0] in _IN_TWO_BRANCHES else Path(words).name
+    return f"{operation} {kind} {line}", f"{operation} in {words}"
 
 
 def check_marks(marks: Mapping[int, tuple[str, str]]) -> None:
@@ -120,7 +133,12 @@ def describe_mismatch(calls: Mapping[int, WaitingCall]) -> str:
     kinds = {call.kind for call in calls.values()}
     if len(kinds) < 2 or "" in kinds:
         return ""
-    lines = describe_calls({rank: call.words for rank, call in calls.items()})
+    return describe_calls_that_differ({rank: call.words for rank, call in calls.items()})
+
+
+def describe_calls_that_differ(words: Mapping[int, str]) -> str:
+    """Return the message about ranks that wait in different calls, which ``words`` describes by rank."""
+    lines = describe_calls(words)
     return f"the ranks wait in calls that do not match, so none of these calls can end:\n{lines}\n{_ADVICE}"
 
 

@@ -1,13 +1,13 @@
 """Watchdog that ends a run if a rank hangs for longer than a limit, and reports the rank, its phase and its step.
 
 In each process, two daemon threads work independently of the training. With a world size of one, there is only the
-sentry.
+clock.
 
-- The sentry reads the stack of the training thread once per period. The training thread is the main thread, unless a
+- The clock reads the stack of the training thread once per period. The training thread is the main thread, unless a
   library such as Ray uses the main thread itself. If the stack, the count of steps and exchanges, and the position of
-  the run all stay the same for the time of the limit, the sentry raises the alarm.
-- The courier reports to the store once per period that this process is alive, and where it is. When any rank has raised
-  the alarm, the courier writes the stacks of this process to a file and records in the store whether this rank waits
+  the run all stay the same for the time of the limit, the clock raises the alarm.
+- The exchange reports to the store once per period that this process is alive, and where it is. When a rank has raised
+  the alarm, the exchange writes the stacks of this process to a file and records in the store whether this rank waits
   for others. A rank that has done nothing but wait in a collective for some seconds counts as stalled. If all ranks are
   stalled in calls that do not match, none of the calls can end. The run then ends immediately, with an error that lists
   the calls.
@@ -48,6 +48,7 @@ from ...common.messages import write_stderr
 from ..processes import (
     Dumps,
     Idleness,
+    Pulse,
     end_at_once,
     explain_silence,
     fetch_stacks,
@@ -61,9 +62,15 @@ from ..processes import (
     scratch,
     write_beat,
 )
-from .matching_calls import shared_count
 from .tracebacks import find_owner, is_agent_store, silence_uncaught
-from .waiting_call import WAITING_FILES, WaitingCall, describe_mismatch, find_waiting_call, is_users
+from .waiting_call import (
+    WAITING_FILES,
+    WaitingCall,
+    describe_calls_that_differ,
+    describe_mismatch,
+    find_waiting_call,
+    is_users,
+)
 
 if TYPE_CHECKING:
     from .world import World
@@ -76,9 +83,36 @@ _HURRY = 0.02  # seconds
 _REPORT = 2.0  # seconds that the other ranks wait for the report
 _LOST = 2.0  # seconds without progress, after another rank has ended, after which a rank counts as waiting
 _INTERRUPT = 2.0  # seconds within which the main thread has to notice an interrupt
-_STALL = 8.0  # seconds of waiting after which a rank counts as stalled; `meet` has its own, shorter limit
-_END = "the end of the script"
+_MOST_LOOKED_AT = 64  # ranks that each rank that waits for a meeting examines
+_STALL = 8.0  # seconds of waiting after which a rank counts as stalled
 _DEBUGGERS = ("bdb", "pdb")
+
+_AT_END = WaitingCall("the end of the script", "has reached the end of the script")
+
+
+class _Progress:
+    """Counts of this process, by which other ranks see whether it is ahead of them.
+
+    Attributes:
+        entered: Number of training steps and collectives that this process has entered.
+        meetings: Number of completed calls of `World.meet`, and ``entered`` at the last one.
+    """
+
+    def __init__(self) -> None:
+        self.entered = 0
+        self.meetings = (0, 0)
+
+    def note_meeting(self) -> None:
+        """Record that a call of `World.meet` is complete."""
+        self.meetings = self.meetings[0] + 1, self.entered
+
+    def measure(self) -> list[int]:
+        """Return the number of meetings, and the steps and collectives since then: larger for a rank that is ahead."""
+        number, entered = self.meetings
+        return [number, self.entered - entered]
+
+
+progress = _Progress()
 
 _phases: dict[CodeType, str] = {}
 _loops: set[CodeType] = set()
@@ -133,7 +167,7 @@ class Watchdog:
         thread: Thread that runs the training.
         awaits_others: Whether this process waits at its end until all other processes have ended.
         ended: The first rank that is known to have ended, or None.
-        interruptible: Whether the courier may send SIGTERM to the main thread after another rank has ended.
+        interruptible: Whether the exchange may send SIGTERM to the main thread after another rank has ended.
         interrupted: Whether the main thread has handled this SIGTERM.
     """
 
@@ -144,12 +178,11 @@ class Watchdog:
         self.ended: int | None = None
         self.interruptible = self.interrupted = False
         self._interrupted_at = math.inf
-        self._errand: Callable[[dist.Store], bool] = lambda store: False
-        self._errands = 0
+        self._periodic: Callable[[dist.Store], bool] = lambda store: False
+        self._periodic_count = 0
         self._owner: Callable[[], Any] = lambda: None
         self._locate: Callable[[Any], tuple[str, Any]] = lambda owner: ("", None)
         self._find_directory: Callable[[Any], Any] = str
-        self._count = shared_count()
         self._pid = os.getpid()
         self._ended = threading.Event()
         self._alarmed = threading.Event()
@@ -158,17 +191,18 @@ class Watchdog:
         self._idleness = Idleness()
         self._stall: WaitingCall | None = None
         self._told: WaitingCall | None = None  # what the other ranks know of it
+        self._stalled = 0  # number of stalled ranks
         self._leaving = False
         self._answered_at = time.monotonic()  # time of the store's last answer
         self._round = 0
         self._host = identify_host()
         self._dumps = Dumps()
-        self._keeper: int | None = None  # the process of rank 0, if it holds the store and is on this machine
-        self._beats = 0  # number of beats reported to the supervisor
-        self._store = store
-        self._threads = [threading.Thread(target=self._watch, name="treadle watchdog", daemon=True)]
+        self._store_host: int | None = None  # the process of rank 0, if it holds the store and is on this machine
+        self._beats = 0
+        self._store: Any = store
+        self._threads = [threading.Thread(target=self._run_clock, name="treadle watchdog", daemon=True)]
         if self._store is not None:
-            self._threads.append(threading.Thread(target=self._tell, name="treadle courier", daemon=True))
+            self._threads.append(threading.Thread(target=self._exchange, name="treadle exchange", daemon=True))
         for thread in self._threads:
             thread.start()
         atexit.register(self.leave)
@@ -188,17 +222,17 @@ class Watchdog:
         """
         self._owner, self._locate, self._find_directory = weakref.ref(owner), locate, find_directory
 
-    def run_errand(self, errand: Callable[[dist.Store], bool]) -> int:
-        """Make the courier call a function with the store once per period, and again soon if the function returns True.
+    def call_each_period(self, function: Callable[[dist.Store], bool]) -> int:
+        """Call a function with the store once per period, in a thread, and again soon if the function returns True.
 
         The function replaces the previous one. All ranks must set their functions in the same order.
 
         Returns:
             The number of the function, which is the same on all ranks.
         """
-        self._errand = errand
-        self._errands += 1
-        return self._errands
+        self._periodic = function
+        self._periodic_count += 1
+        return self._periodic_count
 
     def _ask_owner(self, question: Callable[[Any], Any]) -> Any:
         owner = self._owner()
@@ -207,14 +241,15 @@ class Watchdog:
         except Exception:  # the main thread may be changing what is read
             return None
 
-    # -- the sentry ----------------------------------------------------------------------------------------------
+    # -- the clock -----------------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        woke = time.monotonic()
-        self._beat()
-        while not self._ended.wait(self.period):
+    def _run_clock(self) -> None:
+        woke = 0.0
+        while not self._ended.wait(self.period if woke else 0):
             now = time.monotonic()
-            self._beat()
+            if self.strict:  # the supervisor can notice that all ranks are stopped
+                write_beat(self._make_beat())
+            woke = woke or now
             if now - woke > 2 * self.period + 1.0:  # this process or its machine was stopped
                 self._since = self._answered_at = now
             woke = now
@@ -232,7 +267,7 @@ class Watchdog:
     def _find_stall(self, frames: list[FrameType], seconds: float) -> WaitingCall | None:
         """Return the call in which this rank is stalled, or None if it is not stalled."""
         if self._leaving:
-            return WaitingCall(_END, f"waits at {_END}")
+            return _AT_END
         if not seconds or min(self._idleness.measure(), seconds) < min(_STALL, 0.7 * self.limit):
             return None
         call = find_waiting_call(frames)
@@ -240,28 +275,25 @@ class Watchdog:
         details = ", ".join(filter(None, [describe_phase(frames), place]))
         return call and WaitingCall(call.kind, f"{call.words} ({details})")
 
-    def _beat(self) -> None:
-        """If ``strict`` is set, send a heartbeat to the supervisor, which can notice that all ranks are stopped."""
-        if not self.strict:
-            return
+    def _make_beat(self) -> dict[str, Any]:
+        """Return a heartbeat, which differs from each earlier one."""
         self._beats += 1
-        _, pid, dumps, where = self._introduce()
-        directory = str(self._resolve(""))
-        write_beat(
-            {
-                "number": self._beats,
-                "rank": self.rank,
-                "limit": self.limit,
-                "pid": pid,
-                "dumps": dumps,
-                "where": where,
-                "directory": directory,
-            }
-        )
+        return {
+            "number": self._beats,
+            "rank": self.rank,
+            "limit": self.limit,
+            "host": self._host,
+            "pid": self._pid,
+            "dumps": self._dumps.path,
+            "where": self._describe(stack_of(self.thread)),
+            "progress": progress.measure(),
+            "still": time.monotonic() - self._since,
+            "directory": str(self._resolve("")),
+        }
 
     def _sign(self, frames: list[FrameType]) -> Any:
         stack = [(id(frame.f_code), frame.f_lasti) for frame in frames]
-        return int(self._count.values[0]), self._ask_owner(self._locate), stack
+        return progress.entered, self._ask_owner(self._locate), stack
 
     def _alarm(self) -> None:
         if self._store is not None:
@@ -275,39 +307,37 @@ class Watchdog:
         """End this process, because the store does not respond, so no other rank can be reached."""
         silence_uncaught()
         folder = self._write_stacks(_name_folder(), self.rank)
-        keeper = "the launcher" if is_agent_store() else f"rank 0 of {self.size}"
+        host = "the launcher" if is_agent_store() else f"rank 0 of {self.size}"
         condition = f"has not responded for {self.limit:g} s and may be stopped"
-        if self._keeper is not None and is_alive(self._keeper):  # retrieving its stacks would let it continue
-            condition = f"(process {self._keeper}) {explain_silence(self._keeper)}"
-        write_stderr(f"{keeper} {condition}. It hosts the run's store, so rank {self.rank} exits; stacks: {folder}")
-        if self._keeper is not None and "TREADLE_SUPERVISOR" not in os.environ:
-            _kill(self._keeper)
+        if self._store_host is not None and is_alive(self._store_host):  # retrieving its stacks would let it continue
+            condition = f"(process {self._store_host}) {explain_silence(self._store_host)}"
+        write_stderr(f"{host} {condition}. It hosts the run's store, so rank {self.rank} exits; stacks: {folder}")
+        if self._store_host is not None and "TREADLE_SUPERVISOR" not in os.environ:
+            _kill(self._store_host)
         end_at_once(HUNG)
 
-    # -- the courier ---------------------------------------------------------------------------------------------
+    # -- the exchange --------------------------------------------------------------------------------------------
 
-    def _tell(self) -> None:
-        assert self._store is not None
+    def _exchange(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store's process has ended: the collectives will report it
-            number, woke, neighbour = 0, time.monotonic(), Pulse((self.rank + 1) % self.size)
+            number, woke, neighbour, pulse = 0, time.monotonic(), (self.rank + 1) % self.size, Pulse()
             while not self._ended.is_set():
                 # All ranks may have been stopped, and the neighbour may still be.
                 if time.monotonic() - woke > 2 * self.period + 1.0:
-                    neighbour = Pulse(neighbour.rank)
+                    pulse = Pulse()
                 number, woke = number + 1, time.monotonic()
-                self._store.set(f"beat of {self.rank}", json.dumps([number, *self._introduce()]))
-                if neighbour.silent(self._read_beat(neighbour.rank)) > self.limit and not self._has_ended(
-                    neighbour.rank
-                ):
+                self._store.set(f"beat of {self.rank}", json.dumps(self._make_beat()))
+                silence = pulse.measure_silence(self._read_beat(neighbour))
+                if silence > self.limit and not self._has_ended(neighbour):
                     self._alarmed.set()
-                if self._is_lost(neighbour.rank):
-                    self._store.compare_set("ended first", "", str(neighbour.rank))
+                if self._is_lost(neighbour):
+                    self._store.compare_set("ended first", "", str(neighbour))
                     if self._is_stuck():
                         self._alarmed.set()
                 self._leave_if_alone()
-                if self._keeper is None and number <= _FIRST and self.rank != 0 and not is_agent_store():
-                    self._find_keeper()
-                if self._tell_stall() and (mismatch := self._find_mismatch()):
+                if self._store_host is None and number <= _FIRST and self.rank != 0 and not is_agent_store():
+                    self._store_host = self._find_pid(0)
+                if mismatch := self._find_mismatch() if self._tell_stall() else self._find_skipped_meeting():
                     # Sending the report may make a rank seem busy again.
                     self._store.set(f"mismatch {self._round}", mismatch)
                     self._alarmed.set()
@@ -317,29 +347,31 @@ class Watchdog:
                     break
                 if alarmed or self._alarmed.is_set():
                     self._answer()
-                unfinished = self._errand(self._store)
+                unfinished = self._periodic(self._store)
                 self._alarmed.wait(_HURRY if unfinished else self.period)  # `leave` also sets it
+            if not hasattr(sys, "last_value"):  # a rank that waits for this one from now on waits in vain
+                self._leaving, self._stall = True, _AT_END
+                self._tell_stall()
         self._answered_at = math.inf
 
-    def _find_keeper(self) -> None:
-        beat = self._read_beat(0)
-        if beat is not None and (words := json.loads(beat))[1] == self._host:
-            self._keeper = words[2]
+    def _read_beat(self, rank: int) -> dict[str, Any] | None:
+        beat = self._read(f"beat of {rank}")
+        return None if beat is None else dict(json.loads(beat))
 
-    def _read_beat(self, rank: int) -> str | None:
-        return self._read(f"beat of {rank}")
+    def _find_pid(self, rank: int) -> int | None:
+        """Return the process ID of a rank of this machine; None for any other rank, or before its first heartbeat."""
+        beat = self._read_beat(rank)
+        return beat["pid"] if beat is not None and beat["host"] == self._host else None
 
     def _has_ended(self, rank: int) -> bool:
         """Return whether a rank has reported its end, or was a process of this machine that no longer exists."""
-        assert self._store is not None
         if self._store.check([f"{rank} has ended"]):
             return True
-        beat = self._read_beat(rank)
-        return beat is not None and json.loads(beat)[1] == self._host and not is_alive(json.loads(beat)[2])
+        pid = self._find_pid(rank)
+        return pid is not None and not is_alive(pid)
 
     def _is_lost(self, rank: int) -> bool:
         """Return whether a rank of this machine has ended without a report, as after `os._exit`."""
-        assert self._store is not None
         return self._has_ended(rank) and not self._store.check([f"{rank} has ended"])
 
     def _is_stuck(self) -> bool:
@@ -351,7 +383,6 @@ class Watchdog:
 
     def _leave_if_alone(self) -> None:
         """Interrupt the main thread or end the process, if another rank has ended and this rank cannot continue."""
-        assert self._store is not None
         if self.ended is None and (rank := self._read("ended first")) is not None:
             self.ended = int(rank)
         if self.ended is None:
@@ -369,28 +400,36 @@ class Watchdog:
             end_at_once(1)
 
     def _tell_stall(self) -> bool:
-        """Update the count of stalled ranks. Return whether this rank's call has changed and all ranks are stalled."""
-        assert self._store is not None
-        stall, told = self._stall, self._told
-        if stall == told:
+        """Update the count of stalled ranks. Return whether all ranks are stalled, in calls not compared before."""
+        stall, told, count = self._stall, self._told, self._stalled
+        if stall is None and told is None:
             return False
         self._told = stall
-        if stall is not None:
+        if stall is not None and stall != told:
             self._store.set(f"call of {self.rank}", json.dumps([stall.kind, stall.words]))
-        change = (stall is not None) - (told is not None)
-        return self._store.add("stalled", change) == self.size
+        self._stalled = self._store.add("stalled", (stall is not None) - (told is not None))
+        return self._stalled == self.size and (count, told) != (self.size, stall)
 
     def _find_mismatch(self) -> str:
         """Describe the calls in which all ranks are stalled; return "" if they may match or not all are stalled."""
-        assert self._store is not None
         if self._store.add("stalled", 0) < self.size:
             return ""
         calls = {rank: WaitingCall(*json.loads(self._store.get(f"call of {rank}"))) for rank in range(self.size)}
         return describe_mismatch(calls)
 
-    def _introduce(self) -> list[Any]:
-        frames = stack_of(self.thread)
-        return [self._host, self._pid, self._dumps.path, self._describe(frames)]
+    def _find_skipped_meeting(self) -> str:
+        """Describe the calls if this rank is stalled in `World.meet`, which another rank has passed by; else return "".
+
+        The other rank may be in a collective of NCCL, in which it waits without a stack or idleness that shows it.
+        """
+        if self._told is None or not self._told.kind.startswith("meet "):
+            return ""
+        calls = {self.rank: self._told.words}
+        for rank in range(min(self.size, _MOST_LOOKED_AT)):
+            beat = self._read_beat(rank)
+            if beat is not None and beat["progress"] > progress.measure() and beat["still"] >= _STALL:
+                calls[rank] = f"has continued, and waits or works {beat['where']}"
+        return describe_calls_that_differ(calls) if len(calls) > 1 else ""
 
     def _describe(self, frames: list[FrameType]) -> str:
         user = next(filter(is_users, reversed(frames)), None)
@@ -400,16 +439,15 @@ class Watchdog:
 
     def _answer(self) -> None:
         store, rank = self._store, self.rank
-        assert store is not None
         if store.add(f"alarms {self._round}", 1) == 1:
             store.set(f"alarm {self._round}", _name_folder())
         folder_name = store.get(f"alarm {self._round}").decode()
         frames = stack_of(self.thread)
         now = time.monotonic()
-        # The sentry may have seen a last sign of progress before this alarm, or the rank has continued since then.
+        # The clock may have seen a last sign of progress before this alarm, or the rank has continued since then.
         moved = self._alarmed.is_set() and self._sign(frames) != self._signature
         self._write_stacks(folder_name, rank)
-        words = [is_waiting(frames), moved, int(self._count.values[0]), self._describe(frames), now - self._since]
+        words = [is_waiting(frames), moved, progress.entered, self._describe(frames), now - self._since]
         del frames
         store.set(f"answer {self._round} of {rank}", json.dumps(words))
         answers = self._collect_answers()
@@ -434,7 +472,6 @@ class Watchdog:
 
     def _collect_answers(self) -> dict[int, Any]:
         """Return the answers by rank; None for a silent rank. Ranks that ended without an answer are omitted."""
-        assert self._store is not None
         end = time.monotonic() + _ANSWER
         missing = list(range(self.size))
         while missing and time.monotonic() < end:
@@ -464,7 +501,6 @@ class Watchdog:
         return [rank for rank in range(self.size) if rank not in answers and self._is_lost(rank)]
 
     def _report(self, answers: dict[int, Any], folder_name: str) -> None:
-        assert self._store is not None
         if None not in answers.values() and any(moved for _, moved, *_ in answers.values()):
             self._store.set(f"report {self._round}", "go on")
             return
@@ -499,11 +535,10 @@ class Watchdog:
         beat = self._read_beat(rank)
         if beat is None:
             return "has never responded", "it hangs while starting"
-        _, host, pid, dumps, where = json.loads(beat)
-        near = host == self._host
+        near, pid = beat["host"] == self._host, beat["pid"]
         condition = f"(process {pid}) {explain_silence(pid if near else None)}"
         file = self._resolve(folder_name) / f"rank-{rank}.txt"
-        return condition, f"last seen {where}{fetch_stacks(pid, dumps, file) if near else ''}"
+        return condition, f"last seen {beat['where']}{fetch_stacks(pid, beat['dumps'], file) if near else ''}"
 
     def _end_silent(self, answers: dict[int, Any]) -> None:
         """Kill the silent ranks of this machine, unless Treadle's supervisor will do so.
@@ -513,12 +548,10 @@ class Watchdog:
         if "TREADLE_SUPERVISOR" in os.environ:
             return
         for rank in [rank for rank, answer in answers.items() if answer is None]:
-            beat = self._read_beat(rank)
-            if beat is not None and (words := json.loads(beat))[1] == self._host and is_alive(words[2]):
-                _kill(words[2])
+            if (pid := self._find_pid(rank)) is not None and is_alive(pid):
+                _kill(pid)
 
     def _read(self, key: str, seconds: float = 0.0) -> str | None:
-        assert self._store is not None
         end = time.monotonic() + seconds
         while not self._store.check([key]):
             if time.monotonic() >= end:
@@ -573,33 +606,17 @@ class Watchdog:
     def _await_others(self) -> None:
         """Wait for the other ranks to end. Raise the alarm for a silent rank, which cannot raise it itself."""
         self._leaving = True
-        pulses = [Pulse(rank) for rank in range(self.size) if rank != self.rank]
+        pulses = {rank: Pulse() for rank in range(self.size) if rank != self.rank}
         while not self._alarmed.is_set():
             self._since = time.monotonic()  # this wait does not count as lack of progress
             postpone_exit_limit()
-            pulses = [pulse for pulse in pulses if not self._has_ended(pulse.rank)]
+            pulses = {rank: pulse for rank, pulse in pulses.items() if not self._has_ended(rank)}
             if not pulses:
                 return
-            if any(pulse.silent(self._read_beat(pulse.rank)) > self.limit for pulse in pulses):
+            if any(pulse.measure_silence(self._read_beat(rank)) > self.limit for rank, pulse in pulses.items()):
                 self._alarm()
             time.sleep(min(0.1, self.period))
-        time.sleep(_ANSWER + _REPORT + 2.0)  # the courier ends this process
-
-
-class Pulse:
-    """Heartbeats of one rank, as another rank sees them."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self._newest: str | None = None
-        self._since = time.monotonic()
-
-    def silent(self, beat: str | None) -> float:
-        """Compare the rank's latest heartbeat with the previous one, and return the seconds since it last changed."""
-        now = time.monotonic()
-        if beat != self._newest:
-            self._newest, self._since = beat, now
-        return now - self._since
+        time.sleep(_ANSWER + _REPORT + 2.0)  # the exchange ends this process
 
 
 _current: list[Watchdog] = []

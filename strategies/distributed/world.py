@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,9 +20,9 @@ from ...common.rank_zero import rank_zero_only
 from ...common.validation import choose
 from . import process_group
 from .launch_environment import DebugEnvironment
-from .matching_calls import arrivals_of, shared_count
 from .tracebacks import PeerFailed
-from .waiting_call import check_marks, mark_exchange
+from .waiting_call import check_marks, mark_call, mark_exchange
+from .watchdog import progress
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -77,8 +79,6 @@ class World:
         (True, ['text'], tensor([1., 1.]))
     """
 
-    debug: DebugEnvironment | None = None
-
     def __init__(
         self,
         *,
@@ -105,7 +105,9 @@ class World:
         self.group = group
         self._beside: World | None = None
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
-        self._count = shared_count() if size > 1 and group is None else None
+        self.debug = DebugEnvironment.read()
+        self._counts = size > 1 and group is None
+        self._comparison_group = group
         self._carried_devices = {"cpu", self.device.type}
         if group is not None:
             self._note_carried_devices()
@@ -121,7 +123,8 @@ class World:
             self._note_carried_devices()
             if dist.get_backend() != "fake":  # the group of a plan has no other processes
                 process_group.make_communicators(self.device)
-                arrivals_of(self)  # so that other ranks can see this process's position
+                if self.debug is not None:
+                    self._comparison_group = process_group.comparison_group(self.timeout)
 
     def _note_carried_devices(self) -> None:
         """Record the device types that the group supports, because it may support only GPUs."""
@@ -158,6 +161,7 @@ class World:
         key = tuple(dimensions.items())
         if key not in self._meshes:
             self.form_group()
+            self._compare(" ".join(("mesh", *(f"{name}={size}" for name, size in dimensions.items()))))
             shape, names = tuple(dimensions.values()), tuple(dimensions)
             self._meshes[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         return self._meshes[key]
@@ -168,16 +172,7 @@ class World:
         Args:
             mesh: One-dimensional mesh that includes this process.
         """
-        return type(self)(
-            rank=mesh.get_local_rank(),
-            size=mesh.size(),
-            local_rank=self.local_rank,
-            local_size=self.local_size,
-            node_rank=self.node_rank,
-            device=self.device,
-            timeout=self.timeout,
-            group=mesh.get_group(),
-        )
+        return self._derive(rank=mesh.get_local_rank(), size=mesh.size(), group=mesh.get_group())
 
     def beside(self) -> World:
         """Return a world of the same processes, for a background thread.
@@ -192,15 +187,7 @@ class World:
             if group is None:
                 ranks = None if self.group is None else dist.get_process_group_ranks(self.group)
                 group = dist.new_group(ranks, self.timeout, "gloo")
-            self._beside = type(self)(
-                rank=self.rank,
-                size=self.size,
-                local_rank=self.local_rank,
-                local_size=self.local_size,
-                node_rank=self.node_rank,
-                timeout=self.timeout,
-                group=group,
-            )
+            self._beside = self._derive(rank=self.rank, size=self.size, group=group, device=torch.device("cpu"))
         return self._beside
 
     def release_beside(self) -> None:
@@ -237,13 +224,26 @@ class World:
     def barrier(self) -> None:
         """Wait until every process has reached this call."""
         if self.size > 1:
-            self.advance()
+            self._enter("barrier")
             dist.barrier(self.group)
 
     def advance(self) -> None:
         """Record that this process is entering a training step or a collective."""
-        if self._count is not None:
-            self._count.advance()
+        if self._counts:
+            progress.entered += 1
+
+    def _enter(self, operation: str, tensor: torch.Tensor | None = None) -> None:
+        self.advance()
+        self._compare(operation, tensor)
+
+    def _compare(self, operation: str, tensor: torch.Tensor | None = None) -> None:
+        """In debug mode, check that all processes are about to make the same call, with the same form of tensor."""
+        if self.debug is not None and self.size > 1:
+            if tensor is not None:
+                operation += f" of {str(tensor.dtype)[6:]} {list(tensor.shape)} on {tensor.device.type}"
+            entries: list[Any] = [None] * self.size
+            dist.all_gather_object(entries, mark_call(operation), self._comparison_group)
+            check_marks({self._get_global_rank(rank): mark for rank, mark in enumerate(entries)})
 
     def claim(self, name: str) -> bool:
         """Return whether this process is the first to claim a name. With a world size of one, the result is True.
@@ -270,10 +270,40 @@ class World:
             call: Name of the call, for error messages. It must be the same on all processes.
 
         Raises:
-            RuntimeError: If another process does not enter the call.
+            RuntimeError: If another process does not enter the call within the timeout. If it can no longer enter the
+                call, the watchdog ends the run earlier.
         """
         if self.size > 1 and self.group is None:
-            arrivals_of(self).meet(call)
+            self._compare("meet")
+            self._await_arrivals(call)
+
+    def _await_arrivals(self, call: str) -> None:
+        """Wait in the group's store, because a collective might match another one in which a rank waits.
+
+        The store is polled, because its own wait delays signal handlers.
+        """
+        # Private, but present in torch from 1.x to 2.13: the store that the group was created with.
+        store = dist.distributed_c10d._get_default_store()
+        arrived, seconds = f"treadle meetings/{call} {process_group.meetings[call]}", self.timeout.total_seconds()
+        deadline, pause = time.monotonic() + seconds, 0.0005
+        count = store.add(arrived, 1)
+        try:
+            while count < self.size:
+                if time.monotonic() >= deadline:
+                    raise RuntimeError(
+                        f"{call} needs all processes, but only {count} of {self.size} called it within {seconds:g} s. "
+                        "Call it on every rank, not under `if trainer.is_global_zero:` or `if "
+                        "accelerator.is_main_process:`. Each file is still written only once."
+                    )
+                time.sleep(pause)
+                pause = min(1.5 * pause, 0.05 + self.size / 5000)
+                count = store.add(arrived, 0)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the store may have ended with its process
+                store.add(arrived, -1)  # the next call may be one that all ranks make
+            raise
+        process_group.meetings[call] += 1
+        progress.note_meeting()
 
     def all_reduce(self, tensor: torch.Tensor, operation: str = "sum") -> torch.Tensor:
         """Reduce ``tensor`` over all processes, in place.
@@ -292,7 +322,7 @@ class World:
         """
         op = _OPERATIONS[choose("operation", operation, _OPERATIONS)]
         if self.size > 1:
-            self.advance()
+            self._enter(f"all_reduce {operation}", tensor)
             placed = self._place(tensor)
             dist.all_reduce(placed, op, self.group)
             if placed is not tensor:
@@ -314,9 +344,9 @@ class World:
         if self.size == 1:
             return None
         if tensor.device.type not in self._carried_devices:
-            World.all_reduce(self, tensor)
+            self.all_reduce(tensor)
             return None
-        self.advance()
+        self._enter("start_all_reduce", tensor)
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -329,7 +359,7 @@ class World:
             return [tensor]
         carried = _as_carried(self._place(tensor))
         parts = [torch.empty_like(carried) for _ in range(self.size)]
-        self.advance()
+        self._enter("all_gather", tensor)
         dist.all_gather(parts, carried, self.group)
         return [part.view(tensor.dtype).reshape(tensor.shape).to(tensor.device) for part in parts]
 
@@ -341,7 +371,7 @@ class World:
         """
         if self.size == 1:
             return tensor[0]
-        self.advance()
+        self._enter("reduce_scatter", tensor)
         placed = self._place(tensor)
         summed = torch.empty_like(placed[0], memory_format=torch.contiguous_format)
         dist.reduce_scatter_tensor(summed.reshape(-1), placed.contiguous().reshape(-1), group=self.group)
@@ -361,8 +391,12 @@ class World:
             raise ValueError(
                 f"rank {self.rank} is not in the given process group. Make this call only on the ranks of the group."
             )
-        size = dist.get_world_size(group)
-        return type(self)(rank=rank, size=size, device=self.device, timeout=self.timeout, group=group)
+        return self._derive(rank=rank, size=dist.get_world_size(group), group=group)
+
+    def _derive(self, **place: Any) -> World:
+        """Return a world of other processes, or with another group, at this process's place on its machine."""
+        inherited = ("local_rank", "local_size", "node_rank", "device", "timeout")
+        return World(**{name: getattr(self, name) for name in inherited} | place)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the values of all processes, in rank order, on every process.
@@ -376,7 +410,7 @@ class World:
         if self.size == 1:
             return [value]
         entries: list[Any] = [None] * self.size
-        self.advance()
+        self._enter("gather_objects")
         dist.all_gather_object(entries, (mark_exchange(), self._wrap(value)), self.group)
         check_marks({self._get_global_rank(rank): mark for rank, (mark, _) in enumerate(entries)})
         return [_unwrap(value) for _, value in entries]
@@ -395,7 +429,7 @@ class World:
             return value
         mark = mark_exchange()
         box = [(mark, self._wrap(value))]
-        self.advance()
+        self._enter(f"broadcast from {source}")
         sender = self._get_global_rank(source)
         dist.broadcast_object_list(box, sender, self.group)
         if self.rank != source:
@@ -418,7 +452,7 @@ class World:
         if self.size > 1:
             placed = self._place(tensor)
             carried = placed if tensor.dtype in _CARRIED else _as_carried(placed)
-            self.advance()
+            self._enter(f"broadcast_tensor from {source}", tensor)
             dist.broadcast(carried, self._get_global_rank(source), self.group)
             if carried is not tensor:
                 tensor.copy_(carried.view(tensor.dtype).reshape(tensor.shape))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,7 @@ from ..model_init import built_in_place
 from ..precision import Precision
 from ..strategy import Strategy, make_group_options
 from ..wrap_policy import Policy, check_policy, chosen_blocks, direct_parts, self_contained
-from .checks import check_device, check_parallelized, check_parameters, check_unchanged
 from .deferred_init import Tape, get_generator
-from .optimizer import hand_over
 from .recompute import Recompute
 from .reshard import ShardedRouter, forget_gradients, gathered_parameters, reshard_parameters, start_anew
 
@@ -495,3 +493,117 @@ def _get_tables(part: nn.Module) -> tuple[dict[str, Any], ...]:
 def _iterate_tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for table in _get_tables(part):
         yield from ((name, tensor) for name, tensor in list(table.items()) if isinstance(tensor, Tensor))
+
+
+# They compute with all elements of a parameter, or index some of them, which torch does not support for shards (2.13).
+_NEED_WHOLE = (torch.optim.LBFGS, torch.optim.Rprop, torch.optim.Adafactor)
+
+
+def hand_over(optimizer: Optimizer, moved: Mapping[Tensor, Tensor], world: World) -> None:
+    """Replace the parameters of ``optimizer`` with their shards, and shard their state.
+
+    ``moved`` maps each original parameter to its sharded parameter. State tensors, except 0-d ones, are copied from
+    rank zero.
+    """
+    if isinstance(optimizer, _NEED_WHOLE):
+        raise ValueError(
+            f"{type(optimizer).__name__} needs full parameters, but each process has only shards of them. Use AdamW, "
+            "SGD, Adagrad or another elementwise optimizer, or strategy='ddp'."
+        )
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            if is_sharded(parameter):
+                continue
+            if parameter not in moved:
+                raise ValueError(
+                    f"an optimizer has a parameter of shape {tuple(parameter.shape)} that does not belong to a "
+                    "prepared model. Prepare the model before its optimizer, or both in one call."
+                )
+            group["params"][index] = moved[parameter]
+            state = optimizer.state.pop(parameter, None)
+            if state:
+                optimizer.state[moved[parameter]] = {
+                    name: _cut(value, parameter, moved[parameter], world) for name, value in state.items()
+                }
+
+
+def _cut(value: Any, before: Tensor, after: Tensor, world: World) -> Any:
+    if not isinstance(value, Tensor) or not value.ndim:
+        return value
+    if value.is_meta:
+        raise ValueError(
+            "an optimizer has state for parameters that had no values when the optimizer was created. Create the "
+            "optimizer after the model is prepared."
+        )
+    if value.shape != before.shape:
+        raise ValueError(
+            f"optimizer state of shape {tuple(value.shape)} for a parameter of shape {tuple(before.shape)} can't be "
+            "sharded like the parameter. Prepare the optimizer before its first step."
+        )
+    whole = value.to(after.device, copy=True).contiguous()
+    return cut_like(world.broadcast_tensor(whole), after)
+
+
+def check_device(device: torch.device) -> None:
+    """Check that ``fully_shard`` of the installed torch supports a device."""
+    if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        raise ValueError(
+            f"strategy='fsdp' on CPU needs torch 2.7 or newer, but this is torch {torch.__version__}. Upgrade torch."
+        )
+
+
+def check_parameters(module: nn.Module, blocks: list[nn.Module], storage: torch.dtype | None) -> None:
+    """Check that torch's ``fully_shard`` supports the parameters of each block and those outside the blocks.
+
+    ``blocks`` must list inner modules first. ``storage`` is the dtype to which floating-point parameters are converted
+    before they are sharded, or None.
+    """
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    single = [name for parameter, name in names.items() if not parameter.ndim]
+    if single:
+        raise ValueError(
+            f"0-d parameters can't be sharded: {', '.join(single[:8])}. Give each a dimension, as in "
+            "nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))."
+        )
+    empty = [name for parameter, name in names.items() if parameter.requires_grad and not parameter.numel()]
+    if empty:
+        raise ValueError(
+            f"torch can't reduce the gradients of parameters without elements: {', '.join(empty[:8])}. Freeze such "
+            "parameters with requires_grad_(False)."
+        )
+    checked: set[nn.Parameter] = set()
+    for block in (*blocks, module):
+        formats: dict[torch.dtype, str] = {}
+        for parameter in block.parameters():
+            if parameter not in checked and parameter.requires_grad:
+                dtype = parameter.dtype if storage is None or not parameter.is_floating_point() else storage
+                formats.setdefault(dtype, names[parameter])
+            checked.add(parameter)
+        if len(formats) > 1:
+            listed = ", ".join(f"{name} is {dtype}" for dtype, name in formats.items())
+            location = type(block).__name__ if block is not module else f"{type(block).__name__}, outside of its blocks"
+            raise ValueError(
+                f"the parameters of {location} differ in dtype: {listed}. Parameters that are gathered together must "
+                "have the same dtype. Convert them, choose a precision that converts them (such as 'bf16-true'), or "
+                "list the classes of their modules in auto_wrap_policy."
+            )
+
+
+def check_parallelized(module: nn.Module, size: int) -> None:
+    """Check that the model's ``parallelize(mesh)`` has sharded parameters."""
+    if not any(is_sharded(parameter) for parameter in module.parameters()):
+        raise ValueError(
+            f"{type(module).__name__}.parallelize(mesh) sharded no parameter, so the ranks of "
+            f"tensor_parallel_size={size} would all do the same work. In parallelize, call "
+            "torch.distributed.tensor.parallel.parallelize_module with the names of existing submodules."
+        )
+
+
+def check_unchanged(tape: Tape, tensor: Tensor, words: str) -> None:
+    """Check that a parameter or buffer without memory was changed only by operations that ``tape`` has recorded."""
+    if not tape.is_unchanged(tensor):
+        raise ValueError(
+            f"{words} was written to after it was created without memory, so the written values are lost. Write them "
+            "inside init_module() or configure_model, load weights with load_state_dict(..., assign=True), or write "
+            "them after the model is prepared."
+        )

@@ -9,8 +9,7 @@ from ...common.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from ..processes import is_alive
     from . import supervisor
-    from .function_launch import FunctionLaunch
-    from .notebook import debug_launcher, notebook_launcher
+    from .notebook import FunctionLaunch, debug_launcher, notebook_launcher
     from .supervisor import cpus
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

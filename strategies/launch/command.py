@@ -8,8 +8,7 @@ import re
 import sys
 import uuid
 from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ...common.messages import nearest
 from .rendezvous import Job, Nodes
@@ -42,6 +41,40 @@ _REFUSED = {
 }
 
 
+# Options with a value: the names, the value's name in the help, its type or default, and the help.
+_VALUES: tuple[tuple[str, str, Any, str], ...] = (
+    (
+        "--nproc-per-node",
+        "N",
+        str,
+        "number of processes on this machine, or auto, gpu or cpu. Default: one per GPU, or 1",
+    ),
+    ("--nnodes --num_machines", "N[:M]", str, "number of machines, or the minimum and the maximum. Default: 1"),
+    ("--num_processes", "N", int, "number of processes on all machines together"),
+    ("--rdzv-endpoint", "HOST:PORT", str, "address of the machine where all machines rendezvous"),
+    ("--rdzv-id", "NAME", str, "name of the run, the same on all machines"),
+    ("--rdzv-backend", "NAME", str, "torch's rendezvous backend. Default: c10d, or static with --node-rank"),
+    ("--rdzv-conf", "K=V,...", "", "settings of the backend: join_timeout, read_timeout, is_host, ..."),
+    ("--node-rank --machine_rank", "R", int, "number of this machine, with --master-addr"),
+    ("--master-addr --main_process_ip", "HOST", str, "address of machine 0. Default: 127.0.0.1"),
+    ("--master-port --main_process_port", "PORT", int, "free port of machine 0. Default: 29500"),
+    ("--local-addr", "HOST", str, "address of this machine. Default: the one that reaches the other machines"),
+    ("--max-restarts", "N", 0, "restarts of all ranks after a failure. Default: 0"),
+    ("--monitor-interval", "S", 0.1, "seconds between checks of the other machines. Default: 0.1"),
+    ("--log-dir", "FOLDER", str, "folder for the files of --redirects and --tee"),
+    ("--redirects -r", "0-3", "0", "write to files: 1 output, 2 error, 3 both; 0:1,1:3 for some ranks"),
+    ("--tee -t", "0-3", "0", "like --redirects, and also write to the terminal"),
+)
+_FLAGS = (
+    ("--module -m", "the script is the name of a module, as for python -m"),
+    ("--no-python", "run the script directly, without Python"),
+    ("--debug", "set TREADLE_DEBUG=1 for every rank"),
+    ("--cpu", "hide the GPUs of this machine from the ranks"),
+    ("--multi_gpu", "fail without a GPU"),
+    ("--standalone", "one machine only, which is the default"),
+)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -57,84 +90,26 @@ def parser(program: str = "treadle launch") -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
 
-    _add_processes(command_parser)
-    _add_output(command_parser)
+    _add_options(command_parser)
     command_parser.add_argument("script", help="script, or module with -m, or program with --no-python")
     command_parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return command_parser
 
 
-def _add_option(command_parser: argparse.ArgumentParser, *names: str, **settings: object) -> None:
-    """Add an option whose names can be spelled with hyphens or with underscores, as in torchrun."""
-    spellings = [name.replace("-", "_").replace("__", "--", 1) for name in names if "-" in name[2:]]
-    spellings += [name[:2] + name[2:].replace("_", "-") for name in names if "_" in name]
-    command_parser.add_argument(*dict.fromkeys((*names, *spellings)), **settings)  # type: ignore[arg-type]
+def _add_options(command_parser: argparse.ArgumentParser) -> None:
+    """Add the options. Each name can be spelled with hyphens or with underscores, as in torchrun."""
 
+    def spell(names: str) -> Iterable[str]:
+        listed = names.split()
+        hyphens = [name[:2] + name[2:].replace("_", "-") for name in listed]
+        return dict.fromkeys((*listed, *(name[:2] + name[2:].replace("-", "_") for name in listed), *hyphens))
 
-def _add_processes(command_parser: argparse.ArgumentParser) -> None:
-    """Add the options that concern the processes, their machines and their restarts."""
-    add = partial(_add_option, command_parser)
-    add(
-        "--nproc-per-node",
-        metavar="N",
-        help="number of processes on this machine, or auto, gpu or cpu. Default: one per GPU, or 1",
-    )
-    add(
-        "--nnodes",
-        "--num_machines",
-        metavar="N[:M]",
-        help="number of machines, or the minimum and the maximum. Default: 1",
-    )
-    add("--num_processes", type=int, metavar="N", help="number of processes on all machines together")
-    add("--rdzv-endpoint", metavar="HOST:PORT", help="address of the machine where all machines rendezvous")
-    add("--rdzv-id", metavar="NAME", help="name of the run, the same on all machines")
-    add("--rdzv-backend", metavar="NAME", help="torch's rendezvous backend. Default: c10d, or static with --node-rank")
-    add(
-        "--rdzv-conf",
-        metavar="K=V,...",
-        default="",
-        help="settings of the backend: join_timeout, read_timeout, is_host, ...",
-    )
-    add("--node-rank", "--machine_rank", type=int, metavar="R", help="number of this machine, with --master-addr")
-    add("--master-addr", "--main_process_ip", metavar="HOST", help="address of machine 0. Default: 127.0.0.1")
-    add(
-        "--master-port",
-        "--main_process_port",
-        metavar="PORT",
-        type=int,
-        help="free port of machine 0. Default: 29500",
-    )
-    add(
-        "--local-addr", metavar="HOST", help="address of this machine. Default: the one that reaches the other machines"
-    )
-    add("--max-restarts", type=int, metavar="N", default=0, help="restarts of all ranks after a failure. Default: 0")
-    add(
-        "--monitor-interval",
-        type=float,
-        metavar="S",
-        default=0.1,
-        help="seconds between checks of the other machines. Default: 0.1",
-    )
-
-
-def _add_output(command_parser: argparse.ArgumentParser) -> None:
-    """Add the options that concern the output and devices of the ranks, and the way to run the script."""
-    add = partial(_add_option, command_parser)
-    add("--log-dir", metavar="FOLDER", help="folder for the files of --redirects and --tee")
-    add(
-        "--redirects",
-        "-r",
-        metavar="0-3",
-        default="0",
-        help="write to files: 1 output, 2 error, 3 both; 0:1,1:3 for some ranks",
-    )
-    add("--tee", "-t", metavar="0-3", default="0", help="like --redirects, and also write to the terminal")
-    add("--module", "-m", action="store_true", help="the script is the name of a module, as for python -m")
-    add("--no-python", action="store_true", help="run the script directly, without Python")
-    add("--debug", action="store_true", help="set TREADLE_DEBUG=1 for every rank")
-    add("--cpu", action="store_true", help="hide the GPUs of this machine from the ranks")
-    add("--multi_gpu", action="store_true", help="fail without a GPU")
-    add("--standalone", action="store_true", help="one machine only, which is the default")
+    for names, metavar, default, text in _VALUES:
+        kind = default if isinstance(default, type) else type(default)
+        default = None if isinstance(default, type) else default
+        command_parser.add_argument(*spell(names), metavar=metavar, type=kind, default=default, help=text)
+    for names, text in _FLAGS:
+        command_parser.add_argument(*spell(names), action="store_true", help=text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

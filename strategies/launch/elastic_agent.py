@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from torch.distributed.elastic.agent.server import WorkerSpec
@@ -19,13 +19,12 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ...common.messages import format_count, named_ranks
 from ..distributed import HUNG
-from ..processes import kill_session
-from .membership import Membership
-from .rank_board import RankBoard
+from ..processes import RankBoard, kill_session
 from .rendezvous import SIGNALS, Job, Place
 
 # Signals that make ranks save and leave.
@@ -37,13 +36,61 @@ _POLL = 0.01  # seconds; the order of failures closer than this is unknown; a ra
 _HUNG_GRACE = 0.5  # seconds
 _AGAIN_GRACE = 1.0  # seconds
 _NEWS, _NEWS_OF_LEAVING = 1.2, 3.0  # seconds; torch requests the state of the machines at most once per second
+# Seconds that machines that meet again wait for more machines. They lost each other at the same time, whereas machines
+# that meet for the first time may be started half a minute apart (torch's default for both, which --rdzv-conf changes).
+_LAST_CALL = timedelta(seconds=5)
+_LEAVE = 5.0  # seconds
 _CHANGED = "the machines of the run have changed; restarting"
 _LEFT_EARLY = 256  # not an exit status that the system uses
 # Keys under which the machines' agents inform each other.
 _END, _DONE, _LEFT = "treadle/end", "treadle/done", "treadle/left"
 
 
-class Elsewhere(Exception):
+class Membership:
+    """Machines that take part in a run, wait to join it, or have left it.
+
+    Changes are reported only if the rendezvous is a `DynamicRendezvousHandler` of torch, as with the c10d backend.
+    """
+
+    def __init__(self, handler: Any) -> None:
+        self._handler = handler if isinstance(handler, DynamicRendezvousHandler) else None
+        self._size = 0
+
+    def begin_round(self) -> None:
+        """Prepare the first or a later rendezvous of the run, so that torch creates a new store for the ranks."""
+        if self._handler is None:
+            return
+        # torch (2.4 to 2.13) keeps the ranks' store over restarts, with the keys of the killed ranks, and on some
+        # machines with the address of a machine that has left. With None it is created again, and all machines see the
+        # new one.
+        self._handler._bootstrap_store_info = self._handler._shared_tcp_store_server = None
+        self._handler.num_nodes_waiting()  # this requests the state from the store
+        state, timeout = self._handler._state_holder.state, self._handler.settings.timeout
+        if (state.complete or state.round > 0) and timeout.last_call > _LAST_CALL:
+            timeout._set_timeouts(last_call=_LAST_CALL)
+
+    def end_round(self, size: int) -> None:
+        """Record the number of machines that took part in the completed rendezvous."""
+        self._size = size
+
+    def look(self) -> tuple[bool, bool]:
+        """Return whether a machine has left the run, and whether another one is waiting to join."""
+        if self._handler is None:
+            return False, False
+        waiting = self._handler.num_nodes_waiting()
+        present = len(self._handler._state_holder.state.participants)
+        # A machine that is alone and was stopped for a while has no information about itself.
+        return self._size > 1 and present < self._size, waiting > 0
+
+    def leave(self) -> None:
+        """Report immediately that this machine leaves, so that the other machines need not wait for a timeout."""
+        if self._handler is not None:
+            self._handler._stop_heartbeats()
+            with contextlib.suppress(RendezvousError):  # the store has ended, or does not answer in time
+                self._handler._op_executor.run(_RendezvousExitOp(), time.monotonic() + _LEAVE)
+
+
+class EndedByOtherMachine(Exception):
     """Error that ends the run because another machine ended it or cannot be reached.
 
     ``status`` is the exit status; the message is the reason.
@@ -165,7 +212,7 @@ class Agent(LocalElasticAgent):
             if self.membership.look()[0]:
                 if self.may_change:
                     return False
-                raise self._make_elsewhere(1, "a machine left the run before its ranks had ended")
+                raise self._make_other_end(1, "a machine left the run before its ranks had ended")
         return True
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
@@ -273,38 +320,38 @@ class Agent(LocalElasticAgent):
         try:
             return getattr(self._worker_group.store, method)(*args)
         except RuntimeError as error:  # DistError and its subclasses
-            raise self._make_elsewhere(
+            raise self._make_other_end(
                 1, f"the machine that hosts the run's store does not respond ({_get_first_line(error)})"
             ) from None
 
-    def _make_elsewhere(self, status: int, text: str) -> Elsewhere:
+    def _make_other_end(self, status: int, text: str) -> EndedByOtherMachine:
         if status not in _STOPPED:
             self.grace, self.hurried = self.job.failure_grace, True  # nothing can be saved without the other machines
-        return Elsewhere(status, text)
+        return EndedByOtherMachine(status, text)
 
     def _check_for_end(self) -> None:
-        """Raise `Elsewhere` if another machine has reported the end of the run or the ranks' store does not respond."""
+        """Raise an error if another machine has reported the end of the run or the ranks' store does not respond."""
         if self.several and self._ask("check", [_END]):
-            raise self._make_elsewhere(*json.loads(self._ask("get", _END)))
+            raise self._make_other_end(*json.loads(self._ask("get", _END)))
 
     def tell(self, status: int, text: str) -> None:
         """Report the end of the run to the other machines, unless another machine has already reported it.
 
         Raises:
-            Elsewhere: If another machine has reported first, or if the store does not respond.
+            EndedByOtherMachine: If another machine has reported first, or if the store does not respond.
         """
         if self.several:
             mine = json.dumps([status, text])
             stored = self._ask("compare_set", _END, "", mine)
             if stored.decode() != mine:
-                raise self._make_elsewhere(*json.loads(stored))
+                raise self._make_other_end(*json.loads(stored))
 
     def await_leave(self, seconds: float) -> None:
         """Wait at most ``seconds`` for all machines to be ready to leave, because the store ends with its host."""
         if not self.several:
             return
         end = time.monotonic() + seconds
-        with contextlib.suppress(Elsewhere):
+        with contextlib.suppress(EndedByOtherMachine):
             self._ask("add", _LEFT, 1)
             while self._ask("add", _LEFT, 0) < self._worker_group.group_world_size and time.monotonic() < end:
                 time.sleep(0.05)
@@ -334,7 +381,7 @@ def run(job: Job, place: Place | None, board: RankBoard) -> int:
         source = "" if place.local_addr is None else f" as {place.local_addr}"
         _print(f"waiting at {place.endpoint}{source} for {_count(job)} of the run {job.run_id}")
     stop: signal.Signals | None = None
-    elsewhere: Elsewhere | None = None
+    other_end: EndedByOtherMachine | None = None
     with _silence_agent():
         rendezvous = _make_rendezvous(job, place)
         agent = Agent(_make_spec(job, place, rendezvous), job, board)
@@ -344,18 +391,18 @@ def run(job: Job, place: Place | None, board: RankBoard) -> int:
             stop = error.sigval
         except KeyboardInterrupt:  # while the machines were meeting
             stop = signal.SIGINT
-        except Elsewhere as error:
-            elsewhere = error
+        except EndedByOtherMachine as error:
+            other_end = error
         except RendezvousError as error:
-            elsewhere = Elsewhere(
+            other_end = EndedByOtherMachine(
                 1, f"the rendezvous of the machines failed, or a machine has left: {_get_first_line(error)}"
             )
         finally:
             for number in (getattr(signal, name) for name in SIGNALS if hasattr(signal, name)):
                 signal.signal(number, signal.SIG_IGN)  # the rest takes a moment and must be completed
-            agent.finish(sweep=stop is not None or elsewhere is not None)
+            agent.finish(sweep=stop is not None or other_end is not None)
             _take_leave(agent, rendezvous, stop)
-    return _report_outcome(agent, stop, elsewhere)
+    return _report_outcome(agent, stop, other_end)
 
 
 def _protect_save(first: signal.Signals) -> None:
@@ -382,7 +429,7 @@ def _take_leave(agent: Agent, rendezvous: Any, stop: signal.Signals | None) -> N
         agent.membership.leave()  # the others continue without this machine
         return
     if stop is not None:
-        with contextlib.suppress(Elsewhere):
+        with contextlib.suppress(EndedByOtherMachine):
             agent.tell(_convert_signal(stop), f"{stop.name} was sent to {socket.gethostname()}")
     agent.await_leave(agent.job.failure_grace + 3)
     with contextlib.suppress(RendezvousError):
@@ -436,7 +483,7 @@ def _make_spec(job: Job, place: Place | None, rendezvous: Any) -> WorkerSpec:
     )
 
 
-def _report_outcome(agent: Agent, stop: signal.Signals | None, elsewhere: Elsewhere | None) -> int:
+def _report_outcome(agent: Agent, stop: signal.Signals | None, other_end: EndedByOtherMachine | None) -> int:
     """Print how the run ended, unless it succeeded, and return the exit status."""
     # A rank that even SIGKILL did not end, because it hangs in a driver, is missing in `ends`.
     started = agent.job.nproc if agent._worker_group.workers else 0
@@ -449,8 +496,8 @@ def _report_outcome(agent: Agent, stop: signal.Signals | None, elsewhere: Elsewh
         elif -codes.get(rank, 0) in numbers:
             words[agent.global_rank(rank)] += ", sent by this launcher"
     first = next((rank for rank, code in codes.items() if code), None)
-    if elsewhere is not None:
-        lines, status = [str(elsewhere)], elsewhere.status
+    if other_end is not None:
+        lines, status = [str(other_end)], other_end.status
     elif stop is not None:
         ranks = f"{started} rank{'' if started == 1 else 's'}"
         lines, status = [f"{stop.name} was forwarded to {ranks}"], _convert_signal(stop)

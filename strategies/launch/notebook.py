@@ -1,4 +1,4 @@
-"""Launchers that run a function in several processes, for notebooks."""
+"""Launchers that run a function in several processes: for notebooks, and for strategies such as ``"ddp_spawn"``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import uuid
@@ -153,16 +154,66 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
     _Launch(function=function, args=tuple(args), count=num_processes, variables={"CUDA_VISIBLE_DEVICES": ""}).run()
 
 
-def run_in_processes(function: Callable[..., Any], args: tuple[Any, ...], count: int, start_method: str) -> None:
-    """Call `function(*args)` in several processes and wait for all of them; see `notebook_launcher`.
+@dataclass(frozen=True)
+class FunctionLaunch:
+    """Number of processes that run a function, and how they start.
 
     Args:
-        function: Function to run in each process.
-        args: Positional arguments of `function`.
+        strategy: Name of the strategy, for error messages.
         count: Number of processes.
-        start_method: ``"fork"``, or ``"spawn"``, for which the function and its arguments must be picklable.
+        start_method: ``"spawn"`` or ``"fork"``; see ``multiprocessing``.
     """
-    _Launch(function=function, args=args, count=count, start_method=start_method).run()
+
+    strategy: str
+    count: int
+    start_method: str
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a function in each process, with the environment variables of its rank, and return rank zero's result.
+
+        With ``"spawn"``, it must be a function of a module.
+
+        Raises:
+            ValueError: If the processes cannot be started, or the arguments cannot be sent to them.
+            RuntimeError: If a process fails. The message contains its traceback, signal or exit status.
+        """
+        call = self._pickle((function, args)) if self.start_method == "spawn" else (function, args)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "result"
+            _Launch(function=_run_call, args=(call, path), count=self.count, start_method=self.start_method).run()
+            # Written by this process's own child, in a folder that only this user can write to.
+            return pickle.loads(path.read_bytes())
+
+    def _pickle(self, call: Any) -> bytes:
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise RuntimeError(
+                f"strategy={self.strategy!r} starts processes that import the main script, and the script starts the "
+                "run again while it is imported. Put the run under `if __name__ == '__main__':`, or use strategy='ddp'."
+            )
+        fork = self.strategy.replace("spawn", "fork")
+        try:
+            # Not with multiprocessing's own pickler, which would let the processes share the memory of tensors.
+            pickled = pickle.dumps(call)
+        except Exception as error:
+            raise ValueError(
+                f"strategy={self.strategy!r} sends the task, its data and the callbacks to new processes, but they "
+                f"can't be pickled: {error}. Define classes and functions at the top level of a module, or use "
+                f"strategy={fork!r}, which sends nothing."
+            ) from error
+        if b"__main__" in pickled and not getattr(sys.modules["__main__"], "__file__", None):
+            raise ValueError(
+                f"strategy={self.strategy!r} starts processes that import the main script, but this session has none "
+                f"and defines classes or functions that the run uses. Move them into a module, or use "
+                f"strategy={fork!r}."
+            )
+        return pickled
+
+
+def _run_call(call: Any, path: Path) -> None:
+    function, args = pickle.loads(call) if isinstance(call, bytes) else call  # by this process's parent
+    result = function(*args)
+    if os.environ["RANK"] == "0":
+        path.write_bytes(pickle.dumps(result))
 
 
 @dataclass(kw_only=True)

@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from ..distributed import is_ray_worker, variables_set
-from ..processes import sweep
-from .rank_board import RankBoard
+from ..processes import RankBoard, sweep
 from .rendezvous import FAILURE_GRACE, GRACE, SIGNALS, Job
 
 _TEST_RUNNERS = ("pytest", "py.test", "unittest")
@@ -97,7 +96,7 @@ def supervise_job(job: Job) -> int:
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(handled),
     }
     board = RankBoard(job.nproc)
-    variables["TREADLE_BOARD"] = board.path
+    variables |= board.variables
     place = job.nodes.place() if job.nodes is not None else None
     if place is not None and place.interface is not None:
         variables["GLOO_SOCKET_IFNAME"] = place.interface

@@ -8,9 +8,7 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import scratch
-    from .ending import end_at_once, run_briefly
-    from .exit_limit import limit_exit, postpone_exit_limit
-    from .idleness import Idleness
+    from .exit_limit import end_at_once, limit_exit, postpone_exit_limit, run_briefly
     from .network import (
         find_source_address,
         interface_of,
@@ -27,8 +25,9 @@ if TYPE_CHECKING:
         is_alive,
         kill_session,
         read_start_time,
+        read_stat,
     )
-    from .rank_board import BOARD_RECORD, is_stage_running, mark_leaving, mark_stage, was_signaled, write_beat
+    from .rank_board import Pulse, RankBoard, is_stage_running, mark_leaving, mark_stage, was_signaled, write_beat
     from .scratch import (
         end_by_signal,
         forget_unfinished,
@@ -38,6 +37,6 @@ if TYPE_CHECKING:
         open_scratch,
         sweep,
     )
-    from .silent_rank import Dumps, explain_silence, fetch_stacks
+    from .silent_rank import Dumps, Idleness, explain_silence, fetch_stacks
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

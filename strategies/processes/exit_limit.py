@@ -1,8 +1,8 @@
-"""Time limit of the end of a process, which thread joins and ``atexit`` handlers could otherwise block forever.
+"""Immediate end of a process from any thread, and a time limit for the end of a process after its script.
 
-An example is a logger's client that waits in an ``atexit`` handler for a server that no longer answers. The watchdog
-cannot help: it observes the training, and stops in an ``atexit`` handler of its own, before handlers that were
-registered earlier.
+Thread joins and ``atexit`` handlers could otherwise block that end forever. An example is a logger's client that waits
+in an ``atexit`` handler for a server that no longer answers. The watchdog cannot help: it observes the training, and
+stops in an ``atexit`` handler of its own, before handlers that were registered earlier.
 
 The limit counts from the end of the script, not from the last change of a stack, because a client that retries forever
 does change its stack. Only a thread that runs Treadle's code, such as an asynchronous save, extends it.
@@ -10,23 +10,41 @@ does change its stack. Only a thread that runs Treadle's code, such as an asynch
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from ...common.messages import write_stderr
-from .ending import end_at_once
+from . import scratch
 
 _PACKAGE = __name__.partition(".")[0]
 _STATUS = 124  # the exit status of timeout(1), as for a rank that hangs
 # Seconds after which the kernel ends a process whose interpreter can no longer run threads.
 _MARGIN = 2.0
 _POLL = 0.1  # seconds
+
+
+def end_at_once(status: int) -> None:
+    """End this process and its `multiprocessing` children, such as data workers, within seconds, from any thread."""
+    for child in multiprocessing.active_children():  # data workers
+        child.kill()
+    run_briefly(sys.stdout.flush)
+    run_briefly(scratch.leave)
+    os._exit(status)
+
+
+def run_briefly(work: Callable[[], Any]) -> None:
+    """Run a function in a thread and wait at most 0.5 s, because a lock of the main thread or a disk may block it."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(0.5)
 
 
 class _ExitLimit:

@@ -62,15 +62,28 @@ def _identify_machine() -> str:
 
 def read_start_time(pid: int) -> str | None:
     """Return a process's start time in clock ticks since boot; "" if it is unknown, None if the process has ended."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        state, *rest = text.rpartition(")")[2].split()
-        return None if state in "ZX" else rest[18]  # an ended process waits until its parent has read its status
-    except (OSError, ValueError, IndexError):
-        pass
+    _, fields = read_stat(f"/proc/{pid}")
+    if len(fields) > 19:  # an ended process waits until its parent has read its status
+        return None if fields[0] in "ZX" else fields[19]
     with contextlib.suppress(OverflowError):
         return "" if is_alive(pid) else None
     return None
+
+
+def read_stat(folder: str | Path) -> tuple[str, list[str]]:
+    """Return the name of a process or thread, and the fields after it, of which the first is the state; see proc(5).
+
+    They are empty if it has ended, or on systems without ``/proc``.
+
+    Args:
+        folder: Folder of the process or thread in ``/proc``.
+    """
+    try:
+        text = Path(folder, "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "", []
+    name, _, fields = text.partition("(")[2].rpartition(")")
+    return name, fields.split()
 
 
 def kill_session(leader: int) -> None:
@@ -80,10 +93,9 @@ def kill_session(leader: int) -> None:
     """
     pids = {leader} if is_alive(leader) else set()
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it has just ended
-            state, _, _, session, *_ = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            if int(session) == leader and state not in "ZX":
-                pids.add(int(entry.name))
+        _, fields = read_stat(entry)
+        if fields and int(fields[3]) == leader and fields[0] not in "ZX":
+            pids.add(int(entry.name))
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)

@@ -1,16 +1,24 @@
-"""Record in which a rank reports its state to Treadle's supervisor, if it has one; see `launch.rank_board`."""
+"""Records in which the ranks of a machine report to their supervisor: whether a stage runs, and heartbeats."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
-VARIABLE = "TREADLE_BOARD"
-BOARD_RECORD = 4096  # bytes for each rank
+from .silent_rank import explain_silence, fetch_stacks
 
+_VARIABLE = "TREADLE_BOARD"
+_RECORD = 4096  # bytes for each rank
+_IDLE, _RUNNING, _LEAVING, _EXITED = b"\0", b"\1", b"\2", b"\3"  # first byte of a record
+_MARGIN = 1.5  # seconds that the ranks have to notice it themselves, because they know more
+_ABSENCE = 2.0  # seconds without a check after which this process was stopped itself, or its machine suspended
+
+# -- the rank's side -------------------------------------------------------------------------------------------------
 
 _running: list[int] = []  # contains this process while a stage runs in it
 _signaled: list[int] = []  # contains this process once it has received a signal
@@ -24,7 +32,7 @@ def mark_stage(running: bool, exiting: bool = False) -> None:
     _running[:] = [os.getpid()] if running else []
     if running:
         _signaled.clear()
-    _write(0, b"\1" if running else b"\3" if exiting else b"\0")
+    _write(0, _RUNNING if running else _EXITED if exiting else _IDLE)
 
 
 def mark_leaving() -> None:
@@ -33,7 +41,7 @@ def mark_leaving() -> None:
     Signal handlers may call this.
     """
     _signaled[:] = [os.getpid()]
-    _write(0, b"\2")
+    _write(0, _LEAVING)
 
 
 def is_stage_running() -> bool:
@@ -53,17 +61,126 @@ def write_beat(beat: Mapping[str, Any] | None) -> None:
     that does not fit into the record is not sent.
     """
     text = b"" if beat is None else json.dumps(beat).encode()
-    if len(text) < BOARD_RECORD:
-        _write(1, text.ljust(BOARD_RECORD - 1, b"\0"))
+    if len(text) < _RECORD:
+        _write(1, text.ljust(_RECORD - 1, b"\0"))
 
 
 def _write(offset: int, data: bytes) -> None:
-    path, local_rank = os.environ.get(VARIABLE), os.environ.get("LOCAL_RANK", "")
+    path, local_rank = os.environ.get(_VARIABLE), os.environ.get("LOCAL_RANK", "")
     if not path or not local_rank.isdecimal():
         return
     with contextlib.suppress(OSError):  # a program that outlives the supervisor, or that runs in another container
         descriptor = os.open(path, os.O_WRONLY)
         try:
-            os.pwrite(descriptor, data, int(local_rank) * BOARD_RECORD + offset)
+            os.pwrite(descriptor, data, int(local_rank) * _RECORD + offset)
         finally:
             os.close(descriptor)
+
+
+# -- the observer's side ---------------------------------------------------------------------------------------------
+
+
+class Pulse:
+    """Heartbeats of one rank, as another process sees them."""
+
+    def __init__(self) -> None:
+        self._latest: Any = None
+        self._since = time.monotonic()
+
+    def measure_silence(self, beat: Any) -> float:
+        """Compare the rank's latest heartbeat with the previous one, and return the seconds since it last changed."""
+        now = time.monotonic()
+        if beat != self._latest:
+            self._latest, self._since = beat, now
+        return now - self._since
+
+
+class RankBoard:
+    """Anonymous file in which each rank of this machine has a record that outlives the rank.
+
+    A record shows whether a stage runs (`mark_stage`) or the rank is leaving (`mark_leaving`), and contains the last
+    heartbeat from the rank's watchdog, if there is one.
+
+    Attributes:
+        variables: Environment variables that the ranks need; none on systems that do not support such files.
+    """
+
+    def __init__(self, nproc: int) -> None:
+        self._nproc = nproc
+        self._descriptor: int | None = None
+        self._pulses: dict[int, Pulse] = {}
+        self._looked = 0.0
+        self.variables: dict[str, str] = {}
+        if hasattr(os, "memfd_create"):
+            self._descriptor = os.memfd_create("treadle ranks")
+            self.variables = {_VARIABLE: f"/proc/{os.getpid()}/fd/{self._descriptor}"}
+            self.clear()
+
+    def clear(self) -> None:
+        """Clear all records before the ranks start or restart."""
+        self._pulses.clear()
+        if self._descriptor is not None:
+            os.ftruncate(self._descriptor, 0)
+            os.ftruncate(self._descriptor, self._nproc * _RECORD)
+
+    def is_running(self, local_rank: int) -> bool:
+        """Return whether a stage runs in a rank, or the rank is leaving because of a signal."""
+        return self._read(local_rank)[:1] in (_RUNNING, _LEAVING)
+
+    def has_exited(self, local_rank: int) -> bool:
+        """Return whether ``sys.exit(0)`` has ended the stage of a rank."""
+        return self._read(local_rank)[:1] == _EXITED
+
+    def is_leaving(self, local_rank: int) -> bool:
+        """Return whether a rank has noted a signal and is leaving because of it."""
+        return self._read(local_rank)[:1] == _LEAVING
+
+    def find_silent(self, ended: Collection[int]) -> list[int]:
+        """Return the remaining ranks if each of them has been silent for longer than its limit; else [].
+
+        As long as one rank responds, it reports the silent ranks itself. ``ended`` holds the ranks that have ended.
+        """
+        now = time.monotonic()
+        if now - self._looked > _ABSENCE:
+            self._pulses.clear()
+        self._looked = now
+        ranks = [rank for rank in range(self._nproc) if rank not in ended]
+        silent = []
+        for rank in ranks:
+            record = self._read(rank)
+            seconds = self._pulses.setdefault(rank, Pulse()).measure_silence(record)
+            if (beat := _parse(record)) is not None and seconds > beat["limit"] + _MARGIN:
+                silent.append(rank)
+        return ranks if silent == ranks else []
+
+    def report(self, local_rank: int, folder_name: str) -> str:
+        """Describe why a rank is silent, and write its main thread's stack to a file in the folder ``folder_name``."""
+        beat = _parse(self._read(local_rank))
+        if beat is None:
+            return "does not respond"
+        folder = Path(beat["directory"], folder_name)
+        reason = f"(process {beat['pid']}) {explain_silence(beat['pid'])}"
+        place = ""
+        with contextlib.suppress(OSError):  # the disk is full
+            folder.mkdir(parents=True, exist_ok=True)
+            place = fetch_stacks(beat["pid"], beat["dumps"], folder / f"rank-{beat['rank']}.txt")
+        return f"{reason}; no other rank of this machine responds either; last seen {beat['where']}{place}"
+
+    def _read(self, local_rank: int) -> bytes:
+        if self._descriptor is None:
+            return b""
+        return os.pread(self._descriptor, _RECORD, local_rank * _RECORD)
+
+    def close(self) -> None:
+        """Close the file after the ranks have ended."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _parse(record: bytes) -> dict[str, Any] | None:
+    """Return a rank's last heartbeat, or None if there is none or the rank is currently writing it."""
+    try:
+        return dict(json.loads(record[1:].rstrip(b"\0")))
+    except ValueError:
+        return None

@@ -1,4 +1,4 @@
-"""Diagnosis of a rank that sends no heartbeat: its state, and its stack, which is written without running Python."""
+"""Diagnosis of a rank that waits or hangs: idleness, state, and its stack, which is written without running Python."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import faulthandler
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
+from .os_process import read_stat
+
 _DUMP = getattr(signal, "SIGRTMIN", None)  # requests the stacks, without a handler in Python
+_MOST_WORK = 0.03  # CPU seconds per second up to which a process is idle; receiving 100 MB/s needs more
 
 
 class Dumps:
@@ -44,9 +48,9 @@ class Dumps:
 
 def explain_silence(pid: int | None) -> str:
     """Describe why a process does not respond. ``pid`` is None for a process on another machine."""
-    state = "" if pid is None else _read_state(pid)
+    state = [] if pid is None else read_stat(f"/proc/{pid}")[1][:1]
     return {"T": "is stopped by a signal (SIGSTOP)", "t": "is stopped by a debugger"}.get(
-        state, "does not respond: it is stopped, or blocked in C code that holds the interpreter"
+        "".join(state), "does not respond: it is stopped, or blocked in C code that holds the interpreter"
     )
 
 
@@ -60,7 +64,7 @@ def fetch_stacks(pid: int, dumps: str, file: Path) -> str:
         return ""
     stacks = b""
     with contextlib.suppress(OSError):
-        stopped = _read_state(pid) == "T"
+        stopped = read_stat(f"/proc/{pid}")[1][:1] == ["T"]
         _signal_main_thread(pid, _DUMP)
         if stopped:
             os.kill(pid, signal.SIGCONT)
@@ -86,9 +90,25 @@ def _signal_main_thread(pid: int, number: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _read_state(pid: int) -> str:
-    """Return the state letter of a process in /proc, such as "T" for stopped; "" if /proc has no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
+class Idleness:
+    """Timer that measures how long this process has been idle.
+
+    A process is idle if it uses little CPU time and, when measured, none of its threads except the measuring one is
+    running, ready to run, or waiting for a disk. By CPU time alone, a process that gets no CPU on a busy machine would
+    also count as idle.
+    """
+
+    def __init__(self) -> None:
+        self._since = self._looked = time.monotonic()
+        self._used = time.process_time()
+
+    def measure(self) -> float:
+        """Return the number of seconds for which the process has been idle, up to this measurement."""
+        now, used = time.monotonic(), time.process_time()
+        own_thread = str(threading.get_native_id())
+        others = (task for task in Path("/proc/self/task").glob("*") if task.name != own_thread)
+        works = used - self._used > _MOST_WORK * (now - self._looked)
+        if works or any(read_stat(task)[1][:1] in (["R"], ["D"]) for task in others):
+            self._since = now
+        self._looked, self._used = now, used
+        return now - self._since

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import stored
 import torch
 import yaml
 from callback_runs import Tiny, fit, loader, trainer
@@ -543,10 +544,10 @@ def test_killed_between_saving_and_removing(tmp_path):
 
 @pytest.mark.parametrize(("template", "folder"), [("{epoch}/{step}", "epoch=0"), ("a/b/{step}", "a/b"), ("x", ".")])
 def test_what_a_killed_run_left_is_cleared_away_in_folders_too(tmp_path, template, folder):
-    left = tmp_path / "c" / folder / ".step=3.ckpt.part"
+    left = tmp_path / "c" / folder / f".step=3.ckpt.{stored.DEAD}.part"
     left.mkdir(parents=True)
     (left / "model.safetensors").write_text("half of it")
-    other = tmp_path / "c" / "notes" / ".step=3.ckpt.part"
+    other = tmp_path / "c" / "notes" / f".step=3.ckpt.{stored.DEAD}.part"
     other.mkdir(parents=True)
     (other / "mine.txt").write_text("")
     fit(tmp_path, ModelCheckpoint(tmp_path / "c", template), max_epochs=1, max_steps=1)
@@ -558,7 +559,7 @@ def test_what_was_saved_anew_under_a_replaced_name_is_not_removed(tmp_path):
     """A run that goes on from an earlier checkpoint, whose list of what it replaced is old."""
     kept = ModelCheckpoint(tmp_path / "c", "fixed", save_last=True)
     fit(tmp_path, kept, max_epochs=1)
-    assert "'replaced': []" in str(store.read_part(tmp_path / "c" / "last.ckpt", "state"))
+    assert "'replaced': []" in str(stored.read_part(tmp_path / "c" / "last.ckpt", "state"))
     found = finish_removing([kept.best_model_path], str(tmp_path / "c"), 5, None)
     assert found == []  # of this very step
     assert finish_removing([kept.best_model_path], str(tmp_path / "c"), 4, None) == []  # saved later
@@ -835,7 +836,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, value, kind, name
         fit(tmp_path, kept, task=Breaks(value, kind))
     assert names(tmp_path / "c") == ["epoch=0-step=5.ckpt", "last.ckpt"]
     assert kept.best_model_path == str(tmp_path / "c" / "epoch=0-step=5.ckpt")
-    weights = store.read_part(kept.last_model_path, "model")
+    weights = stored.read_part(kept.last_model_path, "model")
     assert all(torch.isfinite(weights[key]).all() for key in weights if key != "mask")
 
 

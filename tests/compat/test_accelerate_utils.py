@@ -1,6 +1,5 @@
 """Accelerate's small helpers; expected values are what accelerate 1.15 returns for the same calls."""
 
-import argparse
 
 import numpy as np
 import pytest
@@ -34,7 +33,6 @@ from treadle.utils.other import (
     get_free_port,
     get_module_children_bottom_up,
     get_pretty_name,
-    has_compiled_regions,
     is_port_in_use,
     load,
     merge_dicts,
@@ -185,37 +183,14 @@ def test_files(tmp_path):
     from safetensors.torch import load_file
 
     assert sorted(load_file(tmp_path / "state.safetensors")) == ["a", "other", "row"]
-    from treadle.compat.checkpointing import load_custom_state, save_custom_state
-
-    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
-    save_custom_state(model, tmp_path, 3)
-    load_custom_state(other, tmp_path, 3)
-    torch.testing.assert_close(other.weight, model.weight)
 
 
 def test_compiled_regions():
     model = Blocks()
     compiled = compile_regions(model, backend="eager")
-    assert has_compiled_regions(compiled)
-    assert not has_compiled_regions(model)
     assert compiled.head._orig_mod is model.head
     assert compiled.layers[0]._orig_mod is model.layers[0]
     x = torch.randn(2, 4)
     torch.testing.assert_close(compiled(x), model(x))
     names = [name for name, _ in get_module_children_bottom_up(model, return_fqns=True)]
     assert names == ["layers.0", "layers.1", "layers", "head", ""]
-
-
-def test_a_custom_state_that_is_not_data_is_refused_when_it_is_saved(tmp_path) -> None:
-    from treadle.compat.checkpointing import save_custom_state
-
-    class Holder:
-        def state_dict(self):
-            return {"args": argparse.Namespace(lr=0.1)}
-
-    with pytest.raises(
-        TypeError,
-        match=r"Holder.state_dict\(\) contains a value of type argparse.Namespace that can't be loaded without running",
-    ):
-        save_custom_state(Holder(), tmp_path)
-    assert list(tmp_path.iterdir()) == []

@@ -17,12 +17,8 @@ from treadle.compat.utils.fsdp_utils import (
     disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading,
     ensure_weights_retied,
-    fsdp2_canonicalize_names,
-    fsdp2_load_full_state_dict,
     fsdp2_prepare_model,
-    fsdp2_switch_optimizer_parameters,
     get_fsdp2_grad_scaler,
-    get_parameters_from_modules,
     load_fsdp_model,
     load_fsdp_optimizer,
     merge_fsdp_weights,
@@ -141,6 +137,12 @@ def test_what_is_saved_is_loaded(tmp_path: Path, version: int, files: list[str])
             merge_fsdp_weights(tmp_path / "optimizer_0", tmp_path)
 
 
+def load_wrong_shape(accelerator: Accelerator, model: nn.Module, folder: str) -> None:
+    if accelerator.is_main_process:
+        torch.save(build().state_dict() | {"0.weight": torch.ones(3)}, f"{folder}/pytorch_model_fsdp.bin")
+    load_fsdp_model(FullyShardedDataParallelPlugin(), accelerator, model, folder)
+
+
 def load_without_a_weight(folder: str) -> list[str]:
     plugin = FullyShardedDataParallelPlugin()
     accelerator = Accelerator(fsdp_plugin=plugin, cpu=True)
@@ -157,8 +159,8 @@ def load_without_a_weight(folder: str) -> list[str]:
         r"lack 2\.weight of": lambda: load_fsdp_model(plugin, accelerator, model, folder),
         "No such file": lambda: load_fsdp_model(plugin, accelerator, model, f"{folder}/missing"),
         "is not an existing folder": lambda: merge_fsdp_weights(f"{folder}/missing", folder),
-        r"0\.weight has the shape \(3,\) in the state, but \(8, 4\)": lambda: fsdp2_load_full_state_dict(
-            accelerator, model, build().state_dict() | {"0.weight": torch.ones(3)}
+        r"0\.weight has the shape \(3,\) in the state, but \(8, 4\)": lambda: load_wrong_shape(
+            accelerator, model, folder
         ),
     }.items():
         with pytest.raises(Exception, match=message) as error:
@@ -172,28 +174,6 @@ def test_an_error_of_rank_zero_ends_the_call_on_every_rank(tmp_path: Path) -> No
     first, second = run(load_without_a_weight, 2, str(tmp_path))
     assert first == ["ValueError", "FileNotFoundError", "ValueError", "ValueError"]
     assert second == ["PeerFailed"] * 4
-
-
-def load_full() -> tuple[bool, bool, str]:
-    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(), cpu=True)
-    model = fsdp2_prepare_model(accelerator, build(seed=1))
-    sharded = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
-    whole = build(seed=2).state_dict()
-    fsdp2_load_full_state_dict(accelerator, model, whole if accelerator.is_main_process else {})
-    state = accelerator.unwrap_model(model).state_dict()
-    same = all(torch.equal(getattr(t, "full_tensor", lambda t=t: t)(), whole[name]) for name, t in state.items())
-    del whole["0.weight"]
-    with pytest.raises(KeyError) as error:
-        fsdp2_load_full_state_dict(accelerator, model, whole if accelerator.is_main_process else {})
-    return sharded, same, str(error.value)
-
-
-@can_shard
-def test_rank_zeros_state_into_the_shards() -> None:
-    for sharded, same, text in run(load_full, 2):
-        assert sharded
-        assert same
-        assert "lacks tensors of the model: 0.weight" in text
 
 
 def test_one_process_shards_nothing() -> None:
@@ -228,18 +208,6 @@ def test_merging_a_checkpoint_of_treadle(tmp_path: Path) -> None:
     assert not (tmp_path / "saved").exists()
 
 
-def test_names_without_wrappers() -> None:
-    names = ["_orig_mod.a.weight", "b._checkpoint_wrapped_module.c", "d._orig_mod.e", "f._orig_mod"]
-    assert [*fsdp2_canonicalize_names(dict.fromkeys(names))] == ["a.weight", "b.c", "d.e", "f"]
-
-
-def test_parameters_of_modules() -> None:
-    model = build()
-    assert get_parameters_from_modules(None, model, "cpu") == set()
-    assert get_parameters_from_modules([model[0]], model, "cpu") == set(model[0].parameters())
-    assert get_parameters_from_modules("[02]", model, "cpu") == {*model[0].parameters(), *model[2].parameters()}
-
-
 def test_weights_are_tied_again() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)})
     model["head"].weight = model["embed"].weight
@@ -256,16 +224,6 @@ def test_weights_are_tied_again() -> None:
         initialize(module)
     assert model["head"].weight is model["embed"].weight
     assert model["head"].weight.sum() == 0
-
-
-def test_an_optimizer_gets_other_parameters() -> None:
-    old, new = nn.Linear(2, 2), nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(old.parameters(), lr=0.1)
-    pairs = dict(zip(old.parameters(), new.parameters(), strict=True))
-    with pytest.raises(KeyError, match="in a group of the optimizer"):
-        fsdp2_switch_optimizer_parameters(optimizer, {old.weight.data_ptr: new.weight})
-    fsdp2_switch_optimizer_parameters(optimizer, {first.data_ptr: second for first, second in pairs.items()})
-    assert optimizer.param_groups[0]["params"] == [*new.parameters()]
 
 
 def test_what_transformers_reads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import types
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from processes import run
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 from treadle.engine import list_compiled_names
+from treadle.engine.configuration import resolve_group
 
 import treadle
 from treadle import utils
@@ -95,6 +97,7 @@ REFUSED = {
     "grid": ({"parallelism_config": utils.ParallelismConfig(dp_shard_size=2)}, ValueError, "the world size is 1"),
     "typo": ({"gradient_acumulation_steps": 2}, TypeError, "Did you mean 'gradient_accumulation_steps'"),
     "logging_dir": ({"logging_dir": "x"}, TypeError, "ProjectConfiguration"),
+    "strategy": ({"strategy": "dpp"}, ValueError, "Did you mean 'ddp'"),
     "strategies": (
         {"strategy": "single", "fsdp_plugin": utils.FullyShardedDataParallelPlugin()},
         ValueError,
@@ -224,20 +227,13 @@ UNKNOWN = [
 def test_prepare_returns_what_it_does_not_know(value):
     accelerator = cpu()
     kind = f"the class {value.__name__}" if isinstance(value, type) else f"an? {type(value).__name__}"
-    with pytest.warns(UserWarning, match=f"prepare returns .*{kind} unchanged"):
+    is_iterable = isinstance(value, types.GeneratorType | range)
+    advice = "Every rank reads all items of this object. To shard batches" if is_iterable else ""
+    with pytest.warns(UserWarning, match=f"prepare returns .*{kind} unchanged.*{advice}"):
         model, same = accelerator.prepare(nn.Linear(1, 1), value)
     assert same is value
     assert accelerator.models == [model]
     assert not accelerator.schedulers
-
-
-def test_prepare_says_that_an_iterable_is_not_shared_out():
-    with pytest.warns(
-        UserWarning, match="Every rank reads all items of this object. To shard batches, use prepare_data_loader"
-    ):
-        cpu().prepare([torch.ones(1)])
-    with pytest.warns(UserWarning, match=r"schedulers and DataLoaders\.$"):
-        cpu().prepare(len)
 
 
 def test_prepare_takes_none():
@@ -325,7 +321,7 @@ def gradients_over(epochs, **options):
             with accelerator.accumulate():
                 accelerator.backward((weight * x).mean())
                 if accelerator.sync_gradients:
-                    accelerator.finish_gradients()
+                    accelerator.accumulation.finish_gradients()
                     found.append(weight.grad.item())
                 optimizer.step()
                 optimizer.zero_grad()
@@ -585,7 +581,10 @@ def share_out():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_batches_that_the_main_process_was_to_read_and_samplers_that_restart(size):
+def test_batches_that_the_main_process_was_to_read_and_samplers_that_restart(size, capfd):
+    if size == 1:
+        cpu(dataloader_config=utils.DataLoaderConfiguration(dispatch_batches=True))
+        assert "every rank reads the data itself" in capfd.readouterr().err
     pairs = [[2 * n, 2 * n + 1] for n in range(8)]
     for rank, found in enumerate(run(share_out, size)):
         assert found["map"] == found["stream"] == pairs[rank::size]
@@ -635,23 +634,13 @@ def test_accelerates_variable_sets_the_device(monkeypatch):
         treadle.Accelerator()
 
 
-def test_reading_in_the_main_process_is_announced(capfd):
-    cpu(dataloader_config=utils.DataLoaderConfiguration(dispatch_batches=True))
-    assert "every rank reads the data itself" in capfd.readouterr().err
+def test_a_collective_outlasts_the_limit_of_a_rank():
+    hour = utils.InitProcessGroupKwargs(timeout={"hours": 1})
+    for handler, limit, minutes in ((None, None, None), (None, 600.0, None), (None, 7200.0, 121), (hour, 7200.0, 60)):
+        timeout = resolve_group(handler, limit)["timeout"]
+        assert timeout == (None if minutes is None else timedelta(minutes=minutes))
+    assert run(group_timeout, 2, {"hours": 2}) == [timedelta(minutes=121)] * 2
 
 
-@pytest.mark.parametrize(
-    ("options", "minutes"),
-    [
-        ({}, 30),
-        ({"timeout": {"minutes": 10}}, 30),
-        ({"timeout": {"hours": 2}}, 121),
-        ({"timeout": {"hours": 2}, "kwargs_handlers": [utils.InitProcessGroupKwargs(timeout={"hours": 1})]}, 60),
-    ],
-)
-def test_a_collective_outlasts_the_limit_of_a_rank(options, minutes):
-    assert run(group_timeouts, 2, options) == [minutes, minutes]
-
-
-def group_timeouts(options):
-    return treadle.Accelerator(cpu=True, **options).world.timeout.total_seconds() / 60
+def group_timeout(timeout):
+    return cpu(timeout=timeout).world.timeout

@@ -49,10 +49,11 @@ def decorated():
     return done
 
 
-def test_on_some_processes():
+def test_on_some_processes(found):
     everything = ["main", "second", "called", "last", "local main", "local"]
-    assert run(decorated, 1) == [everything]
-    assert run(decorated, 2) == [["main", "called", "local main", "local"], ["second", "last"]]
+    assert [by_rank["decorated"] for by_rank in found[1]] == [everything]
+    first, second = (by_rank["decorated"] for by_rank in found[2])
+    assert (first, second) == (["main", "called", "local main", "local"], ["second", "last"])
 
 
 class Stop(BaseException):
@@ -130,10 +131,19 @@ def states():
     return place, types, early.backend, early.use_distributed, repr(state), state.mixed_precision, len(seen)
 
 
-def test_states():
-    (alone,) = run(states, 1)
+def several():
+    return {"states": states(), "decorated": decorated(), "compared": compared()}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return {world: run(several, world) for world in (1, 2)}
+
+
+def test_states(found):
+    (alone,) = (by_rank["states"] for by_rank in found[1])
     assert alone[:4] == ((0, 1, 0, True), {DistributedType.NO}, None, False)
-    first, second = run(states, 2)
+    first, second = (by_rank["states"] for by_rank in found[2])
     assert first[:4] == ((0, 2, 0, False), {"MULTI_CPU"}, "gloo", True)
     assert second[0] == (1, 2, 1, True)
     assert second[4].splitlines() == [
@@ -230,11 +240,11 @@ def compared():
     return found
 
 
-def test_the_debug_mode_compares_shapes():
+def test_the_debug_mode_compares_shapes(found):
     always = {(name, True, True) for name in ("reduce", "broadcast", "pad_across_processes")}
     in_debug_mode = {(name, True, True) for name in ("gather", "Accelerator.gather")}
-    assert run(compared, 2) == [{False: always, True: always | in_debug_mode}] * 2
-    assert run(compared, 1) == [{False: set(), True: set()}]
+    assert [by_rank["compared"] for by_rank in found[2]] == [{False: always, True: always | in_debug_mode}] * 2
+    assert [by_rank["compared"] for by_rank in found[1]] == [{False: set(), True: set()}]
 
 
 def test_distributed_types_compare_with_words():

@@ -233,7 +233,7 @@ def track_mlflow(folder):
     accelerator.end_training()
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_mlflow(world, tmp_path):
     pytest.importorskip("mlflow")
     run(track_mlflow, world, str(tmp_path), env={"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"})

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from processes import run
+from stored import DEAD
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EMAWeightAveraging, ModelCheckpoint, averaged_weights
 from treadle.cli.commands.command_line import read_earlier_config
@@ -137,8 +138,8 @@ def interrupt(target, finished):
     assert store.is_checkpoint(target)
     if finished:
         copy = shutil.copytree if target.is_dir() else shutil.copy
-        copy(target, target.with_name(f".{target.name}.part"))
-    target.rename(target.with_name(f".{target.name}.old"))
+        copy(target, target.with_name(f".{target.name}.{DEAD}.part"))
+    target.rename(target.with_name(f".{target.name}.{DEAD}.old"))
 
 
 def make_run(folder, form):

@@ -80,6 +80,8 @@ MORE = {
     FaultCell("teardown", "exit 0", 1, launcher="torchrun"),
     FaultCell("busy peer", "exit 3", 1),
     FaultCell("peer in C", "SIGKILL", 1, launcher="torchrun"),
+    FaultCell("save", "SIGKILL", 0, "fsdp", "local"),
+    SignalCell("USR1", "rank 1", 1, "validation", "fsdp"),
     SignalCell("HUP", "all", 2, "save", launcher="treadle launch"),
     SignalCell("INT", "all", 1, "save", "fsdp"),
 }

@@ -129,6 +129,7 @@ def test_one_ctrl_c_after_a_schedulers_signal_does_not_cost_the_save(tmp_path):
     check(DOORS, ("TERM", "INT"), tmp_path, 0.7, {143})
 
 
+@pytest.mark.exhaustive
 def test_a_schedulers_signal_after_ctrl_c_does_not_cost_the_save(tmp_path):
     check(DOORS, ("INT", "TERM", "USR2"), tmp_path, 0.3, {130})
 

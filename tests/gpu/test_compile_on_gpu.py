@@ -64,7 +64,7 @@ class AsksForLosses(treadle.Callback):
     """Reads the losses of the latest micro-batches, as the report and the progress bar do."""
 
     def on_train_batch_end(self, trainer, task, *_):
-        recent = [float(loss) for loss in trainer.accelerator.agreement.recent_losses]
+        recent = [float(loss) for loss in trainer.accelerator.accumulation.agreement.recent_losses]
         assert recent == [loss.item() for loss in task.losses[-len(recent) :]]
 
 

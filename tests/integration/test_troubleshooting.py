@@ -527,15 +527,17 @@ def train_on_another_split():
 
 @provokes
 def save_on_one_rank():
-    run(save_on_rank_zero, 2)
-
-
-def save_on_rank_zero():
-    def save(self):
-        if self.trainer.is_global_zero:
-            self.trainer.save_checkpoint("a.ckpt")
-
-    fit(net(on_train_epoch_end=save), strategy="ddp")
+    source = """
+import torch, treadle as tl
+trainer = tl.Trainer(accelerator="cpu", devices=2, logger=False, enable_progress_bar=False)
+class Net(tl.TaskModule):
+    def validation_step(self, batch, batch_idx):
+        pass
+trainer.validate(Net(), torch.utils.data.DataLoader(torch.ones(4, 1)))
+if trainer.is_global_zero:
+    trainer.save_checkpoint("a.ckpt", weights_only=True)
+"""
+    return script(source).stderr
 
 
 @provokes

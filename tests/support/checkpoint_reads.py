@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.engine.checkpoint import filesystem, manifest
-from treadle.engine.checkpoint.one_file import verify
+from treadle.engine.checkpoint.one_file import contents
 
 
 class Reads:
@@ -24,7 +24,7 @@ class Reads:
         self.parsed = 0
 
     def __enter__(self) -> Reads:
-        self._before = filesystem.describe, manifest._parse, verify.open_file
+        self._before = filesystem.describe, manifest._parse, contents.open_file
         describe, parse, open_file = self._before
 
         def counting_describe(path: Path) -> Any:
@@ -38,11 +38,11 @@ class Reads:
         def counting_open(path: Path) -> Any:
             return _Counting(open_file(path), self.hashed)
 
-        filesystem.describe, manifest._parse, verify.open_file = counting_describe, counting_parse, counting_open
+        filesystem.describe, manifest._parse, contents.open_file = counting_describe, counting_parse, counting_open
         return self
 
     def __exit__(self, *_: object) -> None:
-        filesystem.describe, manifest._parse, verify.open_file = self._before
+        filesystem.describe, manifest._parse, contents.open_file = self._before
 
 
 class _Counting:

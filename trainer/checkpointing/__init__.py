@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .before_validation import BeforeValidation
     from .checkpoint_io import CheckpointIO, TorchCheckpointIO
-    from .crash_snapshot import LastStep, explain_need_of_others
     from .resolve import CheckpointResolver
+    from .snapshots import BeforeValidation, LastStep, explain_need_of_others
     from .trainer_state import TrainerCheckpointer, collect_callback_states
     from .words import WORDS_FOR_CHECKPOINTS
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...engine import make_view_key
+from ...engine.weights import make_parent, write_atomically
 from ...strategies import apply_nested
 from ..core import load_checkpoint
 
@@ -50,14 +51,8 @@ class TorchCheckpointIO(CheckpointIO):
         """Write a checkpoint to a file, whose folder is created if it is missing. ``storage_options`` must be None."""
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r} is not supported. Remove it.")
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        try:
-            torch.save(checkpoint, part)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        make_parent(Path(path))
+        write_atomically(Path(path), partial(torch.save, checkpoint))
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = lambda storage, location: storage, weights_only: bool | None = None

@@ -12,7 +12,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks import Checkpoint, ModelCheckpoint, folders
-from ...common.messages import announce, warn
+from ...common.messages import abbreviate, announce, warn
 from ...common.remote_path import AnyPath, absolute, as_path
 from ...engine import CheckpointStore
 from ...engine.checkpoint import (
@@ -20,19 +20,22 @@ from ...engine.checkpoint import (
     CheckpointNotFoundError,
     Manifest,
     OpenCheckpoint,
+    compare_names,
     filesystem,
     find_first_intact,
     has_part,
+    is_checkpoint,
     open_callback_states,
     open_together,
+    recover_interrupted,
 )
-from ...engine.checkpoint import store as checkpoint
+from ...engine.weights import open_source
 from ...loggers import DirectoryLogger
-from ..core import load_checkpoint
+from ..core import load_checkpoint, overrides
 from ..runs import CHECKPOINTS, RECORD
 from ..runs import read as read_run
 from .checkpoint_dict import ENTRY, open_dict
-from .run_identity import configuration, differences
+from .run_identity import configuration, differences, is_complete
 from .words import WORDS_FOR_CHECKPOINTS
 
 if TYPE_CHECKING:
@@ -133,7 +136,7 @@ class CheckpointResolver:
         return opened
 
     def _open(self, path: AnyPath) -> OpenCheckpoint:
-        if isinstance(path, Path) and path.is_file() and not checkpoint.is_checkpoint(path):
+        if isinstance(path, Path) and path.is_file() and not is_checkpoint(path):
             return self._open_dict(path)
         opened = open_together(self.world, self.world.broadcast(path))
         opened.verify(self.world)
@@ -144,6 +147,8 @@ class CheckpointResolver:
         plugin = self.trainer.checkpointer.plugin
         with self.world.together():
             try:
+                if plugin is None:
+                    self._compare_names(path)
                 content = load_checkpoint(path) if plugin is None else plugin.load_checkpoint(path)
             except UnpicklingError as error:
                 raise ValueError(
@@ -156,6 +161,15 @@ class CheckpointResolver:
                     "from. Load its weights with TaskModule.load_from_checkpoint, and call fit without ckpt_path."
                 )
             return open_dict(content, str(path))
+
+    def _compare_names(self, path: Path) -> None:
+        """Raise a ValueError if a file has the weights of another model. Copying a million tensors first takes 30 s."""
+        trainer, task = self.trainer, self.trainer.task
+        assert task is not None
+        hooked = overrides(task, "on_load_checkpoint") or overrides(task, "load_state_dict")
+        if task.strict_loading and not hooked:
+            with open_source(path) as source:
+                compare_names(task, source.weights | source.others, path, is_complete(trainer, task))
 
     def _check_arguments(self) -> None:
         stage, ckpt_path = self.stage, self.ckpt_path
@@ -178,14 +192,14 @@ class CheckpointResolver:
         exists = True
         with self.world.together():
             if self.world.is_main:
-                checkpoint.find_again(path)
+                recover_interrupted(path)
                 exists = path.is_dir() or path.is_file()
         if not self.world.broadcast(exists):
             raise CheckpointNotFoundError(f"ckpt_path={str(path)!r} does not exist. Pass {self._describe_choices()}.")
 
     def _check_is_checkpoint(self, path: AnyPath) -> None:
         """Raise a ValueError if a path is a folder of checkpoints."""
-        if path.is_dir() and not checkpoint.is_checkpoint(path):
+        if path.is_dir() and not is_checkpoint(path):
             inside = CheckpointStore(path).find() or CheckpointStore(path / CHECKPOINTS).find()
             if inside:
                 number = f" ({len(inside)} were found)" if len(inside) > 1 else ""
@@ -286,7 +300,7 @@ class CheckpointResolver:
                     report.skipped.append(str(error))
                     continue
                 if lines:
-                    report.other_runs.setdefault(_shortened(lines), []).append(path)
+                    report.other_runs.setdefault(abbreviate(lines, 5, "; "), []).append(path)
                 else:
                     yield opened
 
@@ -363,8 +377,8 @@ class CheckpointResolver:
             best, source = _recorded_best(callback, latest), str(latest.path)
         if not best:
             raise ValueError(f"ckpt_path='best', but {source} records no best checkpoint. Pass a path.")
-        checkpoint.find_again(best)
-        if not (checkpoint.is_checkpoint(best) or as_path(best).is_file()):
+        recover_interrupted(best)
+        if not (is_checkpoint(best) or as_path(best).is_file()):
             raise ValueError(
                 f"ckpt_path='best', but {best}, the best checkpoint according to {source}, does not exist. Pass a path."
             )
@@ -396,10 +410,6 @@ def _latest_first(stores: list[CheckpointStore], report: SearchReport) -> Iterat
         yield max(filter(None, by_store), key=lambda pairs: (pairs[-1][0].step, str(pairs[-1][1]))).pop()
 
 
-def _shortened(lines: list[str], most: int = 5) -> str:
-    return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more" if len(lines) > most else "")
-
-
 def _find_earlier_runs(root: AnyPath, names: str) -> list[AnyPath]:
     """Return the checkpoint directories of the runs in a folder, latest first.
 
@@ -418,9 +428,9 @@ def _recorded_best(callback: ModelCheckpoint, latest: OpenCheckpoint) -> str:
     """Return the path of the best checkpoint that the ModelCheckpoint recorded in a checkpoint; "" if none."""
     state = open_callback_states(latest)["callbacks"].get(callback.state_key, {})
     best, dirpath = state.get("best_model_path", ""), state.get("dirpath")
-    if best and dirpath and as_path(dirpath) in as_path(best).parents and not checkpoint.is_checkpoint(best):
+    if best and dirpath and as_path(dirpath) in as_path(best).parents and not is_checkpoint(best):
         inside = best[len(dirpath) :].lstrip("/\\")
         for folder in latest.path.parents:  # the run's directory was moved
-            if checkpoint.is_checkpoint(moved := folder / inside):
+            if is_checkpoint(moved := folder / inside):
                 return str(moved)
     return str(best)

@@ -105,7 +105,7 @@ def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
         ]
     if lines or not task.strict_loading:
         return lines
-    return compare_weights(task, opened, complete=_is_complete(trainer, task))
+    return compare_weights(task, opened, complete=is_complete(trainer, task))
 
 
 def _matches_class(saved: str, cls: type) -> bool:
@@ -145,7 +145,7 @@ def _exists(value: str) -> bool:
         return False
 
 
-def _is_complete(trainer: Trainer, task: TaskModule) -> bool:
+def is_complete(trainer: Trainer, task: TaskModule) -> bool:
     """Return whether the model is complete: no custom ``setup`` or ``configure_model`` can add to it later."""
     if any(task_overrides(task, name) for name in ("configure_model", "setup")):
         return False

@@ -14,7 +14,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from ...callbacks import Callback
-from ...common.messages import warn
+from ...common.messages import abbreviate, warn
 from ...common.remote_path import AnyPath, absolute
 from ...engine import isolated_random_state, random_state
 from ...engine.checkpoint import (
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 
-class Added(dict[str, Any]):
+class HookDict(dict[str, Any]):
     """Dict that checkpoint hooks receive. At a load, unlike Lightning's, it does not hold the whole checkpoint."""
 
     def __missing__(self, key: str) -> Any:
@@ -85,7 +85,7 @@ class HookedState:
 
 
 @dataclass(frozen=True)
-class Bundle:
+class StateFunctions:
     """Stateful object whose methods call functions.
 
     Attributes:
@@ -249,9 +249,8 @@ class TrainerCheckpointer:
             path: Path of the checkpoint, for the message.
         """
         if names := find_not_finite(task):
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ValueError(
-                f"{', '.join(names[:3])}{more} contain{'s' * (len(names) == 1)} NaN or infinity after optimizer step "
+                f"{abbreviate(names, 3)} contain{'s' * (len(names) == 1)} NaN or infinity after optimizer step "
                 f"{self._trainer.progress.step}, so {path} is not saved. Resume from an earlier checkpoint with a "
                 "lower learning rate or with gradient_clip_val."
             )
@@ -321,17 +320,19 @@ class TrainerCheckpointer:
             progress=trainer.progress,
             logged=trainer.logbook,
             history=trainer.history,
-            metrics=Bundle(
+            metrics=StateFunctions(
                 # At an epoch's end a checkpoint begins the next one, which has logged nothing yet.
                 lambda: metrics.state_dict(world, trainer.task, over=trainer.progress.epoch_is_over),
                 lambda state: metrics.load_state_dict(state, world, trainer.task),
             ),
-            callbacks=Bundle(self._collect_callback_states, self._load_callback_states, self._collect_callback_layouts),
+            callbacks=StateFunctions(
+                self._collect_callback_states, self._load_callback_states, self._collect_callback_layouts
+            ),
         )
         datamodule = trainer.datamodule
         if datamodule is not None and type(datamodule).state_dict is not DataModule.state_dict:
-            # `ahead` restores its state before the rest.
-            states["datamodule"] = Bundle(datamodule.state_dict, lambda state: None)
+            # `restoring_counters` restores its state before the rest.
+            states["datamodule"] = StateFunctions(datamodule.state_dict, lambda state: None)
         trainer.accelerator.register_for_checkpointing(**states)
 
     def _collect_callback_states(self) -> CallbackStates:
@@ -371,7 +372,7 @@ class TrainerCheckpointer:
         document = make()
         reserved, hparams = {*document} - {"hyper_parameters"}, self._get_hparams()
         weights = HookedWeights(task.state_dict())
-        checkpoint = Added({**document, "state_dict": weights.offered})
+        checkpoint = HookDict({**document, "state_dict": weights.offered})
         for hook in hooks:
             hook(checkpoint)
         entries = {name: value for name, value in checkpoint.items() if name not in reserved}
@@ -449,7 +450,7 @@ class TrainerCheckpointer:
     # -- restore -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def ahead(self, opened: OpenCheckpoint | None) -> Iterator[None]:
+    def restoring_counters(self, opened: OpenCheckpoint | None) -> Iterator[None]:
         """Restore the data module and the counters, on which dataloaders may depend; on an error, revert the counters.
 
         Args:
@@ -484,7 +485,7 @@ class TrainerCheckpointer:
         world = self._trainer.accelerator.world
         opened.verify(world)
         with world.together():
-            checkpoint = Added(read_hook_entries(opened))
+            checkpoint = HookDict(read_hook_entries(opened))
             if hparams := self._get_hparams():
                 checkpoint["hyper_parameters"] = hparams | checkpoint.get("hyper_parameters", {})
             weights = HookedWeights(read_weights(opened))
@@ -572,7 +573,7 @@ class TrainerCheckpointer:
                     "callback with this state_key. Add the callback to restore its state."
                 )
         assert self._trainer.hooks is not None
-        added = Added({**self._get_counts(), **state["added"]})
+        added = HookDict({**self._get_counts(), **state["added"]})
         if self._trainer.hooks.on_load_checkpoint and self._trainer.opened_checkpoint is not None:
             opened = self._trainer.opened_checkpoint
             added |= copy_added_objects(opened.manifest.info, opened.path)

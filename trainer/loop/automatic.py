@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from ...common.messages import announce
 from ...engine import isolated_random_state
 from ...engine.data import Micro, batch_indices
 from ...engine.metrics import MutedMetrics
@@ -306,18 +305,11 @@ class Steps:
         """
         world = self.accelerator.world
         # If votes are read one step late, the other ranks are already in another step.
-        rank_indices = world.gather_objects(index) if self.agreement.immediate else {world.rank: index}.items()
-        leaving = [
-            (rank, batch_index)
-            for rank, batch_index in (enumerate(rank_indices) if isinstance(rank_indices, list) else rank_indices)
-            if batch_index is not None
-        ]
-        leaving_text = (
-            ", ".join(f"rank {rank} (micro-batch {batch_index})" for rank, batch_index in leaving)
-            or "at least one rank"
-        )
+        by_rank = dict(enumerate(world.gather_objects(index))) if self.agreement.immediate else {world.rank: index}
+        leaving = [f"rank {rank} (micro-batch {batch})" for rank, batch in by_rank.items() if batch is not None]
+        where = ", ".join(leaving) or "at least one rank"
         raise ValueError(
-            f"on_train_batch_start returned -1 on {leaving_text} in epoch {self.progress.epoch}, but not on every "
+            f"on_train_batch_start returned -1 on {where} in epoch {self.progress.epoch}, but not on every "
             "rank. All ranks must end an epoch at the same step. Base the decision on a value that is the same on all "
             "ranks, such as batch_idx, global_step or a logged metric."
         )
@@ -386,13 +378,8 @@ class Steps:
         step, epoch, last = self.agreement.place
         found = self.describe_not_finite(last, batch)
         problem = f"{found.problem} in optimizer step {step} (epoch {epoch}, micro-batch {found.batches})"
-        if self.trainer.on_nonfinite == "raise":
-            spoiled = "" if all(o.guarded for o in self.accelerator.optimizers) else nonfinite.SPOILED
-            raise ValueError(
-                f"{problem}.{found.samples}{spoiled} Check the data, lower the learning rate, or clip the gradients. "
-                "Trainer(on_nonfinite='skip') skips such steps."
-            )
-        announce(f"{problem}, which is skipped.{found.samples}")
+        notes = "" if all(o.guarded for o in self.accelerator.optimizers) else nonfinite.SPOILED
+        nonfinite.refuse_or_skip(self.trainer.on_nonfinite, problem, found.samples, notes, "Trainer")
         self.leave_out(found.losses, optimizer)
 
     def leave_out(self, losses: bool, optimizer: Optimizer | None = None) -> None:
@@ -418,11 +405,7 @@ class Steps:
         bad_batches = [first + number for number in agreement.bad_losses]
         evidence = nonfinite.Evidence(bad_batches, samples="; ".join(self.bad_batches))
         if not bad_batches:
-            bad_parameters = agreement.find_bad_parameters()
-            loss = self.accumulation.get_latest_loss()
-            evidence.gradients = nonfinite.order_by_backward(
-                bad_parameters, self.model, loss, self.accelerator.strategy
-            )
+            evidence.gradients = nonfinite.locate_gradients(agreement.find_bad_parameters(), self.accumulation)
             if agreement.immediate:  # otherwise the dataloader is one step ahead
                 evidence.samples, evidence.has_bad_input = nonfinite.describe_group(
                     self._find_loader(), batch, last - first

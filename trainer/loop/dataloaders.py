@@ -185,7 +185,7 @@ class Sources:
             if owner is not None and has_own(owner, method, base):
                 if owner is self.datamodule and has_own(self.task, method, TaskModule):
                     self._warn_of_unused(method)
-                with self._accelerator.drawing_alike(f"{kind} loaders of epoch {self._epoch}"):
+                with self._accelerator.rng.drawing_alike(f"{kind} loaders of epoch {self._epoch}"):
                     return getattr(owner, method)()
         return None
 

@@ -81,7 +81,7 @@ class FitLoop:
         self.validate = validate
         self.progress = trainer.progress
         self.metrics = trainer.metrics
-        self.agreement = trainer.accelerator.agreement
+        self.agreement = trainer.accelerator.accumulation.agreement
         # With CUDA graphs, a replay overwrites the losses of earlier steps, and reading those is an error.
         self.agreement.keep_losses(1 if trainer.metrics.copies else 64)
         self.alone = trainer.accelerator.num_processes == 1

@@ -59,10 +59,10 @@ class Fit:
             trainer.progress.loaded = epoch = trainer.progress.epoch
             trainer.progress.val_loaded = epoch if is_validation_epoch(trainer) else -1
             trainer.metrics.reset()
-        with trainer.preemption.leaving_at_once(), trainer.checkpointer.ahead(trainer.opened_checkpoint):
+        with trainer.preemption.leaving_at_once(), trainer.checkpointer.restoring_counters(trainer.opened_checkpoint):
             model, random_state = self._prepare(reloads=self._reload_dataloaders())
         loader = sources.train
-        trainer.accelerator.draw_apart()  # the dataloaders exist, and the sanity check restores the RNG state
+        trainer.accelerator.rng.draw_apart()  # the dataloaders exist, and the sanity check restores the RNG state
         RunSummary(trainer).announce_start(loader)
         sanity_check = trainer.ckpt_path is None and trainer.num_sanity_val_steps and trainer.has_validation
         if sanity_check:
@@ -221,7 +221,9 @@ def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
         accelerator.prepare_optimizer(optimizer)
     for config in schedulers:
         accelerator.add_scheduler(config.scheduler)
-    accelerator.agree_on_steps(finite=trainer.on_nonfinite != "ignore", at_once=trainer.on_nonfinite == "skip")
+    accelerator.accumulation.agree_on_steps(
+        finite=trainer.on_nonfinite != "ignore", at_once=trainer.on_nonfinite == "skip"
+    )
     return model
 
 

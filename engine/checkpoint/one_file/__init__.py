@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 from ....common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .contents import DOCUMENT, Layout, lay_out, name_table, write
+    from .contents import Layout, check, lay_out, list_checked, name_table, write
     from .pickle_reader import Name, UnbuiltCall
-    from .verify import check, list_checked
-    from .zip_reader import (
+    from .zip_format import (
         Records,
         is_checkpoint_file,
         is_replaceable_file,

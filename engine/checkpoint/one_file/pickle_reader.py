@@ -1,4 +1,4 @@
-"""Pickle reader without code execution: a stack machine that builds lists and dicts but cannot import or call.
+"""Pickle reader without code execution: Python's own unpickler, which here cannot import or call anything.
 
 Python's unpickler executes the content of a file. This reader only records it: the name of a class or function becomes
 a `Name`, and a call becomes an `UnbuiltCall`, a record of the name and the arguments. Other modules decide which names
@@ -8,9 +8,10 @@ passed it to ``torch.serialization.add_safe_globals``.
 
 from __future__ import annotations
 
-import pickletools
+import pickle
+import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,6 @@ from ....common.messages import name_type
 # 30,000 tensors with their optimizer's state take about 2.5 million, which are read in at most 5 s.
 MAX_OPCODES = 3_000_000
 MAX_BYTES = 512 * 2**20
-_MARK = object()
 
 # Names that only a malicious file of weights contains. They would have no effect here, but a person who loads such a
 # file should be informed. Names that are not listed have no effect either.
@@ -28,17 +28,9 @@ _HARMFUL = {
     *("shutil", "pty", "codeop", "webbrowser", "pickle", "_pickle", "marshal", "pip", "pydoc", "pdb", "bdb", "timeit"),
 }
 _PLAIN_BUILTINS = {
-    "set",
-    "frozenset",
-    "complex",
-    "bytearray",
-    "bytes",
-    "slice",
-    "range",
-    "object",
-    "type",
-    "getattr",
-} | {*("int", "float", "bool", "str", "list", "dict", "tuple", "long", "unicode", "print", "len", "sum", "min", "max")}
+    *("set", "frozenset", "complex", "bytearray", "bytes", "slice", "range", "object", "type", "getattr"),
+    *("int", "float", "bool", "str", "list", "dict", "tuple", "long", "unicode", "print", "len", "sum", "min", "max"),
+}
 
 
 @dataclass(frozen=True)
@@ -76,55 +68,115 @@ def read(stream: Any) -> Any:
     Raises:
         ValueError: If the pickle is damaged, harmful or too large.
     """
-    machine = _Machine()
-    count = 0
     try:
-        for opcode, arg, _ in _read_opcodes(stream):
-            count += 1
-            if count > MAX_OPCODES:
-                raise ValueError(f"its pickle has more than {MAX_OPCODES:,} opcodes. Save the weights as safetensors")
-            handler = _HANDLERS.get(opcode.name)
-            if handler is None:
-                raise ValueError(
-                    f"its pickle has the opcode {opcode.name}, which torch.save never writes. Save the weights as "
-                    "safetensors"
-                )
-            handler(machine, arg)
-        return machine.stack[-1]
-    except (IndexError, KeyError, TypeError, OverflowError, UnicodeError, RecursionError) as error:
+        return _Reader(stream).load()
+    except _Refused as error:
+        raise ValueError(str(error)) from None
+    except (
+        *(pickle.UnpicklingError, EOFError, struct.error, ValueError, IndexError, KeyError),
+        *(TypeError, AttributeError, OverflowError, RecursionError, MemoryError),
+    ) as error:
         raise ValueError(f"its pickle is damaged ({type(error).__name__}). Copy or download the file again") from error
 
 
-def _read_opcodes(stream: Any) -> Iterator[tuple[Any, Any, Any]]:
-    try:
-        yield from pickletools.genops(stream)
-    except ValueError as error:
-        raise ValueError(f"its pickle is damaged or truncated ({error}). Copy or download the file again") from error
+# Python's own in Python, which type checkers take for the one in C.
+_PythonUnpickler: Any = vars(pickle)["_Unpickler"]
 
 
-class _Machine:
-    def __init__(self) -> None:
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
+class _Refused(Exception):
+    """Error about an intact pickle whose content is not accepted."""
 
-    def pop_to_mark(self) -> list[Any]:
-        start = self.marks.pop()
-        if len(self.stack) < start:
-            raise IndexError
-        items = self.stack[start:]
-        del self.stack[start:]
-        return items
 
-    def pop_top(self, count: int) -> list[Any]:
-        if len(self.stack) < count or (self.marks and len(self.stack) - count < self.marks[-1]):
-            raise IndexError
-        items = self.stack[-count:]
-        del self.stack[-count:]
-        return items
+class _Handlers(dict[int, Callable[["_Reader"], None]]):
+    """Methods of the unpickler by opcode, which count the opcodes that they are looked up for."""
 
-    def get_last(self) -> Any:
-        return self.stack[-1]
+    def __init__(self, handlers: dict[int, Callable[[_Reader], None]]) -> None:
+        super().__init__(handlers)
+        self._count = 0
+
+    def __getitem__(self, opcode: int) -> Callable[[_Reader], None]:
+        self._count += 1
+        if self._count > MAX_OPCODES:
+            raise _Refused(f"its pickle has more than {MAX_OPCODES:,} opcodes. Save the weights as safetensors")
+        handler = self.get(opcode)
+        if handler is None:
+            raise _Refused(
+                f"its pickle has the opcode {bytes([opcode])!r}, which torch.save never writes. Save the weights as "
+                "safetensors"
+            )
+        return handler
+
+
+class _Reader(_PythonUnpickler):
+    """Unpickler, in Python, whose opcodes that would import, call or change an object record this instead."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream, encoding="latin-1")  # text that Python 2 wrote
+        self.dispatch = _Handlers(_HANDLERS)
+
+    def find_class(self, module: str, name: str) -> Name:
+        if len(module) + len(name) > 500:
+            raise _Refused("its pickle has an invalid class or function name. Copy or download the file again")
+        module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
+        root = module.partition(".")[0]
+        if root in _HARMFUL or (root == "builtins" and name not in _PLAIN_BUILTINS):
+            raise _Refused(
+                f"it asks to run {module}.{name}, which is not data. The file was made to attack programs that load "
+                "it. Nothing in it was run. Delete it, and get the weights from another source, as safetensors if "
+                "possible"
+            )
+        return Name(sys.intern(f"{module}.{name}"))
+
+    def persistent_load(self, pid: Any) -> UnbuiltCall:
+        return UnbuiltCall("persistent", (pid,))
+
+    def record_call(self, named: Any = None) -> None:
+        args, callee = self.stack.pop(), self.stack.pop()
+        if not isinstance(args, tuple):
+            raise TypeError
+        self.append(UnbuiltCall(callee.path if isinstance(callee, Name) else "a call of a call", args, named))
+
+    def record_named_call(self) -> None:
+        self.record_call(self.stack.pop())
+
+    def record_state(self) -> None:
+        state = self.stack.pop()
+        if isinstance(self.stack[-1], UnbuiltCall):
+            self.stack[-1].state = state  # for any other object it is a note, such as a state_dict's `_metadata`
+
+    def add_pairs(self, flat: list[Any]) -> None:
+        target = self.stack[-1]
+        into = target.pairs if isinstance(target, UnbuiltCall) else target
+        if not isinstance(into, dict) or len(flat) % 2:
+            raise TypeError
+        for key, value in zip(flat[::2], flat[1::2], strict=True):
+            into[_check_key(key)] = value
+
+    def add_pair(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self.add_pairs([key, value])
+
+    def make_dict(self) -> None:
+        flat = self.pop_mark()
+        self.append({})
+        self.add_pairs(flat)
+
+    def make_frozenset(self) -> None:
+        elements = self.pop_mark()  # first, because it replaces `append`
+        self.append(frozenset(map(_check_key, elements)))
+
+    def append_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        into = target.items if isinstance(target, UnbuiltCall) else target
+        if not isinstance(into, list):
+            raise TypeError
+        into.extend(items)
+
+    def add_elements(self) -> None:
+        elements = self.pop_mark()
+        if not isinstance(self.stack[-1], set):
+            raise TypeError
+        self.stack[-1].update(map(_check_key, elements))
 
 
 def _check_key(value: Any) -> Any:
@@ -133,143 +185,39 @@ def _check_key(value: Any) -> Any:
     Large integers and tuples are unsupported, because a file could contain many with the same hash to slow a dict down.
     """
     if isinstance(value, int) and value.bit_length() > 64:
-        raise ValueError(
-            f"its pickle has an integer of {value.bit_length():,} bits as a key, but at most 64 are allowed"
-        )
+        raise _Refused(f"its pickle has an integer of {value.bit_length():,} bits as a key, but at most 64 are allowed")
     if isinstance(value, tuple):
         if len(value) > 16:
-            raise ValueError(f"its pickle has a tuple of {len(value):,} items as a key, but at most 16 are allowed")
+            raise _Refused(f"its pickle has a tuple of {len(value):,} items as a key, but at most 16 are allowed")
         for item in value:
             if isinstance(item, tuple) and any(isinstance(inner, tuple) for inner in item):
-                raise ValueError("its pickle has deeply nested keys, which are not supported")
+                raise _Refused("its pickle has deeply nested keys, which are not supported")
             _check_key(item)
     elif not isinstance(value, str | bytes | int | float | Name | None):
-        raise ValueError(f"its pickle has {name_type(value)} as a key, which is not supported")
+        raise _Refused(f"its pickle has {name_type(value)} as a key, which is not supported")
     return value
 
 
-def _add_pairs(target: Any, flat: list[Any]) -> None:
-    into = target.pairs if isinstance(target, UnbuiltCall) else target
-    if not isinstance(into, dict) or len(flat) % 2:
-        raise TypeError
-    for key, value in zip(flat[::2], flat[1::2], strict=True):
-        into[_check_key(key)] = value
-
-
-def _append(target: Any, items: list[Any]) -> None:
-    into = target.items if isinstance(target, UnbuiltCall) else target
-    if not isinstance(into, list):
-        raise TypeError
-    into.extend(items)
-
-
-def _add(target: Any, items: list[Any]) -> None:
-    into: Any = target
-    if not isinstance(into, set):
-        raise TypeError
-    into.update([_check_key(item) for item in items])
-
-
-def _make_name(module: Any, name: Any) -> Name:
-    if not isinstance(module, str) or not isinstance(name, str) or len(module) + len(name) > 500:
-        raise ValueError("its pickle has an invalid class or function name. Copy or download the file again")
-    module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
-    root = module.partition(".")[0]
-    if root in _HARMFUL or (root == "builtins" and name not in _PLAIN_BUILTINS):
-        raise ValueError(
-            f"it asks to run {module}.{name}, which is not data. The file was made to attack programs that load it. "
-            "Nothing in it was run. Delete it, and get the weights from another source, as safetensors if possible"
-        )
-    return Name(sys.intern(f"{module}.{name}"))
-
-
-def _make_call(callee: Any, args: Any) -> UnbuiltCall:
-    if not isinstance(callee, Name):
-        callee = Name("a call of a call")
-    if not isinstance(args, tuple):
-        raise TypeError
-    return UnbuiltCall(callee.path, args)
-
-
-def _reduce(m: _Machine, _: Any) -> None:
-    m.stack.append(_make_call(*m.pop_top(2)))
-
-
-def _make_named_call(m: _Machine, _: Any) -> None:
-    callee, args, named = m.pop_top(3)
-    call = _make_call(callee, args)
-    call.state = named
-    m.stack.append(call)
-
-
-def _build(m: _Machine, _: Any) -> None:
-    (state,) = m.pop_top(1)
-    if isinstance(m.get_last(), UnbuiltCall):
-        m.get_last().state = state  # for any other object it is a note, such as a state_dict's `_metadata`
-
-
-def _build_from_mark(kind: Callable[[list[Any]], Any]) -> Callable[[_Machine, Any], object]:
-    return lambda m, _: m.stack.append(kind(m.pop_to_mark()))
-
-
-def _build_dict(flat: list[Any]) -> dict[Any, Any]:
-    mapping: dict[Any, Any] = {}
-    _add_pairs(mapping, flat)
-    return mapping
-
-
-def _extend_with(action: Callable[[Any, list[Any]], None], count: int = 0) -> Callable[[_Machine, Any], object]:
-    def extend(m: _Machine, _: Any) -> None:
-        items = m.pop_top(count) if count else m.pop_to_mark()
-        action(m.get_last(), items)
-
-    return extend
-
-
-def _memoize(m: _Machine, number: Any) -> None:
-    m.memo[len(m.memo) if number is None else number] = m.get_last()
-
-
-_HANDLERS: dict[str, Callable[[_Machine, Any], object]] = {
-    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda m, arg: None),
-    **dict.fromkeys(
-        (
-            *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
-            *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
-            *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
-        ),
-        lambda m, arg: m.stack.append(arg),
-    ),
-    "NONE": lambda m, _: m.stack.append(None),
-    "NEWTRUE": lambda m, _: m.stack.append(True),
-    "NEWFALSE": lambda m, _: m.stack.append(False),
-    "EMPTY_LIST": lambda m, _: m.stack.append([]),
-    "EMPTY_DICT": lambda m, _: m.stack.append({}),
-    "EMPTY_SET": lambda m, _: m.stack.append(set()),
-    "EMPTY_TUPLE": lambda m, _: m.stack.append(()),
-    "MARK": lambda m, _: m.marks.append(len(m.stack)),
-    "POP": lambda m, _: m.pop_top(1),
-    "POP_MARK": lambda m, _: m.pop_to_mark(),
-    "DUP": lambda m, _: m.stack.append(m.get_last()),
-    "LIST": _build_from_mark(list),
-    "TUPLE": _build_from_mark(tuple),
-    "DICT": _build_from_mark(_build_dict),
-    "FROZENSET": _build_from_mark(lambda items: frozenset(_check_key(item) for item in items)),
-    "TUPLE1": lambda m, _: m.stack.append(tuple(m.pop_top(1))),
-    "TUPLE2": lambda m, _: m.stack.append(tuple(m.pop_top(2))),
-    "TUPLE3": lambda m, _: m.stack.append(tuple(m.pop_top(3))),
-    "APPEND": _extend_with(_append, 1),
-    "APPENDS": _extend_with(_append),
-    "SETITEM": _extend_with(_add_pairs, 2),
-    "SETITEMS": _extend_with(_add_pairs),
-    "ADDITEMS": _extend_with(_add),
-    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda m, number: m.stack.append(m.memo[number])),
-    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _memoize),
-    "GLOBAL": lambda m, text: m.stack.append(_make_name(*text.split(" ", 1))),
-    "STACK_GLOBAL": lambda m, _: m.stack.append(_make_name(*m.pop_top(2))),
-    "REDUCE": _reduce,
-    "NEWOBJ": _reduce,
-    "NEWOBJ_EX": _make_named_call,
-    "BUILD": _build,
-    "BINPERSID": lambda m, _: m.stack.append(UnbuiltCall("persistent", tuple(m.pop_top(1)))),
+_RECORDING: dict[bytes, Callable[[_Reader], None]] = {
+    pickle.REDUCE: _Reader.record_call,
+    pickle.NEWOBJ: _Reader.record_call,
+    pickle.NEWOBJ_EX: _Reader.record_named_call,
+    pickle.BUILD: _Reader.record_state,
+    pickle.SETITEM: _Reader.add_pair,
+    pickle.SETITEMS: lambda reader: reader.add_pairs(reader.pop_mark()),
+    pickle.DICT: _Reader.make_dict,
+    pickle.APPEND: lambda reader: reader.append_items([reader.stack.pop()]),
+    pickle.APPENDS: lambda reader: reader.append_items(reader.pop_mark()),
+    pickle.ADDITEMS: _Reader.add_elements,
+    pickle.FROZENSET: _Reader.make_frozenset,
+    # Python's own allocates what the file announces.
+    pickle.BYTEARRAY8: lambda reader: reader.append(bytearray(reader.read(*struct.unpack("<Q", reader.read(8))))),
 }
+# Old ways to call, numbers for classes, and data outside the file.
+_UNSUPPORTED = (
+    *(pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.PERSID),
+    *(pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
+)
+_HANDLERS = {
+    opcode: handler for opcode, handler in _PythonUnpickler.dispatch.items() if bytes([opcode]) not in _UNSUPPORTED
+} | {opcode[0]: handler for opcode, handler in _RECORDING.items()}

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+import stored
 from callback_runs import Tiny, fit, loader, trainer
 from processes import clean_environment, python, run
 from treadle.callbacks import ModelCheckpoint
@@ -179,7 +180,7 @@ def collect_saved(folder):
     saved = {}
     for path in (folder / "kept").iterdir():
         step = store.verify(path).step
-        saved.setdefault(bytes(store.read_part(path, "model")["run"].tolist()).decode(), []).append(step)
+        saved.setdefault(bytes(stored.read_part(path, "model")["run"].tolist()).decode(), []).append(step)
     return {name: sorted(steps) for name, steps in saved.items()}
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import cli_samples
 import pytest
+import stored
 import torch
 from processes import clean_environment, python, run, script
 from treadle.cli.commands import command_line
 from treadle.cli.commands.stages import _keep_predictions
 from treadle.cli.config.resolve import load
 from treadle.common.remote_path import RemotePath
-from treadle.engine.checkpoint import store
 from treadle.trainer.runs import CONFIG, RunFolder, index
 
 import treadle
@@ -60,7 +60,7 @@ def test_fit_and_its_folder(here):
     assert config.to_plain()["model"] == {"class": "cli_samples.Line", "lr": 0.05, "backbone": None}
     assert re.search(r"lr: 0.05 +# command line", (folder / "config.yaml").read_text())
     (saved,) = (folder / "checkpoints").glob("*.ckpt")
-    assert store.read_part(saved, "config") == {"yaml": (folder / "config.yaml").read_text()}
+    assert stored.read_part(saved, "config") == {"yaml": (folder / "config.yaml").read_text()}
 
 
 def test_the_program_that_prepared_a_run_takes_part_in_it(here, monkeypatch, capsys):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from treadle.compat.big_modeling import attach_layerwise_casting_hooks, cpu_offload, cpu_offload_with_hook
+from treadle.compat.big_modeling import cpu_offload, cpu_offload_with_hook
 from treadle.compat.hooks import (
     AlignDevicesHook,
     CpuOffload,
@@ -190,18 +190,6 @@ def test_tied_weights_stay_tied() -> None:
         assert not model["head"].weight.is_meta
 
 
-def test_tied_weights_are_brought_once() -> None:
-    linear = nn.Linear(2, 2, bias=False)
-    outer = nn.Sequential(linear, nn.Linear(2, 2, bias=False))
-    outer[1].weight = linear.weight
-    shared: dict[int, dict[Any, Tensor]] = {linear.weight.data_ptr(): {}}
-    attach_align_device_hook(outer, "cpu", offload=True, tied_params_map=shared)
-    with align_module_device(outer[0]), align_module_device(outer[1]):
-        assert outer[0].weight.data_ptr() == outer[1].weight.data_ptr()
-        assert [len(copies) for copies in shared.values()] == [1]
-    assert [len(copies) for copies in shared.values()] == [0]
-
-
 def name_hooks(model: nn.Module) -> dict[str, str]:
     """What is set of each hook, by module."""
     flags = ("offload", "io_same_device", "offload_buffers", "place_submodules")
@@ -302,12 +290,3 @@ def test_one_model_after_the_other(model: Model) -> None:
         hook.remove()
     assert not hasattr(model, "_hf_hook")
     assert not hasattr(second, "_old_forward")
-
-
-def test_layers_are_cast_for_the_forward() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Sequential(nn.Conv1d(4, 4, 1), nn.Linear(4, 2)))
-    attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32, skip_modules_pattern="2.1")
-    stored = {name: str(parameter.dtype)[6:] for name, parameter in model.named_parameters() if "weight" in name}
-    assert stored == {"0.weight": "bfloat16", "1.weight": "float32", "2.0.weight": "bfloat16", "2.1.weight": "float32"}
-    assert model[0](torch.ones(2, 4)).dtype == torch.float32
-    assert model[0].weight.dtype == torch.bfloat16

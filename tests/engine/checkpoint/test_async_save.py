@@ -238,7 +238,7 @@ INTERRUPTED = """
 import os, signal, sys, threading, treadle
 from torch import nn
 from treadle.engine.checkpoint import filesystem as disk
-from treadle.engine.checkpoint.store import read_part
+from treadle.engine.checkpoint import OpenCheckpoint
 write, gate = disk.write_tensors, threading.Event()
 disk.write_tensors = lambda *args: gate.wait(60) and write(*args)
 accelerator = treadle.Accelerator(cpu=True)
@@ -254,7 +254,7 @@ nn.init.constant_(model.weight, 2)
 threading.Timer(0.3, gate.set).start()
 accelerator.save_state(sys.argv[1] + "/two", blocking=False)
 accelerator.finish_saving()
-print(*(read_part(sys.argv[1] + name, "model")["weight"].mean().item() for name in ("/one", "/two")))
+print(*(OpenCheckpoint(sys.argv[1] + name).read_part("model")["weight"].mean().item() for name in ("/one", "/two")))
 """
 
 

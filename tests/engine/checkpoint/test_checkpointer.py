@@ -19,10 +19,11 @@ import torch
 from processes import run
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
+from stored import DEAD, read_part
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from treadle.engine.checkpoint import filesystem
-from treadle.engine.checkpoint.store import CheckpointStore, read_manifest, read_part
+from treadle.engine.checkpoint.store import CheckpointStore, read_manifest
 from treadle.strategies import FSDP
 
 import treadle
@@ -576,7 +577,7 @@ def test_parameters_of_no_prepared_model_are_named(tmp_path):
 def test_looking_for_the_newest_leaves_a_save_that_is_under_way(tmp_path):
     training, *_ = automatic(tmp_path)
     training.save_state()
-    begun = tmp_path / "checkpoints" / ".checkpoint_1.part"
+    begun = tmp_path / "checkpoints" / f".checkpoint_1.{DEAD}.part"
     begun.mkdir()
     (begun / "model.safetensors").write_bytes(b"half")
     reading, *_ = automatic(tmp_path)
@@ -588,7 +589,7 @@ def test_the_newest_is_found_between_two_renames(tmp_path):
     accelerator, *_ = automatic(tmp_path)
     for _ in range(2):
         path = accelerator.save_state()
-    path.rename(path.parent / f".{path.name}.old")
+    path.rename(path.parent / f".{path.name}.{DEAD}.old")
     with pytest.warns(UserWarning, match="checkpoint_1: restored"):
         automatic(tmp_path)[0].load_state()
     assert path.is_dir()

@@ -10,11 +10,11 @@ import pytest
 import torch
 from processes import run
 from safetensors.torch import load_file
+from stored import read_part
 from torch import nn
 from torch.distributed.tensor import DTensor
 from treadle.engine.checkpoint import filesystem, store
 from treadle.engine.checkpoint.safetensors_file import FilePiece, Stored
-from treadle.engine.checkpoint.store import read_part
 from treadle.strategies import DDP, FSDP
 
 import treadle

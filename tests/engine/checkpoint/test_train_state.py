@@ -1,15 +1,16 @@
 """The keys of the training state: what is written has them all and no others, and what lacks one is refused."""
 
-import json
+import contextlib
 from typing import get_type_hints
 
 import pytest
 import torch
+from quiet import trainer
+from stored import read_part
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint
-from treadle.engine.checkpoint.manifest import read_manifest
-from treadle.engine.checkpoint.parts import encode_part, read_part, write_files
+from treadle.engine.checkpoint import save
 from treadle.engine.checkpoint.train_state import (
     CallbackStates,
     OptimizerState,
@@ -47,27 +48,16 @@ class Data(treadle.DataModule):
         return {"seen": 3}
 
 
-def fit(root, fails=False, ckpt_path=None, **options):
-    trainer = treadle.Trainer(
-        accelerator="cpu",
-        max_steps=2,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[ModelCheckpoint(root, "{step}", save_on_exception=fails, **options)],
-    )
-    trainer.fit(Task(fails), datamodule=Data(), ckpt_path=ckpt_path)
-    return trainer
+def fit(root, fails):
+    saver = ModelCheckpoint(root, "{step}", save_on_exception=fails)
+    trainer(max_steps=2, enable_checkpointing=True, callbacks=[saver]).fit(Task(fails), datamodule=Data())
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_saved_run_has_these_keys_and_no_others(tmp_path, fails):
     """Of a save between two steps, and of that which rank zero makes alone on the way out of an error."""
-    if fails:
-        with pytest.raises(ArithmeticError):
-            fit(tmp_path, fails)
-    else:
-        fit(tmp_path)
+    with pytest.raises(ArithmeticError) if fails else contextlib.nullcontext():
+        fit(tmp_path, fails)
     (path,) = tmp_path.glob("*.ckpt")
     state, own = read_part(path, "state"), read_part(path, "rank-00000")
     written = {
@@ -96,14 +86,11 @@ def test_another_form_is_refused_by_name(tmp_path, form, value, said):
         check_form(form, value, tmp_path, "part")
 
 
-def test_what_earlier_versions_did_not_save_is_not_missed(tmp_path):
-    fit(tmp_path, format="directory")  # as they did
-    path = tmp_path / "step=2.ckpt"
-    state = read_part(path, "state")
-    for name in ("scheduler_advances", "schedules_built", "scaler", "stream"):
-        del state[name]
-    entries = read_manifest(path).files | write_files(path, encode_part("state", state))
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"files": entries}))
-    with pytest.warns(UserWarning, match="nothing is left to train"):
-        assert fit(tmp_path, ckpt_path=path).global_step == 2
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_new_entry_of_the_state_is_added_in_one_place(tmp_path, monkeypatch, fails):
+    collect = save.collect_train_state
+    monkeypatch.setattr(save, "collect_train_state", lambda *args, **options: collect(*args, **options) | {"new": 3})
+    with pytest.raises(ArithmeticError) if fails else contextlib.nullcontext():
+        fit(tmp_path, fails)
+    (path,) = tmp_path.glob("*.ckpt")
+    assert set(read_part(path, "state")) == {*get_type_hints(TrainState), "new"}

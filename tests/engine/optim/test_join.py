@@ -79,22 +79,6 @@ def by_hand(accumulate):
     return trace
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_three_and_five_batches(accumulate):
-    first, second = run(joined, 2, accumulate, timeout=90)
-    assert first == second
-    for (found, rate), (expected, expected_rate) in zip(first, by_hand(accumulate), strict=True):
-        assert found == pytest.approx(expected, abs=2e-5)
-        assert rate == pytest.approx(expected_rate)
-
-
-def test_a_scheduler_that_caught_up_does_not_warn():
-    """The rank that ran out counts the steps it missed as advanced, not as steps taken since the last advance."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert run(joined, 2, 1, timeout=90)
-
-
 def trained_by_loader(join, even_batches, **settings):
     """Train on 7 samples in batches of 2, so that the ranks' last batches differ."""
     accelerator = treadle.Accelerator(cpu=True, **settings)
@@ -117,41 +101,14 @@ def trained_by_loader(join, even_batches, **settings):
     ], optimizer.steps_taken
 
 
-def without_accumulation_at_the_loader_end():
-    return treadle.utils.GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=False)
-
-
-def with_and_without_join(strategy, plugin):
+def with_and_without_join(strategy="ddp", **settings):
     """Return whether training is bit-equal with and without the context, for each value of even_batches."""
-
-    def settings():
-        strategies = {"ddp": "ddp", "zero": DDP(zero=True), "bn": DDP(sync_batchnorm=True), "fsdp": "fsdp"}
-        plugins = {"gradient_accumulation_plugin": without_accumulation_at_the_loader_end()} if plugin else {}
-        return {"strategy": strategies[strategy], **plugins}
-
-    plain = trained_by_loader(False, None, **settings())
-    return [trained_by_loader(True, even, **settings()) == plain for even in (None, False, True)]
-
-
-@pytest.mark.parametrize("plugin", [False, True])
-def test_with_a_prepared_loader_it_changes_nothing(plugin):
-    assert run(with_and_without_join, 2, "ddp", plugin) == [[True] * 3] * 2
-
-
-@pytest.mark.parametrize(
-    "strategy", ["zero", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("bn", "fsdp"))]
-)
-def test_what_can_not_do_without_a_rank_says_so_and_trains_on(strategy):
-    found = run(warned, 2, strategy)
-    assert found[0] == [True] * 3
-    assert found[1] == [True] * 3
-
-
-def warned(strategy):
-    if int(os.environ["RANK"]):
-        return with_and_without_join(strategy, False)
-    with pytest.warns(UserWarning, match="join_uneven_inputs has no effect with"):
-        return with_and_without_join(strategy, False)
+    strategies = {"ddp": "ddp", "zero": DDP(zero=True), "bn": DDP(sync_batchnorm=True), "fsdp": "fsdp"}
+    settings["strategy"] = strategies[strategy]
+    plain = trained_by_loader(False, None, **settings)
+    silent = strategy == "ddp" or int(os.environ["RANK"])
+    with nullcontext() if silent else pytest.warns(UserWarning, match="join_uneven_inputs has no effect with"):
+        return [trained_by_loader(True, even, **settings) == plain for even in (None, False, True)]
 
 
 def evaluated():
@@ -169,12 +126,6 @@ def evaluated():
     return len(losses), weights(model)
 
 
-def test_an_evaluation_of_three_and_five_batches():
-    first, second = run(evaluated, 2, timeout=60)
-    assert (first[0], second[0]) == COUNTS
-    assert first[1] == second[1]
-
-
 def without_batches(rank):
     """Return the weights after an epoch in which only ``rank`` has batches."""
     accelerator = treadle.Accelerator(cpu=True)
@@ -189,28 +140,71 @@ def without_batches(rank):
     return weights(model)
 
 
-def test_a_rank_without_any_batch():
+def refused():
+    accelerator = treadle.Accelerator(cpu=True)
+    accelerator.prepare(Net())
+    with pytest.raises(ValueError, match="Net is not a prepared model"), accelerator.join_uneven_inputs([Net()]):
+        pass
+
+
+def everything():
+    refused()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a rank that ran out counts the steps it missed as advanced by its scheduler
+        every_batch = joined(1)
+    plugin = treadle.utils.GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=False)
+    return {
+        "joined": {1: every_batch, 2: joined(2)},
+        "unchanged": [
+            with_and_without_join(),
+            with_and_without_join(gradient_accumulation_plugin=plugin),
+            with_and_without_join("zero"),
+        ],
+        "evaluated": evaluated(),
+        "one rank": [without_batches(rank) for rank in range(2)],
+    }
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return run(everything, 2, timeout=90)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_three_and_five_batches(two_ranks, accumulate):
+    first, second = (found["joined"][accumulate] for found in two_ranks)
+    assert first == second
+    for (found, rate), (expected, expected_rate) in zip(first, by_hand(accumulate), strict=True):
+        assert found == pytest.approx(expected, abs=2e-5)
+        assert rate == pytest.approx(expected_rate)
+
+
+def test_with_a_prepared_loader_it_changes_nothing(two_ranks):
+    assert [found["unchanged"] for found in two_ranks] == [[[True] * 3] * 3] * 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ["bn", "fsdp"])
+def test_what_can_not_do_without_a_rank_says_so_and_trains_on(strategy):
+    assert run(with_and_without_join, 2, strategy) == [[True] * 3] * 2
+
+
+def test_an_evaluation_of_three_and_five_batches(two_ranks):
+    first, second = (found["evaluated"] for found in two_ranks)
+    assert (first[0], second[0]) == COUNTS
+    assert first[1] == second[1]
+
+
+def test_a_rank_without_any_batch(two_ranks):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in batches(0, 0):
         model(batch).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    for rank in range(2):
-        for found in run(without_batches, 2, rank, timeout=60):
+    for by_rank in two_ranks:
+        for found in by_rank["one rank"]:
             assert found == pytest.approx(weights(model), abs=2e-5)
-
-
-def refused():
-    accelerator = treadle.Accelerator(cpu=True)
-    accelerator.prepare(Net())
-    with pytest.raises(ValueError, match="Net is not a prepared model"), accelerator.join_uneven_inputs([Net()]):
-        pass
-    return True
-
-
-def test_a_model_that_is_not_prepared():
-    assert run(refused, 2) == [True, True]
 
 
 def test_one_process_has_nothing_to_join():

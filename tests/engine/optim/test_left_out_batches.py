@@ -56,19 +56,6 @@ def test_two_processes():
         assert gradient == same == pytest.approx(sum(one + other) / len(one + other))
 
 
-def test_two_contexts_for_one_batch():
-    """As a loop with a generator and a discriminator has them: the batch counts once."""
-    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    first, second = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
-    rows = torch.arange(1.0, 5)[:, None]
-    first, second, loader = accelerator.prepare(first, second, DataLoader(rows, batch_size=1))
-    for batch in loader:
-        for model in (first, second):
-            with accelerator.accumulate(model):
-                accelerator.backward(model(batch).mean())
-    assert first.weight.grad.item() == second.weight.grad.item() == 1.5 + 3.5
-
-
 def test_a_validation_between_two_contexts_for_one_batch():
     """Which reads batches of its own: the training batch counts once all the same."""
     accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)

@@ -65,9 +65,9 @@ def decays(batch_size, accumulate):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_decay_ends_at_zero_on_any_number_of_processes(accumulate):
+def test_a_decay_ends_at_zero_on_any_number_of_processes(two_ranks, accumulate):
     alone = decays(4, accumulate)
-    pair, other = run(decays, 2, 4, accumulate)
+    pair, other = (found["decays"][accumulate] for found in two_ranks)
     assert pair == other
     assert pair == alone[1::2]  # after as many samples, the same rate
     assert alone[-1] == pair[-1] == 0.0
@@ -78,8 +78,8 @@ def split():
     return trained(accelerator, *parts)
 
 
-def test_with_split_batches_each_step_counts_once():
-    alone, pair = split(), run(split, 2)
+def test_with_split_batches_each_step_counts_once(two_ranks):
+    alone, pair = split(), [found["split"] for found in two_ranks]
     assert len(alone) == 12
     assert pair == [alone, alone]
 
@@ -90,8 +90,8 @@ def tensor_parallel():
     return accelerator.prepare_scheduler(StepLR(optimizer, 1)).advances
 
 
-def test_processes_that_share_a_batch_count_once():
-    assert run(tensor_parallel, 2) == [1, 1]
+def test_processes_that_share_a_batch_count_once(two_ranks):
+    assert [found["tensor parallel"] for found in two_ranks] == [1, 1]
 
 
 def plateau():
@@ -106,8 +106,8 @@ def plateau():
     return rates
 
 
-def test_a_metric_is_told_once():
-    assert run(plateau, 2) == [plateau()] * 2 == [[1.0, 1.0, 1.0, 0.5, 0.25]] * 2
+def test_a_metric_is_told_once(two_ranks):
+    assert [plateau(), *(found["plateau"] for found in two_ranks)] == [[1.0, 1.0, 1.0, 0.5, 0.25]] * 3
 
 
 def by_epoch(**options):
@@ -127,9 +127,9 @@ def both_by_epoch():
     return by_epoch(), by_epoch(step_scheduler_with_optimizer=False)
 
 
-def test_a_schedule_that_counts_epochs_is_told_how_to():
+def test_a_schedule_that_counts_epochs_is_told_how_to(two_ranks):
     assert both_by_epoch() == (([], 0.25), ([], 0.25))
-    (prepared, plain), (silent, _) = run(both_by_epoch, 2)
+    (prepared, plain), (silent, _) = (found["by epoch"] for found in two_ranks)
     assert plain == ([], 0.25)
     assert prepared[1] == 0.5**4  # as Accelerate's
     (said,) = prepared[0]
@@ -148,10 +148,26 @@ def one_cycle(total):
     return scheduler.last_epoch
 
 
-def test_one_cycle_may_end_within_a_step_but_is_not_left_silently():
+def several():
+    found = {
+        "decays": {accumulate: decays(4, accumulate) for accumulate in (1, 2)},
+        "split": split(),
+        "plateau": plateau(),
+        "by epoch": both_by_epoch(),
+        "tensor parallel": tensor_parallel(),
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert run(one_cycle, 2, 9) == [9, 9]
+        return {**found, "one cycle": one_cycle(9)}
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return run(several, 2)
+
+
+def test_one_cycle_may_end_within_a_step_but_is_not_left_silently(two_ranks):
+    assert [found["one cycle"] for found in two_ranks] == [9, 9]
     with pytest.warns(UserWarning, match=r"OneCycleLR has reached total_steps=3; the learning rate stays .* Increase"):
         assert one_cycle(3) == 3
 

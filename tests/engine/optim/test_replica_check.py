@@ -6,12 +6,12 @@ import pytest
 import torch
 from processes import run
 from torch import nn
-from treadle.engine.optim.replica_check import ReplicasDiffer, _digest_tensors
+from treadle.engine.optim.replica_check import ReplicasDiffer
 from treadle.strategies import DDP
 
 import treadle
 
-DEBUG = {"TREADLE_DEBUG": "1", "TREADLE_DEBUG_TIMEOUT": "20"}
+DEBUG = {"TREADLE_DEBUG": "1"}
 
 
 def make(accelerator, **options):
@@ -148,37 +148,3 @@ def test_off_no_optimizer_is_hooked(monkeypatch):
     monkeypatch.delenv("TREADLE_DEBUG", raising=False)
     _, _, optimizer = make(treadle.Accelerator(cpu=True))
     assert not optimizer.optimizer._optimizer_step_post_hooks
-
-
-MORE = [
-    pytest.param(dtype, marks=pytest.mark.exhaustive)
-    for dtype in (torch.float32, torch.float64, torch.float16, torch.complex64, torch.int64)
-]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, *MORE], ids=str)
-def test_any_bit_changes_the_digest(dtype):
-    torch.manual_seed(1)
-    tensor = (torch.randn(3, 5) * 9).to(dtype)
-    state = torch.random.get_rng_state()
-    whole = _digest_tensors([tensor])
-    assert torch.equal(torch.random.get_rng_state(), state), "nobody's draws depend on a check"
-    assert _digest_tensors([tensor.clone()]) == whole
-    assert _digest_tensors([tensor.t().contiguous().t()]) == whole, "how it lies in memory does not count"
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().view(torch.uint8).reshape(-1)
-    for place in range(flat.numel()):
-        for bit in (1, 128):
-            flat[place] ^= bit
-            assert _digest_tensors([tensor]) != whole
-            flat[place] ^= bit
-    assert _digest_tensors([tensor]) == whole
-
-
-def test_large_and_empty_tensors():
-    large = torch.zeros(2**21 + 3)
-    before = _digest_tensors([large, torch.empty(0, 4), torch.tensor(2.0)])
-    large[7], large[7 + 2**20] = 1.0, -1.0
-    after = _digest_tensors([large, torch.empty(0, 4), torch.tensor(2.0)])
-    assert (before[0] != after[0], before[1:] == after[1:]) == (True, True)
-    large[7], large[7 + 2**20] = -1.0, 1.0
-    assert _digest_tensors([large])[0] not in (before[0], after[0])

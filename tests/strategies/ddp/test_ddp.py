@@ -74,7 +74,7 @@ def trained(strategy, k, extra=False, voting=True, tokens=None, optimizer=sgd):
     rank = accelerator.process_index
     call = accelerator.method(model, "training_step") if voting else lambda x: {"loss": model(x).pow(2).mean()}
     if voting:
-        accelerator.agree_on_steps(finite=True, at_once=False)
+        accelerator.accumulation.agree_on_steps(finite=True, at_once=False)
     summed = []
     for step in inputs(k):
         for micro in range(k):
@@ -82,11 +82,11 @@ def trained(strategy, k, extra=False, voting=True, tokens=None, optimizer=sgd):
                 loss = call(step[micro, rank])["loss"]
                 accelerator.backward(loss, weight=None if tokens is None else tokens[rank])
         if voting:
-            start = accelerator.agreement.count
-            accelerator.agreement.count = lambda start=start: summed.append(start()) or summed[-1]
-            accelerator.agreement.stop_vote = False
-            assert accelerator.agree().finite
-            del accelerator.agreement.count
+            start = accelerator.accumulation.agreement.count
+            accelerator.accumulation.agreement.count = lambda start=start: summed.append(start()) or summed[-1]
+            accelerator.accumulation.agreement.stop_vote = False
+            assert accelerator.accumulation.agree().finite
+            del accelerator.accumulation.agreement.count
         stepper.step()
         stepper.zero_grad()
     return weights(net), [float(s) for s in summed]
@@ -663,7 +663,7 @@ def post_local(every, start, voting, begin=0, end=9, state=None):
     optimizer = accelerator.prepare(sgd(net))
     call = accelerator.method(model, "training_step") if voting else lambda x: {"loss": model(x).pow(2).mean()}
     if voting:
-        accelerator.agree_on_steps(finite=True, at_once=False)
+        accelerator.accumulation.agree_on_steps(finite=True, at_once=False)
     if state is not None:
         net.load_state_dict(state[0])
         accelerator.strategy.load_optimizer_state(optimizer.optimizer, state[1])
@@ -672,10 +672,10 @@ def post_local(every, start, voting, begin=0, end=9, state=None):
         if not begin <= number < end:
             continue
         with accelerator.accumulate(model):
-            accelerator.agreement.stop_vote = number == 7 and accelerator.process_index == 1
+            accelerator.accumulation.agreement.stop_vote = number == 7 and accelerator.process_index == 1
             accelerator.backward(call(step[0, accelerator.process_index])["loss"])
         if voting:
-            assert accelerator.agree().stop == (number == 7)
+            assert accelerator.accumulation.agree().stop == (number == 7)
         optimizer.step()
         optimizer.zero_grad()
         trace.append(weights(net))

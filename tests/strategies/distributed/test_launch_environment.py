@@ -9,7 +9,7 @@ import sys
 import pytest
 from processes import clean_environment
 from treadle.strategies import LaunchEnvironment
-from treadle.strategies.distributed.launch_environment import host_names, task_counts
+from treadle.strategies.distributed.launch_environment import DebugEnvironment, host_names, task_counts
 
 # As slurm 22.05 sets them for the third of `srun -N2 -n3`.
 SLURM = {
@@ -230,3 +230,14 @@ def test_mpirun_itself(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n"))[1:] == ["(0, 0, 2, 3)", "(1, 1, 2, 3)"]
+
+
+def test_the_variables_of_debug_mode():
+    debug = {"TREADLE_DEBUG": "1"}
+    for disabled in ({}, {"TREADLE_DEBUG": "0"}, {"TREADLE_DEBUG": ""}):
+        assert DebugEnvironment.read(disabled) is None
+    assert DebugEnvironment.read(debug) == DebugEnvironment(replicas=100)
+    assert DebugEnvironment.read({**debug, "TREADLE_DEBUG_REPLICAS": "0"}) == DebugEnvironment(replicas=0)
+    for name, value in (("TREADLE_DEBUG", "yes"), ("TREADLE_DEBUG_REPLICAS", "-1")):
+        with pytest.raises(ValueError, match=f"{name}="):
+            DebugEnvironment.read({**debug, name: value})

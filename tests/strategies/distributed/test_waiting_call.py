@@ -1,25 +1,34 @@
-"""A call that the others do not make is an error that names the lines of all ranks, outside of debug mode too."""
+"""Calls that ranks do not make together: errors for exchanges of objects and in debug mode, else the watchdog ends."""
 
 import re
+import time
+from datetime import timedelta
 
 import pytest
 import torch
 from processes import run, script
-from treadle.strategies import DistributedOperationException
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from treadle.strategies import DistributedOperationException, open_world
 
 import treadle
+
+DEBUG = {"TREADLE_DEBUG": "1"}
+
+
+def message(call):
+    """Return the text of the error that `call` raises; "" without one."""
+    try:
+        call()
+    except DistributedOperationException as error:
+        return str(error)
+    return ""
 
 
 def other_calls():
     accelerator = treadle.Accelerator(cpu=True)
-    try:
-        if accelerator.is_main_process:
-            accelerator.reduce(torch.ones(3))
-        else:
-            accelerator.gather(torch.ones(1))
-    except DistributedOperationException as error:
-        return str(error)
-    return ""
+    main = accelerator.is_main_process
+    return message(lambda: accelerator.reduce(torch.ones(3)) if main else accelerator.gather(torch.ones(1)))
 
 
 def test_exchanges_that_do_not_match_are_refused_on_every_rank():
@@ -27,52 +36,213 @@ def test_exchanges_that_do_not_match_are_refused_on_every_rank():
         assert re.search(r"rank 0: reduce at .*test_waiting_call.py:\d+\n  rank 1: gather at .*:\d+", text), text
 
 
-ALONE = """
-import torch, treadle
+def compared():
+    accelerator = treadle.Accelerator(cpu=True)
+    world, rank = accelerator.world, accelerator.process_index
+    odd = rank == world.size - 1
+    texts = [
+        message(lambda: world.all_reduce(torch.ones(3 if odd else 2, 4))),
+        message(lambda: world.all_reduce(torch.ones(2, dtype=torch.float64 if odd else torch.float32))),
+        message(lambda: accelerator.wait_for_everyone() if odd else accelerator.gather(torch.ones(2))),
+        message(lambda: world.all_reduce(torch.ones(2), "max" if odd else "sum")),
+        message(lambda: world.broadcast("x", 1 if odd else 0)),
+        message(lambda: world.any(True) if odd else world.all_gather(torch.tensor(1))),
+        message(lambda: accelerator.wait_for_everyone() if odd else accelerator.save_state("never written")),
+    ]
+    if odd:  # a barrier may stand in two branches, but values must not be mixed
+        accelerator.wait_for_everyone()
+        texts.append(message(lambda: world.all_reduce(torch.ones(1))))
+    else:
+        accelerator.wait_for_everyone()
+        texts.append(message(lambda: world.all_reduce(torch.ones(1))))
+    part = world.part(world.mesh(pair=2, single=2)["pair"])
+    in_part = part.all_reduce(torch.tensor(rank)).item(), message(lambda: part.all_reduce(torch.ones(2 + rank // 2)))
+    worlds = world, open_world("cpu")  # two worlds over one group have one sequence of calls
+    # Nothing ran, so nothing is out of step.
+    total = worlds[rank % 2].all_reduce(torch.tensor(rank + 1)).item()
+    return texts, in_part, total, accelerator.gather(torch.tensor([rank])).tolist()
+
+
+def test_debug_mode_compares_each_call_before_it_runs():
+    results = run(compared, 4, env=DEBUG)
+    texts = results[0][0]
+    wanted = [
+        (r"all_reduce sum of float32 \[2, 4\] on cpu", r"all_reduce sum of float32 \[3, 4\] on cpu"),
+        (r"all_reduce sum of float32 \[2\] on cpu", r"all_reduce sum of float64 \[2\] on cpu"),
+        ("gather_objects in gather", "barrier in wait_for_everyone"),
+        ("all_reduce sum of", "all_reduce max of"),
+        ("broadcast from 0", "broadcast from 1"),
+        (r"all_gather of int64 \[\]", r"all_reduce max of int64 \[\]"),
+        ("meet in save_state", "barrier in wait_for_everyone"),
+        ("all_reduce sum of", "all_reduce sum of"),
+    ]
+    for text, (most, odd) in zip(texts, wanted, strict=True):
+        assert re.search(rf"^  ranks 0-2: {most} .*test_waiting_call.py:\d+$", text, re.MULTILINE), text
+        assert re.search(rf"^  rank 3: {odd} .*test_waiting_call.py:\d+$", text, re.MULTILINE), text
+    assert [result[0] for result in results] == [texts] * 4
+    assert [result[1][0] for result in results] == [2, 4, 2, 4]
+    for rank, (_, (_, text), *_) in enumerate(results):
+        assert [n for n in range(4) if f"  rank {n}: all_reduce" in text] == [rank % 2, rank % 2 + 2]
+    assert [result[2:] for result in results] == [(10, [0, 1, 2, 3])] * 4
+
+
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        loss = (self.net(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 1e-2)
+
+
+def train(folder):
+    treadle.seed_everything(3)
+    loader = DataLoader(TensorDataset(torch.randn(36, 4)), 4, shuffle=True)
+    task = Task()
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger"), False)
+    trainer = treadle.Trainer(accelerator="cpu", max_epochs=2, default_root_dir=folder, **quiet)
+    trainer.fit(task, loader)
+    return [parameter.tolist() for parameter in task.state_dict().values()]
+
+
+def test_debug_mode_changes_no_number(tmp_path):
+    plain = run(train, 2, str(tmp_path / "plain"))
+    assert run(train, 2, str(tmp_path / "debug"), env={**DEBUG, "TREADLE_DEBUG_REPLICAS": "1"}) == plain
+
+
+def come_late(root, strategy):
+    """In each step one rank is busy by itself, now one and now the other; after that both save."""
+    accelerator = treadle.Accelerator(cpu=True, strategy=strategy)
+    model = accelerator.prepare(nn.Linear(2, 1))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(2):
+        accelerator.backward(model(torch.ones(2, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        if accelerator.process_index == step:
+            time.sleep(0.5)
+        accelerator.save_state(f"{root}/{step}")
+    world = open_world("cpu", timeout=timedelta(seconds=0.5))
+    text = ""
+    if world.is_main:
+        try:
+            world.meet("a save")
+        except RuntimeError as error:
+            text = str(error)
+    else:
+        time.sleep(0.8)
+    world.meet("the next save")
+    world.meet("the next save")
+    return accelerator.steps, text
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
+def test_ranks_may_come_late(tmp_path, strategy):
+    (steps, text), late = run(come_late, 2, str(tmp_path), strategy)
+    assert (steps, late) == (2, (2, ""))
+    assert "a save needs all processes, but only 1 of 2 called it within 0.5 s." in text
+
+
+HEAD = """
+import sys, torch, treadle
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
 from treadle.strategies.distributed import watchdog
 
-watchdog._STALL = 2.0
+watchdog._STALL = 1.5
+"""
+LOOP = """
 accelerator = treadle.Accelerator(cpu=True, devices=2)
 model = accelerator.prepare(torch.nn.Linear(2, 1))
 for step in range(3):
     if step == 2 and accelerator.is_main_process:
-        accelerator.wait_for_everyone()
+        CALL
     accelerator.backward(model(torch.ones(4, 2)).sum())
+"""
+MODEL = """
+accelerator = treadle.Accelerator(cpu=True, devices=2, strategy="fsdp")
+model = accelerator.prepare(torch.nn.Linear(2, 1))
+accelerator.save_state("s") if accelerator.is_main_process else accelerator.save_model(model, "m")
+"""
+FIRST = """
+accelerator = treadle.Accelerator(cpu=True, devices=2)
+dist.all_reduce(torch.ones(3)) if accelerator.is_main_process else dist.barrier()
+"""
+END = """
+accelerator = treadle.Accelerator(cpu=True, devices=2)
+if accelerator.is_main_process:
+    accelerator.save_state("s")
+"""
+PASSED = """
+import threading
+accelerator = treadle.Accelerator(cpu=True, devices=2)
+model = accelerator.prepare(torch.nn.Linear(2, 1))
+accelerator.save_state("s")
+if accelerator.is_main_process:
+    accelerator.save_state("s")
+model(torch.ones(4, 2))
+lock = threading.Lock()  # as in a collective of NCCL's, which no stack shows
+lock.acquire()
+lock.acquire()
+"""
+FIT = """
+class Task(treadle.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def on_train_epoch_end(self):
+        if self.trainer.global_rank == 1:
+            self.trainer.save_checkpoint("one")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+trainer = treadle.Trainer(accelerator="cpu", devices=2, max_epochs=2, logger=False, enable_progress_bar=False)
+trainer.fit(Task(), DataLoader(TensorDataset(torch.ones(16, 2)), 4))
 """
 
 
 @pytest.mark.guarantee
-def test_ranks_that_wait_in_different_calls_end_with_both_lines(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("source", "first", "second"),
+    [
+        pytest.param(
+            LOOP.replace("CALL", "accelerator.wait_for_everyone()"),
+            "barrier in wait_for_everyone at .*train.py:13",
+            "backward at .*train.py:14",
+            marks=pytest.mark.exhaustive,
+        ),
+        (
+            LOOP.replace("CALL", "accelerator.save_state('s')"),
+            "meet in save_state at .*train.py:13",
+            "backward at .*train.py:14",
+        ),
+        pytest.param(MODEL, "meet in save_state at", "meet in save_model at", marks=pytest.mark.exhaustive),
+        # Calls of torch that come first of all.
+        pytest.param(FIRST, "all_reduce at .*train.py:10", "barrier at .*train.py:10", marks=pytest.mark.exhaustive),
+        (END, "meet in save_state at .*train.py:11", "has reached the end of the script"),
+        (PASSED, "meet in save_state at .*train.py:14", "has continued, and waits or works in .*train.py:18"),
+        (FIT, r"\w+ in fit at .*train.py:25", "meet in save_checkpoint at .*train.py:19"),
+    ],
+    ids=["barrier", "save_state", "save_model", "torch", "end", "passed", "fit"],
+)
+def test_ranks_that_wait_in_different_calls_end_with_both_lines(source, first, second, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where the stacks are written
-    (tmp_path / "train.py").write_text(ALONE)
+    (tmp_path / "train.py").write_text(HEAD + source)
     done = script(tmp_path / "train.py")
     assert done.returncode == 1, done.stderr
-    assert re.search(r"treadle:   rank 0: barrier in wait_for_everyone at .*train.py:10", done.stderr), done.stderr
-    assert re.search(r"treadle:   rank 1: backward at .*train.py:11", done.stderr), done.stderr
-
-
-FIRST = """
-import torch, treadle
-import torch.distributed as dist
-from treadle.strategies.distributed import watchdog
-
-watchdog._STALL = 2.0
-accelerator = treadle.Accelerator(cpu=True, devices=2)
-if accelerator.is_main_process:
-    dist.all_reduce(torch.ones(3))
-else:
-    dist.barrier()
-"""
-
-
-@pytest.mark.exhaustive
-def test_calls_of_torch_that_come_first_of_all_are_told_apart(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(FIRST)
-    done = script(tmp_path / "train.py")
-    assert done.returncode == 1, done.stderr
-    assert re.search(r"treadle:   rank 0: all_reduce at .*train.py:9", done.stderr), done.stderr
-    assert re.search(r"treadle:   rank 1: barrier at .*train.py:11", done.stderr), done.stderr
+    assert re.search(rf"treadle:   rank 0: {first}", done.stderr), done.stderr
+    assert re.search(rf"treadle:   rank 1: {second}", done.stderr), done.stderr
 
 
 LONE = """

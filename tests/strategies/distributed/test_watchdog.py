@@ -178,7 +178,7 @@ def test_a_watchdog_that_has_ended_holds_no_file(tmp_path):
 
 
 class SlowStore(HashStore):
-    """A store in which a question of the courier's takes until `go_on` is set."""
+    """A store in which a question of the watchdog's takes until `go_on` is set."""
 
     def __init__(self):
         super().__init__()
@@ -191,11 +191,11 @@ class SlowStore(HashStore):
         return super().check(keys)
 
     def add(self, key, amount):
-        self.alarms += 1
+        self.alarms += key.startswith("alarm")
         return super().add(key, amount)
 
 
-def test_an_end_while_the_courier_asks_is_no_alarm(tmp_path, monkeypatch):
+def test_an_end_while_the_watchdog_asks_is_no_alarm(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     store = SlowStore()
     store.set("1 has ended", "")
@@ -203,7 +203,7 @@ def test_an_end_while_the_courier_asks_is_no_alarm(tmp_path, monkeypatch):
     assert store.asked.wait(10)
     leaving = threading.Thread(target=watchdog.leave)
     leaving.start()
-    assert watchdog._alarmed.wait(10)  # `leave` wakes the courier by it
+    assert watchdog._alarmed.wait(10)  # `leave` wakes the exchange by it
     store.go_on.set()
     leaving.join()
     assert store.alarms == 0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import clean_environment, script
+from processes import clean_environment, python, script
 from treadle.strategies.launch import supervisor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and /proc as on Linux")
@@ -39,7 +39,14 @@ class Start:
         self.started: list[subprocess.Popen[bytes]] = []
 
     def __call__(
-        self, folder: Path, body: str, *args: str, options: str = "{}", flags: tuple[str, ...] = (), omit: str = ""
+        self,
+        folder: Path,
+        body: str,
+        *args: str,
+        options: str = "{}",
+        flags: tuple[str, ...] = (),
+        omit: str = "",
+        program: str = sys.executable,
     ) -> subprocess.Popen[bytes]:
         folder.mkdir(exist_ok=True)
         (folder / "tmp").mkdir()
@@ -48,9 +55,7 @@ class Start:
         env = clean_environment({"TMPDIR": str(folder / "tmp")})
         env.pop(omit, None)
         with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
-            self.started.append(
-                subprocess.Popen([sys.executable, *flags, path, *args], env=env, stdout=out, stderr=err)
-            )
+            self.started.append(subprocess.Popen([program, *flags, path, *args], env=env, stdout=out, stderr=err))
         return self.started[-1]
 
 
@@ -154,7 +159,7 @@ FAIL = 'say(f"failed at {time.time()}")\n'
 def test_first_failure_ends_the_others_and_gives_the_status(start: Start, tmp_path: Path, how: str) -> None:
     action, status = FAILURES[how]
     peer = IN_COLLECTIVE if how == "raises" else STUCK_WITH_A_WORKER
-    process = start(tmp_path, SAY_PID + peer + FAIL + action, str(tmp_path / "out"))
+    process = start(tmp_path, SAY_PID + peer + FAIL + action, str(tmp_path / "out"), program=python())
     code = process.wait(60)
     ended = time.time()
     out, err = (tmp_path / "out").read_text(), (tmp_path / "err").read_text()
@@ -251,7 +256,7 @@ def test_module_is_run_again_as_a_module(tmp_path: Path) -> None:
     (package / "__init__.py").touch()
     show = 'say(f"{rank} {__spec__.name} {sys.argv[1:]}")'
     (package / "module.py").write_text(HEAD.replace("{options}", "{}") + show)
-    command = [sys.executable, "-m", "package.module", "--devices", "2"]
+    command = [python(), "-m", "package.module", "--devices", "2"]
     done = subprocess.run(
         command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=60, check=False
     )

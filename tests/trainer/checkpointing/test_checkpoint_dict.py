@@ -6,9 +6,11 @@ import pytest
 import torch
 from processes import run
 from quiet import QUIET
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, ModelCheckpoint
+from treadle.trainer.checkpointing import resolve
 
 import treadle
 from treadle.plugins import AsyncCheckpointIO, TorchCheckpointIO
@@ -197,3 +199,10 @@ def test_a_plugin_cannot_take_what_needs_a_directory(tmp_path):
         plain.save_checkpoint(tmp_path / "c.ckpt", format="file")
     plain.save_checkpoint(tmp_path / "c.ckpt")
     assert (tmp_path / "c.ckpt").is_dir()
+
+
+def test_names_are_compared_before_a_file_of_another_library_is_copied(tmp_path, monkeypatch):
+    monkeypatch.setattr(resolve, "open_dict", lambda *_: pytest.fail("it is copied"))
+    save_file({"other": torch.ones(1)}, tmp_path / "w.safetensors")
+    with pytest.raises(ValueError, match=r"w\.safetensors was saved by a different model:\n  missing: net\.0\.bias"):
+        treadle.Trainer(**QUIET).validate(Task(), loader(), ckpt_path=tmp_path / "w.safetensors")

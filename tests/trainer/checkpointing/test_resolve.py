@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import run
+from stored import DEAD
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Checkpoint, LambdaCallback, ModelCheckpoint
@@ -328,7 +329,8 @@ def test_what_a_killed_run_left_is_set_right_first(tmp_path, words, form):
         return ModelCheckpoint(tmp_path / "c", save_last=True, save_top_k=0, format=form)
 
     fit(tmp_path, keeper())
-    last, old, part = (tmp_path / "c" / name for name in ("last.ckpt", ".last.ckpt.old", ".step=12.ckpt.part"))
+    names = "last.ckpt", f".last.ckpt.{DEAD}.old", f".step=12.ckpt.{DEAD}.part"
+    last, old, part = (tmp_path / "c" / name for name in names)
     # Killed between the two renames of a replacement, and while another was being written.
     last.rename(old)
     if form == "file":

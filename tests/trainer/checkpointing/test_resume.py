@@ -5,15 +5,14 @@ import time
 
 import numpy as np
 import pytest
+import quiet
 import torch
 from processes import run
-from quiet import QUIET
 from resume_trials import Centre, Rows
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, WeightedRandomSampler
 from torchmetrics import MeanMetric, SumMetric
-from torchmetrics.classification import MulticlassAccuracy
 
 import treadle
 
@@ -130,16 +129,8 @@ def train(settings, seed, root=None, ckpt_path=None, **flags):
         task.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
     rows = Rows()
     saver = None if root is None else SaveEach(root, rows.rows)
-    own = treadle.Trainer(
-        accelerator="cpu",
-        logger=rows,
-        callbacks=saver,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=1,
-        **{"max_epochs": EPOCHS, **settings.get("flags", {}), **flags},
-    )
+    flags = {"max_epochs": EPOCHS, **settings.get("flags", {}), **flags}
+    own = quiet.trainer(logger=rows, callbacks=saver, log_every_n_steps=1, **flags)
     validation = DataLoader(Samples(5, noise=0.0), batch_size=2)
     own.fit(task, make_loader(settings), None if settings.get("blind") else validation, ckpt_path=ckpt_path)
     state = own.accelerator.optimizers[0].state_dict()
@@ -261,26 +252,13 @@ def test_saved_at_an_epochs_end(tmp_path, hook, name):
     saver = SaveAt(tmp_path / "ckpt", hook)
     treadle.seed_everything(1)
     whole, rows = Task(settings), Rows()
-    flags = {**settings.get("flags", {})}
-    quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    flags = {"max_epochs": EPOCHS, "log_every_n_steps": 1, **settings.get("flags", {})}
     validation = DataLoader(Samples(5, noise=0.0), batch_size=2)
-
-    def trainer(logger, callbacks=None):
-        return treadle.Trainer(
-            accelerator="cpu",
-            logger=logger,
-            callbacks=callbacks,
-            max_epochs=EPOCHS,
-            log_every_n_steps=1,
-            **flags,
-            **quiet,
-        )
-
-    trainer(rows, saver).fit(whole, make_loader(settings), validation)
+    quiet.trainer(logger=rows, callbacks=saver, **flags).fit(whole, make_loader(settings), validation)
     after = torch.rand(3)
     treadle.seed_everything(99)
     task, more = Task(settings), Rows()
-    trainer(more).fit(task, make_loader(settings), validation, ckpt_path=tmp_path / "ckpt")
+    quiet.trainer(logger=more, **flags).fit(task, make_loader(settings), validation, ckpt_path=tmp_path / "ckpt")
     assert torch.equal(after, torch.rand(3))
     for name, value in whole.state_dict().items():
         assert torch.equal(value, task.state_dict()[name]), name
@@ -297,10 +275,7 @@ def test_a_limit_within_an_epoch_then_more(tmp_path):
     for limit in (3, 7, 10):  # 7 batches are an epoch
         treadle.seed_everything(1)
         task = Task(settings)
-        quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        own = treadle.Trainer(
-            accelerator="cpu", logger=Rows(), max_epochs=EPOCHS, max_steps=limit, log_every_n_steps=1, **quiet
-        )
+        own = quiet.trainer(logger=Rows(), max_epochs=EPOCHS, max_steps=limit, log_every_n_steps=1)
         own.fit(task, make_loader(settings), DataLoader(Samples(5, noise=0.0), batch_size=2))
         assert own.global_step == limit
         own.save_checkpoint(tmp_path / f"limit{limit}")  # after fit, where scripts do it
@@ -338,16 +313,7 @@ def test_time_goes_on(tmp_path):
             time.sleep(0.03)
 
     def own(callbacks):
-        return treadle.Trainer(
-            accelerator="cpu",
-            max_epochs=-1,
-            max_time=limit,
-            callbacks=callbacks,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        return quiet.trainer(max_epochs=-1, max_time=limit, callbacks=callbacks)
 
     first = own([Slow(), SaveEach(tmp_path, [])])
     first.fit(Task(settings), make_loader(settings))
@@ -388,6 +354,11 @@ def resume_some(root, world, steps):
     return [train(of_width(world), seed=9, ckpt_path=root / f"step{step}") for step in steps]
 
 
+def save_and_resume(root, steps):
+    """A run of two processes, and resumptions in them of a run of one."""
+    return save_some(root / "two", 2), resume_some(root / "one", 2, steps)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*nothing is validated")
 def test_two_processes(tmp_path):
@@ -418,10 +389,9 @@ def whole_batches(ranks, start=0):
 def test_another_number_of_processes(tmp_path):
     steps = (1, 2, 4, 6)  # 4 steps are an epoch
     one = [save_some(tmp_path / "one", 1)]
-    two = run(save_some, 2, tmp_path / "two", 2)
+    two, one_on_two = zip(*run(save_and_resume, 2, tmp_path, steps), strict=True)
     reference = whole_batches(one)
     assert [ids for ids, _ in whole_batches(two)] == [ids for ids, _ in reference]
-    one_on_two = run(resume_some, 2, tmp_path / "one", 2, steps)
     two_on_one = [resume_some(tmp_path / "two", 1, steps)]
     for resumed in (one_on_two, two_on_one):
         for number, step in enumerate(steps):
@@ -489,7 +459,7 @@ def batches_of_ones_own(root, first):
         numbers = torch.arange(20)
         sampler = OwnBatches(torch.utils.data.SequentialSampler(numbers), 2, False)
         loader = list(numbers.split(2)) if kind == "list" else DataLoader(numbers, batch_sampler=sampler)
-        own = treadle.Trainer(accelerator="cpu", max_epochs=1, max_steps=3 if first else -1, **QUIET)
+        own = quiet.trainer(max_epochs=1, max_steps=3 if first else -1)
         task = Follows()
         own.fit(task, loader, [torch.zeros(1)] * 2, ckpt_path=None if first else root / kind)
         if first:
@@ -510,7 +480,7 @@ def test_batches_of_ones_own_on_another_number_of_processes(tmp_path):
 def test_a_generator_for_the_validation_loader_comes_later(tmp_path):
     def fit(seed, **flags):
         treadle.seed_everything(1)
-        own, task = treadle.Trainer(accelerator="cpu", **QUIET, **flags), Task(SETTINGS["sgd"])
+        own, task = quiet.trainer(**flags), Task(SETTINGS["sgd"])
         generator = torch.Generator().manual_seed(seed) if seed else None
         validation = DataLoader(Samples(6), batch_size=2, shuffle=True, generator=generator)
         own.fit(task, make_loader(SETTINGS["sgd"]), validation, ckpt_path=flags.get("max_epochs") and tmp_path / "ckpt")
@@ -534,33 +504,6 @@ def test_a_generator_for_the_training_loader_is_refused_before_anything_is_loade
     with pytest.raises(ValueError, match="has 1 generator, but the checkpoint has 0"):
         accelerator.load_state(tmp_path / "ckpt")
     assert torch.equal(net.weight, before)
-
-
-class Counted(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(1, 1)
-        self.accuracy = MulticlassAccuracy(3, average="micro")
-
-    def training_step(self, batch, batch_idx):
-        self.accuracy(batch.long().flatten() % 3, batch.long().flatten() % 2)
-        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
-        return self.net(batch).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_metric_objects_go_on(tmp_path):
-    data = [torch.tensor([[0.0], [1.0]]), torch.tensor([[2.0], [3.0]]), torch.tensor([[4.0], [5.0]])]
-    found = []
-    saver = treadle.Callback()
-    saver.on_step_end = lambda trainer, task: trainer.save_checkpoint(tmp_path / f"step{trainer.global_step}")
-    for path, callbacks in ((None, saver), (tmp_path / "step2", None)):
-        own = treadle.Trainer(accelerator="cpu", max_epochs=1, callbacks=callbacks, **QUIET)
-        own.fit(Counted(), data, ckpt_path=path)
-        found.append(float(own.callback_metrics["accuracy"]))
-    assert found == pytest.approx([1 / 3, 1 / 3])
 
 
 def saves_in(hook, path, epoch):
@@ -608,13 +551,12 @@ class Measured(treadle.TaskModule):
 
 @pytest.mark.parametrize("hook", ["on_step_end", "on_validation_epoch_end", "on_validation_end", "on_train_epoch_end"])
 def test_metric_objects_begin_the_next_epoch_as_they_would_have(tmp_path, hook):
-    quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     data = [torch.tensor([[float(number)]]) for number in range(5)]
     rows = []
     for path in (None, tmp_path / "ckpt"):
         kept = Rows()
         saver = None if path else saves_in(hook, tmp_path / "ckpt", 1)
-        own = treadle.Trainer(accelerator="cpu", max_epochs=4, callbacks=saver, logger=kept, **quiet)
+        own = quiet.trainer(max_epochs=4, callbacks=saver, logger=kept)
         own.fit(Measured(), data, data, ckpt_path=path)
         rows.append(kept.rows)
     whole, resumed = ([row for row in each if row[1]["epoch"] > 1] for each in rows)
@@ -636,7 +578,7 @@ def test_a_metric_object_that_nobody_holds(tmp_path):
             pass
 
     saver = saves_in("on_step_end", tmp_path / "ckpt", 0)
-    own = treadle.Trainer(accelerator="cpu", max_epochs=1, callbacks=saver, limit_val_batches=0, **QUIET)
+    own = quiet.trainer(max_epochs=1, callbacks=saver, limit_val_batches=0)
     with pytest.warns(
         UserWarning, match="'hidden' was logged as a MeanMetric whose state is not saved .* attribute of Hidden"
     ):

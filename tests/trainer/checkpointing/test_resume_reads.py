@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoint_reads import Reads, once
 from processes import run
+from quiet import trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import (
@@ -62,19 +63,9 @@ class Data(treadle.DataModule):
 
 
 def made(root, steps, *callbacks, form="file"):
-    return treadle.Trainer(
-        accelerator="cpu",
-        max_steps=steps,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[
-            ModelCheckpoint(root, "{step}", monitor="loss", every_n_train_steps=2, save_top_k=-1, format=form),
-            GradientAccumulationScheduler({0: 1}),
-            WeightAveraging(),
-            *callbacks,
-        ],
-    )
+    saver = ModelCheckpoint(root, "{step}", monitor="loss", every_n_train_steps=2, save_top_k=-1, format=form)
+    callbacks = [saver, GradientAccumulationScheduler({0: 1}), WeightAveraging(), *callbacks]
+    return trainer(max_epochs=None, max_steps=steps, enable_checkpointing=True, callbacks=callbacks)
 
 
 FORMS = ["file", "directory"]
@@ -88,10 +79,10 @@ def saved(tmp_path_factory, request):
 
 
 def resume(root, stage, ckpt_path):
-    trainer, data = made(root, 2), Data()
+    run_again, data = made(root, 2), Data()
     with Reads() as reads, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fit: nothing is left to train
-        getattr(trainer, stage)(Task(), datamodule=data, ckpt_path=ckpt_path)
+        getattr(run_again, stage)(Task(), datamodule=data, ckpt_path=ckpt_path)
     assert data.loaded == [{"seen": 3}]
     return reads.hashed, reads.parsed
 
@@ -141,9 +132,9 @@ def test_nothing_of_a_damaged_checkpoint_reaches_anyone(saved, tmp_path, stage):
     content = file.read_bytes()
     assert content.count(b'"seen":3') == 1
     file.write_bytes(content.replace(b'"seen":3', b'"seen":4'))
-    trainer, data = made(tmp_path, 4), Data()
+    run_again, data = made(tmp_path, 4), Data()
     with pytest.raises(ValueError, match=r"state.json is not (the file that|what) was written"):
-        getattr(trainer, stage)(Task(), datamodule=data, ckpt_path=path)
+        getattr(run_again, stage)(Task(), datamodule=data, ckpt_path=path)
     assert data.loaded == []
 
 
@@ -151,15 +142,14 @@ def newest_is_damaged(root):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with Reads() as reads:
-            trainer = made(root, 4)
-            trainer.fit(Task(), datamodule=Data(), ckpt_path="last")
+            resumed = made(root, 4)
+            resumed.fit(Task(), datamodule=Data(), ckpt_path="last")
     skipped = [str(one.message) for one in caught if "skips a checkpoint" in str(one.message)]
-    return str(trainer.ckpt_path), skipped, reads.hashed
+    return str(resumed.ckpt_path), skipped, reads.hashed
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("world", [1, 2])
-def test_all_processes_fall_back_together_and_no_file_is_read_twice(tmp_path, world, form):
+def test_all_processes_fall_back_together_and_no_file_is_read_twice(tmp_path, form):
     made(tmp_path, 4, form=form).fit(Task(), datamodule=Data())
     path = tmp_path / "step=4.ckpt"
     if form == "directory":
@@ -171,7 +161,7 @@ def test_all_processes_fall_back_together_and_no_file_is_read_twice(tmp_path, wo
             file.seek(read_manifest(path).records.entries["data/0"]["at"])
             file.write(b"\x01")
         name, reason = "data/0", "is not what was written"
-    ranks = run(newest_is_damaged, world, tmp_path)
+    ranks = run(newest_is_damaged, 2, tmp_path)
     assert {path for path, _, _ in ranks} == {str(tmp_path / "step=2.ckpt")}
     (said,) = ranks[0][1]  # on rank zero alone
     assert f"step=4.ckpt: {name} {reason}" in said
@@ -190,7 +180,7 @@ def test_a_checkpoint_is_let_go_once_all_is_restored(saved):
         def on_train_start(self, trainer, pl_module):
             held.append(trainer.opened_checkpoint is not None)
 
-    trainer = made(saved.parent / "more", 4, Watch(), ModelPruning("l1_unstructured", amount=0.5))
-    trainer.fit(Task(), datamodule=Data(), ckpt_path=saved / "step=2.ckpt")
+    resumed = made(saved.parent / "more", 4, Watch(), ModelPruning("l1_unstructured", amount=0.5))
+    resumed.fit(Task(), datamodule=Data(), ckpt_path=saved / "step=2.ckpt")
     assert held == [True, False]
-    assert trainer.ckpt_path == str(saved / "step=2.ckpt")
+    assert resumed.ckpt_path == str(saved / "step=2.ckpt")

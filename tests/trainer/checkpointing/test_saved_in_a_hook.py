@@ -1,6 +1,7 @@
 """Checkpoints that a hook makes: a run goes on from each as if it had never stopped, or none is made."""
 
 import pytest
+import quiet
 import torch
 from processes import run
 from torch import nn
@@ -60,13 +61,7 @@ def loader():
 def fit(*callbacks, ckpt_path=None, **flags):
     treadle.seed_everything(5)
     task = Task()
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    trainer = treadle.Trainer(
-        accelerator="cpu",
-        logger=False,
-        callbacks=list(callbacks),
-        **{"max_epochs": 2, "val_check_interval": 4} | quiet | flags,
-    )
+    trainer = quiet.trainer(callbacks=list(callbacks), **{"max_epochs": 2, "val_check_interval": 4} | flags)
     trainer.fit(task, loader(), loader(), ckpt_path=ckpt_path)
     return task, trainer
 
@@ -111,11 +106,6 @@ def test_in_the_middle_of_a_step_none_is_made(tmp_path, hook, accumulate):
     assert not (tmp_path / "c").exists()
 
 
-class Boom(Callback):
-    def on_train_epoch_end(self, trainer, pl_module):
-        raise ArithmeticError
-
-
 def two_processes(root):
     """A step's value that nobody has read yet is in the checkpoint, whatever number of processes goes on."""
     _, trainer = fit(Save("on_step_end", 3, root / "two"), max_epochs=1)
@@ -147,14 +137,6 @@ class SameName(Task):
 
 def test_of_a_name_that_both_log_the_newest_counts(tmp_path):
     stopping = EarlyStopping("loss", check_on_train_epoch_end=True)
-    trainer = treadle.Trainer(
-        accelerator="cpu",
-        logger=False,
-        callbacks=[stopping],
-        max_epochs=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
+    trainer = quiet.trainer(callbacks=[stopping])
     trainer.fit(SameName(), loader(), loader())
     assert trainer.callback_metrics["loss"] == stopping.best_score == 1.0

@@ -1,23 +1,9 @@
 """When a resumed run restores what: its hooks see which states."""
 
-import torch
-from quiet import QUIET
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+import quiet
+from treadle.compat.demos.boring_classes import BoringModel
 
 import treadle
-
-
-class Line(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Counts(treadle.Callback):
@@ -43,8 +29,8 @@ class Counts(treadle.Callback):
 def test_states_of_callbacks_are_restored_after_on_fit_start(tmp_path):
     def fit(epochs, path=None):
         counts = Counts()
-        trainer = treadle.Trainer(accelerator="cpu", max_epochs=epochs, callbacks=[counts], **QUIET)
-        trainer.fit(Line(), DataLoader(TensorDataset(torch.ones(3, 2))), ckpt_path=path)
+        trainer = quiet.trainer(max_epochs=epochs, limit_train_batches=3, callbacks=[counts])
+        trainer.fit(BoringModel(), ckpt_path=path)
         return trainer, counts
 
     trainer, _ = fit(1)

@@ -58,7 +58,7 @@ class LateAccumulation(Accumulation):
     def agree_on_steps(self, *, finite, at_once):
         super().agree_on_steps(finite=finite, at_once=at_once)
         self.always_agree = True
-        self.agreement._on_host = False
+        self.agreement.on_host = False
         self.agreement.immediate = at_once
 
 

@@ -70,7 +70,7 @@ def train_with_none(names, ranks=1, strategy="auto", weights=(False, True), late
         task, broken = Task(weighted), BROKEN[name]
         fitter = trainer(accumulate_grad_batches=k, devices=ranks, strategy=strategy, **flags)
         if late:  # as on accelerators, whose votes are read one step late
-            task.on_train_start = partial(setattr, fitter.accelerator.agreement, "immediate", False)
+            task.on_train_start = partial(setattr, fitter.accelerator.accumulation.agreement, "immediate", False)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fitter.fit(task, DataLoader(range(48), 4, collate_fn=collate_without(broken)))

@@ -232,7 +232,7 @@ def left(world_size, strategy="auto", late=False, **options):
     )
     assert trainer.world_size == world_size
     if late:
-        task.on_train_start = lambda: setattr(trainer.accelerator.agreement, "immediate", False)
+        task.on_train_start = lambda: setattr(trainer.accelerator.accumulation.agreement, "immediate", False)
     # A generator of its own: else one process draws the loader's numbers from those that the task draws from.
     trainer.fit(task, loader(24, 4 // world_size, torch.Generator()))
     buffers = [buffer.tolist() for buffer in task.buffers()]
@@ -272,7 +272,7 @@ def alone_in_leaving(rank, strategy="auto", late=False, **options):
     task = Task([(rank, 0, 3)], **kind)
     trainer = treadle.Trainer(**QUIET, max_epochs=1, strategy=strategy, **options)
     if late:
-        task.on_train_start = lambda: setattr(trainer.accelerator.agreement, "immediate", False)
+        task.on_train_start = lambda: setattr(trainer.accelerator.accumulation.agreement, "immediate", False)
     return refused(lambda: trainer.fit(task, loader()))
 
 

@@ -17,7 +17,7 @@ from torch.utils.serialization import config
 from treadle.engine.checkpoint import OpenCheckpoint, filesystem, is_checkpoint, store
 from treadle.engine.checkpoint.filesystem import TensorFile
 from treadle.engine.checkpoint.manifest import Manifest
-from treadle.engine.checkpoint.one_file import contents, zip_writer
+from treadle.engine.checkpoint.one_file import contents, zip_format
 from treadle.engine.checkpoint.one_file.contents import _Pickler, lay_out, write
 from treadle.trainer.checkpointing import lightning_layout
 
@@ -227,7 +227,7 @@ def deceive(path, monkeypatch, change):
 
 def hidden_pickle(patch):
     """The pickle that torch reads is in no record."""
-    write_all = zip_writer.ZipWriter.add
+    write_all = zip_format.ZipWriter.add
 
     def add(self, name, size, pieces):
         entry = write_all(self, name, size, pieces)
@@ -236,14 +236,14 @@ def hidden_pickle(patch):
             self._gaps.update(b"".join(map(bytes, pieces)))
         return entry
 
-    patch.setattr(zip_writer.ZipWriter, "add", add)
+    patch.setattr(zip_format.ZipWriter, "add", add)
 
 
 def other_place(patch):
     """The zip file's directory leads torch to other bytes than the manifest."""
-    make = zip_writer.make_directory_entry
+    make = zip_format.make_directory_entry
     patch.setattr(
-        zip_writer,
+        zip_format,
         "make_directory_entry",
         lambda path, crc, size, start: make(path, crc, size, start + 64 * path.endswith(b"data/0")),
     )
@@ -401,7 +401,7 @@ class Sparse(io.RawIOBase):
 
 @pytest.mark.exhaustive
 def test_records_beyond_four_gigabytes(tmp_path):
-    from treadle.engine.checkpoint.one_file.zip_reader import MANIFEST_RECORD, read_tail, take_manifest
+    from treadle.engine.checkpoint.one_file.zip_format import MANIFEST_RECORD, read_tail, take_manifest
 
     path, zeros = tmp_path / "large", memoryview(bytes(2**22))
     stream = io.BytesIO()
@@ -415,7 +415,7 @@ def test_records_beyond_four_gigabytes(tmp_path):
 
     _Pickler(stream, Find()).dump({"large": tensor, "after": torch.empty(3, device="meta")})
     sparse = Sparse(path)
-    writer = zip_writer.ZipWriter(sparse)
+    writer = zip_format.ZipWriter(sparse)
     writer.add("data.pkl", len(stream.getvalue()), [stream.getvalue()])
     for name, text in ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")):
         writer.add(name, len(text), [text])

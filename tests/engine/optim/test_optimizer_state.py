@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from treadle.engine.optim.built_options import choose_fused
+from treadle.engine.optim.optimizer_state import choose_fused
 
 from treadle import Accelerator
 

@@ -1,27 +1,39 @@
-"""The last completed optimizer step, kept so that it can be saved if the next one fails."""
+"""Copies of a run's state: of the last completed optimizer step, and of the moment before a validation.
+
+The first is saved if the next step fails, the second is restored if a signal ends the run during the validation.
+"""
 
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...callbacks import Callback
 from ...common.remote_path import AnyPath
-from ...engine import Loader
-from ...engine.checkpoint import ADDED, STATE, CallbackStates, TrainState, store
+from ...engine import random_state, set_random_state
+from ...engine.checkpoint import ADDED, STATE, CallbackStates, encode_part
 from ...engine.checkpoint import save as snapshot
 from ...engine.metrics import metric_state, read_numbers
 from ...strategies import World
-from .before_validation import sum_parameters
+from ...strategies.distributed import local
+from ..core import has_own
 from .trainer_state import collect_callback_states
 
 if TYPE_CHECKING:
-    from ...callbacks import Callback
     from ..core import TaskModule
     from ..loop import Hooks
     from ..trainer import Trainer
+
+_COUNTING = (
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+)
 
 
 class LastStep:
@@ -60,8 +72,8 @@ class LastStep:
             hooks: Dispatch table of the run.
         """
         vars(hooks).update(
-            on_step_end=(*hooks.on_step_end, self.note),
-            on_train_epoch_start=(self.note, *hooks.on_train_epoch_start),
+            on_step_end=(*hooks.on_step_end, self.record),
+            on_train_epoch_start=(self.record, *hooks.on_train_epoch_start),
             on_validation_start=(self._note_validation_start, *hooks.on_validation_start),
         )
 
@@ -80,10 +92,10 @@ class LastStep:
     def _note_validation_start(self) -> None:
         """Record the last step before its validation, because a run that resumes from it repeats the validation."""
         if not self._trainer.sanity_checking:
-            self.note()
+            self.record()
             self._sums = sum_parameters(self._task)  # to detect other weights, such as averages
 
-    def note(self) -> None:
+    def record(self) -> None:
         """Record the state of the run after a complete step."""
         # Called on every process, because a user's object may call collectives in it.
         registered = self._collect_registered()
@@ -97,21 +109,7 @@ class LastStep:
                 None if (b := buffers[name]) is None else b.detach().clone() for buffers, name in self._buffers
             ],
             "groups": [[_copy_options(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
-            "shared": TrainState(
-                schedulers=[copy.deepcopy(scheduler.state_dict()) for scheduler in accelerator.schedulers],
-                scheduler_kinds=snapshot.list_scheduler_kinds(accelerator.schedulers),
-                schedules_built=[built.effective_arguments for built in accelerator.schedules_built],
-                # The loop steps schedulers itself, after real steps only.
-                steps_since=[(0, 0) for _ in accelerator.schedulers],
-                scheduler_advances=[1 for _ in accelerator.schedulers],
-                scaler=None,  # read in `save`, because reading it synchronizes with the device
-                loaders=[_copy_position(loader) for loader in accelerator.loaders if not loader.evaluation],
-                evaluation_loaders=[_copy_position(loader) for loader in accelerator.loaders if loader.evaluation],
-                stream=None if accelerator.stream is None else accelerator.stream.get_state(),
-                reduction_orders=snapshot.list_reduction_orders(accelerator),
-                counts_calls=accelerator.accumulation.counts_calls,
-                registered=registered,
-            ),
+            "shared": snapshot.collect_train_state(accelerator, registered, copied=True),
         }
         self._moving, self._changed, self._sums = False, False, None
 
@@ -127,7 +125,7 @@ class LastStep:
                 states[name] = copy.deepcopy(value.state_dict())
         return states
 
-    def amend(self, callback: Callback, **values: Any) -> None:
+    def update_callback_state(self, callback: Callback, **values: Any) -> None:
         """Update a callback's state in the recorded step, for example the path of a checkpoint that it has saved.
 
         Args:
@@ -148,7 +146,7 @@ class LastStep:
         return {"epoch": self._state["progress"].epoch, "step": self.step}
 
     @property
-    def lost(self) -> str:
+    def unsavable_reason(self) -> str:
         """Reason why the step can no longer be saved; "" if it can."""
         trainer = self._trainer
         if trainer.preemption.abandoned:
@@ -156,7 +154,7 @@ class LastStep:
         if self._changed:
             return "the error occurred after a callback had changed the model or its optimizer and before the next step"
         if self._moving and trainer.progress.step_is_unfinished and trainer.world_size == 1:
-            self.note()  # the step is taken; with several processes this could wait for the others
+            self.record()  # the step is taken; with several processes this could wait for the others
         if self._moving:
             return "the error occurred after the next optimizer step had begun and before it was complete"
         if self._sums is not None and not all(map(torch.equal, self._sums, sum_parameters(self._task))):
@@ -209,7 +207,7 @@ class LastStep:
             shared["registered"]["history"] = trainer.history.state_dict()  # large, so not copied in each step
             shared["scaler"] = None if accelerator.scaler is None else accelerator.scaler.state_dict()
             shared["registered"]["callbacks"]["added"] = hooked.added
-            files |= store.encode_part(STATE, shared)
+            files |= encode_part(STATE, shared)
             files |= snapshot.encode_rank_state(0, state["random"], [])
         # It lacks the other processes' state, so a resume treats it as that of one process.
         info = {**snapshot.run_metadata(accelerator), **trainer.checkpointer.info(state["progress"], task)}
@@ -217,23 +215,13 @@ class LastStep:
         make_save = None
         if trainer.checkpointer.is_one_file(form, [str(path)]):
             make_save = trainer.checkpointer.choose_save(hooked, files, frozen[0] if frozen else ())
-        snapshot.publish(self._alone, path, files, info, make_save=make_save)
+        snapshot.write_and_commit(self._alone, path, files, info, make_save=make_save)
 
 
 def _copy_options(group: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
     }
-
-
-def _copy_position(loader: Loader) -> dict[str, Any]:
-    return _copy_state(loader.state_dict())
-
-
-def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
-    if "loaders" in state:
-        return {**state, "loaders": list(map(_copy_state, state["loaders"]))}
-    return {**state, "source": copy.deepcopy(state["source"])}  # user code may change its state in place
 
 
 def explain_need_of_others(trainer: Trainer) -> str:
@@ -248,3 +236,85 @@ def explain_need_of_others(trainer: Trainer) -> str:
     if trainer.accelerator.checkpointer.save_hooks:
         return "a hook registered with register_save_state_pre_hook may call collectives"
     return ""
+
+
+class BeforeValidation:
+    """Copy of the state that a validation changes, such as RNG state, buffers and metric objects."""
+
+    def __init__(self, trainer: Trainer, task: TaskModule) -> None:
+        self._trainer, self._task = trainer, task
+        stream = trainer.accelerator.stream
+        self._random = random_state()
+        self._drawn = None if stream is None else stream.get_state()
+        self._positions = [
+            (loader, loader.state_dict(), loader.reading_state())
+            for loader in trainer.accelerator.loaders
+            if loader.evaluation
+        ]
+        self._buffers = self._started_buffers = _copy_buffers(task)
+        self._callbacks = copy.deepcopy(collect_callback_states([c for c in trainer.callbacks if _may_count(c)]))
+        self._counts = ExitStack()
+        self._counts.enter_context(metric_state.preserve_counts(metric_state.find(task).values()))
+        self._sums = sum_parameters(task)
+
+    def note_start(self) -> None:
+        """Copy the buffers after the hooks at the validation's start; a hook may have replaced them with averages."""
+        self._started_buffers = _copy_buffers(self._task)
+
+    def discard(self) -> None:
+        """Discard the copy after the validation."""
+        self._counts.pop_all()
+
+    def try_to_leave(self) -> bool:
+        """Let callbacks restore the model's own weights, and return whether they did. Must be called on all ranks."""
+        trainer, task = self._trainer, self._task
+        moved_buffers = _copy_buffers(task)
+        _restore_buffers(self._started_buffers)
+        for callback in trainer.callbacks:
+            callback.leave_validation(trainer, task)
+        changed = not all(before.equal(now) for before, now in zip(self._sums, sum_parameters(task), strict=True))
+        if not trainer.accelerator.world.any(changed):
+            return True
+        for callback in trainer.callbacks:
+            callback.return_to_validation(trainer, task)
+        _restore_buffers(moved_buffers)
+        return False
+
+    def restore(self) -> None:
+        """Restore the copied state, except callback states, whose copies are saved in the next checkpoint."""
+        trainer = self._trainer
+        for entry in () if trainer.metrics.evaluation is None else trainer.metrics.evaluation.entries:
+            if entry.metric is not None:
+                entry.metric.reset()
+        trainer.metrics.evaluation = None
+        self._counts.close()
+        _restore_buffers(self._buffers)
+        for loader, position, reading in self._positions:
+            loader.load_state_dict(position)
+            loader.load_reading_state(reading)
+        if self._drawn is not None:
+            assert trainer.accelerator.stream is not None
+            trainer.accelerator.stream.go_to(self._drawn)
+        set_random_state(self._random)
+        trainer.checkpointer.earlier_callback_states = self._callbacks
+
+
+def _copy_buffers(task: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    return [(buffer, buffer.clone()) for buffer in task.buffers()]
+
+
+def _restore_buffers(copies: list[tuple[Tensor, Tensor]]) -> None:
+    for buffer, before in copies:
+        buffer.copy_(before)
+
+
+def sum_parameters(task: nn.Module) -> list[Tensor]:
+    """Return the sum of this process's shard of each parameter, to detect changes. The sums stay on the device."""
+    parameters = (local(parameter.detach()) for parameter in task.parameters())
+    return [(p.float() if p.element_size() == 1 else p).sum() for p in parameters]  # 8-bit formats cannot be summed
+
+
+def _may_count(callback: Callback) -> bool:
+    """Return whether a callback may have a state that a validation changes; Treadle's callbacks have none."""
+    is_ours = type(callback).__module__.startswith("treadle.")
+    return not is_ours and any(has_own(callback, name, Callback) for name in _COUNTING)

@@ -1,0 +1,31 @@
+"""Checkpoints that are written and read part by part, without the objects of an Accelerator."""
+
+import os
+from pathlib import Path
+
+from treadle.engine.checkpoint import OpenCheckpoint, encode_part, read_manifest
+from treadle.engine.checkpoint.store import DiskSave
+from treadle.strategies.processes import identify_process
+
+DEAD = f"{identify_process().split('-')[0]}-1-1"
+"""A process of this machine that has ended, as it stands in the names of unfinished saves."""
+
+
+def write_part(target, name, state, writer=""):
+    """Write one part next to its target, and return the entries of its files for `commit`."""
+    return DiskSave(target, writer).write(encode_part(name, state))
+
+
+def commit(target, files, info, others=False):
+    DiskSave(target).commit(files, info, others)
+    return Path(os.path.abspath(target))
+
+
+def open_part(path, name):
+    """A part with unread tensors, and its notes; nothing is recovered or verified before."""
+    part = OpenCheckpoint(path, read_manifest(path)).part(name)
+    return part.unread(), part.notes
+
+
+def read_part(path, name):
+    return OpenCheckpoint(path, read_manifest(path)).read_part(name)
