@@ -1,6 +1,5 @@
 """Accelerate's small helpers; expected values are what accelerate 1.15 returns for the same calls."""
 
-
 import numpy as np
 import pytest
 import torch
