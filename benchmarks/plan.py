@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from treadle.strategies import FSDP
-from treadle.tools.plan.decoder import MODELS, Block, Decoder, next_token_loss, tokens
 from treadle.tools.plan.op_costs import Calibration
 from treadle.tools.plan.plan import Plan
 from treadle.tools.plan.simulation import simulate
+from treadle.tools.plan.subject import MODELS, Block, Decoder, next_token_loss, tokens
 
 
 @dataclass(frozen=True, kw_only=True)

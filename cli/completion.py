@@ -84,6 +84,9 @@ def make_parser() -> argparse.ArgumentParser:
         for action in command._actions:
             if action.metavar == "FILE":
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
+            elif action.metavar == "KEY=VALUE":
+                own_settings = registered.list_settings() if hasattr(registered, "list_settings") else []
+                action.choices = sorted({*list_settings(), *own_settings})
     return parser
 
 

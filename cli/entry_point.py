@@ -40,9 +40,10 @@ def load_registered_commands() -> dict[str, Any]:
     """Return the commands that packages register in the entry-point group ``treadle.commands``: modules by name.
 
     A module has a function ``main(arguments)``, which returns the exit status, and a string ``SUMMARY``, which
-    `treadle --help` prints. A function ``build_parser()``, if it has one, is for `treadle completion`, and a function
-    ``run_for_script`` is for `run`: its arguments are those of the command, the program's name, the words of a command
-    line before ``fit``, and ``Model``, ``Data`` and ``defaults`` of `run`.
+    `treadle --help` prints. Further functions are optional: ``build_parser()`` and ``list_settings()``, the completions
+    of its argument with metavar ``KEY=VALUE``, are for `treadle completion`. ``run_for_script`` is for `run`: its
+    arguments are those of the command, the program's name, the words of a command line before ``fit``, and ``Model``,
+    ``Data`` and ``defaults`` of `run`.
     """
     entries = (entry for entry in entry_points(group=_GROUP) if entry.name not in COMMANDS)
     return {entry.name: _load(entry) for entry in entries}

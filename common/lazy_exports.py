@@ -10,11 +10,14 @@ from typing import Any
 
 
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package that lists its exports in a block of imports.
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a module that lists its exports in a block of imports.
 
-    The package exports the names that the imports under ``if TYPE_CHECKING:`` bind. At run time, the module of a name
-    is imported when the name is first used.
+    The module, usually a package, exports the names that the imports under ``if TYPE_CHECKING:`` bind. At run time, the
+    home of a name is imported when the name is first used. Any other name is looked up among the peers' names.
     """
+    anchor = sys.modules[package].__package__
+    # Only for a package does the import system ask for each name of `from module import name`; see `peer_names`.
+    sys.modules[package].__dict__.setdefault("__path__", [])
     loader: Any = sys.modules[package].__spec__.loader  # type: ignore[union-attr]
     file = loader.get_filename(package)
     if not file.endswith(".py"):
@@ -31,12 +34,12 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
         if name not in homes:
             from .peer_names import find_peer_name
 
-            return find_peer_name(package, name, homes)
+            return find_peer_name(package, name, [*homes, *vars(sys.modules[package])])
         home, inner = homes[name]
         if home == ".":
-            value = importlib.import_module(f".{inner}", package)
+            value = importlib.import_module(f".{inner}", anchor)
         else:
-            module = importlib.import_module(home, package)
+            module = importlib.import_module(home, anchor)
             value = getattr(module, inner)
             # Sets all names of that file together, because the import has bound its last component to the file (`main`
             # in `from .main import COMMANDS, main`), so no later lookup of that name would reach this function.

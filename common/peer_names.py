@@ -59,20 +59,6 @@ def _bind_over_submodules(package: Any, names: list[str], find: Callable[[str], 
             setattr(package, entry.name, find(entry.name))
 
 
-def find_peer_names(module: str) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` that adds a peer's missing names to a module of Treadle that also exists in the peer.
-
-    Args:
-        module: ``__name__`` of the module.
-    """
-    sys.modules[module].__dict__.setdefault("__path__", [])  # for `_refuse`
-
-    def __getattr__(name: str) -> Any:
-        return find_peer_name(module, name, _list_public(sys.modules[module]))
-
-    return __getattr__
-
-
 def find_peer_name(module: str, name: str, valid: Any = ()) -> Any:
     """Return Treadle's counterpart of a peer's name, or else Treadle's submodule of that name.
 
@@ -97,12 +83,14 @@ def _import_submodule(module: str, path: str) -> Any:
     roots = ("treadle", "treadle.compat")
     for root in reversed(roots) if module.startswith("treadle.compat") else roots:
         submodule = f"{root}.{path}"
-        if _is_module(submodule):
+        if is_module(submodule):
             return importlib.import_module(submodule)
     return None
 
 
-def _is_module(name: str) -> bool:
+@cache
+def is_module(name: str) -> bool:
+    """Return whether a module can be imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # its package does not exist either
@@ -184,7 +172,7 @@ def _own_module(module: str, path: str) -> Any:
         homes = [f"treadle.{path}"]
     else:
         homes = [f"treadle.compat.{below_fabric}", f"treadle.{below_fabric}"]
-    own = next((home for home in homes if home != module and _is_module(home)), None)
+    own = next((home for home in homes if home != module and is_module(home)), None)
     return None if own is None else importlib.import_module(own)
 
 

@@ -6,7 +6,6 @@ import importlib
 import importlib.metadata
 import operator
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -129,28 +128,6 @@ def is_pynvml_available() -> bool:
 
 def _is_version_installed(package: str, version: str) -> bool:
     return is_installed(package) and compare_versions(package, ">=", version)
-
-
-def is_bitsandbytes_multi_backend_available() -> bool:
-    """Return whether ``bitsandbytes`` is installed and supports devices other than CUDA."""
-    if not is_installed("bitsandbytes"):
-        return False
-    return "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", set())
-
-
-def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function so that calls raise an ImportError if ``torchao`` is not installed."""
-
-    @wraps(func)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if not is_installed("torchao"):
-            raise ImportError(
-                f"{func.__name__} needs the package 'torchao', which is not installed. Run pip install torchao.",
-                name="torchao",
-            )
-        return func(*args, **kwargs)
-
-    return checked
 
 
 def _make_never_available(kind: str) -> Callable[..., bool]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,19 +21,7 @@ __all__ = [
     "MPSAccelerator",
     "find_usable_cuda_devices",
     "get_cpu_stats",
-    "get_mps_stats",
-    "get_nvidia_gpu_stats",
 ]
-
-_QUERIES = {
-    "utilization.gpu": "%",
-    "memory.used": "MB",
-    "memory.free": "MB",
-    "utilization.memory": "%",
-    "fan.speed": "%",
-    "temperature.gpu": "°C",
-    "temperature.memory": "°C",
-}
 
 
 class _Kind(type):
@@ -170,33 +155,6 @@ class AcceleratorConnector:
 
 
 _CLASSES: dict[str, type[Accelerator]] = {kind.kind: kind for kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator)}
-
-
-def get_nvidia_gpu_stats(device: torch.device | str | int) -> dict[str, float]:
-    """Return the utilization, memory, fan speed and temperatures that ``nvidia-smi`` reports for a device.
-
-    Args:
-        device: The device, or its index among the visible devices.
-
-    Returns:
-        Values by name and unit, such as ``"utilization.gpu (%)"``; 0.0 for a value that the device does not report.
-    """
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        raise FileNotFoundError("nvidia-smi is not installed. Use torch.cuda.memory_stats(device) instead.")
-    index = torch.device("cuda", device).index if isinstance(device, int) else torch.device(device).index or 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    identifier = visible[index] if index < len(visible) and visible[index] else str(index)
-    query = f"--query-gpu={','.join(_QUERIES)}"
-    command = [program, query, "--format=csv,nounits,noheader", f"--id={identifier}"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    values = [float(value) if value.strip().replace(".", "", 1).isdigit() else 0.0 for value in answer.split(",")]
-    return {f"{name} ({unit})": value for (name, unit), value in zip(_QUERIES.items(), values, strict=True)}
-
-
-def get_mps_stats() -> dict[str, float]:
-    """Return the statistics of the allocator of Apple's GPU, in bytes."""
-    return read_device_stats(torch.device("mps"))
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:

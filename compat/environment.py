@@ -5,20 +5,14 @@ from __future__ import annotations
 import gc
 import operator
 import os
-import platform
-import re
 import socket
 import subprocess
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import wraps
 from typing import Any, NoReturn
 
 import torch
 
-from ..common.messages import warn
 from ..common.validation import parse_truth
 from ..strategies.distributed import current_place, variables_set
 
@@ -135,44 +129,11 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
     return next((number for key in env_keys if (number := int(os.environ.get(key, -1))) >= 0), default)
 
 
-def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return the names of the libraries that have been imported."""
-    return [name for name in library_names if name in sys.modules]
-
-
-def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    r"""Return a line ``"KEY=value\n"`` for each variable. Skip invalid variables, with a warning."""
-    lines = []
-    for key, value in current_env.items():
-        if key and value and not set(";\n<> ") & set(key + value):
-            lines.append(f"{key}={value}\n")
-        else:
-            warn(
-                f"{key}={value!r} is skipped, because a variable must not be empty or contain ';', '<', '>', spaces "
-                "or line breaks."
-            )
-    return lines
-
-
-def get_current_device_type() -> tuple[str, str]:
-    """Return ``("cuda", "MULTI_GPU")`` on every machine."""
-    return "cuda", "MULTI_GPU"
-
-
 def get_gpu_info() -> tuple[list[str], int]:
-    """Return the names of the machine's GPUs and their number, from ``nvidia-smi``, without initializing CUDA."""
-    names = _query_gpus("name")
+    """Return the names of the GPUs and their number, from ``nvidia-smi``."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    names = subprocess.check_output(command, text=True).strip().splitlines()
     return names, len(names)
-
-
-def get_driver_version() -> str:
-    """Return the version of the NVIDIA driver that ``nvidia-smi`` reports."""
-    return _query_gpus("driver_version")[0]
-
-
-def _query_gpus(field: str) -> list[str]:
-    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
-    return subprocess.check_output(command, text=True).strip().splitlines()
 
 
 def check_cuda_p2p_ib_support() -> bool:
@@ -182,69 +143,6 @@ def check_cuda_p2p_ib_support() -> bool:
     except (OSError, subprocess.CalledProcessError):  # no driver is installed, so there is no objection
         return True
     return count < 2 or not any("RTX 40" in name for name in names)
-
-
-@dataclass
-class CPUInformation:
-    """Rank and world size of this process, on the machine and in the job."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-
-
-def get_cpu_distributed_information() -> CPUInformation:
-    """Return this process's ranks and world sizes from the variables of torchrun, Intel MPI, Open MPI or MVAPICH2."""
-    return CPUInformation(
-        get_int_from_env(["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"], 0),
-        get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1),
-        get_int_from_env(
-            ["LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"], 0
-        ),
-        get_int_from_env(
-            ["LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"], 1
-        ),
-    )
-
-
-def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Decorate a function, or the test methods of a class, to restore variables ``ACCELERATE_*`` after each call."""
-    if not isinstance(func_or_cls, type):
-        return _restore_variables(func_or_cls)
-
-    def wrap_tests(cls: Any) -> None:
-        for name in dir(cls):
-            method = getattr(cls, name)
-            if name.startswith("test") and callable(method) and not hasattr(method, "_restores_variables"):
-                setattr(cls, name, _restore_variables(method))
-
-    wrap_tests(func_or_cls)
-    func_or_cls.__init_subclass__ = classmethod(lambda cls, **_: wrap_tests(cls))  # type: ignore[assignment]
-    return func_or_cls
-
-
-def _restore_variables(function: Callable[..., Any]) -> Callable[..., Any]:
-    def collect() -> dict[str, str]:
-        return {key: value for key, value in os.environ.items() if key.startswith("ACCELERATE_")}
-
-    @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        before = collect()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            for key in collect():
-                del os.environ[key]
-            os.environ.update(before)
-
-    run._restores_variables = True  # type: ignore[attr-defined]
-    return run
-
-
-def env_var_path_add(env_var_name: str, path_to_add: Any) -> str:
-    """Return the value of a path variable, such as ``PYTHONPATH``, with a path appended."""
-    return ":".join([path for path in os.environ.get(env_var_name, "").split(":") if path] + [str(path_to_add)])
 
 
 def is_port_in_use(port: int | None = None) -> bool:
@@ -258,15 +156,6 @@ def get_free_port() -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("", 0))
         return int(listener.getsockname()[1])
-
-
-def check_os_kernel() -> None:
-    """Warn if the Linux kernel is older than 5.5, on which processes may hang."""
-    if platform.system() != "Linux":
-        return
-    version = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2])
-    if version < (5, 5):
-        warn(f"Linux {platform.release()} is older than 5.5, so processes may hang. Upgrade the kernel.")
 
 
 def convert_bytes(size: float) -> str:
@@ -310,17 +199,3 @@ def should_reduce_batch_size(exception: Exception) -> bool:
     if not isinstance(exception, RuntimeError) or len(exception.args) != 1:
         return False
     return any(sign in str(exception.args[0]) for sign in signs)
-
-
-def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing, whatever the arguments are."""
-
-
-def test_launch() -> None:
-    """Create a `PartialState`, to test whether the processes can connect."""
-    from ..engine import PartialState
-
-    PartialState()
-
-
-test_launch.__test__ = False  # type: ignore[attr-defined]

@@ -11,52 +11,21 @@ from typing import Any
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _find_variadic(cls: type) -> tuple[str, str | None, str | None]:
-    """Return the names of ``self``, ``*args`` and ``**kwargs`` in a class's ``__init__``; None for a missing one."""
-    parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
-    positional, keyword = (next((p.name for p in parameters if p.kind == kind), None) for kind in _VARIADIC)
-    return parameters[0].name, positional, keyword
-
-
 def get_init_args(frame: FrameType) -> dict[str, Any]:
     """Return the arguments of the ``__init__`` that runs in a frame, by name; an empty dict for any other frame.
 
     An ``__init__`` that does not refer to ``__class__``, as ``super()`` does, counts as any other frame.
     """
-    return _read_frame(frame)[1]
-
-
-def _read_frame(frame: FrameType) -> tuple[Any, dict[str, Any]]:
     local = inspect.getargvalues(frame).locals
     if "__class__" not in local or frame.f_code.co_name != "__init__":
-        return None, {}
-    cls = local["__class__"]
-    own, positional, keyword = _find_variadic(cls)
-    arguments = {name: local[name] for name in inspect.signature(cls.__init__).parameters}
-    arguments |= arguments.get(keyword or "", {})
-    return local.get(own), {
-        name: value for name, value in arguments.items() if name not in (own, positional, keyword, "__class__")
-    }
-
-
-def collect_init_args(
-    frame: FrameType, path_args: list[dict[str, Any]], inside: bool = False, classes: tuple[type, ...] = ()
-) -> list[dict[str, Any]]:
-    """Append the arguments of the nested ``__init__`` calls around a frame to ``path_args``, and return it.
-
-    The innermost call comes first. A call counts if its method refers to ``__class__``, as ``super()`` does, and its
-    object is of one of ``classes``, if any. Unless ``inside`` is True, frames are skipped until the first such call.
-    """
-    current: FrameType | None = frame
-    while current is not None and current.f_back is not None:
-        instance, arguments = _read_frame(current)
-        if "__class__" in current.f_locals and (not classes or isinstance(instance, classes)):
-            path_args.append(arguments)
-            inside = True
-        elif inside:
-            break
-        current = current.f_back
-    return path_args
+        return {}
+    parameters = list(inspect.signature(local["__class__"].__init__).parameters.values())
+    arguments = {parameter.name: local[parameter.name] for parameter in parameters[1:]}
+    for parameter in parameters:
+        if parameter.kind in _VARIADIC:
+            given = arguments.pop(parameter.name)
+            arguments |= given if isinstance(given, dict) else {}
+    return arguments
 
 
 def save_hyperparameters(

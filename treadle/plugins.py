@@ -1,8 +1,12 @@
 """Plugins for ``Trainer(plugins=...)``."""
 
-from .common.peer_names import find_peer_names
-from .strategies import Precision, TorchSyncBatchNorm
+from __future__ import annotations
 
-__all__ = ["Precision", "TorchSyncBatchNorm"]
+from typing import TYPE_CHECKING
 
-__getattr__ = find_peer_names(__name__)
+from .common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .strategies import Precision, TorchSyncBatchNorm
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,24 +1,20 @@
 """Profilers for ``Trainer(profiler=...)``."""
 
-from .common.peer_names import find_peer_names
-from .engine.profilers import (
-    AdvancedProfiler,
-    PassThroughProfiler,
-    Profiler,
-    PyTorchProfiler,
-    SimpleProfiler,
-    choose_profiler,
-    profile,
-)
+from __future__ import annotations
 
-__all__ = [
-    "AdvancedProfiler",
-    "PassThroughProfiler",
-    "Profiler",
-    "PyTorchProfiler",
-    "SimpleProfiler",
-    "choose_profiler",
-    "profile",
-]
+from typing import TYPE_CHECKING
 
-__getattr__ = find_peer_names(__name__)
+from .common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .engine.profilers import (
+        AdvancedProfiler,
+        PassThroughProfiler,
+        Profiler,
+        PyTorchProfiler,
+        SimpleProfiler,
+        choose_profiler,
+        profile,
+    )
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,9 +1,13 @@
 """Searches for a learning rate and a batch size."""
 
-from .callbacks import _LRFinder
-from .common.peer_names import find_peer_names
-from .trainer.tuning import Tuner
+from __future__ import annotations
 
-__all__ = ["Tuner", "_LRFinder"]
+from typing import TYPE_CHECKING
 
-__getattr__ = find_peer_names(__name__)
+from .common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .callbacks import _LRFinder
+    from .trainer.tuning import Tuner
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

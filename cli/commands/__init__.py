@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from .argument_parser import CommandParser
     from .command_line import print_on_rank_zero, report_error
     from .config_help import describe_target
-    from .printed import dump_yaml
+    from .runs import format_parameter, format_parameters, shorten_keys
     from .stages import Session
-    from .trial_parameters import format_parameter, format_parameters, shorten_keys
+    from .yaml_dump import dump_yaml
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

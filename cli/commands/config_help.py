@@ -14,7 +14,7 @@ from ...trainer import Trainer
 from ...trainer.core import REQUIRED, described, signature
 from ..config import SECTIONS, ConfigError, to_plain
 from ..config.instantiate import Opaque, catalog, describe_annotation, make_default_value
-from .printed import format_word
+from .yaml_dump import format_word
 
 
 def describe_target(target: Any, title: str = "") -> str:

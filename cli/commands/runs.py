@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -14,15 +15,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ...callbacks.reporting import format_duration
+from ...callbacks.reporting import LARGEST, Chart, Points, format_duration, format_number
 from ...common.messages import format_count, nearest, print_unless_closed
 from ...common.remote_path import as_path
 from ...trainer.runs import Run, index
 from ..config import DEFAULT, make_printable
 from ..run_comparison import Comparison, format_value, write_page
 from .argument_parser import CommandParser
-from .terminal_plot import plot
-from .trial_parameters import format_parameters
 
 DESCRIPTION = """\
 List the runs in a folder, latest last, or show one of them with its curves.
@@ -41,6 +40,7 @@ code in them is run."""
 STATES = ("running", "waiting", "finished", "pruned", "failed", "interrupted", "killed", "unreadable")
 _NARROWEST, _WIDEST = 24, 120  # characters in a row
 _LONGEST = 2000  # characters of a line that are shown
+_BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 _WIDEST_CELL = 40  # characters of a value in a comparison; the page shows all
 
 
@@ -201,13 +201,12 @@ def _show(options: argparse.Namespace) -> str:
         "Last values", _format_table({name: format_value(value) for name, value in sorted(run.metrics.items())})
     )
     text = "\n".join(map(_cut, map(make_printable, lines)))
-    ascii = options.ascii or not _can_print("⣿└─│┤")
-    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    bars = _ASCII_BARS if options.ascii or not _can_print(_BARS) else _BARS
     for title, curves in charts.items():
         clean = {make_printable(name): (curve["steps"], curve["values"]) for name, curve in curves.items()}
         missing = sum(curve["missing"] for curve in curves.values())
-        drawn = plot(make_printable(title), clean, max(_NARROWEST, width), ascii=ascii, color=color)
-        text += "\n\n" + drawn + (f"\nnot drawn, because not finite: {missing:,}" if missing else "")
+        text += "\n\n" + draw_curves(make_printable(title), clean, max(_NARROWEST, width), bars)
+        text += f"\nnot drawn, because not finite: {missing:,}" if missing else ""
     return text
 
 
@@ -274,6 +273,55 @@ def _select_charts(charts: dict[str, dict[str, Any]], metrics: list[str] | None)
         title: {name: curve for name, curve in curves.items() if name in metrics} for title, curves in charts.items()
     }
     return {title: curves for title, curves in chosen.items() if curves}
+
+
+def draw_curves(title: str, lines: Mapping[str, Points], width: int = 80, bars: str = _BARS) -> str:
+    """Return a text with one row of bars for each curve, over the optimizer steps, and on the same scale.
+
+    Values that are not finite or are too large are not drawn. ``width`` is the number of characters per row, at least
+    24, and ``bars`` contains the characters from the lowest to the highest bar.
+    """
+    chart = Chart(title, lines)
+    drawn = {name: points for name, points in chart.lines.items() if points[0]}
+    heading = f"{title} (logarithmic)" if chart.logarithmic else title
+    if not drawn:
+        return (
+            f"{heading}: none of {chart.missing:,} values is finite and at most {LARGEST:.0e}"
+            if chart.missing
+            else f"{heading}: no values"
+        )
+    values = [value for _, some in drawn.values() for value in some]
+    if len(drawn) == 1 and not chart.missing and len(values) > 1 and len(set(values)) == 1:
+        return f"{title}: {format_number(values[0])} throughout"
+    ends = {name: f"{format_number(some[0])} to {format_number(some[-1])}" for name, (_, some) in drawn.items()}
+    name_width = min(max(map(len, drawn)), width // 3)
+    columns = max(1, width - name_width - max(map(len, ends.values())) - 6)
+    rows = [
+        f"  {name[:name_width]:<{name_width}}  {_draw_bars(chart, points, columns, bars)}  {ends[name]}"
+        for name, points in drawn.items()
+    ]
+    scale = f"  from {format_number(min(values))} to {format_number(max(values))}"
+    steps = [step for some, _ in drawn.values() for step in some]
+    rows.append(f"{scale}, step {min(steps):,}" + (f" to {max(steps):,}" if len(set(steps)) > 1 else ""))
+    if chart.missing:
+        rows.append(f"not drawn, because not finite or above {LARGEST:.0e}: {chart.missing:,}")
+    return "\n".join([heading, *rows])
+
+
+def _draw_bars(chart: Chart, points: Points, columns: int, bars: str) -> str:
+    heights: dict[int, float] = {}
+    for step, value in zip(*points, strict=True):
+        column, height = min(columns - 1, int(chart.scale_step(step) * columns)), chart.scale_value(value)
+        before = heights.get(column - 1, height)
+        # Of several values in a column, the one that differs most from the column before, so that no peak is lost.
+        if column not in heights or abs(height - before) > abs(heights[column] - before):
+            heights[column] = height
+    text, bar = "", " "
+    for column in range(columns):
+        if column in heights:
+            bar = bars[min(len(bars) - 1, max(0, int(heights[column] * len(bars))))]
+        text += bar
+    return text
 
 
 def _format_section(title: str, lines: list[str]) -> list[str]:
@@ -376,3 +424,29 @@ def _can_print(text: str) -> bool:
     except (UnicodeError, LookupError):
         return False
     return os.environ.get("TERM") != "dumb"
+
+
+def shorten_keys(keys: Iterable[str]) -> dict[str, str]:
+    """Map each dotted key to its last part, such as ``lr`` for ``model.lr``, or to itself if the part is ambiguous."""
+    ends = {key: key.rpartition(".")[2] for key in keys}
+    return {key: end if list(ends.values()).count(end) == 1 else key for key, end in ends.items()}
+
+
+def format_parameters(parameters: Mapping[str, Any]) -> str:
+    """Return the parameters of a trial as one line, such as ``lr=0.003 batch_size=64``."""
+    names = shorten_keys(parameters)
+    return " ".join(f"{names[key]}={format_parameter(value)}" for key, value in parameters.items())
+
+
+def format_parameter(value: Any) -> str:
+    """Return a stored value as text: floats with at most four significant digits, objects with their class name."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if value.startswith('{"class": "'):
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(value)
+            name = arguments.pop("class").rpartition(".")[2]
+            return f"{name}({', '.join(f'{key}={format_parameter(item)}' for key, item in arguments.items())})"
+    return value

@@ -78,7 +78,7 @@ def run(
         )
         return None
     from ..config.instantiate import check
-    from .printed import dump_yaml
+    from .yaml_dump import dump_yaml
 
     checked = check(config, model, data)
     text = dump_yaml(checked.resolve_defaults(), config.secrets, f"{program}, with all defaults")

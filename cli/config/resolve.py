@@ -47,7 +47,7 @@ COMMAND_LINE = "command line"
 MOST_EXPANDED = 100_000
 
 _OPEN = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # two backslashes before it represent one
-_SOURCE = re.compile(r"  # ([^,#]+)[^#]*$")  # in the form that `printed.dump_yaml` writes
+_SOURCE = re.compile(r"  # ([^,#]+)[^#]*$")  # in the form that `yaml_dump.dump_yaml` writes
 _REFERENCE = re.compile(_OPEN.pattern + r"\s*(\.*[^\s${}:'\"()\\]+)\s*\}")
 _RESOLVER = re.compile(_OPEN.pattern + r"\s*([\w.]+)\s*:")
 _VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*(\w+)\s*(?:\}|,)")

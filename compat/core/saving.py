@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
+from ...common.lazy_exports import lazy_exports
 from ...common.messages import name_type, warn
-from ...common.peer_names import find_peer_names
 from ...loggers import plain
 from ...trainer.core.stored_hparams import make_config
 
@@ -105,4 +105,4 @@ def _check_folder(file: _File) -> None:
         raise RuntimeError(f"the folder {folder!r} for {os.fspath(file)!r} does not exist. Create it first.")
 
 
-__getattr__ = find_peer_names(__name__)
+__getattr__ = lazy_exports(__name__)[0]  # the names that the tables have

@@ -26,8 +26,7 @@ from ...strategies.launch import FunctionLaunch, supervisor
 from ...trainer import TaskModule
 from ...trainer.arguments import unpack_plugins
 from ...trainer.core import warn_of_code
-from .task_trainer import TaskTrainer
-from .wrappers import FabricDataLoader, FabricModule, is_wrapped, unwrap
+from .wrappers import FabricDataLoader, FabricModule, TaskTrainer, is_wrapped, unwrap
 
 __all__ = ["Fabric", "is_wrapped", "seed_everything"]
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler
 
-from ...common.peer_names import find_peer_names
+from ...common.lazy_exports import lazy_exports
 
 __all__ = ["UnrepeatedDistributedSampler"]
 
-__getattr__ = find_peer_names(__name__)
+__getattr__ = lazy_exports(__name__)[0]  # the names that the tables have
 
 
 class UnrepeatedDistributedSampler(DistributedSampler[Any]):

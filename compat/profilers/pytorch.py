@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from ...common.peer_names import find_peer_names
+from ...common.lazy_exports import lazy_exports
 from ...engine.profilers import PyTorchProfiler
 
 __all__ = ["PyTorchProfiler", "RegisterRecordFunction"]
@@ -43,4 +43,4 @@ class RegisterRecordFunction:
             self._handles.pop().remove()
 
 
-__getattr__ = find_peer_names(__name__)
+__getattr__ = lazy_exports(__name__)[0]  # the names that the tables have

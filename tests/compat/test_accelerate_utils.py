@@ -1,7 +1,5 @@
 """Accelerate's small helpers; expected values are what accelerate 1.15 returns for the same calls."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -21,14 +19,10 @@ from treadle.utils.dataclasses import (
     RNGType,
 )
 from treadle.utils.environment import (
-    convert_dict_to_env_variables,
-    get_cpu_distributed_information,
     get_int_from_env,
     parse_flag_from_env,
-    purge_accelerate_environment,
     str_to_bool,
 )
-from treadle.utils.launch import PrepareForLaunch, env_var_path_add
 from treadle.utils.memory import should_reduce_batch_size
 from treadle.utils.operations import ConvertOutputsToFp32
 from treadle.utils.other import (
@@ -156,20 +150,6 @@ def test_reading_the_environment(monkeypatch):
     assert (get_int_from_env(["NOT_SET", "B"], 1), get_int_from_env(["NOT_SET"], 1)) == (7, 1)
     with pytest.raises(ValueError, match="'maybe' must be one of y, yes"):
         str_to_bool("maybe")
-    with pytest.warns(UserWarning, match="BAD"):
-        assert convert_dict_to_env_variables({"A": "1", "BAD": "<x"}) == ["A=1\n"]
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert get_cpu_distributed_information().world_size == 4
-    monkeypatch.setenv("PATHS", "/a::/b")
-    assert env_var_path_add("PATHS", "/c") == "/a:/b:/c"
-
-    @purge_accelerate_environment
-    def change():
-        os.environ.update(ACCELERATE_A="no", ACCELERATE_NEW="1")
-
-    change()
-    assert (os.environ["ACCELERATE_A"], "ACCELERATE_NEW" in os.environ) == ("yes", False)
 
 
 def test_small_helpers():
@@ -213,18 +193,3 @@ def test_compiled_regions():
     torch.testing.assert_close(compiled(x), model(x))
     names = [name for name, _ in get_module_children_bottom_up(model, return_fqns=True)]
     assert names == ["layers.0", "layers.1", "layers", "head", ""]
-
-
-def test_a_launched_function_knows_its_rank(monkeypatch):
-    for name in ("LOCAL_RANK", "RANK", "FORK_LAUNCHED"):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setenv("NPROC", "2")
-    monkeypatch.setenv("NODE_RANK", "1")
-    seen = []
-
-    def note(*args):
-        seen.append((args, os.environ["RANK"], os.environ["LOCAL_RANK"]))
-
-    launched = PrepareForLaunch(note, "MULTI_CPU")
-    launched(1, "x")
-    assert seen == [(("x",), "3", "1")]

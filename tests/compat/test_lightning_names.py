@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
-import math
 
 import pytest
 import torch
@@ -16,8 +14,7 @@ from treadle.callbacks.early_stopping import EarlyStoppingReason
 from treadle.callbacks.prediction_writer import WriteInterval
 from treadle.callbacks.timer import Interval
 from treadle.compat.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, find_usable_cuda_devices
-from treadle.compat.callbacks import Checkpoint, SpikeDetection
-from treadle.compat.callbacks.spike import TrainingSpikeException
+from treadle.compat.callbacks import Checkpoint
 from treadle.compat.core import saving
 from treadle.compat.core.hooks import DataHooks, ModelHooks
 from treadle.compat.core.optimizer import LightningOptimizer
@@ -215,69 +212,6 @@ def test_states() -> None:
 # -- callbacks -------------------------------------------------------------------------------------------------------
 
 
-class Leaping(BoringModel):
-    def __init__(self, losses) -> None:
-        super().__init__()
-        self.losses = losses
-
-    def training_step(self, batch, batch_idx):
-        return self(batch).sum() * 0 + self.losses[batch_idx]
-
-
-@pytest.mark.parametrize(
-    ("losses", "options", "at"),
-    [
-        ([1.0, 1.1, 9.0], {}, 2),
-        ([1.0, 9.0, 1.0], {"warmup": 2}, None),
-        ([1.0, 1.1, 9.0], {"atol": 20.0}, None),
-        ([1.0, 0.1, 0.1], {"mode": "max", "rtol": 0.5}, 1),
-        ([1.0, math.nan, 1.0], {}, 1),
-        ([1.0, 1.0, 2.9], {}, None),
-        ([math.nan, 1.0, 1.0], {"warmup": 0}, 0),
-        ([math.nan, 1.0, 9.0], {"warmup": 2}, 2),
-    ],
-)
-def test_spikes_end_a_run_with_a_list_of_batches(losses, options, at, tmp_path) -> None:
-    callback = SpikeDetection(**options)
-    trainer = Trainer(
-        **QUIET,
-        max_epochs=1,
-        limit_train_batches=3,
-        callbacks=callback,
-        default_root_dir=tmp_path,
-        on_nonfinite="ignore",
-    )
-    if at is None:
-        trainer.fit(Leaping(losses), val_dataloaders=[])
-        assert callback.bad_batches == []
-        return
-    with pytest.raises(TrainingSpikeException, match=f"batch {at}"):
-        trainer.fit(Leaping(losses), val_dataloaders=[])
-    assert (
-        json.loads((tmp_path / "skip_batches.json").read_text())
-        == callback.bad_batches
-        == list(range(max(at - 1, 0), at + 1))
-    )
-
-
-def test_the_list_of_batches_keeps_those_of_earlier_runs(tmp_path) -> None:
-    (tmp_path / "skip_batches.json").write_text("[1, 7]")
-    callback = SpikeDetection(exclude_batches_path=tmp_path)
-    trainer = Trainer(**QUIET, max_epochs=1, limit_train_batches=3, callbacks=callback)
-    with pytest.raises(TrainingSpikeException, match="batch 2"):
-        trainer.fit(Leaping([1.0, 1.1, 9.0]), val_dataloaders=[])
-    assert json.loads((tmp_path / "skip_batches.json").read_text()) == [1, 7, 2]
-
-
-def test_a_batch_without_a_loss_has_no_spikes() -> None:
-    class Silent(BoringModel):
-        def training_step(self, batch, batch_idx):
-            return None
-
-    with pytest.raises(ValueError, match="SpikeDetection needs the loss of each batch"), pytest.warns(match="None"):
-        Trainer(**QUIET, max_steps=1, callbacks=SpikeDetection()).fit(Silent(), val_dataloaders=[])
-
-
 def test_why_a_run_was_stopped() -> None:
     class Task(BoringModel):
         def validation_step(self, batch, batch_idx):
@@ -473,7 +407,7 @@ def test_arguments_of_init() -> None:
     class Base(LightningModule):
         def __init__(self, a, *args, b=2, **kwargs):
             super().__init__()
-            self.collected = parsing.collect_init_args(inspect.currentframe(), [])
+            self.own = parsing.get_init_args(inspect.currentframe())
             parsing.save_hyperparameters(self, ignore="b", frame=inspect.currentframe())
 
     class Child(Base):
@@ -481,7 +415,7 @@ def test_arguments_of_init() -> None:
             super().__init__(1, x=3)
 
     child = Child(5, d=6)
-    assert child.collected == [{"a": 1, "b": 2, "x": 3}, {"c": 5, "d": 6}]
+    assert child.own == {"a": 1, "b": 2, "x": 3}
     assert dict(child.hparams) == {"a": 1, "x": 3, "c": 5, "d": 6}
     child.rate = 0.1
     assert (parsing.lightning_getattr(child, "rate"), parsing.lightning_getattr(child, "x")) == (0.1, 3)

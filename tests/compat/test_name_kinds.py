@@ -8,13 +8,11 @@ import torch
 from quiet import QUIET
 from torch import nn
 from treadle.callbacks import Callback
-from treadle.compat.fabric.utilities.spike import SpikeDetection, TrainingSpikeException
 from treadle.compat.plugins import MixedPrecision, Precision
 from treadle.compat.utilities.seed import isolate_rng
 from treadle.compat.utilities.types import OptimizerConfig, OptimizerLRSchedulerConfig
 
 import treadle
-from treadle import Fabric
 
 # Classes of one name in Lightning 2.6.6: where it is a callback of the Trainer, and where it is something else.
 CALLBACKS = {
@@ -37,18 +35,6 @@ def test_a_name_of_two_things(name) -> None:
             kind = getattr(importlib.import_module(f"treadle.compat.{path}"), name)
             assert isinstance(kind, type)
             assert issubclass(kind, Callback) is is_callback, path
-
-
-def test_spikes_in_a_fabrics_loop(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    spikes = SpikeDetection(warmup=1)
-    fabric = Fabric(accelerator="cpu", devices=1, callbacks=spikes)
-    for index, loss in enumerate((1.0, 0.9, 0.8)):
-        fabric.call("on_train_batch_end", fabric=fabric, loss=torch.tensor(loss), batch=None, batch_idx=index)
-    with pytest.raises(TrainingSpikeException):
-        fabric.call("on_train_batch_end", fabric=fabric, loss=torch.tensor(9.0), batch=None, batch_idx=3)
-    assert spikes.bad_batches == [2, 3]
-    assert (tmp_path / "skip_batches.json").exists()
 
 
 def test_types_of_configure_optimizers_can_be_called() -> None:

@@ -59,14 +59,14 @@ def test_type_checkers_find_the_modules_that_have_no_file(built, tmp_path):
     program += """
 import treadle.compat as pl
 from treadle.compat.callbacks.early_stopping import EarlyStopping
-from treadle.compat.callbacks.spike import SpikeDetection
+from treadle.compat.callbacks.progress.tqdm_progress import Tqdm
 from treadle.state import PartialState
 from treadle.utils import gather
 from treadle.utils.operations import gather as same
 
 class Stopping(EarlyStopping):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        print(PartialState().device, gather, same, SpikeDetection())
+        print(PartialState().device, gather, same, Tqdm())
 """
     program += "from treadle.compat.callbacks.nothing import EarlyStopping as Missing\n"  # has no stub
     (tmp_path / "program.py").write_text(program, encoding="utf-8")

@@ -31,6 +31,6 @@ def test_a_shell_completes_their_options(capsys):
 
 
 def test_paths_that_documents_promise():
-    for module, names in {"decoder": "Decoder sizes_of", "plan": "Plan", "simulation": "simulate"}.items():
+    for module, names in {"subject": "Decoder sizes_of", "plan": "Plan", "simulation": "simulate"}.items():
         home = importlib.import_module(f"treadle.tools.plan.{module}")
         assert all(hasattr(home, name) for name in names.split())

@@ -8,7 +8,7 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .counterparts import describe_missing, find_counterpart, find_module, split_peer
-    from .findings import Finding
+    from .differences import Finding
     from .project import Migration, migrate_project
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any, TypeGuard
 
-from ...common.peer_names import Elsewhere, read_names
+from ...common.peer_names import Elsewhere, is_module, read_names
 
 # Sorted by the length of the prefix, longest first: `lightning.pytorch` is not the module `pytorch` of `lightning`.
 _ROOTS = {
@@ -76,7 +75,7 @@ def list_modules(module: PeerModule) -> tuple[str, ...]:
         return ()
     roots = {"treadle": ("treadle",), "compat": ("treadle.compat",), "fabric": ("treadle.compat.fabric", *_OURS)}
     names = (f"{root}.{module.path}".rstrip(".") for root in roots.get(module.peer, _OURS))
-    return tuple(name for name in names if _is_module(name))
+    return tuple(name for name in names if is_module(name))
 
 
 def find_module(module: str) -> str | None:
@@ -183,11 +182,3 @@ def find_dotted(dotted: str) -> str | None:
 
 def _is_ours(value: Any) -> TypeGuard[ModuleType]:
     return isinstance(value, ModuleType) and value.__name__.partition(".")[0] == "treadle"
-
-
-@cache
-def _is_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its package does not exist either
-        return False

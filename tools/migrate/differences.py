@@ -1,4 +1,4 @@
-"""Detection of code that behaves differently in Treadle, according to ``compat/differences.toml``."""
+"""Findings of a migration, and detection of code that behaves differently, according to ``compat/differences.toml``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,26 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import Any
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """Place in a project that requires manual attention.
+
+    Attributes:
+        path: The file's path, as shown in the output. For a cell of a notebook, it ends with the cell's number.
+        line: The line number in the file or cell, from 1; 0 for the whole file.
+        must_change: Whether the program must be changed. If False, the program runs, but behaves differently.
+    """
+
+    path: str
+    line: int
+    text: str
+    must_change: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.text}" if self.line else f"{self.path}: {self.text}"
+
 
 # Forms: Trainer, Trainer(flag), Trainer(flag="value"), .method, .method(flag), def hook, torch.load.
 _SIGN = re.compile(r"(?P<name>(?:def )?\.?\w+(?:\.\w+)?)(?:\((?P<keyword>\w+)(?:=(?P<value>.+))?\))?")

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from .findings import Finding
+from .differences import Finding
 from .python_source import migrate_source
 
 _MAGIC = re.compile(r"\s*(?:[%!?]|[\w, ]+=\s*[%!]|[\w.]+\?{1,2}\s*$)")
@@ -36,13 +36,14 @@ def migrate_notebook(text: str, path: str) -> tuple[str, list[Finding]]:
     program = "".join(f"{source}\n#{_END}{index}\n" for index, (source, _) in enumerate(hidden))
     program, findings = migrate_source(program, path)
     parts = re.split(rf"\n#{_END}\d+\n", program)[:-1]
-    sources = {}
-    for number, (_, magics), part in zip(cells, hidden, parts, strict=True):
-        new = _show_magics(part, magics)
-        if new != _join(cells[number]):
-            sources[number] = new
+    is_changed = False
+    for cell, (_, magics), part in zip(cells.values(), hidden, parts, strict=True):
+        source = _show_magics(part, magics)
+        if source != _join(cell):
+            is_changed = True
+            cell["source"] = source.splitlines(keepends=True) if isinstance(cell["source"], list) else source
     lengths = {number: source.count("\n") + 2 for number, (source, _) in zip(cells, hidden, strict=True)}
-    return _replace_sources(text, notebook, sources), [_name_cell(finding, lengths) for finding in findings]
+    return _dump(notebook, text) if is_changed else text, [_name_cell(finding, lengths) for finding in findings]
 
 
 def _list_cells(notebook: Any) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -102,46 +103,8 @@ def _name_cell(finding: Finding, lengths: dict[int, int]) -> Finding:
     return finding
 
 
-def _replace_sources(text: str, notebook: Any, sources: dict[int, str]) -> str:
-    """Return a notebook's text with new sources, given by cell number. The rest of the text is unchanged."""
-    # JSON contains no quotes outside strings, so these are its strings, in the order of the parsed ones.
-    literals = list(re.finditer(r'"(?:[^"\\]|\\.)*"', text))
-    spans = dict(_locate_sources(notebook))
-    for number, source in sorted(sources.items(), reverse=True):
-        start, count = spans[number]
-        old = literals[start : start + count]
-        raw = {json.loads(literal[0]): literal[0] for literal in old}
-        if "".join(json.loads(literal[0]) for literal in old) != _join(notebook["cells"][number - 1]):
-            raise ValueError(f"a key appears twice in cell {number}")
-        is_list = isinstance(notebook["cells"][number - 1]["source"], list)
-        lines = source.splitlines(keepends=True) if is_list else [source]
-        lead = re.search(r"\s*$", text[: old[0].start()])
-        between = text[old[0].end() : old[1].start()] if count > 1 else f",{lead[0] if lead else ''}"
-        new = between.join(raw.get(line) or json.dumps(line, ensure_ascii=text.isascii()) for line in lines)
-        text = text[: old[0].start()] + new + text[old[-1].end() :]
-    return text
-
-
-def _locate_sources(notebook: Any) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield each cell's number, with the index of its source's first string and the number of the source's strings.
-
-    The index counts all strings in the notebook, including keys.
-    """
-    position = 0
-    for key, value in notebook.items():
-        position += 1
-        if key != "cells":
-            position += _count_strings(value)
-            continue
-        for number, cell in enumerate(value, 1):
-            for name, part in cell.items():
-                position += 1
-                if name == "source":
-                    yield number, (position, _count_strings(part))
-                position += _count_strings(part)
-
-
-def _count_strings(value: Any) -> int:
-    if isinstance(value, dict):
-        return sum(1 + _count_strings(part) for part in value.values())
-    return sum(map(_count_strings, value)) if isinstance(value, list) else int(isinstance(value, str))
+def _dump(notebook: Any, text: str) -> str:
+    """Return a notebook as JSON, formatted like ``text``: Jupyter indents by one space and Colab by two."""
+    indent = re.match(r"\{\r?\n( +)", text)
+    dumped = json.dumps(notebook, ensure_ascii=text.isascii(), indent=len(indent[1]) if indent else None)
+    return dumped + text[len(text.rstrip()) :]

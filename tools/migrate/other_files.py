@@ -6,7 +6,7 @@ import re
 from pathlib import PurePath
 
 from .counterparts import PEER_PACKAGES, describe_missing, find_dotted
-from .findings import Finding
+from .differences import Finding
 
 CONFIGURATIONS = (".yaml", ".yml", ".json", ".jsonnet", ".toml", ".cfg", ".ini", ".gin")
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch", ".mk")

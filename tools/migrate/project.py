@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .findings import Finding
+from .differences import Finding
 from .notebooks import migrate_notebook
 from .other_files import find_requirements, is_text, migrate_text
 from .python_source import mentions_peer, migrate_source

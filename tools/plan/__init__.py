@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .advice import advise
-    from .decoder import Decoder, next_token_loss, sizes_of, tokens
     from .gpus import GPU, detect_gpu, find_gpu
     from .plan import Plan
-    from .report import Schedule, screen
+    from .report import Schedule, advise, screen
     from .simulation import simulate
     from .strategy_facts import facts_of, varied
+    from .subject import Decoder, next_token_loss, sizes_of, tokens
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

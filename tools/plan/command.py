@@ -82,7 +82,7 @@ def build_parser(program: str = "treadle plan") -> argparse.ArgumentParser:
     )
     add("--warmup-steps", type=_parse_count, metavar="N", help="for --lr: steps of the warm-up. Default: 0")
     add("--no-advice", action="store_true", help="plan only the requested run, without advice")
-    add("overrides", nargs="*", metavar="key=value", help="for --config: values that override the files'")
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="for --config: values that override the files'")
     return parser
 
 

@@ -1,7 +1,8 @@
-"""Estimated duration of operations on a GPU."""
+"""Estimated duration of operations and collectives on GPUs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,56 @@ from torch import Tensor
 from torch.utils import flop_counter
 
 from .gpus import GPU
+
+# Microseconds of a call, of a hop within a machine, and of a hop between machines. Source: NCCL's tuning.cc, ring, its
+# protocols Simple and LL128 (the latter within one machine only, because NCCL does not use it on InfiniBand).
+_SIMPLE, _LL128 = (8.4, 3.4, 14.0), (14.0, 1.9, 4.0)
+_LL128_SHARE = 120 / 128  # 8 of 128 bytes are flags
+_TREE_SHARE = 0.92  # share of a ring's bandwidth, from the same file
+# A ring between machines does not use all ports at the same time. torch's inductor measured on H100 machines with RoCE,
+# for 50 MB, the bandwidth of one port, and more for larger messages (torch 2.13, _inductor/comm_analysis.py).
+_PORTS_AT, _PORTS_POWER = 50e6, 0.17
+_FEW_MACHINES = 0.77  # share of it between two machines; it rises to the whole between eight
+
+STEPS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "broadcast": 1}
+"""Number of times that each byte goes around the ring, by kind of collective."""
+
+
+def estimate_collective_seconds(kind: str, size: int, ranks: tuple[int, ...], gpu: GPU) -> float:
+    """Estimate the duration of a collective in seconds, from the time at which all ``ranks`` are ready.
+
+    Rank ``r`` is on machine ``r // gpu.per_machine``. ``size`` is the size of the full tensor in bytes, such as the
+    output of an all-gather.
+    """
+    count = len(ranks)
+    if count == 1:
+        return 0.0
+    machines = len({rank // gpu.per_machine for rank in ranks})
+    around = STEPS[kind]
+    hops, crossing = around * (count - 1), around * (machines - 1) if machines > 1 else 0
+    if machines == 1:
+        forms = [(_SIMPLE, hops, 0, gpu.link), (_LL128, hops, 0, gpu.link * _LL128_SHARE)]
+    else:
+        rate = min(gpu.link, _compute_network_bandwidth(size, machines, count, gpu))
+        forms = [(_SIMPLE, hops - crossing, crossing, rate)]
+        if kind == "all_reduce":  # up a tree and down again: few hops, whereas in a large ring the latency dominates
+            within, between = 2 * (math.ceil(count / machines) - 1), 2 * math.ceil(math.log2(machines))
+            forms.append((_SIMPLE, within, between, rate * _TREE_SHARE))
+    moved = around * (count - 1) / count * size
+    return min(
+        1e-6 * (call + near * inside + far * outside) + moved / rate
+        for (call, near, far), inside, outside, rate in forms
+    )
+
+
+def _compute_network_bandwidth(size: int, machines: int, count: int, gpu: GPU) -> float:
+    """Return the bandwidth of a ring through several machines, in bytes per second."""
+    rate = gpu.network * (_FEW_MACHINES + (1 - _FEW_MACHINES) * min(1.0, (machines - 1) / 7))
+    ports = min(gpu.per_machine, math.ceil(count / machines))
+    if machines > 2 and ports > 1:  # a ring with one rank per machine has one port
+        rate *= min(ports, (max(size, _PORTS_AT) / _PORTS_AT) ** _PORTS_POWER)
+    return rate
+
 
 aten = torch.ops.aten
 
@@ -72,24 +123,10 @@ _CONVOLUTIONS = {aten.convolution, aten._convolution, aten.convolution_backward}
 _SPARSE = {aten.embedding, aten.gather, aten.index_select, aten.nll_loss_forward}
 
 
-def _count_attention_flops(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], products: int) -> int:
-    batch, heads, rows, width = query
-    return products * batch * heads * rows * key[-2] * (width + value[-1])
-
-
-def _count_cpu_forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return _count_attention_flops(query, key, value, 2)
-
-
-def _count_cpu_backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> int:
-    # The scores again, and two products for each of the two forward products.
-    return _count_attention_flops(query, key, value, 5)
-
-
-# torch's attention for the CPU. It has the arguments of the GPU's, the only one whose operations torch counts.
-_FORMULAS: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _count_cpu_forward,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _count_cpu_backward,
+# torch's attention for the CPU, which torch does not count: the formula for a GPU's, and the number of its arguments.
+_FORMULAS: dict[Any, tuple[Callable[..., int], int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: (flop_counter.sdpa_flop_count, 3),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (flop_counter.sdpa_backward_flop_count, 4),
 }
 
 
@@ -99,14 +136,6 @@ def _count_bytes(value: Any) -> int:
     if isinstance(value, list | tuple):
         return sum(_count_bytes(item) for item in value)
     return 0
-
-
-def _to_shapes(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return tuple(value.shape)
-    if isinstance(value, list | tuple):
-        return type(value)(_to_shapes(item) for item in value) if not isinstance(value, torch.Size) else value
-    return value
 
 
 def _get_dtype(value: Any) -> torch.dtype | None:
@@ -125,7 +154,6 @@ class Prices:
         self.calibration = calibration
         self.traffic = calibration.fused if compiled else 1.0
         self.flops = 0
-        self._formulas: dict[Any, Callable[..., int] | None] = {}
         self._free: dict[Any, bool] = {}
 
     def seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, str]:
@@ -168,15 +196,11 @@ class Prices:
         return inputs + _count_bytes(out)
 
     def _count(self, packet: Any, args: Any, kwargs: Any, out: Any) -> int:
-        if packet not in self._formulas:
-            corrected = _FORMULAS.get(packet)
-            self._formulas[packet] = corrected or flop_counter.flop_registry.get(packet)
-        formula = self._formulas[packet]
-        if formula is None:
-            return 0
         if packet in _FORMULAS:
-            return formula(*_to_shapes(args))
-        return int(formula(*args, **kwargs, out_val=out))
+            formula, count = _FORMULAS[packet]
+            return int(formula(*(tensor.shape for tensor in args[:count])))
+        counted = flop_counter.flop_registry.get(packet)
+        return 0 if counted is None else int(counted(*args, **kwargs, out_val=out))
 
 
 def _is_free(func: Any) -> bool:

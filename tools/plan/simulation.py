@@ -14,10 +14,8 @@ from torch.optim import Optimizer
 
 from ...strategies import built_in_place
 from . import simulated_world
-from .clocks import Clocks
-from .collective_costs import estimate_collective_seconds
-from .meter import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, Memory, Meter
-from .op_costs import Prices
+from .meter import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, Clocks, Memory, Meter
+from .op_costs import Prices, estimate_collective_seconds
 from .plan import WAITING, Conditions, Plan
 from .strategy_facts import facts_of
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...cli.commands import print_on_rank_zero, report_error
+from ...cli.commands import CommandParser, print_on_rank_zero, report_error
 from ...cli.config import ConfigError
 from ...common.messages import format_count
 from ...common.optional import require
@@ -19,30 +18,30 @@ if TYPE_CHECKING:
     from . import Sweep
 
 SUMMARY = "run many trials of one configuration, each with different values"
-OPTIONS = {
-    "-c, --config FILE": "the sweep file, YAML",
-    "KEY=VALUE": "set one value: trials=40, processes=4; or a value of the configuration: trainer.max_epochs=3",
-    "--dry-run": "check everything, print the plan, and exit",
-    "-h, --help": "this help",
-}
+DESCRIPTION = """\
+Run many trials of one configuration, each with different values for some of its keys. Each trial is a run,
+NAME/1, NAME/2, ... The same command continues an interrupted sweep. To distribute the trials over several
+machines with a shared file system, run the command on each of them."""
 
 
-def format_usage(program: str = "treadle sweep") -> str:
-    """Return the help text of `treadle sweep`."""
+def build_parser(program: str = "treadle sweep") -> CommandParser:
+    """Return the argument parser of `treadle sweep`. It raises a ValueError for an invalid command line."""
     from . import KEYS
 
-    lines = [f"usage: {program} --config FILE [KEY=VALUE ...]", "", *_DESCRIPTION, "", "options:"]
-    lines += [f"  {option:<18}  {words}" for option, words in OPTIONS.items()]
-    lines += ["", "keys of a sweep file:"]
-    lines += [f"  {key:<18}  {words}" for key, words in KEYS.items()]
-    return "\n".join(lines)
+    keys = "\n".join(f"  {key:<13} {words}" for key, words in KEYS.items())
+    parser = CommandParser(program, f"{DESCRIPTION}\n\nkeys of a sweep file:\n{keys}")
+    parser.add_argument("-c", "--config", action="append", default=[], metavar="FILE", help="the sweep file, YAML")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, and exit")
+    words = "set one value: trials=40, processes=4; or a value of the configuration: trainer.max_epochs=3"
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help=words)
+    return parser
 
 
-_DESCRIPTION = (
-    "Run many trials of one configuration, each with different values for some of its keys. Each trial is a run,",
-    "NAME/1, NAME/2, ... The same command continues an interrupted sweep. To distribute the trials over several",
-    "machines with a shared file system, run the command on each of them.",
-)
+def list_settings() -> list[str]:
+    """Return the keys of a sweep file that `treadle completion` completes."""
+    from . import KEYS
+
+    return [f"{name}=" for name in KEYS if name not in ("config", "parameters")]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -64,10 +63,7 @@ def run_for_script(
     configuration names subclasses of them.
     """
     try:
-        file, overrides, dry = _parse(arguments)
-        if file is None:
-            print_on_rank_zero(format_usage(program))
-            return 0
+        file, overrides, dry = _parse(arguments, program)
         if (current_directory := os.getcwd()) not in sys.path:
             sys.path.insert(0, current_directory)  # so that it can name modules next to the configuration
         from . import read_sweep
@@ -83,38 +79,15 @@ def run_for_script(
         return 128 + signal.SIGINT
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return a parser that describes the command line to `treadle completion`."""
-    from ...cli import completion
-    from . import KEYS
-
-    parser = argparse.ArgumentParser("treadle sweep")
-    parser.add_argument("-c", "--config", metavar="FILE", help=OPTIONS["-c, --config FILE"])
-    parser.add_argument("--dry-run", action="store_true", help=OPTIONS["--dry-run"])
-    own_settings = [f"{name}=" for name in KEYS if name not in ("config", "parameters")]
-    parser.add_argument("settings", nargs="*", choices=sorted({*own_settings, *completion.list_settings()}))
-    return parser
-
-
-def _parse(arguments: Sequence[str]) -> tuple[str | None, list[str], bool]:
-    """Return the sweep file (None if help is requested), the overrides, and whether it is a dry run."""
-    files: list[str] = []
-    overrides: list[str] = []
-    dry, rest = False, list(arguments)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if word in ("-h", "--help"):
-            return None, [], False
-        if name in ("-c", "--config"):
-            if not equals and not rest:
-                raise ConfigError(f"command line: {name} needs a file after it.")
-            files.append(value if equals else rest.pop(0))
-        elif word == "--dry-run":
-            dry = True
-        elif word.startswith("-"):
-            raise ConfigError(f"command line: unknown option {name}. The options are --config, --dry-run and --help.")
-        elif equals or word.startswith("~"):
+def _parse(arguments: Sequence[str], program: str) -> tuple[str, list[str], bool]:
+    """Return the sweep file, the overrides, and whether it is a dry run."""
+    try:
+        options = build_parser(program).parse_intermixed_args(arguments)
+    except ValueError as error:
+        raise ConfigError(f"command line: {error}") from error
+    files, overrides = options.config, []
+    for word in options.settings:
+        if "=" in word or word.startswith("~"):
             overrides.append(word)
         elif word.endswith((".yaml", ".yml")):
             files.append(word)
@@ -122,7 +95,7 @@ def _parse(arguments: Sequence[str]) -> tuple[str | None, list[str], bool]:
             raise ConfigError(f"command line: {word}: expected key.path=value, or a file after --config.")
     if len(files) != 1:
         raise ConfigError(f"command line: expected one sweep file, but got {len(files)}. Pass --config sweep.yaml.")
-    return files[0], overrides, dry
+    return files[0], overrides, options.dry_run
 
 
 def _run(

@@ -26,13 +26,12 @@ from ...common.messages import format_count, print_unless_closed, warn, write_st
 from ...engine.preemption import requeue_job
 from ...trainer.runs import holder, index
 from .assignment import Assignment, follow_scheduler
-from .outcome import End, Outcome, judge
 from .report import Report
 from .study import Study
 from .sweep_file import Sweep
 from .sweep_folder import REPORT, SweepFolder
 from .trial_config import TrialConfigs
-from .workers import Worker, Workers
+from .workers import End, Outcome, Worker, Workers, judge
 
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 _LOOK = 2.0  # seconds between two checks of the trials that other processes run

@@ -25,8 +25,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ...cli.config import ConfigError
 from ...common.messages import nearest
-from .parameters import Choices, Parameter
-from .sweep_file import Choice, Sweep
+from .sweep_file import Choice, Choices, Parameter, Sweep
 
 DATABASE = "study.db"
 JOURNAL = "study.log"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..common.peer_names import find_peer_names
+from ..common.lazy_exports import lazy_exports
 
 MisconfigurationException = ValueError
 """Alias for code that catches errors about invalid values under Lightning's name."""
 
 __all__ = ["MisconfigurationException"]
 
-__getattr__ = find_peer_names(__name__)
+__getattr__ = lazy_exports(__name__)[0]  # the names that the tables have

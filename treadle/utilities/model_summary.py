@@ -1,22 +1,19 @@
 """Names that scripts import from ``lightning.pytorch.utilities.model_summary``."""
 
-from ..common.peer_names import find_peer_names
-from ..compat.layer_summary import (
-    LayerSummary,
-    ModelSummary,
-    get_formatted_model_size,
-    get_human_readable_count,
-    parse_batch_shape,
-    summarize,
-)
+from __future__ import annotations
 
-__all__ = [
-    "LayerSummary",
-    "ModelSummary",
-    "get_formatted_model_size",
-    "get_human_readable_count",
-    "parse_batch_shape",
-    "summarize",
-]
+from typing import TYPE_CHECKING
 
-__getattr__ = find_peer_names(__name__)
+from ..common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from ..compat.layer_summary import (
+        LayerSummary,
+        ModelSummary,
+        get_formatted_model_size,
+        get_human_readable_count,
+        parse_batch_shape,
+        summarize,
+    )
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

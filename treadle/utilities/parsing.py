@@ -1,24 +1,19 @@
 """Names that scripts import from ``lightning.pytorch.utilities.parsing``."""
 
-from ..common.peer_names import find_peer_names
-from ..compat.init_arguments import (
-    collect_init_args,
-    get_init_args,
-    lightning_getattr,
-    lightning_hasattr,
-    lightning_setattr,
-    save_hyperparameters,
-)
-from . import AttributeDict
+from __future__ import annotations
 
-__all__ = [
-    "AttributeDict",
-    "collect_init_args",
-    "get_init_args",
-    "lightning_getattr",
-    "lightning_hasattr",
-    "lightning_setattr",
-    "save_hyperparameters",
-]
+from typing import TYPE_CHECKING
 
-__getattr__ = find_peer_names(__name__)
+from ..common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from ..compat.init_arguments import (
+        get_init_args,
+        lightning_getattr,
+        lightning_hasattr,
+        lightning_setattr,
+        save_hyperparameters,
+    )
+    from ..trainer.core import AttributeDict
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -8,8 +8,8 @@ from ....common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import catalog
-    from .annotation_words import describe_annotation
+    from .annotations import describe_annotation
     from .build import CheckedConfig, check, locate_error
-    from .recipes import Opaque, make_default_value
+    from .buildable import Opaque, make_default_value
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -19,9 +19,8 @@ from ....trainer import Trainer, TrainerSettings, arguments
 from ....trainer.core import DataModule, SchedulerConfig, Signature, TaskModule, signature
 from ..resolve import SECTIONS, Config
 from ..values import DEFAULT, ConfigError, Value
-from .annotation_words import format_value
-from .annotations import Checker
-from .recipes import ObjectRecipe, PlainRecipe, Recipe, make_default_value
+from .annotations import Checker, format_value
+from .buildable import ObjectRecipe, PlainRecipe, Recipe, make_default_value
 
 _ELSEWHERE = {
     "seed_everything": "seed",
@@ -126,33 +125,6 @@ class CheckedConfig:
             {key: section_values.get(key, Value(value, DEFAULT)) for key, value in run.items()}, DEFAULT
         )
         return Value(sections, "")
-
-
-@dataclass(frozen=True)
-class Built:
-    """Objects built from a configuration.
-
-    Attributes:
-        trainer_settings: The Trainer's flags, with callbacks and loggers built.
-        seed: Seed to set before the run. None leaves the RNG state unchanged.
-    """
-
-    trainer_settings: TrainerSettings
-    model: TaskModule
-    data: DataModule | None
-    seed: int | None
-    ckpt_path: str | None
-
-
-def build(config: Config, model: type[TaskModule] | None = None, data: type[DataModule] | None = None) -> Built:
-    """Check a configuration and build all its objects except the Trainer.
-
-    ``model`` and ``data`` are used unless the configuration names subclasses of them.
-    """
-    checked = check(config, model, data)
-    return Built(
-        checked.build_settings(), checked.build_task(), checked.build_datamodule(), checked.seed, checked.ckpt_path
-    )
 
 
 def check(config: Config, model: type[TaskModule] | None = None, data: type[DataModule] | None = None) -> CheckedConfig:

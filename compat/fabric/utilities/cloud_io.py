@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ....common.peer_names import find_peer_names
+from ....common.lazy_exports import lazy_exports
 from ....trainer import load_checkpoint
 
-__getattr__ = find_peer_names(__name__)
+__getattr__ = lazy_exports(__name__)[0]  # the names that the tables have
 
 
 def _load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:

@@ -6,7 +6,6 @@ import inspect
 import re
 import subprocess
 import sys
-import typing
 from pathlib import Path
 from random import Random
 
@@ -14,9 +13,9 @@ import cli_samples
 import pytest
 import torch
 from torch import nn
-from treadle.cli.commands.printed import dump_yaml
+from treadle.cli.commands.yaml_dump import dump_yaml
 from treadle.cli.config.instantiate import build
-from treadle.cli.config.instantiate.recipes import Opaque
+from treadle.cli.config.instantiate.buildable import Opaque
 from treadle.cli.config.resolve import load
 from treadle.cli.config.values import ConfigError, make_value
 from treadle.trainer import settings
@@ -326,11 +325,3 @@ def test_words_of_docstrings():
         described(treadle.Trainer)["limit_val_batches"]
         == "Maximum number (int) or fraction (float) of batches of each validation dataloader. Default: all batches."
     )
-
-
-def test_build_is_whole():
-    found = build.build(load([], earlier=("f", "model: cli_samples.Line\ndata: cli_samples.Points\nseed: 4\n")))
-    assert isinstance(found.model, cli_samples.Line)
-    assert isinstance(found.data, cli_samples.Points)
-    assert (found.seed, found.ckpt_path, found.trainer_settings) == (4, None, treadle.TrainerSettings())
-    assert typing.get_type_hints(type(found))

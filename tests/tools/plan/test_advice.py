@@ -9,11 +9,10 @@ import pytest
 import torch
 from treadle.strategies import DDP, FSDP
 from treadle.tools.plan import varied
-from treadle.tools.plan.advice import advise, format_size
-from treadle.tools.plan.decoder import Decoder, Sizes, next_token_loss, tokens
 from treadle.tools.plan.gpus import GPU
-from treadle.tools.plan.report import Schedule, draw_curve, format_duration, format_rounded, screen
+from treadle.tools.plan.report import Schedule, advise, draw_curve, format_duration, format_rounded, format_size, screen
 from treadle.tools.plan.simulation import simulate
+from treadle.tools.plan.subject import Decoder, Sizes, next_token_loss, tokens
 
 from treadle.__main__ import main
 

@@ -282,7 +282,7 @@ def test_a_value_that_is_looked_at_is_named(curious):
 
 
 def test_a_stream_waits_for_another():
-    from treadle.tools.plan.clocks import Clocks
+    from treadle.tools.plan.meter import Clocks
 
     clocks = Clocks()
     other = clocks.Stream(priority=-1)
@@ -303,8 +303,8 @@ def test_a_stream_waits_for_another():
 
 
 def test_a_ring_within_a_machine_is_faster_than_between_machines():
-    from treadle.tools.plan.collective_costs import estimate_collective_seconds
     from treadle.tools.plan.gpus import find_gpu
+    from treadle.tools.plan.op_costs import estimate_collective_seconds
 
     gpu, size = find_gpu("h100"), 400_000_000
     inside = estimate_collective_seconds("all_gather", size, tuple(range(8)), gpu)

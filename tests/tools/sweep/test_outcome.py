@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from treadle.tools.sweep.outcome import OUTPUT, End, judge
+from treadle.tools.sweep.workers import OUTPUT, End, judge
 from treadle.trainer.runs import RunFolder
 
 OBJECTIVE = {"objective": {"metric": "val_loss", "value": 0.5, "mode": "min"}, "steps": 7}

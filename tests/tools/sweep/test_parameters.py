@@ -4,7 +4,7 @@ import math
 
 import pytest
 from treadle.cli.config import Value, make_value
-from treadle.tools.sweep.parameters import Choices, Range, parse_parameters
+from treadle.tools.sweep.sweep_file import Choices, Range, parse_parameters
 
 
 def parse(space):

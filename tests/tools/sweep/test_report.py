@@ -7,11 +7,9 @@ from pathlib import Path
 import optuna
 import pytest
 from treadle.cli.config import Value
-from treadle.tools.sweep.charts import Axis, color_by_rank
-from treadle.tools.sweep.parameters import Choices, Parameter, Range
-from treadle.tools.sweep.report import Report
+from treadle.tools.sweep.report import Axis, Report, color_by_rank
 from treadle.tools.sweep.study import Study, open_trial
-from treadle.tools.sweep.sweep_file import read_sweep
+from treadle.tools.sweep.sweep_file import Choices, Parameter, Range, read_sweep
 from treadle.trainer.runs import RunFolder
 
 TEXT = """

@@ -6,8 +6,7 @@ import signal
 import sys
 
 import pytest
-from treadle.tools.sweep.outcome import OUTPUT
-from treadle.tools.sweep.workers import Workers, share_gpus
+from treadle.tools.sweep.workers import OUTPUT, Workers, share_gpus
 
 SHOW = "import json, os, sys; json.dump(dict(os.environ), sys.stdout)"
 
