@@ -28,7 +28,7 @@ def tracked() -> dict[str, Path]:
             home = home.rpartition(".")[0]
         folder = folders[home] + package.removeprefix(home).replace(".", "/")
         listed = subprocess.run(
-            ["git", "ls-files", f"{folder}/*.py", f"{folder}/py.typed", f"{folder}/*.toml"],
+            ["git", "ls-files", *(f"{folder}/{name}" for name in ("*.py", "py.typed", "*.toml", "*.css", "*.js"))],
             cwd=ROOT,
             capture_output=True,
             text=True,

@@ -50,12 +50,6 @@ class Summary:
 
     Attributes:
         layers: Rows of the table.
-        layer_names: Path of each row's module in the model; ``(own)`` for the model's own parameters.
-        layer_types: Class names of the modules.
-        param_nums: Number of parameters in each row.
-        training_modes: Mode of each module: True for training mode.
-        in_sizes, out_sizes: Shapes of the modules' inputs and outputs.
-        flop_counts: Number of FLOPs of each row, by name.
         measured: Whether the model was successfully run with its example input.
         total_parameters, trainable_parameters: Total number of parameters and number of trainable parameters. A sharded
             parameter counts in full. A parameter that several modules share counts once. Lazy parameters are not
@@ -77,13 +71,6 @@ class Summary:
 
     def __init__(self, module: nn.Module, layers: list[Part], total_flops: int, measured: bool) -> None:
         self.layers = layers
-        self.layer_names = [row.name for row in layers]
-        self.layer_types = [row.type for row in layers]
-        self.param_nums = [row.parameters for row in layers]
-        self.training_modes = [row.training for row in layers]
-        self.in_sizes = [row.in_size for row in layers]
-        self.out_sizes = [row.out_size for row in layers]
-        self.flop_counts = {row.name: row.flops or 0 for row in layers}
         self.total_flops = total_flops
         self.measured = measured
         parameters = list(module.parameters())
@@ -97,6 +84,41 @@ class Summary:
         self._sharded = any(map(is_sharded, parameters))
         modes = [part.training for part in module.modules()][1:]
         self.total_training_modes = {"train": modes.count(True), "eval": modes.count(False)}
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Path of each row's module in the model; ``(own)`` for the model's own parameters."""
+        return [part.name for part in self.layers]
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Class names of the modules."""
+        return [part.type for part in self.layers]
+
+    @property
+    def param_nums(self) -> list[int]:
+        """Number of parameters in each row."""
+        return [part.parameters for part in self.layers]
+
+    @property
+    def training_modes(self) -> list[bool]:
+        """Mode of each module: True for training mode."""
+        return [part.training for part in self.layers]
+
+    @property
+    def in_sizes(self) -> list[Any]:
+        """Shapes of the modules' inputs."""
+        return [part.in_size for part in self.layers]
+
+    @property
+    def out_sizes(self) -> list[Any]:
+        """Shapes of the modules' outputs."""
+        return [part.out_size for part in self.layers]
+
+    @property
+    def flop_counts(self) -> dict[str, int]:
+        """Number of FLOPs of each row, by name."""
+        return {part.name: part.flops or 0 for part in self.layers}
 
     def columns(self) -> list[tuple[str, list[str]]]:
         """Return the columns of the table: pairs of a header and its cells."""

@@ -682,7 +682,7 @@ class GradientState:
         if accelerator is None or micro is None:
             return get_running_loader()
         loaders: list[Loader] = accelerator.loaders
-        return next((loader for loader in loaders if loader._micro is micro), None)
+        return next((loader for loader in loaders if loader.is_at(micro)), None)
 
     @property
     def dataloader_references(self) -> list[Any]:

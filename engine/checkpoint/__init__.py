@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .manifest import MANIFEST, CheckpointNotFoundError, Manifest, check_files, is_checkpoint, read_manifest
     from .model_check import check_frozen, compare_names, compute_digests, find_not_finite, read_frozen_note
     from .one_file import is_checkpoint_file, lay_out
-    from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together
+    from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together, read_part
     from .parts import encode_part, has_part
     from .safetensors_file import (
         FilePiece,

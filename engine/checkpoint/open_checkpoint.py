@@ -243,6 +243,11 @@ def find_first_intact(world: World, candidates: Iterator[OpenCheckpoint], skippe
             return candidate
 
 
+def read_part(path: Path | str, name: str) -> Any:
+    """Return one part of a committed checkpoint with its tensors in memory. Only what is read is verified."""
+    return OpenCheckpoint(Path(path), read_manifest(path)).read_part(name)
+
+
 def _run_on_every_rank(world: World | None, work: Callable[[], T]) -> list[T]:
     """Run a function on every process, or only on this one if ``world`` is None; return the results in rank order.
 

@@ -374,6 +374,7 @@ class JointLoader(Loader):
     """
 
     _plan: JointBatches  # type: ignore[assignment]
+    _reader: JointBatches  # type: ignore[assignment]
 
     def _prepare(self, source: Any, world: World, shard: bool, accumulate: Callable[[], int], split: bool) -> None:
         if any(isinstance(dataloader, Loader) for dataloader in source.flattened):

@@ -3,9 +3,11 @@
 import os
 from pathlib import Path
 
-from treadle.engine.checkpoint import OpenCheckpoint, encode_part, read_manifest
+from treadle.engine.checkpoint import OpenCheckpoint, encode_part, read_manifest, read_part
 from treadle.engine.checkpoint.store import DiskSave
 from treadle.strategies.processes import identify_process
+
+__all__ = ["DEAD", "commit", "open_part", "read_part", "write_part"]
 
 DEAD = f"{identify_process().split('-')[0]}-1-1"
 """A process of this machine that has ended, as it stands in the names of unfinished saves."""
@@ -25,7 +27,3 @@ def open_part(path, name):
     """A part with unread tensors, and its notes; nothing is recovered or verified before."""
     part = OpenCheckpoint(path, read_manifest(path)).part(name)
     return part.unread(), part.notes
-
-
-def read_part(path, name):
-    return OpenCheckpoint(path, read_manifest(path)).read_part(name)

@@ -270,7 +270,7 @@ def environment(run: Run) -> dict[str, str]:
     Raises:
         ValueError: If the file with this record exists but cannot be read.
     """
-    entries = _read_if_present(run, ENVIRONMENT, _read_json, {})
+    entries: dict[str, Any] = _read_if_present(run, ENVIRONMENT, _read_json, {})
     return {str(name): str(value) for name, value in entries.items()}
 
 
