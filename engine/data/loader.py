@@ -565,7 +565,7 @@ class Loader:
             "epochs": plan.draws.epochs(),
             "samplers": plan.draws.sampler_states(),
             "own": plan.planner.shares is not None,
-            **self._reader.state_dict(drawn),
+            **self._reader.describe_position(drawn),
             **({"first": self._first} if self._repeats else {}),
         }
 
@@ -583,7 +583,7 @@ class Loader:
             self.epoch = state["epoch"]  # the loader now has another sampler, and its own order
             return
         self.check(state)
-        self._reader.load_state_dict(state)
+        self._reader.resume_at(state)
         if not self.evaluation:
             self.compare_epoch(state)
         plan.draws.load_private(state["generators"])

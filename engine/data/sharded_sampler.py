@@ -319,19 +319,22 @@ class ShardedBatches:
         within = getattr(self.sampler, "sampler", None) if self.batched and not self.plain else None
         return type(self.sampler).__name__ + ("" if within is None else f"({type(within).__name__})")
 
-    def state_dict(self, drawn: Draw | None) -> dict[str, Any]:
-        """Return the sampler's name, and the number and a digest of the epoch's first indices up to the position."""
+    def describe_position(self, drawn: Draw | None) -> dict[str, Any]:
+        """Return the sampler's name, and the number and a digest of the epoch's first indices up to the position.
+
+        It is not named ``state_dict``, which torchdata's StatefulDataLoader calls on its batch sampler.
+        """
         summary, first = self._expected, self._first_indices[: min(self.position.samples, _COMPARED)]
         if summary is None and first and self.position.order is not None:
             summary = len(first), digest(first)
         return {"source": None, "workers": None, "sampler": self.sampler_name, "first_indices": summary}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Prepare for the epoch that a state returned by `state_dict` belongs to; see `expect_order`."""
+    def resume_at(self, state: dict[str, Any]) -> None:
+        """Prepare for the epoch that a state returned by `describe_position` belongs to; see `expect_order`."""
         self._expected, self._first_indices = None, []
 
     def expect_order(self, state: dict[str, Any]) -> None:
-        """Compare the next epoch's first indices with those of a state returned by `state_dict`."""
+        """Compare the next epoch's first indices with those of a state returned by `describe_position`."""
         self._expected = state["first_indices"]
 
     def _compare_order(self) -> None:

@@ -462,7 +462,7 @@ class StreamedBatches:
                 "load_state_dict, or resume from the end of an epoch."
             )
 
-    def state_dict(self, drawn: Draw | None) -> dict[str, Any]:
+    def describe_position(self, drawn: Draw | None) -> dict[str, Any]:
         """Return the position of the source, the state that its workers were started from, and a digest of the epoch.
 
         ``drawn`` holds the draws made for the last batch. The state after them is returned as the stream's state; with
@@ -471,8 +471,8 @@ class StreamedBatches:
         state = {"source": self._read_state(drawn), "workers": self.workers, "sampler": None, "first_indices": None}
         return state if self.position.order is None else {**state, "first_digest": self.first_digest}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Start the next iteration at a position returned by `state_dict`.
+    def resume_at(self, state: dict[str, Any]) -> None:
+        """Start the next iteration at a position returned by `describe_position`.
 
         Without a state of the source, the epoch is read again up to the position.
         """

@@ -104,14 +104,14 @@ class UserBatches:
                 "within an epoch therefore reads the epoch's batches again, up to its position."
             )
 
-    def state_dict(self, drawn: Draw | None) -> dict[str, Any]:
+    def describe_position(self, drawn: Draw | None) -> dict[str, Any]:
         """Return the plan's state and the states at the beginning of the epoch, unless the position is enough."""
         start = {} if self.reads_again is False else {"start": self.start_state}
-        return {**self._plan.state_dict(drawn), **start}
+        return {**self._plan.describe_position(drawn), **start}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`, which is part of ``state``."""
-        self._plan.load_state_dict(state)
+    def resume_at(self, state: dict[str, Any]) -> None:
+        """Restore the result of `describe_position`, which is part of ``state``."""
+        self._plan.resume_at(state)
         self.start_state = state.get("start")
         if "start" not in state:  # an epoch before the checkpoint has shown that the position is enough
             self.reads_again = False
