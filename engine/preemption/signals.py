@@ -235,20 +235,20 @@ class Preemption:
     def _set_interruptible(self, interruptible: bool) -> None:
         watchdog = self._accelerator.watchdog
         if watchdog is not None:
-            watchdog.interruptible = interruptible
-            watchdog.interrupted = False
+            watchdog.exit.interruptible = interruptible
+            watchdog.exit.interrupted = False
 
     def _interruption(self) -> int | None:
         """Return a rank that has ended while this rank waits to leave after a signal; else None."""
         watchdog = self._accelerator.watchdog
-        return watchdog.ended if watchdog is not None and watchdog.interruptible else None
+        return watchdog.exit.ended if watchdog is not None and watchdog.exit.interruptible else None
 
     def _raise_interruption(self) -> None:
         """Raise `PeerFailed` if `_interruption` returns a rank, because this rank's step cannot finish without it."""
         rank, watchdog = self._interruption(), self._accelerator.watchdog
         if rank is None or watchdog is None:
             return
-        watchdog.interrupted = True
+        watchdog.exit.interrupted = True
         if not (self._held or self._failing):
             self._failing = True
             raise PeerFailed(
@@ -260,7 +260,7 @@ class Preemption:
             return
         self._at_once = False  # another signal must not interrupt the cleanup
         if self._accelerator.watchdog is not None:
-            self._accelerator.watchdog.awaits_others = False
+            self._accelerator.watchdog.exit.awaits_others = False
         # Other ranks may not get the signal.
         self._speaks = self._accelerator.world.claim("leaves before the first step")
         if self._speaks:

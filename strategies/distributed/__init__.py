@@ -39,10 +39,12 @@ if TYPE_CHECKING:
         distributed_type,
         open_world,
     )
+    from .rank_exit import HUNG
     from .retry import DONE, RETRY, Attempts
     from .tracebacks import PeerFailed, format_error, hide_frames
+    from .training_clock import name_phase
     from .waiting_call import DistributedOperationException
-    from .watchdog import HUNG, Watchdog, name_phase, watch
+    from .watchdog import Watchdog, watch
     from .world import World
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -15,7 +15,6 @@ from ..processes import die_with_parent, open_scratch
 from . import process_group
 from .devices import Devices, device_of, device_type, parse_devices
 from .launch_environment import LaunchEnvironment
-from .watchdog import dismiss
 from .world import World
 
 
@@ -146,8 +145,7 @@ def backend_of(world: World) -> str | None:
 
 def disconnect() -> None:
     """Stop the watchdog and destroy the process group, if there is one."""
-    dismiss()
-    process_group.forget_groups()
+    process_group.prepare_disconnect()
     if dist.is_initialized():
         process_group.await_gloo_threads()
         dist.destroy_process_group()

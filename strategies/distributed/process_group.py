@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from ...common.open_files import allow_open_files
 from ..processes import name_gloo_interface, read_stat
 from .launch_environment import LaunchEnvironment
 from .tracebacks import forget_store, report_uncaught
-from .watchdog import dismiss
 
 # Groups of all processes that Worlds created for threads running alongside the training, and no longer use, with their
 # timeouts.
@@ -36,6 +36,7 @@ _CONNECTING = timedelta(seconds=30)
 _OTHER_FILES = 512  # open files of the datasets, the data workers and the libraries
 
 _protected: list[bool] = []  # contains one entry once forks are protected
+_at_disconnect: list[Callable[[], None]] = []
 
 
 def connect(
@@ -263,10 +264,21 @@ def _meet(address: tuple[str, int], rank: int, timeout: timedelta) -> dist.TCPSt
         ) from None
 
 
+def on_disconnect(callback: Callable[[], None]) -> None:
+    """Call a function once, before the process group and its store end."""
+    _at_disconnect.append(callback)
+
+
+def prepare_disconnect() -> None:
+    """Call the functions that wait for the end of the process group, and discard what belongs to it."""
+    while _at_disconnect:
+        _at_disconnect.pop()()
+    forget_groups()
+
+
 def disconnect(store: dist.Store | None = None) -> None:
     """Destroy the process group, so that the next `connect` creates a new one. After an uncaught error, keep it."""
-    dismiss()
-    forget_groups()
+    prepare_disconnect()
     forget_store()
     await_gloo_threads()
     # After an uncaught exception the other ranks may have ended, and a backend's shutdown would wait for them.

@@ -21,8 +21,8 @@ from ...common.validation import choose
 from . import process_group
 from .launch_environment import DebugEnvironment
 from .tracebacks import PeerFailed
+from .training_clock import progress
 from .waiting_call import check_marks, mark_call, mark_exchange
-from .watchdog import progress
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,

@@ -36,7 +36,7 @@ def end_at_once(status: int) -> None:
     for child in multiprocessing.active_children():  # data workers
         child.kill()
     run_briefly(sys.stdout.flush)
-    run_briefly(scratch.leave)
+    run_briefly(scratch.remove_files)
     os._exit(status)
 
 

@@ -118,7 +118,7 @@ def forget_unfinished(directory: Path) -> None:
             link.unlink()
 
 
-def leave() -> None:
+def remove_files() -> None:
     """Remove this process's folder and, if this is the last process of its job, all files that the job left.
 
     Unfinished directories remain until the last process leaves, because other processes may still write into them.
@@ -145,7 +145,7 @@ def leave() -> None:
 def _leave_at_exit() -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rest takes a moment and must be completed
-    leave()
+    remove_files()
 
 
 def leave_on_sigterm() -> None:
@@ -162,7 +162,7 @@ def leave_on_sigterm() -> None:
 def end_by_signal(number: int, frame: FrameType | None) -> None:
     """Remove this process's folder, and end the process as the signal does by default."""
     signal.signal(number, signal.SIG_IGN)
-    leave()
+    remove_files()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
 

@@ -116,7 +116,7 @@ class Stage:
                 leave_on_sigterm()
                 exits = isinstance(error, SystemExit) and not isinstance(error, Preempted)
                 if exits and trainer.accelerator.watchdog is not None:
-                    trainer.accelerator.watchdog.awaits_others = False  # the others may wait for this rank forever
+                    trainer.accelerator.watchdog.exit.awaits_others = False  # the others may wait for this rank forever
                 trainer.preemption.note_failure()
                 self._call_on_exception(error)
                 raise

@@ -10,7 +10,7 @@ from processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.engine import Preempted
-from treadle.strategies.distributed import watchdog
+from treadle.strategies.distributed.training_clock import progress
 
 import treadle
 
@@ -28,7 +28,7 @@ def train(folder, number=None, rank=0, strategy="auto", accumulate=1, watches=Tr
     )
     first = accelerator.load_state(folder)["epoch"] if os.path.isdir(folder) else 0
     losses, status = [], None
-    exchanges = watchdog.progress.entered
+    exchanges = progress.entered
     try:
         with accelerator.preemptible(**options) as preemption:
             for _epoch in range(first, EPOCHS):
@@ -45,7 +45,7 @@ def train(folder, number=None, rank=0, strategy="auto", accumulate=1, watches=Tr
                     if watches and preemption.should_stop():
                         accelerator.save_state(folder)
                         preemption.leave()
-        exchanges = watchdog.progress.entered - exchanges
+        exchanges = progress.entered - exchanges
     except (Preempted, KeyboardInterrupt) as error:
         status = getattr(error, "code", 130)
     return {"status": status, "losses": losses, "steps": accelerator.steps, "drawn": torch.rand(()).item()}, exchanges

@@ -12,7 +12,8 @@ import torch
 from processes import clean_environment, programs, run, script
 from strikes import FaultCell, strike
 from torch.distributed import HashStore
-from treadle.strategies.distributed.watchdog import Watchdog, describe_phase, dismiss, stack_of, watch
+from treadle.strategies.distributed.training_clock import collect_frames, describe_phase
+from treadle.strategies.distributed.watchdog import Watchdog, dismiss, watch
 from treadle.strategies.distributed.world import World
 
 import treadle
@@ -76,11 +77,11 @@ def test_a_new_limit_applies_to_the_running_watchdog_in_full():
     world = World()
     try:
         watchdog = watch(world, 100.0)
-        assert (watchdog.limit, watchdog.period, watchdog.awaits_others) == (100.0, 1.0, True)
+        assert (watchdog.clock.limit, watchdog.clock.period, watchdog.exit.awaits_others) == (100.0, 1.0, True)
         assert watch(world, 2.5) is watchdog
-        assert (watchdog.limit, watchdog.period, watchdog.awaits_others) == (2.5, 0.5, True)
+        assert (watchdog.clock.limit, watchdog.clock.period, watchdog.exit.awaits_others) == (2.5, 0.5, True)
         assert watch(world, None) is watchdog
-        assert (watchdog.strict, watchdog.awaits_others) == (False, False)
+        assert (watchdog.clock.strict, watchdog.exit.awaits_others) == (False, False)
     finally:
         dismiss()
 
@@ -126,15 +127,15 @@ def slow_alone():
     """Return the phase after the ranks have worked alone, and then exchanged, for twice the limit each."""
     accelerator = treadle.Accelerator(cpu=True)
     assert accelerator.watchdog is not None
-    assert not accelerator.watchdog.strict
+    assert not accelerator.watchdog.clock.strict
     accelerator.gather(torch.ones(1))  # the first one connects the ranks, which takes its time on a busy machine
-    accelerator.watchdog.limit = 1.5
+    accelerator.watchdog.clock.limit = 1.5
     time.sleep(2.5)  # nobody waits
     end = time.monotonic() + 2.5
     while time.monotonic() < end:  # exchanges are progress
         accelerator.gather(torch.ones(1))
         time.sleep(0.1)
-    return describe_phase(stack_of(threading.main_thread()))
+    return describe_phase(collect_frames(threading.main_thread()))
 
 
 def test_by_default_only_those_that_wait_for_others_are_held_to_the_limit():
@@ -201,9 +202,9 @@ def test_an_end_while_the_watchdog_asks_is_no_alarm(tmp_path, monkeypatch):
     store.set("1 has ended", "")
     watchdog = Watchdog(types.SimpleNamespace(rank=0, size=2), 30.0, False, store)
     assert store.asked.wait(10)
-    leaving = threading.Thread(target=watchdog.leave)
+    leaving = threading.Thread(target=watchdog.stop)
     leaving.start()
-    assert watchdog._alarmed.wait(10)  # `leave` wakes the exchange by it
+    assert watchdog._alarmed.wait(10)  # `stop` wakes the exchange by it
     store.go_on.set()
     leaving.join()
     assert store.alarms == 0

@@ -88,7 +88,7 @@ def test_the_last_rank_to_leave_removes_what_the_others_left(alone, root, tmp_pa
     own = tmp_path / ".own.part"
     own.mkdir()
     scratch.note_unfinished(own)
-    scratch.leave()
+    scratch.remove_files()
     assert (tmp_path / ".last.part").exists() == (not alone)
     assert own.exists() == (not alone)  # the other may be writing into it
     assert root.exists() == (not alone)
