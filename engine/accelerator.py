@@ -1196,7 +1196,7 @@ class Accelerator(Process):
             Exception: The error of an asynchronous save, if it failed.
         """
         self.finish_saving()
-        self.world.release_beside()
+        self.world.release_background_world()
         self.tracking.finish()
         self._gradient_guard.read_pending()
         self.wait_for_everyone()

@@ -194,7 +194,7 @@ class Checkpointer:
         if copying is None:
             save_to_all(self._accelerator.world)
             return
-        world = self._accelerator.world.beside()
+        world = self._accelerator.world.background_world()
 
         def work() -> None:
             with world.together():

@@ -165,7 +165,7 @@ def attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any]:
         _forget(error)
     else:
         attempts.report(DONE)
-        return attempts.agree(), result
+        return attempts.await_all_done(), result
     attempts.report(RETRY)
     return False, None
 

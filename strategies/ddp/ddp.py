@@ -7,8 +7,9 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +24,9 @@ from ..precision import Precision
 from ..strategy import Strategy, make_group_options
 from .backward_reduction import BackwardReduction
 from .batch_norm import synchronize
-from .bucket_order import ReadyOrder
 from .coalesced import average_gradients, count_ranks
 from .comm_hooks import CommHook
-from .local_sgd import parse_local_steps
-from .zero import Shards
+from .optimizer_steps import Shards, parse_local_steps
 
 _ALIASES = {  # Lightning's and Accelerate's names
     "ddp_comm_hook": "comm_hook",
@@ -36,6 +35,65 @@ _ALIASES = {  # Lightning's and Accelerate's names
     "ddp_comm_wrapper": "comm_wrapper",
     "model_averaging_period": "local_sgd_steps",
 }
+
+
+class _ReadyOrder:
+    """Order in which the gradients of one replica become ready.
+
+    torch reduces gradients in buckets, which it rebuilds in this order after the first backward pass. With three or
+    more processes, the position of an element in its bucket determines the order in which the processes' gradients are
+    added, and so the last bit of the sum. A resumed run would begin with the initial buckets again. It therefore
+    rehearses the order of its checkpoint. ``fixed`` means that torch never rebuilds the buckets, so no order is
+    recorded.
+
+    Attributes:
+        order: Indices of the trained parameters in this order; empty if it is unknown.
+    """
+
+    def __init__(self, replica: Any, fixed: bool) -> None:
+        self.order: list[int] = []
+        self._replica = ref(replica)
+        self._parameters: list[Tensor] = [] if fixed else [p for p in replica.parameters() if p.requires_grad]
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(partial(self._note, number))
+            for number, parameter in enumerate(self._parameters)
+        ]
+
+    def _note(self, number: int, _: Tensor) -> None:
+        replica = self._replica()
+        if replica is not None and replica.require_backward_grad_sync:
+            self.order.append(number)
+
+    @property
+    def watching(self) -> bool:
+        """True while hooks record the order."""
+        return bool(self._handles)
+
+    def finish_recording(self) -> None:
+        """Stop recording if a backward pass with reduction was recorded. Must be called between two backward passes."""
+        if self.order:
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
+
+    def rehearse(self, order: Iterable[int]) -> None:
+        """Run a backward pass with zeros in ``order``, so that torch rebuilds its buckets in this order.
+
+        Must be called on all ranks. Existing gradients are discarded. An order that does not match this model is
+        ignored.
+        """
+        order, replica = list(order), self._replica()
+        if replica is None or not order or sorted(order) != list(range(len(self._parameters))):
+            return
+        replica.reducer.prepare_for_forward()
+        replica.reducer.prepare_for_backward([])  # as torch's own forward does
+        with torch.enable_grad():
+            for number in order:
+                (self._parameters[number].sum() * 0).backward()
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.order = order
+        self.finish_recording()
 
 
 class _Replica(DistributedDataParallel):
@@ -51,7 +109,7 @@ class _Replica(DistributedDataParallel):
         # a microsecond.
         self.is_armed = [False]
         self.apart = 0
-        self.ready: ReadyOrder | None = None
+        self.ready: _ReadyOrder | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -249,7 +307,7 @@ class DDP(Strategy):
         if self.comm_hook:
             self.comm_hook.register(replica, self.world)
         fixed = bool(self.comm_hook) or replica.static_graph or replica.find_unused_parameters
-        replica.ready = ReadyOrder(replica, fixed)
+        replica.ready = _ReadyOrder(replica, fixed)
         if ballot is not None:
             self._ballot_replica = replica
         self._replicas[id(module)] = replica  # a model is wrapped again if other parameters are trained

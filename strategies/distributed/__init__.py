@@ -8,7 +8,6 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import process_group
-    from .device_mesh import SHARD, TENSOR, Layout
     from .devices import ACCELERATORS, Devices, device_of, device_type, parse_devices
     from .dtensor import (
         Whole,
@@ -35,16 +34,15 @@ if TYPE_CHECKING:
         connected,
         current_place,
         current_world,
-        disconnect,
         distributed_type,
         open_world,
     )
-    from .rank_exit import HUNG
+    from .process_group import disconnect
     from .retry import DONE, RETRY, Attempts
     from .tracebacks import PeerFailed, format_error, hide_frames
     from .training_clock import name_phase
     from .waiting_call import DistributedOperationException
-    from .watchdog import Watchdog, watch
-    from .world import World
+    from .watchdog import HUNG, Watchdog, watch
+    from .world import SHARD, TENSOR, Layout, World
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

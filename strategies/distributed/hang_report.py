@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import sys
 import threading
@@ -67,11 +66,6 @@ class RankMessages:
         """Record that a rank has ended, unless another rank has ended earlier."""
         self.store.compare_set("ended first", "", str(rank))
 
-    def note_end(self) -> None:
-        """Record that this rank is about to end."""
-        self.store.set(f"{self.rank} has ended", "")
-        self.note_first_end(self.rank)
-
     def has_ended(self, rank: int) -> bool:
         """Return whether a rank has reported its end, or was a process of this machine that no longer exists."""
         if self.store.check([f"{rank} has ended"]):
@@ -82,10 +76,6 @@ class RankMessages:
     def is_lost(self, rank: int) -> bool:
         """Return whether a rank of this machine has ended without a report, as after `os._exit`."""
         return self.has_ended(rank) and not self.store.check([f"{rank} has ended"])
-
-    def has_store_ended(self) -> bool:
-        """Return whether the store no longer exists."""
-        return self.answered_at == math.inf
 
 
 @dataclass
@@ -107,13 +97,14 @@ class HangReport:
     """Report of the ranks on an alarm, as one rank contributes to it.
 
     Attributes:
+        dumps: File to which a signal handler writes this process's stack.
         find_directory: Function that returns the directory of the run; None means the working directory.
     """
 
     def __init__(self, clock: TrainingClock, messages: RankMessages) -> None:
         self.clock, self.messages = clock, messages
         self.find_directory: Callable[[], Any] = lambda: None
-        self._dumps = Dumps()
+        self.dumps = Dumps()
         self._round = 0  # number of alarms after which the run has continued
         self._beats = 0
 
@@ -126,16 +117,12 @@ class HangReport:
             "limit": self.clock.limit,
             "host": self.messages.host,
             "pid": os.getpid(),
-            "dumps": self._dumps.path,
+            "dumps": self.dumps.path,
             "where": self.clock.describe(),
             "progress": progress.measure(),
             "still": self.clock.measure_stillness(),
             "directory": str(self._resolve("")),
         }
-
-    def close(self) -> None:
-        """Close the file of the stacks."""
-        self._dumps.close()
 
     def write_own_stacks(self, folder_name: str = "") -> Path:
         """Write the stacks of all threads of this process into a folder of the run, and return the folder."""
@@ -194,24 +181,18 @@ class HangReport:
 
     def _collect_answers(self) -> dict[int, Any]:
         """Return the answers by rank; None for a silent rank. Ranks that ended without an answer are omitted."""
-        messages, size = self.messages, self.messages.size
+        answers: dict[int, Any] = dict.fromkeys(range(self.messages.size))
         end = time.monotonic() + _ANSWER
-        missing = list(range(size))
-        while missing and time.monotonic() < end:
+        while True:
+            for rank in [rank for rank, answer in answers.items() if answer is None]:
+                ended = self.messages.has_ended(rank)  # in this order, because a rank may answer and then end
+                if (answer := self.messages.read(f"answer {self._round} of {rank}")) is not None:
+                    answers[rank] = json.loads(answer)
+                elif ended:
+                    del answers[rank]
+            if None not in answers.values() or time.monotonic() >= end:
+                return answers
             time.sleep(0.02)
-            missing = [
-                rank
-                for rank in missing
-                if not messages.store.check([f"answer {self._round} of {rank}"]) and not messages.has_ended(rank)
-            ]
-        answers: dict[int, Any] = {}
-        for rank in range(size):
-            answer = messages.read(f"answer {self._round} of {rank}")
-            if answer is not None:
-                answers[rank] = json.loads(answer)
-            elif not messages.has_ended(rank):
-                answers[rank] = None
-        return answers
 
     def _blame(self, answers: dict[int, Any]) -> list[int]:
         """Return the silent ranks. If there are none, return the furthest behind of the ranks that do not wait."""
@@ -224,18 +205,17 @@ class HangReport:
         return [rank for rank in range(self.messages.size) if rank not in answers and self.messages.is_lost(rank)]
 
     def _print(self, answers: dict[int, Any], folder_name: str) -> None:
-        size, store, report = self.messages.size, self.messages.store, f"report {self._round}"
-        if None not in answers.values() and any(moved for _, moved, *_ in answers.values()):
-            store.set(report, "go on")
-            return
-        lost = self._find_lost(answers)
-        mismatch = "" if lost else self.messages.read(f"mismatch {self._round}")
-        if mismatch:
-            write_stderr(f"{mismatch}\nstacks of all ranks: {self._resolve(folder_name)}")
-            store.set(report, "end")
-            return
+        goes_on = None not in answers.values() and any(moved for _, moved, *_ in answers.values())
+        if not goes_on:
+            lost = self._find_lost(answers)
+            mismatch = None if lost else self.messages.read(f"mismatch {self._round}")
+            text = mismatch or self._describe(answers, lost, folder_name)
+            write_stderr(f"{text}\nstacks of all ranks: {self._resolve(folder_name)}")
+        self.messages.store.set(f"report {self._round}", "go on" if goes_on else "end")
+
+    def _describe(self, answers: dict[int, Any], lost: list[int], folder_name: str) -> str:
+        size, stillness = self.messages.size, f"{self.clock.limit:g} s"
         blamed = [] if lost else self._blame(answers)
-        stillness = f"{self.clock.limit:g} s"
         lines = [
             f"rank {rank} of {size} ended first, without a Python error: it was killed by a signal, or exited "
             "through os._exit"
@@ -252,8 +232,7 @@ class HangReport:
         for rank, answer in answers.items():
             if rank not in blamed and answer is not None:
                 lines.append(f"rank {rank} {'waits' if answer[0] else 'is'} {answer[3]}")
-        write_stderr("\n".join([*lines, f"stacks of all ranks: {self._resolve(folder_name)}"]))
-        store.set(report, "end")
+        return "\n".join(lines)
 
     def _explain_silence(self, rank: int, folder_name: str) -> tuple[str, str]:
         """Return why and where a silent rank is stuck. If it is on this machine, make it write its stack."""

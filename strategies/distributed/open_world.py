@@ -12,7 +12,6 @@ import torch.distributed as dist
 from ...common.validation import check_int, choose
 from ..launch import supervisor
 from ..processes import die_with_parent, open_scratch
-from . import process_group
 from .devices import Devices, device_of, device_type, parse_devices
 from .launch_environment import LaunchEnvironment
 from .world import World
@@ -141,14 +140,6 @@ def backend_of(world: World) -> str | None:
         return None
     backends = dict(part.split(":") for part in dist.get_backend_config(world.group).split(","))
     return backends.get(world.device.type) or next(iter(backends.values()))
-
-
-def disconnect() -> None:
-    """Stop the watchdog and destroy the process group, if there is one."""
-    process_group.prepare_disconnect()
-    if dist.is_initialized():
-        process_group.await_gloo_threads()
-        dist.destroy_process_group()
 
 
 def abort() -> None:

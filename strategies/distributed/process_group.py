@@ -79,8 +79,8 @@ def connect(
             _await_connections(store, size)
             report_uncaught(dist.PrefixStore("uncaught", store), rank, size)
         # The store is passed along: it ends with its last reference, and the next group's processes meet there again.
-        atexit.unregister(disconnect)  # registered with the previous group's store
-        atexit.register(disconnect, store)
+        atexit.unregister(disconnect_at_exit)  # registered with the previous group's store
+        atexit.register(disconnect_at_exit, store)
     if (dist.get_rank(), dist.get_world_size()) != (rank, size):
         raise ValueError(
             f"this process is rank {dist.get_rank()} of {dist.get_world_size()} in the existing process group, but "
@@ -269,21 +269,21 @@ def on_disconnect(callback: Callable[[], None]) -> None:
     _at_disconnect.append(callback)
 
 
-def prepare_disconnect() -> None:
-    """Call the functions that wait for the end of the process group, and discard what belongs to it."""
+def disconnect(keep_group: bool = False) -> None:
+    """Call the functions of `on_disconnect` and destroy the process group, so that `connect` can create a new one."""
     while _at_disconnect:
         _at_disconnect.pop()()
     forget_groups()
-
-
-def disconnect(store: dist.Store | None = None) -> None:
-    """Destroy the process group, so that the next `connect` creates a new one. After an uncaught error, keep it."""
-    prepare_disconnect()
-    forget_store()
-    await_gloo_threads()
-    # After an uncaught exception the other ranks may have ended, and a backend's shutdown would wait for them.
-    if dist.is_initialized() and not hasattr(sys, "last_value"):
+    if dist.is_initialized() and not keep_group:
+        await_gloo_threads()
         dist.destroy_process_group()
+
+
+def disconnect_at_exit(store: dist.Store | None = None) -> None:
+    """Disconnect at the end of the process. ``store`` is kept until then."""
+    forget_store()
+    # After an uncaught exception the other ranks may have ended, and a backend's shutdown would wait for them.
+    disconnect(keep_group=hasattr(sys, "last_value"))
     await_gloo_threads()
 
 

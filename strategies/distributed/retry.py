@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...common.messages import named_ranks
 from . import process_group
 from .launch_environment import LaunchEnvironment
-from .open_world import abort, current_place, current_world, disconnect
+from .open_world import abort, current_place, current_world
 from .tracebacks import PeerFailed
 
 DONE, RETRY = "done", "retry"
@@ -81,7 +81,7 @@ class Attempts:
                     abort()
                 return
 
-    def agree(self) -> bool:
+    def await_all_done(self) -> bool:
         """Wait for all reports, and return whether every process reported `DONE`. If False, another attempt is needed.
 
         Raises:
@@ -102,7 +102,7 @@ class Attempts:
             _cut_off_replicas()
             if _is_nccl():
                 abort()
-            disconnect()
+            process_group.disconnect()
             gc.collect()
             self._gather_outcomes(self.patience)
             if self._device is not None:

@@ -60,16 +60,6 @@ def name_phase(phase: str, *functions: Callable[..., Any], loop: bool = False) -
     _loops.update(codes if loop else ())
 
 
-def collect_frames(thread: threading.Thread) -> list[FrameType]:
-    """Return the frames of a thread, outermost first, or an empty list if the thread has ended."""
-    frame = sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames[::-1]
-
-
 def describe_phase(frames: Iterable[FrameType]) -> str:
     """Return the phase of a thread with these frames, outermost first; ``"script"`` outside of named phases."""
     phase, looping = "script", False
@@ -125,26 +115,30 @@ class TrainingClock:
     def set_limit(self, limit: float, strict: bool, size: int) -> None:
         """Set the limit in seconds, and the ranks that it applies to."""
         self.limit, self.strict = limit, strict
+        # One process hosts the store that all ranks report to, so more than 500 ranks report less often.
         self.period = min(_PERIOD * max(1.0, size / 500), limit / 5)
 
     def collect_frames(self) -> list[FrameType]:
-        """Return the frames of the training thread, outermost first."""
-        return collect_frames(self.thread)
+        """Return the frames of the training thread, outermost first, or an empty list if the thread has ended."""
+        frame = sys._current_frames().get(self.thread.ident or 0) if self.thread.is_alive() else None
+        frames = []
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back
+        return frames[::-1]
 
     def read(self, frames: list[FrameType], now: float) -> float:
         """Return the seconds for which the training thread, whose frames are ``frames``, has made no progress."""
         signature = self._sign(frames)
-        if signature != self._signature or not frames or _is_debugged(frames):
+        # A training thread at a breakpoint does not hang.
+        is_debugged = any(frame.f_globals.get("__name__") in _DEBUGGERS for frame in frames)
+        if signature != self._signature or not frames or is_debugged:
             self._signature, self.since = signature, now
         return now - self.since
 
     def has_moved(self, frames: list[FrameType]) -> bool:
         """Return whether the training thread has made progress since the last call of `read`."""
         return bool(self._sign(frames) != self._signature)
-
-    def restart(self) -> None:
-        """Count from now, because the time until now does not count as lack of progress."""
-        self.since = time.monotonic()
 
     def measure_stillness(self) -> float:
         """Return the seconds since the last sign of progress."""
@@ -160,7 +154,3 @@ class TrainingClock:
         user = next(filter(is_users, reversed(frames)), None)
         line = f"{user.f_code.co_filename}:{user.f_lineno}" if user else ""
         return ", ".join(filter(None, [f"in {describe_phase(frames)}", self.locate()[0], line]))
-
-
-def _is_debugged(frames: Iterable[FrameType]) -> bool:
-    return any(frame.f_globals.get("__name__") in _DEBUGGERS for frame in frames)

@@ -11,7 +11,8 @@ first.
   stalled in calls that do not match, none of the calls can end. The run then ends immediately, with an error that lists
   the calls.
 
-If no rank has made progress since the alarm, one rank prints the report, and all ranks exit (`RankExit`).
+If no rank has made progress since the alarm, one rank prints the report. Then all ranks exit (`RankExit`), with status
+1 if their calls do not match or a rank ended suddenly, such as through `os._exit`, and otherwise with status `HUNG`.
 
 If the user has not set a limit, lack of progress raises an alarm only on ranks that wait for others, shortly before the
 time limit of a collective. A rank that works alone may take longer, as long as no other rank waits for it.
@@ -24,6 +25,7 @@ import contextlib
 import json
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -35,17 +37,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..processes import Idleness, Pulse, limit_exit, scratch, write_beat
+from ...common.messages import write_stderr
+from ..processes import (
+    Idleness,
+    Pulse,
+    end_at_once,
+    explain_silence,
+    is_alive,
+    is_stage_running,
+    limit_exit,
+    postpone_exit_limit,
+    read_start_time,
+    run_briefly,
+    scratch,
+    write_beat,
+)
 from . import process_group
-from .hang_report import HangReport, RankMessages
-from .rank_exit import RankExit
-from .tracebacks import is_agent_store
+from .hang_report import LONGEST, HangReport, RankMessages, Verdict
+from .tracebacks import is_agent_store, silence_uncaught
 from .training_clock import TrainingClock, ask_weakly, describe_phase, is_waiting, progress
 from .waiting_call import WaitingCall, describe_calls_that_differ, describe_mismatch, find_waiting_call
 from .world import World
 
+HUNG = 124  # the exit status of timeout(1)
+_LOST = 2.0  # seconds without progress, after another rank has ended, after which a rank counts as waiting
+_INTERRUPT = 2.0  # seconds within which the main thread has to notice an interrupt
 _FIRST = 10  # beats during which rank 0 is searched for on this machine
-_HURRY = 0.02  # seconds
+_HURRY = 0.02  # seconds between calls of a periodic function that waits for other ranks, as before a common exit
 _MOST_LOOKED_AT = 64  # ranks that each rank that waits for a meeting examines
 _STALL = 8.0  # seconds of waiting after which a rank counts as stalled
 
@@ -68,6 +86,7 @@ class StalledCalls:
 
     def find_own(self, frames: list[FrameType], stillness: float) -> WaitingCall | None:
         """Return the call in which this rank is stalled after some seconds without progress, or None."""
+        # Below the limit, so that a mismatch is reported as such, and not as a rank that hangs.
         if not stillness or min(self._idleness.measure(), stillness) < min(_STALL, 0.7 * self._clock.limit):
             return None
         call = find_waiting_call(frames)
@@ -88,12 +107,10 @@ class StalledCalls:
 
     def find_mismatch(self) -> str:
         """Publish this rank's call, and describe the calls that do not match; return "" if no mismatch is certain."""
-        return self._compare() if self.publish() else self._find_skipped_meeting()
-
-    def _compare(self) -> str:
-        """Describe the calls in which all ranks are stalled; return "" if they may match or not all are stalled."""
+        if not self.publish():
+            return self._find_skipped_meeting()
         store, size = self._messages.store, self._messages.size
-        if store.add("stalled", 0) < size:
+        if store.add("stalled", 0) < size:  # a rank is no longer stalled
             return ""
         return describe_mismatch({rank: WaitingCall(*json.loads(store.get(f"call of {rank}"))) for rank in range(size)})
 
@@ -112,6 +129,98 @@ class StalledCalls:
             if beat is not None and beat["progress"] > progress.measure() and beat["still"] >= seconds:
                 calls[rank] = f"has continued, and waits or works {beat['where']}"
         return describe_calls_that_differ(calls) if len(calls) > 1 else ""
+
+
+class RankExit:
+    """Exit of this rank because of other ranks.
+
+    Attributes:
+        awaits_others: Whether this process waits at its end until all other processes have ended.
+        ended: The first rank that is known to have ended, or None.
+        interruptible: Whether SIGTERM may be sent to the main thread after another rank has ended.
+        interrupted: Whether the main thread has handled this SIGTERM.
+        store_pid: Process ID of rank 0 if it hosts the store on this machine, or None.
+    """
+
+    def __init__(self, clock: TrainingClock, messages: RankMessages, report: HangReport) -> None:
+        self._clock, self._messages, self._report = clock, messages, report
+        self.awaits_others = clock.strict
+        self.ended: int | None = None
+        self.interruptible = self.interrupted = False
+        self.store_pid: int | None = None
+        self._interrupted_at = math.inf
+
+    def end_alone(self) -> None:
+        """End this process, which makes no progress and is the only one of its run."""
+        folder = self._report.write_own_stacks()
+        write_stderr(f"no progress for {self._clock.limit:g} s: {self._clock.describe()}; stacks: {folder}")
+        end_at_once(HUNG)
+
+    def end_without_store(self) -> None:
+        """End this process, because the store does not respond, so no other rank can be reached."""
+        silence_uncaught()
+        folder = self._report.write_own_stacks()
+        rank, size, pid = self._messages.rank, self._messages.size, self.store_pid
+        host = "the launcher" if is_agent_store() else f"rank 0 of {size}"
+        condition = f"has not responded for {self._clock.limit:g} s and may be stopped"
+        if pid is not None and is_alive(pid):  # retrieving its stacks would let it continue
+            condition = f"(process {pid}) {explain_silence(pid)}"
+        write_stderr(f"{host} {condition}. It hosts the run's store, so rank {rank} exits; stacks: {folder}")
+        if pid is not None and "TREADLE_SUPERVISOR" not in os.environ:
+            _kill(pid)
+        end_at_once(HUNG)
+
+    def end_after_report(self, verdict: Verdict) -> None:
+        """End this process after the ranks have reported a hang, and kill silent ranks of this machine."""
+        # Treadle's supervisor would kill them itself, but torchrun would wait 30 s for them.
+        for rank in [] if "TREADLE_SUPERVISOR" in os.environ else verdict.silent:
+            if (pid := self._messages.find_pid(rank)) is not None and is_alive(pid):
+                _kill(pid)
+        if verdict.failed or self._messages.rank not in verdict.blamed:
+            run_briefly(scratch.remove_files)  # before the launcher notices the first end and ends this rank
+            # Each rank needs the store for this, and rank zero may host it. The rank that hangs leaves first.
+            time.sleep(0.3)
+        end_at_once(1 if verdict.failed else HUNG)
+
+    def is_stuck(self) -> bool:
+        """Return whether this rank must end itself after another rank has ended, because NCCL would let it wait."""
+        if "TREADLE_SUPERVISOR" in os.environ:  # it names the rank that has ended, and ends this one
+            return False
+        waits = is_stage_running() or is_waiting(self._clock.collect_frames())
+        return waits and self._clock.measure_stillness() >= _LOST
+
+    def end_if_another_ended(self) -> None:
+        """Interrupt the main thread or end the process, if another rank has ended and this rank cannot continue."""
+        if self.ended is None and (rank := self._messages.read("ended first")) is not None:
+            self.ended = int(rank)
+        if self.ended is None:
+            return
+        if not self.interruptible or self.interrupted:
+            self._interrupted_at = math.inf
+        else:
+            self._interrupted_at = min(self._interrupted_at, time.monotonic())
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        overdue = time.monotonic() - self._interrupted_at > _INTERRUPT
+        if overdue or (self.is_stuck() and self._messages.store.check(["a rank has failed"])):
+            rank, size = self._messages.rank, self._messages.size
+            write_stderr(f"rank {rank} of {size} exits in the middle of a step, because rank {self.ended} has ended")
+            end_at_once(1)
+
+    def await_others(self, alarmed: threading.Event) -> None:
+        """Wait for the other ranks to end. Raise the alarm for a silent rank, which cannot raise it itself."""
+        messages = self._messages
+        pulses = {rank: Pulse() for rank in range(messages.size) if rank != messages.rank}
+        while not alarmed.is_set():
+            self._clock.since = time.monotonic()  # this wait does not count as lack of progress
+            postpone_exit_limit()
+            pulses = {rank: pulse for rank, pulse in pulses.items() if not messages.has_ended(rank)}
+            if not pulses:
+                return
+            limit = self._clock.limit
+            if any(pulse.measure_silence(messages.read_beat(rank)) > limit for rank, pulse in pulses.items()):
+                alarmed.set()
+            time.sleep(min(0.1, self._clock.period))
+        time.sleep(LONGEST)  # the exchange ends this process
 
 
 class Watchdog:
@@ -238,7 +347,7 @@ class Watchdog:
         if verdict is not None:
             self.exit.end_after_report(verdict)
         self._alarmed.clear()
-        self.clock.restart()
+        self.clock.since = time.monotonic()
 
     def stop(self) -> None:
         """Stop the watchdog.
@@ -250,9 +359,10 @@ class Watchdog:
             return
         scratch.leave_on_sigterm()  # other ranks may be waited for
         # Not if the store is gone, because torch would print many warnings.
-        if self._messages.store is not None and not self._messages.has_store_ended():
+        if self._messages.store is not None and self._messages.answered_at != math.inf:
             with contextlib.suppress(RuntimeError):
-                self._messages.note_end()
+                self._messages.store.set(f"{self._messages.rank} has ended", "")
+                self._messages.note_first_end(self._messages.rank)
                 if hasattr(sys, "last_value"):  # an error, which has been printed
                     self._messages.store.set("a rank has failed", "")
                 elif self.exit.awaits_others:
@@ -264,7 +374,7 @@ class Watchdog:
             thread.join(2 * self.clock.period + 1.0)
         if self.clock.strict:
             write_beat(None)
-        self._report.close()
+        self._report.dumps.close()
 
 
 _current: list[Watchdog] = []
@@ -334,3 +444,12 @@ def _connect(world: World) -> dist.Store | None:
     name = base.compare_set("name of the watchdogs", "", uuid.uuid4().hex).decode()
     connection = dist.TCPStore(server.host, server.port, is_master=False, timeout=world.timeout, wait_for_workers=False)
     return dist.PrefixStore(f"treadle watchdog {name}", connection)
+
+
+def _kill(pid: int) -> None:
+    """Kill a process, and wait at most 0.5 s until it has ended."""
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGKILL)
+    end = time.monotonic() + 0.5
+    while read_start_time(pid) is not None and time.monotonic() < end:
+        time.sleep(0.002)

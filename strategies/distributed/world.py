@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...common.messages import describe_error, format_count
 from ...common.rank_zero import rank_zero_only
-from ...common.validation import choose
+from ...common.validation import check_int, choose
 from . import process_group
 from .launch_environment import DebugEnvironment
 from .tracebacks import PeerFailed
@@ -46,6 +47,8 @@ _CARRIED = {
 }
 
 _TIMEOUT = timedelta(minutes=30)
+
+REPLICATE, SHARD, TENSOR = "data_replicate", "data_parallel", "tensor_parallel"
 
 
 class World:
@@ -103,7 +106,7 @@ class World:
         existing = process_group.existing_timeout(self.device) if timeout is None and size > 1 else None
         self.timeout = timeout or existing or _TIMEOUT
         self.group = group
-        self._beside: World | None = None
+        self._background: World | None = None
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self.debug = DebugEnvironment.read()
         self._counts = size > 1 and group is None
@@ -174,7 +177,7 @@ class World:
         """
         return self._derive(rank=mesh.get_local_rank(), size=mesh.size(), group=mesh.get_group())
 
-    def beside(self) -> World:
+    def background_world(self) -> World:
         """Return a world of the same processes, for a background thread.
 
         The new world communicates on the CPU, through a separate gloo group. Must be called on all ranks. With a
@@ -182,22 +185,22 @@ class World:
         """
         if self.size == 1:
             return self
-        if self._beside is None:
+        if self._background is None:
             group = self._take_spare_line() if self.group is None else None
             if group is None:
                 ranks = None if self.group is None else dist.get_process_group_ranks(self.group)
                 group = dist.new_group(ranks, self.timeout, "gloo")
-            self._beside = self._derive(rank=self.rank, size=self.size, group=group, device=torch.device("cpu"))
-        return self._beside
+            self._background = self._derive(rank=self.rank, size=self.size, group=group, device=torch.device("cpu"))
+        return self._background
 
-    def release_beside(self) -> None:
-        """Release the group of `beside`, so that a later World with the same timeout can reuse it.
+    def release_background_world(self) -> None:
+        """Release the group of `background_world`, so that a later World with the same timeout can reuse it.
 
         The group must no longer be in use.
         """
-        if self._beside is not None and self._beside.group is not None and self.group is None:
-            process_group.spare_lines.append((self.timeout, self._beside.group))
-        self._beside = None
+        if self._background is not None and self._background.group is not None and self.group is None:
+            process_group.spare_lines.append((self.timeout, self._background.group))
+        self._background = None
 
     def _take_spare_line(self) -> dist.ProcessGroup | None:
         """Return a group that an earlier World has released on all ranks, or None if there is none."""
@@ -212,8 +215,8 @@ class World:
         return lines.pop()[1]
 
     def forget_parts(self) -> None:
-        """Discard the meshes and the group of `beside` before the process group is replaced."""
-        self._beside = None
+        """Discard the meshes and the group of `background_world` before the process group is replaced."""
+        self._background = None
         self._meshes.clear()
 
     @property
@@ -519,6 +522,67 @@ class World:
                 raise PeerFailed(f"rank {failed[0][0]} failed: {failed[0][1]}")
         if error is not None:
             raise error
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of a mesh of processes.
+
+    Args:
+        data: Number of processes over which the data is sharded; ``"auto"`` means the world size divided by ``tensor``.
+        replicate: Number of replicas.
+        tensor: Number of processes that share the work on one sample.
+    """
+
+    data: int | str = "auto"
+    replicate: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        flags = {"data_parallel_replicate": self.replicate, "tensor_parallel_size": self.tensor}
+        if self.data != "auto":
+            flags["data_parallel_size"] = self.data  # type: ignore[assignment]
+        for flag, value in flags.items():
+            check_int(flag, value, 1)
+
+    def sizes(self, world_size: int) -> dict[str, int]:
+        """Return the sizes of the mesh by dimension. Dimensions of size 1, except ``"data_parallel"``, are omitted."""
+        data, left = divmod(world_size, self.tensor)
+        if left:
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor} must divide the world size, {world_size}. Change "
+                "tensor_parallel_size or the number of processes."
+            )
+        if self.data not in ("auto", data):
+            raise ValueError(
+                f"data_parallel_size={self.data} times tensor_parallel_size={self.tensor} must be the world size, "
+                f"{world_size}. Use data_parallel_size='auto'."
+            )
+        shard, left = divmod(data, self.replicate)
+        if left:
+            divisor = "" if self.tensor == 1 else f" divided by tensor_parallel_size={self.tensor}"
+            raise ValueError(
+                f"data_parallel_replicate={self.replicate} must divide {data}, the world size{divisor}. Change "
+                "data_parallel_replicate or the number of processes."
+            )
+        sizes = {REPLICATE: self.replicate, SHARD: shard, TENSOR: self.tensor}
+        return {name: size for name, size in sizes.items() if name == SHARD or size > 1}
+
+    def mesh(self, world: World) -> DeviceMesh:
+        """Return the mesh of all processes."""
+        return world.mesh(**self.sizes(world.size))
+
+    def data_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Return the submesh over which this process's parameters are sharded and replicated."""
+        if self.tensor == 1:
+            return mesh
+        return mesh[REPLICATE, SHARD] if self.replicate > 1 else mesh[SHARD]
+
+    def data_world(self, world: World) -> World:
+        """Return the `World` over which the data is sharded: this process and one process for each other share."""
+        if self.tensor == 1:
+            return world
+        return world.part(world.mesh(data=world.size // self.tensor, tensor=self.tensor)["data"])
 
 
 class _ForAnyDevice:

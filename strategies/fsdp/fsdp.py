@@ -23,7 +23,6 @@ from ..strategy import Strategy, make_group_options
 from ..wrap_policy import Policy, check_policy, chosen_blocks, direct_parts, self_contained
 from .deferred_init import Tape, get_generator
 from .recompute import Recompute
-from .reshard import ShardedRouter, forget_gradients, gathered_parameters, reshard_parameters, start_anew
 
 _ROOT = "_sharded_root"
 
@@ -199,7 +198,7 @@ class FSDP(Strategy):
                 f"{self._describe()}. Build a new model and load the weights."
             )
         elif root not in self._roots:
-            start_anew(root)  # an earlier run may have failed before its end
+            _start_anew(root)  # an earlier run may have failed before its end
         self._roots.add(root)
         return root
 
@@ -240,7 +239,7 @@ class FSDP(Strategy):
         # If activations are recomputed, autocast alone would keep a cast copy of the whole model until the backward
         # pass.
         precision = self.precision if recompute is None else replace(self.precision, cached=False)
-        router = ShardedRouter(module, precision.context(self.world.device), precision.compute is not None)
+        router = _ShardedRouter(module, precision.context(self.world.device), precision.compute is not None)
         self._fully_shard(router, False)
         if self.world.size > 1:
             router.register_forward_pre_hook(self._count_step, prepend=True)  # before FSDP's own hook, which may wait
@@ -394,11 +393,11 @@ class FSDP(Strategy):
 
     def graph_leaves(self, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """See `Strategy.graph_leaves`."""
-        return itertools.chain(super().graph_leaves(module), gathered_parameters(module))
+        return itertools.chain(super().graph_leaves(module), _gathered_parameters(module))
 
     def drop_gradients(self, module: nn.Module) -> None:
         """See `Strategy.drop_gradients`."""
-        forget_gradients(module)
+        _forget_gradients(module)
 
     def agree_on_overflow(self, overflow: Tensor) -> None:
         """See `Strategy.agree_on_overflow`."""
@@ -408,7 +407,7 @@ class FSDP(Strategy):
     def explain(self, error: BaseException) -> BaseException:
         """See `Strategy.explain`. FSDP2's state is reset, because another backward pass may follow the failed one."""
         for root in self._roots:
-            start_anew(root)
+            _start_anew(root)
         return error
 
     def start_agreement(self, votes: Tensor) -> None:
@@ -450,7 +449,7 @@ class FSDP(Strategy):
 
         def use_the_shards(*_: Any) -> None:
             for root in roots:
-                reshard_parameters(root)
+                _reshard_parameters(root)
 
         optimizer.register_step_pre_hook(use_the_shards)
         return optimizer
@@ -607,3 +606,78 @@ def check_unchanged(tape: Tape, tensor: Tensor, words: str) -> None:
             "inside init_module() or configure_model, load weights with load_state_dict(..., assign=True), or write "
             "them after the model is prepared."
         )
+
+
+class _ShardedRouter(Router):
+    """Root module of a sharded model.
+
+    After a forward pass without gradients, the model's parameters are resharded. Such a pass does not run in torch's
+    inference mode, because parameters first gathered in that mode could not be trained (torch 2.13).
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model. Afterwards, reshard its parameters if gradients are disabled."""
+        if torch.is_grad_enabled():
+            return super().__call__(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                return super().__call__(*args, **kwargs)
+            finally:
+                _reshard_parameters(self)
+
+
+def _reshard_parameters(root: Any) -> None:
+    """Free the gathered parameters that a forward pass has kept, because they would miss optimizer steps."""
+    for part in root._parts_to_reshard:
+        part.reshard()
+
+
+def _start_anew(root: Any) -> None:
+    """Reset FSDP2's state after an error has interrupted a forward or backward pass."""
+    _forget_gradients(root)
+    if hasattr(root, "reset_iter_state"):  # torch 2.13
+        root.reset_iter_state()
+        return
+    for state, group in _iterate_sharded_groups(root):
+        for record in (state, group):
+            record._training_state = type(record._training_state).IDLE
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        group._all_gather_result = None  # it may contain old values
+        group._post_forward_indices.clear()
+        group.comm_ctx.post_forward_order.clear()
+        group.comm_ctx.reduce_scatter_state = None
+        group._to_sharded()
+
+
+def _forget_gradients(root: nn.Module) -> None:
+    """Discard the unreduced gradients of gathered parameters.
+
+    An optimizer's ``zero_grad`` resets only the gradients of shards.
+    """
+    for _, group in _iterate_sharded_groups(root):
+        for fsdp_parameter in group.fsdp_params:
+            fsdp_parameter.unsharded_accumulated_grad = None
+            if hasattr(fsdp_parameter, "_unsharded_param"):  # it exists after the first gathering
+                fsdp_parameter._unsharded_param.grad = None
+
+
+def _gathered_parameters(root: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the unsharded and the sharded tensor of each parameter that has been gathered."""
+    for _, group in _iterate_sharded_groups(root):
+        for fsdp_parameter in group.fsdp_params:
+            if hasattr(fsdp_parameter, "_unsharded_param"):
+                yield fsdp_parameter._unsharded_param, fsdp_parameter.sharded_param
+
+
+def _iterate_sharded_groups(root: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield FSDP2's internal state of each module, together with each of the module's parameter groups."""
+    for part in root.modules():
+        get_state: Any = getattr(part, "_get_fsdp_state", None)
+        if get_state is not None:
+            state = get_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:  # older versions (2.6) have one group each
+                groups = [group for group in (state._fsdp_param_group,) if group is not None]
+            for group in groups:
+                yield state, group

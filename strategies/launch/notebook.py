@@ -409,7 +409,7 @@ class _Launch:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # the others may have ended, and a backend's shutdown would wait for them
-        process_group.disconnect()
+        process_group.disconnect_at_exit()
 
 
 def _check_autograd() -> None:

@@ -27,7 +27,19 @@ if TYPE_CHECKING:
         read_start_time,
         read_stat,
     )
-    from .rank_board import Pulse, RankBoard, is_stage_running, mark_leaving, mark_stage, was_signaled, write_beat
+    from .rank_board import (
+        Dumps,
+        Idleness,
+        Pulse,
+        RankBoard,
+        explain_silence,
+        fetch_stacks,
+        is_stage_running,
+        mark_leaving,
+        mark_stage,
+        was_signaled,
+        write_beat,
+    )
     from .scratch import (
         end_by_signal,
         forget_unfinished,
@@ -37,6 +49,5 @@ if TYPE_CHECKING:
         open_scratch,
         sweep,
     )
-    from .silent_rank import Dumps, Idleness, explain_silence, fetch_stacks
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_runs import kill_all
 from processes import clean_environment, programs
 from restarts import JOB, read_events
-from strikes import kill_all
 
 
 def ip(*words: str) -> None:

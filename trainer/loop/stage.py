@@ -213,7 +213,7 @@ class Stage:
             TaskModule.untoggle_optimizer(module)  # an error may have come in between
         trainer.accelerator.close_loaders()
         if failure is None and trainer.accelerator.saving is None:
-            trainer.accelerator.world.release_beside()
+            trainer.accelerator.world.release_background_world()
         try:
             trainer.logbook.call("finalize", "success" if failure is None else "failed")
         except BaseException as error:  # raised by a strict logger

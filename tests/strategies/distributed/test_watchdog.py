@@ -9,10 +9,10 @@ import types
 
 import pytest
 import torch
+from fault_runs import FaultCell, strike
 from processes import clean_environment, programs, run, script
-from strikes import FaultCell, strike
 from torch.distributed import HashStore
-from treadle.strategies.distributed.training_clock import collect_frames, describe_phase
+from treadle.strategies.distributed.training_clock import describe_phase
 from treadle.strategies.distributed.watchdog import Watchdog, dismiss, watch
 from treadle.strategies.distributed.world import World
 
@@ -135,7 +135,7 @@ def slow_alone():
     while time.monotonic() < end:  # exchanges are progress
         accelerator.gather(torch.ones(1))
         time.sleep(0.1)
-    return describe_phase(collect_frames(threading.main_thread()))
+    return describe_phase(accelerator.watchdog.clock.collect_frames())
 
 
 def test_by_default_only_those_that_wait_for_others_are_held_to_the_limit():

@@ -290,16 +290,16 @@ def count_lines():
     threads = []
     for number in range(4):
         world = open_world("cpu")
-        line = world.beside()
+        line = world.background_world()
         assert line.gather_objects((number, line.rank)) == [(number, 0), (number, 1)]
-        world.release_beside()
+        world.release_background_world()
         threads.append(len(os.listdir("/proc/self/task")))
     # A rank whose stage failed has left its line to nobody: then all make another one.
     world = open_world("cpu")
-    world.beside()
+    world.background_world()
     if world.rank == 0:
-        world.release_beside()
-    later = open_world("cpu").beside()
+        world.release_background_world()
+    later = open_world("cpu").background_world()
     return threads, later.gather_objects(later.rank)
 
 

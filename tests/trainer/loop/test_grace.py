@@ -8,10 +8,10 @@ import time
 
 import pytest
 import torch
+from fault_runs import kill_all, living
 from models import Line
 from processes import clean_environment, python, run
 from quiet import trainer
-from strikes import kill_all, living
 from torch.utils.data import DataLoader
 from treadle.engine.checkpoint import CheckpointStore
 

@@ -1,4 +1,4 @@
-"""What a process sends, written down by its operations."""
+"""Collectives of a process, counted from its operations."""
 
 from collections import Counter
 
@@ -13,7 +13,7 @@ WHOLE = {
 }
 
 
-class Written(TorchDispatchMode):
+class CollectiveCounts(TorchDispatchMode):
     """Counts collectives by kind, and the bytes of what they gather, scatter or reduce."""
 
     def __init__(self):
