@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...common.messages import format_count
 
@@ -187,24 +187,20 @@ def _read_torchrun(env: Mapping[str, str]) -> LaunchEnvironment:
         raise ValueError(
             f"LOCAL_RANK={local_rank} must be below LOCAL_WORLD_SIZE{size_text}. Set both, as torchrun does."
         )
-    if is_ray_worker(env):
-        # The variables of torchrun and of Treadle's supervisor may belong to the script that connected to Ray.
-        device, _, index = env.get("ACCELERATE_TORCH_DEVICE", "").partition(":")
-        return LaunchEnvironment(
-            rank=rank,
-            world_size=size,
-            local_rank=local_rank,
-            local_world_size=local_size,
-            node_rank=_parse_number(env, "NODE_RANK", low=0) if "NODE_RANK" in env else rank // local_size,
-            launcher="ray",
-            gpu=int(index or 0) if device == "cuda" else None,
-        )
-    return LaunchEnvironment(
+    node = "NODE_RANK" if is_ray_worker(env) else "GROUP_RANK"
+    launched = LaunchEnvironment(
         rank=rank,
         world_size=size,
         local_rank=local_rank,
         local_world_size=local_size,
-        node_rank=_parse_number(env, "GROUP_RANK", low=0) if "GROUP_RANK" in env else rank // local_size,
+        node_rank=_parse_number(env, node, low=0) if node in env else rank // local_size,
+    )
+    if is_ray_worker(env):
+        # The variables of torchrun and of Treadle's supervisor may belong to the script that connected to Ray.
+        device, _, index = env.get("ACCELERATE_TORCH_DEVICE", "").partition(":")
+        return replace(launched, launcher="ray", gpu=int(index or 0) if device == "cuda" else None)
+    return replace(
+        launched,
         nodes=_parse_number(env, "GROUP_WORLD_SIZE", low=1, high=size) if "GROUP_WORLD_SIZE" in env else None,
         supervisor=_parse_number(env, "TREADLE_SUPERVISOR", low=1) if "TREADLE_SUPERVISOR" in env else None,
     )

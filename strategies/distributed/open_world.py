@@ -142,12 +142,6 @@ def backend_of(world: World) -> str | None:
     return backends.get(world.device.type) or next(iter(backends.values()))
 
 
-def abort() -> None:
-    """Abort all collectives and the process group. Destroying an NCCL group would wait for collectives in progress."""
-    if dist.is_initialized():
-        dist.distributed_c10d._abort_process_group()
-
-
 def connected() -> bool:
     """Return whether a process group exists."""
     return dist.is_initialized()

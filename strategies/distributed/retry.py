@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ...common.messages import named_ranks
 from . import process_group
 from .launch_environment import LaunchEnvironment
-from .open_world import abort, current_place, current_world
+from .open_world import current_place, current_world
+from .process_group import disconnect
 from .tracebacks import PeerFailed
 
 DONE, RETRY = "done", "retry"
@@ -77,8 +78,7 @@ class Attempts:
         """Abort NCCL collectives if another process's attempt fails before this process's attempt ends."""
         while not over.wait(_LOOK_EVERY):
             if any(outcome != DONE for outcome in self._read_reports()):
-                if _is_nccl():
-                    abort()
+                _abort_nccl()
                 return
 
     def await_all_done(self) -> bool:
@@ -100,9 +100,8 @@ class Attempts:
         gc.collect()
         if self.size > 1:
             _cut_off_replicas()
-            if _is_nccl():
-                abort()
-            process_group.disconnect()
+            _abort_nccl()
+            disconnect()
             gc.collect()
             self._gather_outcomes(self.patience)
             if self._device is not None:
@@ -131,6 +130,12 @@ class Attempts:
 
 def _is_nccl() -> bool:
     return dist.is_initialized() and "nccl" in dist.get_backend_config()
+
+
+def _abort_nccl() -> None:
+    """Abort all NCCL collectives and the process group, whose destruction would wait for collectives in progress."""
+    if _is_nccl():
+        dist.distributed_c10d._abort_process_group()
 
 
 def _cut_off_replicas() -> None:
