@@ -191,8 +191,8 @@ class RankExit:
 
     def end_if_another_ended(self) -> None:
         """Interrupt the main thread or end the process, if another rank has ended and this rank cannot continue."""
-        if self.ended is None and (rank := self._messages.read("ended first")) is not None:
-            self.ended = int(rank)
+        if self.ended is None and (first := self._messages.read("ended first")) is not None:
+            self.ended = int(first)
         if self.ended is None:
             return
         if not self.interruptible or self.interrupted:
