@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, obstacle
-from fault_runs import PEERS, FaultCell, strike
+from fault_cells import PEERS, FaultCell, strike
 
 pytestmark = [
     pytest.mark.guarantee,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_runs import kill_all
+from fault_cells import kill_all
 from processes import clean_environment, programs
 from restarts import JOB, read_events
 

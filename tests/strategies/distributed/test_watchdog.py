@@ -9,7 +9,7 @@ import types
 
 import pytest
 import torch
-from fault_runs import FaultCell, strike
+from fault_cells import FaultCell, strike
 from processes import clean_environment, programs, run, script
 from torch.distributed import HashStore
 from treadle.strategies.distributed.training_clock import describe_phase

@@ -3,7 +3,7 @@
 import textwrap
 
 import pytest
-from collective_counts import CollectiveCounts
+from collective_counts import CountedCollectives
 from processes import run
 
 from treadle.__main__ import main
@@ -267,7 +267,7 @@ def sent_in_a_run():
 
     import treadle
 
-    written = CollectiveCounts()
+    written = CountedCollectives()
 
     class Watch(treadle.Callback):
         def on_train_batch_start(self, trainer, task, batch, batch_idx):

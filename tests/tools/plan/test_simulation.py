@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from collective_counts import CollectiveCounts
+from collective_counts import CountedCollectives
 from processes import run
 from torch import nn
 from treadle.strategies import BALLOT_SIZE, DDP, FSDP, Precision, SingleDevice, open_world
@@ -79,7 +79,7 @@ def really(name, accumulate, clip):
     called = strategy.wrap(model)
     optimizer = strategy.wrap_optimizer(ADAMW(model.parameters()))
     for _ in range(2):
-        written = CollectiveCounts()
+        written = CountedCollectives()
         with written:
             for number in range(accumulate):
                 if strategy.delays_sync:

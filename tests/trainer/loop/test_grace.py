@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from fault_runs import kill_all, living
+from fault_cells import kill_all, living
 from models import Line
 from processes import clean_environment, python, run
 from quiet import trainer
