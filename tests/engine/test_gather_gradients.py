@@ -3,9 +3,9 @@
 import pytest
 import torch
 from processes import run
-from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainers import NO_OUTPUT
 
 import treadle
 from treadle import Accelerator
@@ -67,7 +67,7 @@ def by_trainer(world, strategy, form, samples, accumulate=1):
         precision="64-true",
         max_epochs=1,
         accumulate_grad_batches=accumulate,
-        **QUIET,
+        **NO_OUTPUT,
     )
     trainer.fit(task, batches(samples, 8 // world))
     return flat(task)
@@ -148,7 +148,7 @@ class Gathers(treadle.TaskModule):
 
 def gathers():
     task = Gathers()
-    treadle.Trainer(accelerator="cpu", max_steps=1, **QUIET).fit(task, batches(2, 1))
+    treadle.Trainer(accelerator="cpu", max_steps=1, **NO_OUTPUT).fit(task, batches(2, 1))
     return task.found, task.cut, getattr(task, "alone", None), task.errors
 
 

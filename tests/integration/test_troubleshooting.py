@@ -13,11 +13,11 @@ from pathlib import Path
 
 import fork_server
 import pytest
-import quiet
 import torch
 from processes import clean_environment, python, run, script
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, random_split
+from trainers import make_trainer
 from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
 import treadle as tl
@@ -53,7 +53,7 @@ def net(**methods):
 
 
 def fit(task, train=None, val=None, ckpt_path=None, **flags):
-    trainer = quiet.trainer(**flags)
+    trainer = make_trainer(**flags)
     trainer.fit(task, loader() if train is None else train, val, ckpt_path=ckpt_path)
     return trainer
 
@@ -111,7 +111,7 @@ PROVOKERS = {
     "not_a_callback": lambda: tl.Trainer(accelerator="cpu", callbacks=[print]),
     "logger_by_name": lambda: tl.Trainer(accelerator="cpu", logger="wandb"),
     # data and shapes
-    "no_loader": lambda: quiet.trainer().fit(Net()),
+    "no_loader": lambda: make_trainer().fit(Net()),
     "no_batch": lambda: fit(Net(), loader(3, 4, drop_last=True)),
     "shapes": lambda: fit(net(training_step=lambda self, batch, batch_idx: self.net(batch[0][:, :3]).mean())),
     "no_validation_step": lambda: fit(Net(), val=loader()),
@@ -125,13 +125,13 @@ PROVOKERS = {
     "stage_within_a_stage": lambda: fit(
         net(on_train_epoch_end=lambda self: self.trainer.validate(Validated(), loader()))
     ),
-    "no_test_step": lambda: quiet.trainer().test(Net(), loader()),
+    "no_test_step": lambda: make_trainer().test(Net(), loader()),
     # checkpoints
     "no_such_checkpoint": lambda: fit(Net(), ckpt_path="runs/lst.ckpt"),
     "no_last_checkpoint": lambda: fit(
         Net(), ckpt_path="last", enable_checkpointing=True, callbacks=[ModelCheckpoint("checkpoints")]
     ),
-    "best_without_checkpoints": lambda: quiet.trainer().validate(Validated(), loader(), ckpt_path="best"),
+    "best_without_checkpoints": lambda: make_trainer().validate(Validated(), loader(), ckpt_path="best"),
     "top_k_without_monitor": lambda: ModelCheckpoint(save_top_k=3),
     # several processes
     "other_number_of_processes": lambda: run(asks_for_four, 2),
@@ -378,7 +378,7 @@ def no_script_to_start():
 
 
 def asks_for_four():
-    quiet.trainer(devices=4)
+    make_trainer(devices=4)
 
 
 def train_with_unused():

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from processes import run
-from quiet import QUIET
 from torch.utils.data import DataLoader
+from trainers import NO_OUTPUT
 from transformers.modeling_outputs import SequenceClassifierOutput
 from treadle.strategies import Precision, apply_nested
 
@@ -83,7 +83,7 @@ def test_a_frozen_batch_reaches_the_step(precision):
             return torch.optim.SGD(self.parameters(), 0.1)
 
     loader = DataLoader([Frozen(torch.ones(1, 2))], batch_size=None)
-    treadle.Trainer(precision=precision, max_epochs=1, accelerator="cpu", **QUIET).fit(Task(), loader)
+    treadle.Trainer(precision=precision, max_epochs=1, accelerator="cpu", **NO_OUTPUT).fit(Task(), loader)
     cast = Precision.parse(precision).cast(Frozen(torch.ones(1)))
     assert cast.x.dtype == Precision.parse(precision).storage
 

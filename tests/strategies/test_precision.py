@@ -7,9 +7,9 @@ import pytest
 import torch
 import torchmetrics
 from processes import run
-from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainers import NO_OUTPUT
 from treadle.callbacks import WeightAveraging
 from treadle.compat.precision_plugins import HalfPrecision
 from treadle.compat.utils import set_module_tensor_to_device
@@ -63,7 +63,7 @@ def tensors():
 
 
 def by_trainer(precision, task, **flags):
-    trainer = treadle.Trainer(precision=precision, max_epochs=1, accelerator="cpu", **QUIET | flags)
+    trainer = treadle.Trainer(precision=precision, max_epochs=1, accelerator="cpu", **NO_OUTPUT | flags)
     trainer.fit(task, DataLoader(TensorDataset(torch.ones(2, 2)), batch_size=2))
     return task
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainers import NO_OUTPUT
 
 import treadle
 
@@ -20,7 +20,7 @@ def needs_gpu(test):
 
 
 def trainer(**flags):
-    return treadle.Trainer(**{"accelerator": FLAG, "devices": 1, "max_epochs": 1, **QUIET, **flags})
+    return treadle.Trainer(**{"accelerator": FLAG, "devices": 1, "max_epochs": 1, **NO_OUTPUT, **flags})
 
 
 def accelerator(**options):

@@ -7,9 +7,9 @@ from datetime import timedelta
 import pytest
 import torch
 from models import Line
-from quiet import Dry, trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainers import Dry, make_trainer
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
 from treadle.engine import move_data_to_device
 from treadle.engine.checkpoint.manifest import read_manifest
@@ -157,12 +157,12 @@ def test_a_loader_that_yields_nothing():
         (None, {}, ["training dataloader", "train_dataloader"]),
     ]:
         with says(ValueError, *words):
-            trainer(**flags).fit(Plain(), source)
+            make_trainer(**flags).fit(Plain(), source)
     with says(ValueError, "validation dataloader", "empty"):
-        trainer().validate(Validated(), DataLoader(Nothing()))
+        make_trainer().validate(Validated(), DataLoader(Nothing()))
     with says(ValueError, "validate has no dataloader"):
-        trainer().validate(Validated())
-    assert trainer(limit_val_batches=0).validate(Validated(), loader()) == []  # as it was asked for
+        make_trainer().validate(Validated())
+    assert make_trainer(limit_val_batches=0).validate(Validated(), loader()) == []  # as it was asked for
 
 
 def test_things_that_are_no_loader():
@@ -173,20 +173,20 @@ def test_things_that_are_no_loader():
         (TensorDataset(torch.ones(4, 2)), ["TensorDataset", "single samples", "DataLoader"]),
     ]:
         with says(TypeError, *words):
-            trainer().fit(Plain(), source)
+            make_trainer().fit(Plain(), source)
         with says(TypeError, *words):
-            trainer().validate(Validated(), source)
+            make_trainer().validate(Validated(), source)
         with says(TypeError, *words):
-            trainer().fit(Plain(), {"a": loader(), "b": source})
+            make_trainer().fit(Plain(), {"a": loader(), "b": source})
     with says(ValueError, "contains no dataloader"):
-        trainer().fit(Plain(), {})
+        make_trainer().fit(Plain(), {})
 
 
 def test_val_check_interval_that_never_comes():
     with says(ValueError, "val_check_interval=10", "3 batches"):
-        trainer(val_check_interval=10).fit(Validated(), loader(), loader())
+        make_trainer(val_check_interval=10).fit(Validated(), loader(), loader())
     with says(ValueError, "val_check_interval=0.5", "no length", "whole number"):
-        trainer(val_check_interval=0.5).fit(Validated(), iter([[torch.ones(2, 2)]]), loader())
+        make_trainer(val_check_interval=0.5).fit(Validated(), iter([[torch.ones(2, 2)]]), loader())
 
 
 def test_what_training_step_returns():
@@ -212,8 +212,8 @@ def test_what_training_step_returns():
         ),
     ]:
         with says(error, *words):
-            trainer().fit(with_step(step), loader())
-    trainer().fit(with_step(lambda t: net(t).mean().reshape(1)), loader())  # one number, whatever its shape
+            make_trainer().fit(with_step(step), loader())
+    make_trainer().fit(with_step(lambda t: net(t).mean().reshape(1)), loader())  # one number, whatever its shape
 
 
 def adam(task):
@@ -284,7 +284,7 @@ def test_what_configure_optimizers_returns(configure, error, words):
             return loss
 
     with says(error, *words):
-        trainer().fit(Odd(), loader())
+        make_trainer().fit(Odd(), loader())
 
 
 def test_a_plateau_that_may_miss_its_value():
@@ -294,7 +294,7 @@ def test_a_plateau_that_may_miss_its_value():
             config = {"scheduler": plateau(optimizer), "monitor": "never", "strict": False}
             return {"optimizer": optimizer, "lr_scheduler": config}
 
-    run = trainer()
+    run = make_trainer()
     run.fit(Lenient(), loader())
     assert run.global_step == 3
 
@@ -311,26 +311,26 @@ def test_missing_steps():
         (NoOptimizer(), ["NoOptimizer", "configure_optimizers"]),
     ]:
         with says(ValueError, *words):
-            trainer().fit(task, loader())
+            make_trainer().fit(task, loader())
     for stage, words in [
         ("validate", "validation_step"),
         ("test", "test_step"),
         ("predict", "predict_step or forward"),
     ]:
         with says(ValueError, f"{stage} needs", words, "but Plain"):
-            getattr(trainer(), stage)(Plain(), loader())
+            getattr(make_trainer(), stage)(Plain(), loader())
     with pytest.warns(UserWarning, match="Plain has no validation_step"):
-        trainer().fit(Plain(), loader(), loader())
+        make_trainer().fit(Plain(), loader(), loader())
     with pytest.warns(UserWarning, match="no validation dataloader"):
-        trainer().fit(Validated(), loader())
+        make_trainer().fit(Validated(), loader())
     with pytest.warns(UserWarning, match="no validation dataloader"):
-        trainer().fit(Validated(), loader(), [])
+        make_trainer().fit(Validated(), loader(), [])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trainer(limit_val_batches=0).fit(Validated(), loader())
-        trainer().fit(Validated(), loader(), loader())
+        make_trainer(limit_val_batches=0).fit(Validated(), loader())
+        make_trainer().fit(Validated(), loader(), loader())
     with says(ValueError, "2 dataloaders", "dataloader_idx"):
-        trainer().fit(Validated(), loader(), [loader(), loader()])
+        make_trainer().fit(Validated(), loader(), [loader(), loader()])
 
 
 def test_the_wrong_kind_of_task():
@@ -347,15 +347,15 @@ def test_the_wrong_kind_of_task():
         (Forgot(), TypeError, ["Forgot.__init__", "super().__init__()"]),
     ]:
         with says(error, *words):
-            trainer().fit(task, loader())
+            make_trainer().fit(task, loader())
     with says(ValueError, "validate needs a model"):
-        trainer().validate(dataloaders=loader())
+        make_trainer().validate(dataloaders=loader())
     with says(ValueError, "save_checkpoint needs a task"):
-        trainer().save_checkpoint("nowhere")
+        make_trainer().save_checkpoint("nowhere")
 
 
 def test_where_a_checkpoint_is_saved(tmp_path):
-    run = trainer(max_steps=1)
+    run = make_trainer(max_steps=1)
     run.fit(Plain(), loader())
     for path in (None, 5):
         with says(TypeError, f"save_checkpoint(filepath={path}) must be a path or a URL", "Pass a str or a Path"):
@@ -381,7 +381,7 @@ def test_hooks_that_nobody_would_call():
     ]:
         task = type("Odd", (Plain,), {name: nothing})()
         with says(ValueError, f"Odd.{name}", words):
-            trainer().fit(task, loader())
+            make_trainer().fit(task, loader())
 
 
 def test_loaders_and_data_modules():
@@ -389,11 +389,11 @@ def test_loaders_and_data_modules():
     for arguments in [{"train_dataloaders": loader(), "datamodule": data}, {"val_dataloaders": loader()}]:
         first = () if "datamodule" in arguments else (data,)
         with says(ValueError, "Pass only one of the two"):
-            trainer().fit(Plain(), *first, **arguments)
+            make_trainer().fit(Plain(), *first, **arguments)
     with says(TypeError, "datamodule", "DataModule", "DataLoader"):
-        trainer().fit(Plain(), datamodule=loader())
+        make_trainer().fit(Plain(), datamodule=loader())
     with says(ValueError, "training dataloader"):
-        trainer().fit(Plain(), datamodule=treadle.DataModule())
+        make_trainer().fit(Plain(), datamodule=treadle.DataModule())
 
 
 @pytest.mark.parametrize("samples", [5, [1, 2]])
@@ -439,7 +439,7 @@ def test_what_is_logged():
             return task.net(torch.ones(1, 2)).mean()
 
         with says(error, *words):
-            trainer().fit(with_step(step), loader())
+            make_trainer().fit(with_step(step), loader())
 
     def twice(task):
         task.log("x", 1.0)
@@ -447,7 +447,7 @@ def test_what_is_logged():
         return task.net(torch.ones(1, 2)).mean()
 
     with says(ValueError, "'x'", "twice", "different arguments"):
-        trainer().fit(with_step(twice), loader())
+        make_trainer().fit(with_step(twice), loader())
 
 
 def test_what_is_logged_too_late_or_nowhere():
@@ -455,7 +455,7 @@ def test_what_is_logged_too_late_or_nowhere():
         Plain().log("x", 1)
     for hook in ("on_fit_start", "on_validation_end", "on_train_end", "on_fit_end", "setup"):
         task = type("Late", (Validated,), {hook: lambda self, *stage: self.log("late", 1.0)})()
-        run = trainer(num_sanity_val_steps=0)
+        run = make_trainer(num_sanity_val_steps=0)
         with pytest.warns(UserWarning, match=r"self.log\('late'\) has no effect here"):
             run.fit(task, loader(), loader())
         assert "late" not in run.callback_metrics
@@ -473,14 +473,14 @@ def test_checkpoints_that_are_none(tmp_path):
         ("hostile", ["manifest.json is damaged"], "manifest.json"),
     ]:
         with says(ValueError, *words):
-            trainer().fit(Plain(), loader(), ckpt_path=tmp_path / path)
+            make_trainer().fit(Plain(), loader(), ckpt_path=tmp_path / path)
         with says(ValueError, path, at_load):
             Plain.load_from_checkpoint(tmp_path / path)
     with says(TypeError, "ckpt_path=5", "a checkpoint's path"):
-        trainer().fit(Plain(), loader(), ckpt_path=5)
+        make_trainer().fit(Plain(), loader(), ckpt_path=5)
     for name in ("last", "best"):
         with says(ValueError, f"ckpt_path='{name}'", "no ModelCheckpoint"):
-            trainer().fit(Plain(), loader(), ckpt_path=name)
+            make_trainer().fit(Plain(), loader(), ckpt_path=name)
 
 
 class Sized(Plain):
@@ -491,14 +491,14 @@ class Sized(Plain):
 
 
 def test_checkpoints_of_something_else(tmp_path):
-    run = trainer()
+    run = make_trainer()
     run.fit(Sized(3), loader())
     run.save_checkpoint(tmp_path / "run")
     run.save_checkpoint(tmp_path / "weights", weights_only=True)
     with says(ValueError, "a different model", "net.weight", "(3, 2)", "(1, 2)"):
-        trainer().fit(Plain(), loader(), ckpt_path=tmp_path / "run")
+        make_trainer().fit(Plain(), loader(), ckpt_path=tmp_path / "run")
     with says(ValueError, "only weights"):
-        trainer().fit(Sized(3), loader(), ckpt_path=tmp_path / "weights")
+        make_trainer().fit(Sized(3), loader(), ckpt_path=tmp_path / "weights")
     assert Sized.load_from_checkpoint(tmp_path / "weights").hparams == {"width": 3}
     with says(ValueError, "a different model"):
         Sized.load_from_checkpoint(tmp_path / "run", width=4)
@@ -518,7 +518,7 @@ def test_callbacks_that_would_not_be_saved(tmp_path):
         def state_dict(self):
             return {"n": 1}
 
-    run = trainer(callbacks=[Counting(), Counting()])
+    run = make_trainer(callbacks=[Counting(), Counting()])
     with says(ValueError, "two callbacks", "Counting", "state_key"):
         run.fit(Plain(), loader())
     assert run.global_step == 0  # said before the first step, not at the first save
@@ -528,7 +528,7 @@ def test_callbacks_that_would_not_be_saved(tmp_path):
             return ["bar"]
 
     with says(TypeError, "configure_callbacks", "'bar'"):
-        trainer().fit(Wrong(), loader())
+        make_trainer().fit(Wrong(), loader())
 
 
 def test_what_save_hyperparameters_takes():
@@ -559,7 +559,7 @@ def test_what_save_hyperparameters_takes():
 
 def test_a_log_directory_that_can_not_be(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    run = trainer(logger=CSVLogger(tmp_path / "file"), log_every_n_steps=1)
+    run = make_trainer(logger=CSVLogger(tmp_path / "file"), log_every_n_steps=1)
 
     def step(task):
         task.log("x", 1.0)
@@ -591,11 +591,11 @@ def test_a_wrong_type_is_caught_as_either_kind():
             self.save_hyperparameters(size)
 
     for call in (
-        lambda: trainer().fit(Logs(), loader()),
-        lambda: trainer().fit(Returns(), loader()),
-        lambda: trainer().fit(Configures(), loader()),
-        lambda: trainer().fit(Plain()),
-        lambda: trainer().predict(Plain()),
+        lambda: make_trainer().fit(Logs(), loader()),
+        lambda: make_trainer().fit(Returns(), loader()),
+        lambda: make_trainer().fit(Configures(), loader()),
+        lambda: make_trainer().fit(Plain()),
+        lambda: make_trainer().predict(Plain()),
         lambda: Saves(3),
     ):
         for kind in (TypeError, ValueError):

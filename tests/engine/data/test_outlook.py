@@ -5,10 +5,10 @@ import os
 import pytest
 import torch
 from processes import run
-from quiet import trainer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
+from trainers import make_trainer
 from treadle.callbacks import Callback
 from treadle.engine.data import loader as loaders
 from treadle.engine.data import rank_shares
@@ -96,7 +96,7 @@ def fit(depth, strategy, accumulate, lengths, workers, **flags):
         if depth == 2:
             read_one_step_later(patch)
         task = Task(flags.pop("manual", False))
-        own = trainer(
+        own = make_trainer(
             devices=2, strategy=strategy, precision="64-true", accumulate_grad_batches=accumulate,
             **{"max_epochs": 2, **flags},
         )  # fmt: skip
@@ -193,7 +193,7 @@ def made_before_each_step(kind):
     dataset = {"plain": Numbers, "saved": Saved, "played": lambda: Played(nn.Linear(1, 1))}[kind]()
     task, made = Task(), []
     task.on_train_batch_start = lambda batch, batch_idx: made.append(dataset.made)
-    trainer(devices=2, strategy="ddp", precision="64-true").fit(task, DataLoader(dataset, 2))
+    make_trainer(devices=2, strategy="ddp", precision="64-true").fit(task, DataLoader(dataset, 2))
     return made[:3]
 
 

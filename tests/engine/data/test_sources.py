@@ -12,10 +12,10 @@ import pytest
 import sources_samples as samples
 import torch
 from processes import run
-from quiet import QUIET
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, random_split
+from trainers import NO_OUTPUT
 from treadle.engine import CombinedLoader
 from treadle.engine.data.dataset_check import digest, fingerprint
 from treadle.engine.data.micro_batches import avoid_rewind
@@ -276,7 +276,7 @@ class MadeAnew(Task):
 def made_in_hooks(folder):
     task = MadeAnew()
     trainer = treadle.Trainer(
-        accelerator="cpu", max_epochs=3, reload_dataloaders_every_n_epochs=1, default_root_dir=folder, **QUIET
+        accelerator="cpu", max_epochs=3, reload_dataloaders_every_n_epochs=1, default_root_dir=folder, **NO_OUTPUT
     )
     trainer.fit(task)
     return trainer.global_step, task.seen

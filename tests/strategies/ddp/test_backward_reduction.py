@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run
-from quiet import trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainers import make_trainer
 
 import treadle
 
@@ -177,7 +177,7 @@ class Sparse(Task):
 
 def fit(task, val=None, **flags):
     task.sizes = []
-    trainer(max_epochs=1, devices=2, strategy="ddp", **flags).fit(task, loader(), val)
+    make_trainer(max_epochs=1, devices=2, strategy="ddp", **flags).fit(task, loader(), val)
     return task
 
 

@@ -11,11 +11,11 @@ import types
 import pytest
 import torch
 from processes import run
-from quiet import QUIET
 from torch import nn
 from torch.distributed.fsdp import wrap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
+from trainers import NO_OUTPUT
 from treadle.callbacks.spike import _compute_squared_norm
 from treadle.strategies import DDP, FSDP, Recompute, SingleDevice, World
 from treadle.strategies.fsdp.deferred_init import Tape
@@ -108,7 +108,7 @@ def dataset(samples=22):
 
 def trainer(strategy, epochs=2, **options):
     options = {"precision": "64-true", "gradient_clip_val": 0.5, **options}
-    return treadle.Trainer(accelerator="cpu", strategy=strategy, max_epochs=epochs, **QUIET, **options)
+    return treadle.Trainer(accelerator="cpu", strategy=strategy, max_epochs=epochs, **NO_OUTPUT, **options)
 
 
 def whole(task):

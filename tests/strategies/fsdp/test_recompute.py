@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch._functorch.config as settings
 from processes import run
-from quiet import QUIET
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
+from trainers import NO_OUTPUT
 from treadle.strategies import FSDP, Recompute
 
 import treadle
@@ -63,7 +63,7 @@ class Products(TorchDispatchMode):
 def fit(policy, task=None, **flags):
     task, products = task or Task(), Products()
     trainer = treadle.Trainer(
-        accelerator="cpu", max_epochs=1, strategy=FSDP(activation_checkpointing_policy=policy), **QUIET, **flags
+        accelerator="cpu", max_epochs=1, strategy=FSDP(activation_checkpointing_policy=policy), **NO_OUTPUT, **flags
     )
     with products:
         trainer.fit(task, DataLoader(torch.ones(2, 4), batch_size=2))
@@ -139,7 +139,7 @@ def test_a_budget_is_the_compilers(monkeypatch):
 def gathered(gather_dtype):
     logging.getLogger("treadle").setLevel(logging.ERROR)
     trainer = treadle.Trainer(
-        accelerator="cpu", max_epochs=1, precision="bf16-mixed", strategy=FSDP(gather_dtype=gather_dtype), **QUIET
+        accelerator="cpu", max_epochs=1, precision="bf16-mixed", strategy=FSDP(gather_dtype=gather_dtype), **NO_OUTPUT
     )
     trainer.fit(Task(), DataLoader(torch.ones(4, 4), batch_size=2))
     return trainer.decided

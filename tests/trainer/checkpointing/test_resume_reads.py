@@ -9,9 +9,9 @@ import pytest
 import torch
 from checkpoint_reads import Reads, once
 from processes import run
-from quiet import trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainers import make_trainer
 from treadle.callbacks import (
     GradientAccumulationScheduler,
     ModelCheckpoint,
@@ -65,7 +65,7 @@ class Data(treadle.DataModule):
 def made(root, steps, *callbacks, form="file"):
     saver = ModelCheckpoint(root, "{step}", monitor="loss", every_n_train_steps=2, save_top_k=-1, format=form)
     callbacks = [saver, GradientAccumulationScheduler({0: 1}), WeightAveraging(), *callbacks]
-    return trainer(max_epochs=None, max_steps=steps, enable_checkpointing=True, callbacks=callbacks)
+    return make_trainer(max_epochs=None, max_steps=steps, enable_checkpointing=True, callbacks=callbacks)
 
 
 FORMS = ["file", "directory"]

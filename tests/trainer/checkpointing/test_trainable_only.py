@@ -3,16 +3,16 @@
 import pytest
 import torch
 from processes import run
-from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader
+from trainers import NO_OUTPUT
 from treadle.callbacks import Callback, ModelCheckpoint
 from treadle.engine.checkpoint import OpenCheckpoint
 from treadle.engine.weights import load_weights
 
 import treadle
 
-QUIETLY = {**QUIET, "enable_checkpointing": True}
+QUIETLY = {**NO_OUTPUT, "enable_checkpointing": True}
 WORLDS = [("ddp", 2), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (("auto", 1), ("fsdp", 2)))]
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from models import SGDTask
 from processes import run
-from quiet import Dry
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainers import Dry
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
 
 import treadle

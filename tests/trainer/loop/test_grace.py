@@ -10,9 +10,9 @@ import pytest
 import torch
 from models import Line
 from processes import clean_environment, python, run
-from quiet import trainer
 from strikes import kill_all, living
 from torch.utils.data import DataLoader
+from trainers import make_trainer
 from treadle.engine.checkpoint import CheckpointStore
 
 import treadle
@@ -126,7 +126,7 @@ def wake_others():
     before = signal.set_wakeup_fd(wakes.writing)
     try:
         with pytest.raises(SystemExit) as caught:
-            trainer(callbacks=[wakes], grace={"seconds": 60}).fit(Tiny(), DataLoader(torch.ones(4, 1)))
+            make_trainer(callbacks=[wakes], grace={"seconds": 60}).fit(Tiny(), DataLoader(torch.ones(4, 1)))
         assert caught.value.code == 143
         assert signal.set_wakeup_fd(wakes.writing) == wakes.writing
     finally:

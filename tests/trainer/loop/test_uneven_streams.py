@@ -7,8 +7,8 @@ import pytest
 import torch
 from models import SGDTask
 from processes import run
-from quiet import trainer
 from torch.utils.data import DataLoader, IterableDataset
+from trainers import make_trainer
 
 
 class Numbers(IterableDataset):
@@ -42,7 +42,7 @@ def fit(strategy, lengths, accumulate, epochs=1):
     logging.getLogger("treadle").addHandler(handler)
     loader = DataLoader(Numbers(lengths[int(os.environ["RANK"])]), 2)
     task = Task()
-    own = trainer(devices=2, strategy=strategy, max_epochs=epochs, accumulate_grad_batches=accumulate)
+    own = make_trainer(devices=2, strategy=strategy, max_epochs=epochs, accumulate_grad_batches=accumulate)
     own.fit(task, loader)
     return task.steps, [text for text in words if "ran out of data" in text], own.progress.samples
 
