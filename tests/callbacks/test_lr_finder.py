@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from processes import run
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
-from trainers import NO_OUTPUT
 from treadle.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder, ModelCheckpoint
 from treadle.callbacks.lr_finder import _LRFinder
 

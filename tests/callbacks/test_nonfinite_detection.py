@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from callback_runs import Tiny, fit, loader, trainer
+from support.callback_runs import Tiny, fit, loader, trainer
 from torch import nn
 from treadle.callbacks import (
     NonFiniteWatch,

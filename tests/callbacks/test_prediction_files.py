@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from callback_runs import Tiny
-from processes import run
+from support.callback_runs import Tiny
+from support.processes import run
+from support.trainers import make_trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from trainers import make_trainer
 from treadle.callbacks import PredictionWriter
 
 import treadle

@@ -5,8 +5,8 @@ import typing
 
 import pytest
 import torch
+from support.trainers import NO_OUTPUT
 from torch import nn
-from trainers import NO_OUTPUT
 from treadle.callbacks import Callback
 from treadle.compat.plugins import MixedPrecision, Precision
 from treadle.compat.utilities.seed import isolate_rng

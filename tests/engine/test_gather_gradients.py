@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import NO_OUTPUT
 
 import treadle
 from treadle import Accelerator

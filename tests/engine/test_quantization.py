@@ -5,9 +5,9 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import NO_OUTPUT
 from treadle.engine import quantization
 from treadle.engine.big_models import WeightQuantizer, init_empty_weights, load_checkpoint_and_dispatch
 from treadle.strategies import FSDP

@@ -1,6 +1,6 @@
 """Print what the matrices have measured."""
 
-import strikes
+from support import fault_cells
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -9,14 +9,14 @@ def pytest_terminal_summary(terminalreporter):
         for report in reports:
             for kind, (cell, words) in (p for p in getattr(report, "user_properties", ()) if p[0] in rows):
                 rows[kind].append((cell, words))
-    faults = [(strikes.FaultCell(**cell), words) for cell, words in rows["fault"]]
-    signals = [(strikes.SignalCell(**cell), words) for cell, words in rows["signal"]]
+    faults = [(fault_cells.FaultCell(**cell), words) for cell, words in rows["fault"]]
+    signals = [(fault_cells.SignalCell(**cell), words) for cell, words in rows["signal"]]
     if faults:
         terminalreporter.section("faults: seconds to the end of the job, exit status; what is wrong")
-        terminalreporter.write_line(strikes.fault_table(faults))
+        terminalreporter.write_line(fault_cells.fault_table(faults))
     if signals:
         terminalreporter.section("signals: seconds to the end of the job, exit status; what is wrong")
-        terminalreporter.write_line(strikes.signal_table(signals))
+        terminalreporter.write_line(fault_cells.signal_table(signals))
     tables = [
         table
         for reports in terminalreporter.stats.values()

@@ -16,10 +16,10 @@ import time
 import warnings
 from pathlib import Path
 
-import hostile_files
 import pytest
 import torch
-from processes import run
+from support import hostile_files
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

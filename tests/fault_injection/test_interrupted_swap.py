@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 import torch
-from processes import run
-from stored import DEAD
+from support.processes import run
+from support.stored import DEAD
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EMAWeightAveraging, ModelCheckpoint, averaged_weights
 from treadle.cli.commands.command_line import read_earlier_config

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from gpus import CUDA, Task, accelerator, keep_busy, loader, needs_gpu, trainer
+from support.gpus import CUDA, Task, accelerator, keep_busy, loader, needs_gpu, trainer
 from torch import nn
 
 import treadle

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from house import files, picture
+from support.house import files, picture
+from support.trainers import make_trainer
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import make_trainer
 from treadle.compat.demos.boring_classes import BoringModel
 
 ROOT = Path(__file__).parents[2]

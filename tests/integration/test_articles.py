@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run, script
+from support.processes import run, script
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
-from trainers import NO_OUTPUT
 
 import treadle
 from treadle.utils import FullyShardedDataParallelPlugin

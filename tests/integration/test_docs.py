@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from language import read_differences
-from processes import run
+from support.language import read_differences
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import NO_OUTPUT
 from treadle.callbacks import HOOKS, ModelCheckpoint
 from treadle.strategies import LaunchEnvironment
 

@@ -4,12 +4,12 @@ from unittest import mock
 
 import pytest
 import torch
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanSquaredError, MetricCollection, SumMetric
 from torchmetrics.classification import BinaryAccuracy, BinaryAveragePrecision
 from torchmetrics.wrappers import MultitaskWrapper
-from trainers import make_trainer
 from treadle.loggers import CSVLogger
 
 import treadle

@@ -11,13 +11,13 @@ import subprocess
 import warnings
 from pathlib import Path
 
-import fork_server
 import pytest
 import torch
-from processes import clean_environment, python, run, script
+from support import fork_server
+from support.processes import clean_environment, python, run, script
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, random_split
-from trainers import make_trainer
 from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
 import treadle as tl

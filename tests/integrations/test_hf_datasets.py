@@ -1,12 +1,12 @@
 """Hugging Face datasets in a `TransformersTask` and in an own loop: each rank reads its share and resumes exactly."""
 
 import pytest
-import sources_samples as samples
 import torch
-from processes import run
+from support import sources_samples as samples
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, get_worker_info
-from trainers import NO_OUTPUT
 from treadle.callbacks import ModelCheckpoint
 from treadle.integrations import TransformersTask
 

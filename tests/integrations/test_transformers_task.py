@@ -4,11 +4,11 @@ import functools
 
 import pytest
 import torch
-from processes import run
 from safetensors import safe_open
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics.classification import MulticlassAccuracy
-from trainers import NO_OUTPUT
 from treadle.callbacks import ModelCheckpoint
 from treadle.common.optional import is_installed
 from treadle.engine.checkpoint import OpenCheckpoint

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch.utils.data import DataLoader
-from trainers import NO_OUTPUT
 from transformers.modeling_outputs import SequenceClassifierOutput
 from treadle.strategies import Precision, apply_nested
 

@@ -6,10 +6,10 @@ import warnings
 import pytest
 import torch
 import torchmetrics
-from processes import run
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import NO_OUTPUT
 from treadle.callbacks import WeightAveraging
 from treadle.compat.precision_plugins import HalfPrecision
 from treadle.compat.utils import set_module_tensor_to_device

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from trainers import NO_OUTPUT
+from support.trainers import NO_OUTPUT
 from treadle.strategies import (
     DDP,
     SingleDevice,

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import NO_OUTPUT
 
 import treadle
+from support.trainers import NO_OUTPUT
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")

@@ -4,11 +4,11 @@ import time
 
 import pytest
 import torch
-from models import Line, SGDTask
-from processes import run
+from support.models import Line, SGDTask
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import make_trainer
 from treadle.callbacks import Callback
 from treadle.loggers import Logger
 from treadle.strategies import Precision, TorchSyncBatchNorm

@@ -6,10 +6,10 @@ from datetime import timedelta
 
 import pytest
 import torch
-from models import Line
+from support.models import Line
+from support.trainers import Dry, make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import Dry, make_trainer
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
 from treadle.engine import move_data_to_device
 from treadle.engine.checkpoint.manifest import read_manifest

@@ -5,10 +5,10 @@ import pickle
 
 import pytest
 import torch
-from processes import run, script
+from support.processes import run, script
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from trainers import NO_OUTPUT
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from treadle.compat.demos.boring_classes import BoringModel
 from treadle.loggers import CSVLogger

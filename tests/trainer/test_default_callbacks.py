@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from models import Line
+from support.models import Line
+from support.trainers import make_trainer
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import make_trainer
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
 from treadle.loggers import CSVLogger
 

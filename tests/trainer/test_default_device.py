@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
+from support.trainers import make_trainer
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import make_trainer
 from treadle.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 
 import treadle

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run, script
+from support.processes import run, script
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from trainers import NO_OUTPUT
 from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from treadle.strategies import DDP, SingleDevice, plan_function_launch
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models import SGDTask
+from support.models import SGDTask
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from trainers import NO_OUTPUT
 from treadle.callbacks import EarlyStopping, LambdaCallback
 from treadle.engine import CombinedLoader
 from treadle.loggers import CSVLogger

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.trainers import make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from trainers import make_trainer
 
 import treadle
 

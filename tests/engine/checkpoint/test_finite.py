@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch import nn
 
 import treadle

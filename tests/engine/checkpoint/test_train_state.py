@@ -5,10 +5,10 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from stored import read_part
+from support.stored import read_part
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import make_trainer
 from treadle.callbacks import ModelCheckpoint
 from treadle.engine.checkpoint import save
 from treadle.engine.checkpoint.train_state import (

@@ -4,11 +4,11 @@ import os
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
-from trainers import make_trainer
 from treadle.callbacks import Callback
 from treadle.engine.data import loader as loaders
 from treadle.engine.data import rank_shares

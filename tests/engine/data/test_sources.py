@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sources_samples as samples
 import torch
-from processes import run
+from support import sources_samples as samples
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, random_split
-from trainers import NO_OUTPUT
 from treadle.engine import CombinedLoader
 from treadle.engine.data.dataset_check import digest, fingerprint
 from treadle.engine.data.micro_batches import avoid_rewind

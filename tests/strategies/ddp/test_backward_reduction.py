@@ -7,10 +7,10 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import make_trainer
 
 import treadle
 

@@ -5,11 +5,11 @@ import itertools
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import NO_OUTPUT
 from treadle.strategies import DDP
 
 import treadle

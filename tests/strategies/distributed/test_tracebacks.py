@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run, script
+from support.processes import run, script
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import NO_OUTPUT
 from treadle.strategies import open_world
 from treadle.strategies.distributed import tracebacks
 from treadle.strategies.distributed.tracebacks import PeerFailed

@@ -9,8 +9,8 @@ import types
 
 import pytest
 import torch
-from processes import clean_environment, programs, run, script
-from strikes import FaultCell, strike
+from support.fault_cells import FaultCell, strike
+from support.processes import clean_environment, programs, run, script
 from torch.distributed import HashStore
 from treadle.strategies.distributed.watchdog import Watchdog, describe_phase, dismiss, stack_of, watch
 from treadle.strategies.distributed.world import World

@@ -10,12 +10,12 @@ import types
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.distributed.fsdp import wrap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import NO_OUTPUT
 from treadle.callbacks.spike import _compute_squared_norm
 from treadle.strategies import DDP, FSDP, Recompute, SingleDevice, World
 from treadle.strategies.fsdp.deferred_init import Tape

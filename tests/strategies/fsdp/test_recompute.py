@@ -6,11 +6,11 @@ import shutil
 import pytest
 import torch
 import torch._functorch.config as settings
-from processes import run
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
-from trainers import NO_OUTPUT
 from treadle.strategies import FSDP, Recompute
 
 import treadle

@@ -3,8 +3,8 @@
 import textwrap
 
 import pytest
-from processes import run
-from traffic import Written
+from support.collective_counts import CountedCollectives
+from support.processes import run
 
 from treadle.__main__ import main
 
@@ -267,7 +267,7 @@ def sent_in_a_run():
 
     import treadle
 
-    written = Written()
+    written = CountedCollectives()
 
     class Watch(treadle.Callback):
         def on_train_batch_start(self, trainer, task, batch, batch_idx):

@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from processes import run
+from support.collective_counts import CountedCollectives
+from support.processes import run
 from torch import nn
-from traffic import Written
 from treadle.strategies import BALLOT_SIZE, DDP, FSDP, Precision, SingleDevice, open_world
 
 WIDTH, LAYERS, CLASSES = 12, 3, 5  # 5 and 12 are cut unevenly by 4 and 2
@@ -79,7 +79,7 @@ def really(name, accumulate, clip):
     called = strategy.wrap(model)
     optimizer = strategy.wrap_optimizer(ADAMW(model.parameters()))
     for _ in range(2):
-        written = Written()
+        written = CountedCollectives()
         with written:
             for number in range(accumulate):
                 if strategy.delays_sync:

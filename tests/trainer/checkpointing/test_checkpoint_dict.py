@@ -4,11 +4,11 @@ import os
 
 import pytest
 import torch
-from processes import run
 from safetensors.torch import save_file
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import NO_OUTPUT
 from treadle.callbacks import Callback, ModelCheckpoint
 from treadle.trainer.checkpointing import resolve
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from processes import run
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import NO_OUTPUT
 from treadle.trainer.checkpointing.lightning_layout import make_plain
 
 import treadle

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run
-from stored import DEAD
+from support.processes import run
+from support.stored import DEAD
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Checkpoint, LambdaCallback, ModelCheckpoint

@@ -6,13 +6,13 @@ import time
 import numpy as np
 import pytest
 import torch
-from processes import run
-from resume_trials import Centre, Rows
+from support.processes import run
+from support.resume_trials import Centre, Rows
+from support.trainers import make_trainer
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, WeightedRandomSampler
 from torchmetrics import MeanMetric, SumMetric
-from trainers import make_trainer
 
 import treadle
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_reads import Reads, once
-from processes import run
+from support.checkpoint_reads import Reads, once
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import make_trainer
 from treadle.callbacks import (
     GradientAccumulationScheduler,
     ModelCheckpoint,

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader
-from trainers import NO_OUTPUT
 from treadle.callbacks import Callback, ModelCheckpoint
 from treadle.engine.checkpoint import OpenCheckpoint
 from treadle.engine.weights import load_weights

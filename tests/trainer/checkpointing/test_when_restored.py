@@ -1,6 +1,6 @@
 """When a resumed run restores what: its hooks see which states."""
 
-from trainers import make_trainer
+from support.trainers import make_trainer
 from treadle.compat.demos.boring_classes import BoringModel
 
 import treadle

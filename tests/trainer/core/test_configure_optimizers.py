@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import make_trainer
 
 import treadle
 

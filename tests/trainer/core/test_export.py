@@ -6,8 +6,8 @@ import uuid
 
 import pytest
 import torch
-from processes import run
 from safetensors import safe_open
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.common.remote_path import RemotePath

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import NO_OUTPUT
 from treadle.engine.checkpoint import OpenCheckpoint
 
 import treadle

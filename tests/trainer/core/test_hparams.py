@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from models import Line
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from support.models import Line
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import NO_OUTPUT
 from treadle.compat.plugins.io import TorchCheckpointIO
 from treadle.loggers import CSVLogger, Logger
 

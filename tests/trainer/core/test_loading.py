@@ -4,11 +4,11 @@ from argparse import Namespace
 
 import pytest
 import torch
-from models import SGDTask
-from processes import run
+from support.models import SGDTask
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import NO_OUTPUT
 
 import treadle
 

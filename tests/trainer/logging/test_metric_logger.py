@@ -4,12 +4,12 @@ import csv
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, MetricTracker, SumMetric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassConfusionMatrix
-from trainers import make_trainer
 from treadle.loggers import CSVLogger, Logger, TensorBoardLogger
 
 import treadle

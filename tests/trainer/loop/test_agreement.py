@@ -4,11 +4,11 @@ import os
 
 import pytest
 import torch
-from models import SGDTask
-from processes import run
+from support.models import SGDTask
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import make_trainer
 from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -4,10 +4,10 @@ import time
 
 import pytest
 import torch
-from models import SGDTask
+from support.models import SGDTask
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from trainers import NO_OUTPUT
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
 
 import treadle

@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, TensorDataset

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from models import Line
+from support.models import Line
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SubsetRandomSampler, TensorDataset
-from trainers import NO_OUTPUT
 
 import treadle
 

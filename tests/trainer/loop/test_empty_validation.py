@@ -5,11 +5,11 @@ import warnings
 
 import pytest
 import torch
-from models import SGDTask
-from processes import run
+from support.models import SGDTask
+from support.processes import run
+from support.trainers import Dry
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import Dry
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
 
 import treadle

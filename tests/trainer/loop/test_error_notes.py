@@ -5,9 +5,9 @@ from collections import namedtuple
 import numpy
 import pytest
 import torch
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader
-from trainers import NO_OUTPUT
 
 import treadle
 

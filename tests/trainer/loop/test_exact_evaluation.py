@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torchmetrics import MeanSquaredError, Metric, MetricCollection, PearsonCorrCoef
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
-from trainers import make_trainer
 
 import treadle
 

@@ -7,11 +7,11 @@ from datetime import timedelta
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
-from trainers import make_trainer
 from treadle.callbacks import ModelCheckpoint
 from treadle.loggers import CSVLogger
 

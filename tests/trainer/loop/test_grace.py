@@ -8,11 +8,11 @@ import time
 
 import pytest
 import torch
-from models import Line
-from processes import clean_environment, python, run
-from strikes import kill_all, living
+from support.fault_cells import kill_all, living
+from support.models import Line
+from support.processes import clean_environment, python, run
+from support.trainers import make_trainer
 from torch.utils.data import DataLoader
-from trainers import make_trainer
 from treadle.engine.checkpoint import CheckpointStore
 
 import treadle

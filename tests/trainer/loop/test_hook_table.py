@@ -4,10 +4,10 @@ import warnings
 
 import pytest
 import torch
-from models import SGDTask
+from support.models import SGDTask
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import make_trainer
 from treadle.callbacks import LambdaCallback
 
 import treadle

@@ -6,10 +6,10 @@ import time
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
-from trainers import make_trainer
 from treadle.callbacks import EMAWeightAveraging, ModelCheckpoint
 from treadle.engine import Preempted
 

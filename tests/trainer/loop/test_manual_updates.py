@@ -5,11 +5,11 @@ import types
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import make_trainer
 from treadle.callbacks import ModelCheckpoint
 from treadle.loggers import CSVLogger
 from treadle.strategies import DDP

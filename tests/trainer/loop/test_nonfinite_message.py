@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from models import SGDTask
-from processes import run
+from support.models import SGDTask
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from trainers import make_trainer
 from treadle.callbacks import NonFiniteWatch
 
 BREAKS = 5  # the sample in which something is not finite

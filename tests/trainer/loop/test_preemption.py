@@ -8,10 +8,10 @@ import time
 
 import pytest
 import torch
-from processes import in_own_process, run
+from support.processes import in_own_process, run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
-from trainers import make_trainer
 from treadle.callbacks import ModelCheckpoint
 from treadle.engine import Preempted
 from treadle.strategies.processes import scratch

@@ -7,8 +7,8 @@ import sys
 import time
 
 import pytest
-from processes import clean_environment, programs, python, run
-from trainers import make_trainer
+from support.processes import clean_environment, programs, python, run
+from support.trainers import make_trainer
 from treadle.compat.demos.boring_classes import BoringModel
 from treadle.strategies import open_world
 

@@ -5,11 +5,11 @@ import signal
 
 import pytest
 import torch
-from models import SGDTask
-from processes import in_own_process, run, script
+from support.models import SGDTask
+from support.processes import in_own_process, run, script
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
-from trainers import make_trainer
 from treadle.callbacks import ModelCheckpoint
 from treadle.engine import Preempted
 

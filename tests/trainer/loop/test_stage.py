@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from models import Line, SGDTask
-from processes import run, script
+from support.models import Line, SGDTask
+from support.processes import run, script
+from support.trainers import NO_OUTPUT
 from torch.utils.data import DataLoader
-from trainers import NO_OUTPUT
 from treadle.callbacks import Callback, ModelCheckpoint, ProgressBar
 from treadle.engine.checkpoint import CheckpointStore
 from treadle.loggers import Logger

@@ -5,10 +5,10 @@ import os
 
 import pytest
 import torch
-from models import SGDTask
-from processes import run
+from support.models import SGDTask
+from support.processes import run
+from support.trainers import make_trainer
 from torch.utils.data import DataLoader, IterableDataset
-from trainers import make_trainer
 
 
 class Numbers(IterableDataset):

@@ -5,10 +5,10 @@ import warnings
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import NO_OUTPUT
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
 from treadle.trainer.preflight.oversights import _is_score
 

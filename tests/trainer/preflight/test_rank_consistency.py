@@ -5,10 +5,10 @@ Every run here has a time limit far below that of a collective.
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import NO_OUTPUT
 from treadle.callbacks import Callback, EMAWeightAveraging
 from treadle.loggers import CSVLogger
 

@@ -13,7 +13,7 @@ from datetime import date, datetime, timedelta
 import numpy as np
 import pytest
 import torch
-from models import SGDTask
+from support.models import SGDTask
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, ModelCheckpoint

@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from treadle.engine.profilers.simple import Action, DeviceClock, verdict

@@ -10,10 +10,10 @@ import zipfile
 
 import pytest
 import torch
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.serialization import config
-from trainers import NO_OUTPUT
 from treadle.engine.checkpoint import OpenCheckpoint, filesystem, is_checkpoint, store
 from treadle.engine.checkpoint.filesystem import TensorFile
 from treadle.engine.checkpoint.manifest import Manifest

@@ -13,7 +13,7 @@ WHOLE = {
 }
 
 
-class Written(TorchDispatchMode):
+class CountedCollectives(TorchDispatchMode):
     """Counts collectives by kind, and the bytes of what they gather, scatter or reduce."""
 
     def __init__(self):
