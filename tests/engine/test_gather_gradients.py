@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.models import SGDTask
 from support.processes import run
 from support.trainers import NO_OUTPUT
 from torch import nn
@@ -114,7 +115,7 @@ def test_two_processes_train_as_one():
             assert ours == pytest.approx(theirs, abs=1e-13), case
 
 
-class Gathers(treadle.TaskModule):
+class Gathers(SGDTask):
     """Notes what all_gather returns, and what it raises."""
 
     def __init__(self):
@@ -141,9 +142,6 @@ class Gathers(treadle.TaskModule):
             except ValueError as error:
                 self.errors.append(str(error))
         return self.weight.sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def gathers():

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from support.models import SGDTask
 from support.processes import run
 from support.stored import DEAD
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,7 +19,7 @@ from treadle.engine.checkpoint import store
 import treadle
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self, width=2):
         super().__init__()
         self.save_hyperparameters()
@@ -32,9 +33,6 @@ class Task(treadle.TaskModule):
 
     def predict_step(self, batch, batch_idx):
         return batch[0] @ self.weight
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Data(treadle.DataModule):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.models import SGDTask
 from support.processes import run, script
 from support.trainers import NO_OUTPUT
 from torch import nn
@@ -240,7 +241,7 @@ def close(wanted):
 # -- two processes, started once -------------------------------------------------------------------------------------
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     """Goes wrong in the first step in the way that it is told to."""
 
     def __init__(self, mistake=None):
@@ -261,9 +262,6 @@ class Task(treadle.TaskModule):
         if self.mistake == "backward":
             loss.backward()
         return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def samples(count=16, scale=1.0):

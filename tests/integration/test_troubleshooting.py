@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import fork_server
+from support.models import SGDTask
 from support.processes import clean_environment, python, run, script
 from support.trainers import make_trainer
 from torch import nn
@@ -31,16 +32,13 @@ def loader(samples=8, batch_size=4, **options):
     return DataLoader(TensorDataset(torch.randn(samples, 4), torch.randint(2, (samples,))), batch_size, **options)
 
 
-class Net(tl.TaskModule):
+class Net(SGDTask):
     def __init__(self):
         super().__init__()
         self.net = nn.Linear(4, 2)
 
     def training_step(self, batch, batch_idx):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Validated(Net):

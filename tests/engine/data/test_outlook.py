@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from support.models import SGDTask
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
@@ -33,7 +34,7 @@ class Numbers(IterableDataset):
             yield torch.tensor([number / 10 + 3 * int(os.environ["RANK"])], dtype=torch.float64)
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     """Writes down which samples count in each micro-batch."""
 
     def __init__(self, manual=False):
@@ -53,9 +54,6 @@ class Task(treadle.TaskModule):
         self.optimizers().step()
         self.optimizers().zero_grad()
         return None
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def counted_exchanges(monkeypatch):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support import sources_samples as samples
+from support.models import SGDTask
 from support.processes import run
 from support.trainers import NO_OUTPUT
 from torch import nn
@@ -137,7 +138,7 @@ def model():
     return nn.Sequential(nn.Linear(1, 3, dtype=torch.float64), nn.Tanh(), nn.Linear(3, 1, dtype=torch.float64))
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self):
         super().__init__()
         self.net = model()
@@ -149,9 +150,6 @@ class Task(treadle.TaskModule):
 
     def validation_step(self, batch):
         self.log("val", self.training_step(batch))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def by_trainer(kind, strategy, accumulate, folder):

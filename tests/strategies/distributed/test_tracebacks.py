@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.models import SGDTask
 from support.processes import run, script
 from support.trainers import NO_OUTPUT
 from torch import nn
@@ -93,7 +94,7 @@ def test_an_own_loop(tmp_path):
 # -- in this process -------------------------------------------------------------------------------------------------
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self, error):
         super().__init__()
         self.net = nn.Linear(2, 1)
@@ -101,9 +102,6 @@ class Task(treadle.TaskModule):
 
     def training_step(self, batch, batch_idx):
         raise self.error
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def failed(error):

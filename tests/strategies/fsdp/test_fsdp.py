@@ -10,6 +10,7 @@ import types
 
 import pytest
 import torch
+from support.models import SGDTask
 from support.processes import run
 from support.trainers import NO_OUTPUT
 from torch import nn
@@ -1010,16 +1011,13 @@ class Looks(nn.Module):
         return self.inner(x)
 
 
-class Looking(treadle.TaskModule):
+class Looking(SGDTask):
     def __init__(self):
         super().__init__()
         self.blocks = nn.Sequential(Looks(), Looks())
 
     def training_step(self, batch, batch_idx):
         return self.blocks(batch).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize(("policy", "kept"), [(True, False), (None, True), ({nn.Linear}, False)])

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import torch._functorch.config as settings
+from support.models import SGDTask
 from support.processes import run
 from support.trainers import NO_OUTPUT
 from torch import nn
@@ -32,7 +33,7 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -45,9 +46,6 @@ class Task(treadle.TaskModule):
         for block in self.net["blocks"]:
             x = block(x)
         return self.net["last"](x).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Products(TorchDispatchMode):

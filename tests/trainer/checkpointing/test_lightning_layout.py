@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from support.models import SGDTask
 from support.processes import run
 from support.trainers import NO_OUTPUT
 from torch.utils.data import DataLoader, TensorDataset
@@ -186,7 +187,7 @@ def test_callbacks_and_data_modules_are_in_it(tmp_path):
         def state_dict(self):
             return {"position": 3}
 
-    class Task(treadle.TaskModule):
+    class Task(SGDTask):
         def __init__(self):
             super().__init__()
             self.layer = torch.nn.Linear(1, 1)
@@ -194,9 +195,6 @@ def test_callbacks_and_data_modules_are_in_it(tmp_path):
         def training_step(self, batch, batch_idx):
             self.log("loss", loss := self.layer(batch[0]).mean())
             return loss
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
 
     callbacks = [treadle.callbacks.EarlyStopping("loss"), treadle.callbacks.Timer(duration={"days": 1})]
     trainer = treadle.Trainer(max_epochs=1, callbacks=callbacks, **NO_OUTPUT)

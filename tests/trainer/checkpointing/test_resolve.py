@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.models import SGDTask
 from support.processes import run
 from support.stored import DEAD
 from torch import nn
@@ -20,7 +21,7 @@ from treadle.trainer.runs.folder import RunFolder
 import treadle
 
 
-class Tiny(treadle.TaskModule):
+class Tiny(SGDTask):
     """Five steps an epoch; its validation logs 3.0, 1.0, 2.0, 4.0 in epochs 0 to 3."""
 
     def __init__(self):
@@ -33,9 +34,6 @@ class Tiny(treadle.TaskModule):
 
     def validation_step(self, batch, batch_idx):
         self.log("val", (3.0, 1.0, 2.0, 4.0)[min(self.trainer.current_epoch, 3)])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def loader(count=10):

@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from support.models import SGDTask
 from support.processes import run
 from support.resume_trials import Centre, Rows
 from support.trainers import make_trainer
@@ -433,7 +434,7 @@ class OwnBatches(BatchSampler):
     """Of a user's own."""
 
 
-class Follows(treadle.TaskModule):
+class Follows(SGDTask):
     """Notes its batches and validations."""
 
     def __init__(self):
@@ -447,9 +448,6 @@ class Follows(treadle.TaskModule):
 
     def validation_step(self, batch, batch_idx):
         self.seen.append("validated")
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def batches_of_ones_own(root, first):
@@ -519,7 +517,7 @@ def saves_in(hook, path, epoch):
     return saver
 
 
-class Measured(treadle.TaskModule):
+class Measured(SGDTask):
     """Metric objects of every habit: logged, logged in validation, and computed and reset by hand."""
 
     def __init__(self):
@@ -544,9 +542,6 @@ class Measured(treadle.TaskModule):
         self.log("by_hand", self.by_hand.compute())
         self.by_hand.reset()
         self.log("lasting", self.lasting.compute())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("hook", ["on_step_end", "on_validation_epoch_end", "on_validation_end", "on_train_epoch_end"])

@@ -4,6 +4,7 @@ import csv
 
 import pytest
 import torch
+from support.models import SGDTask
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
@@ -21,7 +22,7 @@ def numbers(*values, batch_size=1):
     return DataLoader(TensorDataset(torch.tensor(values).float()), batch_size=batch_size)
 
 
-class Base(treadle.TaskModule):
+class Base(SGDTask):
     def __init__(self):
         super().__init__()
         self.w = nn.Parameter(torch.zeros(1))
@@ -31,9 +32,6 @@ class Base(treadle.TaskModule):
 
     def validation_step(self, batch, batch_idx):
         pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def rows(path):
