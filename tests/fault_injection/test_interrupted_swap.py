@@ -7,10 +7,9 @@ import shutil
 
 import pytest
 import torch
-from support.models import SGDTask
+from support.models import SGDTask, loader
 from support.processes import run
 from support.stored import DEAD
-from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EMAWeightAveraging, ModelCheckpoint, averaged_weights
 from treadle.cli.commands.command_line import read_earlier_config
 from treadle.cli.commands.export import export
@@ -44,10 +43,6 @@ class Data(treadle.DataModule):
 
     def load_state_dict(self, state_dict):
         self.loaded = state_dict
-
-
-def loader():
-    return DataLoader(TensorDataset(torch.ones(4, 2)), 2)
 
 
 def form_of(folder):

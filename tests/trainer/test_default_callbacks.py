@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from support.models import Line
+from support.models import Line, loader
 from support.trainers import make_trainer
-from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
 from treadle.loggers import CSVLogger
 
@@ -16,10 +15,6 @@ class Task(Line):
         loss = self.net(batch[0]).mean()
         self.log("loss", loss)
         return loss
-
-
-def loader():
-    return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
 
 
 def test_a_fast_dev_run_has_a_checkpoint_callback_without_a_path(tmp_path):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import loader
 from support.trainers import make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -48,14 +49,10 @@ class Watched(treadle.TaskModule):
         assert self.trainer._logger_connector.callback_metrics is not None
 
 
-def loader() -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.ones(2, 2)), batch_size=2)
-
-
 def test_progress_is_lightnings() -> None:
     task = Watched()
     run = make_trainer(max_epochs=2, num_sanity_val_steps=0)
-    run.fit(task, loader())
+    run.fit(task, loader(2))
     assert not task.validates
     assert task.seen == [
         ("epoch start", [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]),
@@ -106,10 +103,10 @@ def test_the_indices_after_an_epoch_are_lightnings(end: Any, stream: bool) -> No
 
 def test_a_raised_limit_goes_on_with_the_run() -> None:
     task, run = Watched(), make_trainer(max_epochs=1)
-    run.fit(task, loader(), loader())
+    run.fit(task, loader(2), loader(2))
     assert task.validates
     run.fit_loop.max_epochs = run.fit_loop.epoch_progress.current.ready + 2
-    run.fit(task, loader(), loader())
+    run.fit(task, loader(2), loader(2))
     assert (run.max_epochs, run.current_epoch, run.global_step) == (3, 3, 3)
 
 
@@ -147,7 +144,7 @@ def test_the_indices_of_listed_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lightnings_names_of_a_strategy() -> None:
     task, run = Watched(), make_trainer(max_epochs=1)
     assert (run.strategy.model, run.strategy.optimizers) == (None, [])
-    run.fit(task, loader())
+    run.fit(task, loader(2))
     strategy = run.strategy
     assert strategy.root_device == torch.device("cpu")
     assert (strategy.global_rank, strategy.local_rank, strategy.world_size, strategy.is_global_zero) == (0, 0, 1, True)
@@ -221,7 +218,7 @@ def test_loaders_of_an_evaluation() -> None:
         def test_step(self, batch: Any, batch_idx: int) -> None: ...
 
     asks = Asks()
-    make_trainer(callbacks=[asks]).test(Tested(), loader(), verbose=False)
+    make_trainer(callbacks=[asks]).test(Tested(), loader(2), verbose=False)
     assert (asks.seen, asks.moved) == (([1], 1), "cpu")
 
 

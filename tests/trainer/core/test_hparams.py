@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from support.models import Line
+from support.models import Line, loader
 from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -44,10 +44,6 @@ class Wide(Layer):
 
 class Task(Line):
     pass
-
-
-def loader():
-    return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
 
 
 def fitted(task, root, datamodule=None, **flags):

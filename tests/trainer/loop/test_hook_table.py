@@ -4,10 +4,9 @@ import warnings
 
 import pytest
 import torch
-from support.models import SGDTask
+from support.models import SGDTask, loader
 from support.trainers import make_trainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import LambdaCallback
 
 import treadle
@@ -29,10 +28,6 @@ class Task(SGDTask):
 
     def forward(self, batch):
         return self.net(batch[0])
-
-
-def loader(samples=4):
-    return DataLoader(TensorDataset(torch.ones(samples, 2)), batch_size=2)
 
 
 def run_stages(task, callback):

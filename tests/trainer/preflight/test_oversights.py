@@ -5,18 +5,14 @@ import warnings
 
 import pytest
 import torch
+from support.models import loader
 from support.processes import run
 from support.trainers import NO_OUTPUT
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
 from treadle.trainer.preflight.oversights import _is_score
 
 import treadle
-
-
-def loader():
-    return DataLoader(TensorDataset(torch.ones(4, 2)), 2)
 
 
 class Task(treadle.TaskModule):
