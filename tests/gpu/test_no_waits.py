@@ -104,6 +104,7 @@ def test_an_own_loops_steps(accumulate):
                 optimizer.zero_grad()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert number == 49
 
 
 @needs_gpu

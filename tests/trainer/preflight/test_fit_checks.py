@@ -10,7 +10,7 @@ from support.processes import run
 from support.trainers import NO_OUTPUT
 from torch import nn
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
-from treadle.trainer.preflight.oversights import _is_score
+from treadle.trainer.preflight.fit_checks import _is_score
 
 import treadle
 
