@@ -24,9 +24,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from swapped import RECORDED, RUNS, differences, list_programs, write
+from support.swapped import RECORDED, RUNS, differences, list_programs, write
 
 LIBRARIES = ("lightning", "treadle")
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
-sys.path.insert(0, str(TESTS / "support"))
-import swapped  # noqa: E402
+sys.path.insert(0, str(TESTS))
+from support import swapped  # noqa: E402
 
 FOLDER = TESTS / "integration" / "swap" / "accelerate"
 RECORDED = FOLDER / "recorded.json"

@@ -6,9 +6,9 @@ import os
 import signal
 import sys
 
-import processes
 import pytest
 import torch
+from support import processes
 from treadle.strategies.distributed import disconnect
 
 # Files that take longest, most of it in waiting. With `--no-loadscope-reorder` they are handed out first, so that none

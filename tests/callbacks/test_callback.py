@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from callback_runs import Rows, Tiny, fit
+from support.callback_runs import Rows, Tiny, fit
 from treadle.callbacks import (
     HOOKS,
     BatchSizeFinder,

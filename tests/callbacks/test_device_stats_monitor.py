@@ -1,7 +1,7 @@
 """`DeviceStatsMonitor` on the CPU, and where a sensor is missing or fails."""
 
 import pytest
-from callback_runs import Rows, fit
+from support.callback_runs import Rows, fit
 from treadle.callbacks import (
     DeviceStatsMonitor,
 )

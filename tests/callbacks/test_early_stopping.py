@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import pytest
 import torch
-from callback_runs import Tiny, fit, loader, trainer
-from processes import run
+from support.callback_runs import Tiny, fit, loader, trainer
+from support.processes import run
 from treadle.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 
 NAN = float("nan")

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from callback_runs import loader, trainer
-from processes import run
+from support.callback_runs import loader, trainer
+from support.processes import run
 from torch import nn
 from treadle.callbacks import BackboneFinetuning, BaseFinetuning, ModelCheckpoint
 from treadle.strategies import DDP

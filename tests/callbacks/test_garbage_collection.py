@@ -3,7 +3,7 @@
 import gc
 
 import pytest
-from callback_runs import Tiny, loader, trainer
+from support.callback_runs import Tiny, loader, trainer
 from treadle.callbacks import (
     Callback,
     GarbageCollection,

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from callback_runs import Tiny, fit
-from processes import run
+from support.callback_runs import Tiny, fit
+from support.processes import run
 from treadle.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 
 SCHEDULE = {1: 2, 3: 4}

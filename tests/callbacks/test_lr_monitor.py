@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from callback_runs import Rows, Tiny, fit
+from support.callback_runs import Rows, Tiny, fit
 from torch import nn
 from treadle.callbacks import (
     LearningRateMonitor,

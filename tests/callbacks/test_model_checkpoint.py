@@ -14,11 +14,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import stored
 import torch
 import yaml
-from callback_runs import Tiny, fit, loader, trainer
-from processes import RankError, run
+from support import stored
+from support.callback_runs import Tiny, fit, loader, trainer
+from support.processes import RankError, run
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from treadle.callbacks import Callback, LambdaCallback, ModelCheckpoint

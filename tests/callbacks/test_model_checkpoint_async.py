@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from callback_runs import Tiny, fit
-from processes import run, script
+from support.callback_runs import Tiny, fit
+from support.processes import run, script
 from treadle.callbacks import Callback, ModelCheckpoint
 from treadle.engine.checkpoint import filesystem
 from treadle.engine.checkpoint.store import verify
@@ -181,7 +181,7 @@ def test_an_error_after_a_failed_save_still_saves_the_last_step(tmp_path, monkey
 INTERRUPTED = """
 import os, signal, sys, threading, time, warnings
 sys.path[:0] = sys.argv[2:]
-from callback_runs import Tiny, fit
+from support.callback_runs import Tiny, fit
 from treadle.callbacks import ModelCheckpoint
 from treadle.engine.checkpoint import filesystem as disk
 warnings.simplefilter("ignore")
@@ -214,7 +214,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.guarantee
 def test_ctrl_c_twice_keeps_what_is_not_replaced_yet(tmp_path):
-    done = script(INTERRUPTED, str(tmp_path), str(Path(__file__).parents[1] / "support"))
+    done = script(INTERRUPTED, str(tmp_path), str(Path(__file__).parents[1]))
     assert done.stdout == "True\n", done.stderr
     assert done.returncode == 1  # the save failed, and nobody has heard of that
     assert os.listdir(tmp_path / "k") == ["step=2.ckpt"]

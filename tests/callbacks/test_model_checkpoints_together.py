@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
-import stored
-from callback_runs import Tiny, fit, loader, trainer
-from processes import clean_environment, python, run
+from support import stored
+from support.callback_runs import Tiny, fit, loader, trainer
+from support.processes import clean_environment, python, run
 from treadle.callbacks import ModelCheckpoint
 from treadle.engine.checkpoint import filesystem, store
 
@@ -115,7 +115,7 @@ def test_two_processes(tmp_path):
 RUN = """
 import os, signal, sys, time, torch
 sys.path[:0] = sys.argv[4:]
-from callback_runs import Tiny, fit
+from support.callback_runs import Tiny, fit
 from treadle.callbacks import ModelCheckpoint
 from treadle.engine.checkpoint import filesystem as disk
 
@@ -144,9 +144,9 @@ fit(".", saver, task=Named(), max_steps=6, max_epochs=-1, samples=12, validate=F
 
 def begin(folder, name, how, held="held"):
     (folder / "run.py").write_text(RUN)
-    support = str(Path(__file__).parents[1] / "support")
+    tests = str(Path(__file__).parents[1])
     with (folder / f"{name} out").open("w") as out:
-        command = [python(), "run.py", name, how, held, support]
+        command = [python(), "run.py", name, how, held, tests]
         return subprocess.Popen(command, cwd=folder, env=clean_environment(), stdout=out, stderr=out)
 
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from callback_runs import Tiny, fit, trainer
-from processes import run
+from support.callback_runs import Tiny, fit, trainer
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelSummary, RichModelSummary, RichProgressBar, summarize

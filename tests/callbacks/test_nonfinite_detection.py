@@ -2,16 +2,15 @@
 
 import pytest
 import torch
-from callback_runs import Tiny, fit, loader, trainer
+from support.callback_runs import Tiny, fit, loader, trainer
+from support.models import SGDTask
 from torch import nn
 from treadle.callbacks import (
     NonFiniteWatch,
 )
 
-import treadle
 
-
-class Breaks(treadle.TaskModule):
+class Breaks(SGDTask):
     def __init__(self, where):
         super().__init__()
         self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 1)
@@ -25,9 +24,6 @@ class Breaks(treadle.TaskModule):
         if batch_idx == 2 and self.where == "backward":
             hidden = (hidden * 0).sqrt()
         return self.second(hidden).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from callback_runs import Tiny, fit
-from processes import run
+from support.callback_runs import Tiny, fit
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from treadle.callbacks import (

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from callback_runs import Tiny
-from processes import run
-from quiet import trainer
+from support.callback_runs import Tiny
+from support.processes import run
+from support.trainers import make_trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from treadle.callbacks import PredictionWriter
 
@@ -57,7 +57,7 @@ class Describes(Tiny):
 def predict(root, data, world=1, shard_mib=64, **flags):
     writer = PredictionWriter(root / "out", shard_mib)
     strategy = {"strategy": flags.pop("strategy", "ddp"), "devices": world} if world > 1 else {}
-    made = trainer(callbacks=[writer], default_root_dir=root, **strategy, **flags)
+    made = make_trainer(callbacks=[writer], default_root_dir=root, **strategy, **flags)
     assert made.predict(Describes(), data, return_predictions=False) is None
     return writer.folder
 
@@ -108,7 +108,7 @@ def test_files_are_written_on_the_way(tmp_path):
             return torch.full((2**18,), float(batch[0, 0]))  # 1 MiB
 
     writer = PredictionWriter(tmp_path / "out", shard_mib=2)
-    trainer(callbacks=[writer]).predict(Large(), DataLoader(Numbers(7)), return_predictions=False)
+    make_trainer(callbacks=[writer]).predict(Large(), DataLoader(Numbers(7)), return_predictions=False)
     assert seen == [0, 0, 1, 1, 2, 2, 3]
     assert [batch[0].item() for batch in treadle.read_predictions(tmp_path / "out")] == list(range(7))
 
@@ -121,7 +121,7 @@ def test_what_failed_or_is_damaged_is_not_read(tmp_path):
             return super().predict_step(batch, batch_idx)
 
     with pytest.raises(OSError, match="no more"):
-        trainer(callbacks=[PredictionWriter(tmp_path / "half", 1)]).predict(Fails(), DataLoader(Numbers(4)))
+        make_trainer(callbacks=[PredictionWriter(tmp_path / "half", 1)]).predict(Fails(), DataLoader(Numbers(4)))
     with pytest.raises(ValueError, match="has no complete predictions"):
         treadle.read_predictions(tmp_path / "half")
     folder = predict(tmp_path, DataLoader(Numbers(4)))
@@ -142,7 +142,7 @@ def test_what_can_not_be_written_is_said(tmp_path):
             return {"model": torch.nn.Linear(1, 1)}
 
     with pytest.raises(TypeError, match=r"0\.prediction\.model: a torch\.nn\.modules\.linear\.Linear can't be stored"):
-        trainer(callbacks=[PredictionWriter(tmp_path / "out")]).predict(Odd(), DataLoader(Numbers(1)))
+        make_trainer(callbacks=[PredictionWriter(tmp_path / "out")]).predict(Odd(), DataLoader(Numbers(1)))
 
 
 def test_a_task_that_writes_by_itself_leaves_no_folder(tmp_path):
@@ -151,6 +151,6 @@ def test_a_task_that_writes_by_itself_leaves_no_folder(tmp_path):
             return None
 
     writer = PredictionWriter(tmp_path / "out")
-    trainer(callbacks=[writer]).predict(Own(), DataLoader(Numbers(3)), return_predictions=False)
+    make_trainer(callbacks=[writer]).predict(Own(), DataLoader(Numbers(3)), return_predictions=False)
     assert writer.folder is None
     assert list(tmp_path.iterdir()) == []

@@ -5,8 +5,8 @@ import weakref
 
 import pytest
 import torch
-from callback_runs import Tiny, trainer
-from processes import run
+from support.callback_runs import Tiny, trainer
+from support.processes import run
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 from treadle.callbacks import BasePredictionWriter
 

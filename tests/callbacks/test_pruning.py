@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from callback_runs import loader, trainer
-from processes import run
+from support.callback_runs import loader, trainer
+from support.processes import run
 from torch import nn
 from torch.nn.utils import prune
 from treadle.callbacks import (

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torchmetrics
-from callback_runs import loader, trainer
-from processes import run
+from support.callback_runs import loader, trainer
+from support.processes import run
 from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint, StochasticWeightAveraging

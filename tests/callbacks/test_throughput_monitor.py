@@ -4,8 +4,8 @@ import time
 
 import pytest
 import torch
-from callback_runs import Rows, Tiny, fit, loader, trainer
-from processes import run
+from support.callback_runs import Rows, Tiny, fit, loader, trainer
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader
 from treadle.callbacks import (

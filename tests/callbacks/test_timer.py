@@ -4,8 +4,8 @@ import time
 from datetime import timedelta
 
 import pytest
-from callback_runs import Tiny, fit, loader, trainer
-from processes import run
+from support.callback_runs import Tiny, fit, loader, trainer
+from support.processes import run
 from treadle.callbacks import (
     Callback,
     ModelCheckpoint,

@@ -3,7 +3,7 @@
 import importlib
 
 import pytest
-from processes import script
+from support.processes import script
 
 PACKAGES = {
     "treadle": ("Trianer", "Trainer"),

@@ -7,7 +7,7 @@ import csv
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.compat.fabric.utilities.seed import reset_seed

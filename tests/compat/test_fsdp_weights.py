@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run
 from safetensors.torch import load_file
+from support.processes import run
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from treadle.compat.utils.fsdp_utils import (

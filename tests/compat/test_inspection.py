@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

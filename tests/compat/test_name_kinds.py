@@ -5,7 +5,7 @@ import typing
 
 import pytest
 import torch
-from quiet import QUIET
+from support.trainers import NO_OUTPUT
 from torch import nn
 from treadle.callbacks import Callback
 from treadle.compat.plugins import MixedPrecision, Precision
@@ -54,7 +54,7 @@ def test_types_of_configure_optimizers_can_be_called() -> None:
 
     assert typing.is_typeddict(OptimizerLRSchedulerConfig)
     task = Task()
-    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **QUIET)
+    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **NO_OUTPUT)
     trainer.fit(task, torch.utils.data.DataLoader(torch.ones(1, 1)))
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1)
 
@@ -65,11 +65,11 @@ def test_precisions_have_the_attributes_of_plugins() -> None:
     assert plugin.scaler is None
     with plugin.autocast_context_manager():
         assert nn.Linear(1, 1)(torch.ones(1, 1)).dtype == torch.bfloat16
-    trainer = treadle.Trainer(precision="16-mixed", accelerator="cpu", **QUIET)
+    trainer = treadle.Trainer(precision="16-mixed", accelerator="cpu", **NO_OUTPUT)
     assert trainer.precision_plugin.device == "cpu"
     assert trainer.precision_plugin.scaler is trainer.scaler is not None
     assert trainer.precision_plugin == Precision.parse("16-mixed")
-    with_plugin = treadle.Trainer(plugins=plugin, accelerator="cpu", **QUIET)
+    with_plugin = treadle.Trainer(plugins=plugin, accelerator="cpu", **NO_OUTPUT)
     assert isinstance(with_plugin.precision_plugin, MixedPrecision)
 
 

@@ -5,7 +5,7 @@ import logging
 from contextlib import redirect_stderr
 
 import pytest
-from processes import run, script
+from support.processes import run, script
 
 import treadle
 from treadle.utils import get_logger

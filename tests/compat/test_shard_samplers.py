@@ -5,7 +5,7 @@ import itertools
 import json
 
 import pytest
-from processes import run
+from support.processes import run
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from treadle.data_loader import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler, SkipBatchSampler
 

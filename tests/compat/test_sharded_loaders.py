@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from treadle.data_loader import (
     DataLoaderDispatcher,

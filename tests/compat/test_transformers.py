@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import script
+from support.processes import script
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from treadle.callbacks import BatchSizeFinder, ModelCheckpoint

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader
 from treadle.strategies import DDP

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch.utils.data import DataLoader
 
 import treadle

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from processes import run
-from quiet import QUIET
+from support.models import SGDTask
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -67,7 +68,7 @@ def by_trainer(world, strategy, form, samples, accumulate=1):
         precision="64-true",
         max_epochs=1,
         accumulate_grad_batches=accumulate,
-        **QUIET,
+        **NO_OUTPUT,
     )
     trainer.fit(task, batches(samples, 8 // world))
     return flat(task)
@@ -114,7 +115,7 @@ def test_two_processes_train_as_one():
             assert ours == pytest.approx(theirs, abs=1e-13), case
 
 
-class Gathers(treadle.TaskModule):
+class Gathers(SGDTask):
     """Notes what all_gather returns, and what it raises."""
 
     def __init__(self):
@@ -142,13 +143,10 @@ class Gathers(treadle.TaskModule):
                 self.errors.append(str(error))
         return self.weight.sum()
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def gathers():
     task = Gathers()
-    treadle.Trainer(accelerator="cpu", max_steps=1, **QUIET).fit(task, batches(2, 1))
+    treadle.Trainer(accelerator="cpu", max_steps=1, **NO_OUTPUT).fit(task, batches(2, 1))
     return task.found, task.cut, getattr(task, "alone", None), task.errors
 
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch import nn
 from treadle.engine import AcceleratorState, GradientState, PartialState
 

@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 import torch
-from quiet import QUIET
 from safetensors.torch import save_file
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.engine import quantization
@@ -135,7 +135,7 @@ def loader():
 def fit(task, **flags):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = treadle.Trainer(**{"accelerator": "cpu", "max_epochs": 8, **QUIET, **flags})
+        trainer = treadle.Trainer(**{"accelerator": "cpu", "max_epochs": 8, **NO_OUTPUT, **flags})
         trainer.fit(task, loader())
     return trainer
 
@@ -167,7 +167,7 @@ def test_a_float8_run_goes_on_from_a_plain_one(tmp_path):
     fit(second, precision="float8", max_epochs=1)
     treadle.Accelerator(cpu=True)
     third = Task()
-    trainer = treadle.Trainer(accelerator="cpu", precision="float8", max_epochs=3, **QUIET)
+    trainer = treadle.Trainer(accelerator="cpu", precision="float8", max_epochs=3, **NO_OUTPUT)
     trainer.fit(third, loader(), ckpt_path=tmp_path / "c.ckpt")
     assert third.losses[0] < first.losses[0]
 

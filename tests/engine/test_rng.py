@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.strategies import FSDP
 

@@ -5,7 +5,7 @@ import collections
 import numpy as np
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch.utils.data import Dataset, IterableDataset, Subset
 from treadle.engine.collectives import split
 

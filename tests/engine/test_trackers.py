@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-import tracking_services
-from processes import run
+from support import tracking_services
+from support.processes import run
 
 import treadle
 from treadle import loggers, utils

@@ -1,6 +1,6 @@
 """Print what the matrices have measured."""
 
-import fault_cells
+from support import fault_cells
 
 
 def pytest_terminal_summary(terminalreporter):

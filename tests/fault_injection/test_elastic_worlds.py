@@ -10,8 +10,8 @@ import sys
 import time
 
 import pytest
-from machines import Machines, namespaces
-from restarts import SETTINGS, final_samples, read_events
+from support.machines import Machines, namespaces
+from support.restarts import SETTINGS, final_samples, read_events
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals, /proc and namespaces as on Linux")
 

@@ -11,9 +11,9 @@ import sys
 import time
 
 import pytest
-import stored
 import torch
-from processes import RankError, run, script
+from support import stored
+from support.processes import RankError, run, script
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.engine.checkpoint import filesystem, store

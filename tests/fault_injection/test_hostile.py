@@ -16,12 +16,12 @@ import time
 import warnings
 from pathlib import Path
 
-import hostile_files
 import pytest
 import torch
-from processes import run
+from support import hostile_files
+from support.models import loader
+from support.processes import run
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import treadle
 
@@ -51,10 +51,6 @@ class Task(treadle.TaskModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def data():
-    return DataLoader(TensorDataset(torch.ones(2, 2)), 2)
-
-
 def trainer(*callbacks):
     return treadle.Trainer(
         max_steps=2, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
@@ -64,7 +60,7 @@ def trainer(*callbacks):
 
 def make_run(folder):
     run = trainer(treadle.callbacks.EMAWeightAveraging())
-    run.fit(Task(), data())
+    run.fit(Task(), loader(2))
     run.save_checkpoint(folder / "whole", format="directory")
     return folder / "whole"
 
@@ -85,7 +81,7 @@ def make_predictions(folder):
     task = Task()
     task.predict_step = lambda batch, batch_idx: batch[0]
     writer = treadle.callbacks.PredictionWriter(folder / "whole")
-    trainer(writer).predict(task, data())
+    trainer(writer).predict(task, loader(2))
     return folder / "whole"
 
 
@@ -111,7 +107,7 @@ def best(path):
     callback = treadle.callbacks.ModelCheckpoint(dirpath=path if path.is_dir() else path.parent)
     run = treadle.Trainer(max_steps=1, accelerator="cpu", devices=1, logger=False, callbacks=[callback],
                           enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
-    run.fit(Task(), data())
+    run.fit(Task(), loader(2))
 
 
 def big(name):
@@ -134,7 +130,7 @@ def big(name):
 
 def stage(name):
     def door(path):
-        getattr(trainer(), name)(Task(), data(), ckpt_path=path)
+        getattr(trainer(), name)(Task(), loader(2), ckpt_path=path)
 
     return door
 

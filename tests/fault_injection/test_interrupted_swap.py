@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 import torch
-from processes import run
-from stored import DEAD
-from torch.utils.data import DataLoader, TensorDataset
+from support.models import SGDTask, loader
+from support.processes import run
+from support.stored import DEAD
 from treadle.callbacks import EMAWeightAveraging, ModelCheckpoint, averaged_weights
 from treadle.cli.commands.command_line import read_earlier_config
 from treadle.cli.commands.export import export
@@ -18,7 +18,7 @@ from treadle.engine.checkpoint import store
 import treadle
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self, width=2):
         super().__init__()
         self.save_hyperparameters()
@@ -33,9 +33,6 @@ class Task(treadle.TaskModule):
     def predict_step(self, batch, batch_idx):
         return batch[0] @ self.weight
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 class Data(treadle.DataModule):
     def train_dataloader(self):
@@ -46,10 +43,6 @@ class Data(treadle.DataModule):
 
     def load_state_dict(self, state_dict):
         self.loaded = state_dict
-
-
-def loader():
-    return DataLoader(TensorDataset(torch.ones(4, 2)), 2)
 
 
 def form_of(folder):

@@ -27,10 +27,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import stored
 import torch
-from processes import run
 from safetensors.torch import load_file
+from support import stored
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, ModelCheckpoint

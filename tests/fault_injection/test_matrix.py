@@ -9,7 +9,18 @@ import itertools
 import sys
 
 import pytest
-from fault_cells import COMMANDS, FAILING, HANGING, PEERS, POINTS, SIGNALS, FaultCell, SignalCell, strike, weights
+from support.fault_cells import (
+    COMMANDS,
+    FAILING,
+    HANGING,
+    PEERS,
+    POINTS,
+    SIGNALS,
+    FaultCell,
+    SignalCell,
+    strike,
+    weights,
+)
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.skipif(sys.platform != "linux", reason="/proc as on Linux")]
 

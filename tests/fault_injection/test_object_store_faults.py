@@ -12,8 +12,8 @@ import warnings
 
 import pytest
 import torch
-from object_store import S3Server, Wire, environment
-from processes import RankError, run
+from support.object_store import S3Server, Wire, environment
+from support.processes import RankError, run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint

@@ -6,7 +6,7 @@ import math
 import sys
 
 import pytest
-from restarts import COMMANDS, Kill, Outcome, draw_kills, run
+from support.restarts import COMMANDS, Kill, Outcome, draw_kills, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and /proc as on Linux")
 

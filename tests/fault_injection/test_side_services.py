@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from processes import script
+from support.processes import script
 
 PROGRAM = """
 import json, os, resource, signal, sys

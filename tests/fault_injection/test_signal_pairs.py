@@ -7,7 +7,7 @@ import subprocess
 import time
 
 import pytest
-from processes import clean_environment, programs
+from support.processes import clean_environment, programs
 from treadle.engine.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.guarantee

@@ -5,8 +5,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, obstacle
-from fault_cells import PEERS, FaultCell, strike
+from support.cluster import Cluster, obstacle
+from support.fault_cells import PEERS, FaultCell, strike
 
 pytestmark = [
     pytest.mark.guarantee,

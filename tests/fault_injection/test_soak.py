@@ -6,9 +6,9 @@ import subprocess
 import tempfile
 
 import pytest
-from growth import find_growth, format_table
-from processes import clean_environment, programs, python
-from soak_job import __file__ as JOB
+from support.growth import find_growth, format_table
+from support.processes import clean_environment, programs, python
+from support.soak_job import __file__ as JOB
 
 MINUTES = float(os.environ.get("TREADLE_SOAK_MINUTES", "10"))
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpus import DEVICE, Task, loader, needs_gpu, trainer
+from support.gpus import DEVICE, Task, loader, needs_gpu, trainer
 
 import treadle
 

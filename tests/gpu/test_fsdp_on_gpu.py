@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from gpus import CUDA, DEVICE, FLAG, VISIBLE, Task, are_equal, loader, trainer, weights
-from processes import run
+from support.gpus import CUDA, DEVICE, FLAG, VISIBLE, Task, are_equal, loader, trainer, weights
+from support.processes import run
 from torch import nn
 from treadle.strategies import FSDP
 

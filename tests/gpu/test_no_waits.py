@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from gpus import CUDA, Task, accelerator, keep_busy, loader, needs_gpu, trainer
+from support.gpus import CUDA, Task, accelerator, keep_busy, loader, needs_gpu, trainer
 from torch import nn
 
 import treadle
@@ -104,6 +104,7 @@ def test_an_own_loops_steps(accumulate):
                 optimizer.zero_grad()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert number == 49
 
 
 @needs_gpu

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from gpus import (
+from support.gpus import (
     CUDA,
     DEVICE,
     FLAG,
@@ -18,7 +18,7 @@ from gpus import (
     trainer,
     weights,
 )
-from processes import run
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.engine import move_data_to_device

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpus import CUDA, Net, Task, accelerator, are_equal, keep_busy, loader, needs_gpu, trainer, weights
+from support.gpus import CUDA, Net, Task, accelerator, are_equal, keep_busy, loader, needs_gpu, trainer, weights
 from torch import nn
 
 import treadle

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpus import CUDA, DEVICE, Net, Task, loader, needs_gpu, trainer
+from support.gpus import CUDA, DEVICE, Net, Task, loader, needs_gpu, trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.engine import find_executable_batch_size

@@ -4,8 +4,8 @@ import os
 
 import pytest
 import torch
-from gpus import CUDA, DEVICE, VISIBLE, Net, accelerator, are_equal, loader, needs_gpu, trainer, weights
-from processes import run
+from support.gpus import CUDA, DEVICE, VISIBLE, Net, accelerator, are_equal, loader, needs_gpu, trainer, weights
+from support.processes import run
 from torch import nn
 from torchmetrics import MeanMetric
 from treadle.strategies import DDP

@@ -12,9 +12,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import swapped
-from language import read_differences
-from processes import clean_environment, run
+from support import swapped
+from support.language import read_differences
+from support.processes import clean_environment, run
 
 FOLDER = Path(__file__).parent / "swap" / "accelerate"
 SOURCES = tomllib.loads((FOLDER / "sources.toml").read_text(encoding="utf-8"))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import clean_environment, run
+from support.processes import clean_environment, run
 from torch import nn
 from torch.utils.data import DataLoader
 

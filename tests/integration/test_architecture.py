@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from house import files, picture
-from quiet import trainer
+from support.house import files, picture
+from support.trainers import make_trainer
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.compat.demos.boring_classes import BoringModel
 
@@ -77,7 +77,7 @@ def test_few_files_run(tmp_path):
         task = Watched()
         task.started = lambda: watch(False)
         run.clear()
-        made = trainer(max_epochs=max_epochs)
+        made = make_trainer(max_epochs=max_epochs)
         watch(True)
         made.fit(task, **options)
         return set(run), made
@@ -91,7 +91,7 @@ def test_few_files_run(tmp_path):
     task = Watched()
     task.at_step = lambda batch_idx: watch(batch_idx == 1)  # from the second batch to the third
     run.clear()
-    trainer(max_epochs=1).fit(task)
+    make_trainer(max_epochs=1).fit(task)
     found["step"] = set(run)
     counted = {story: len(modules) for story, modules in found.items()}
     assert all(counted[story] <= MOST_RUN[story] for story in counted), found

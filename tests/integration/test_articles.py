@@ -12,16 +12,17 @@ import warnings
 from pathlib import Path
 
 import pytest
-import quiet
 import torch
-from processes import run, script
+from support.models import SGDTask
+from support.processes import run, script
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 import treadle
 from treadle.utils import FullyShardedDataParallelPlugin
 
-QUIET = {"accelerator": "cpu", "max_epochs": 1, "num_sanity_val_steps": 0, **quiet.QUIET}
+NO_OUTPUT = {"accelerator": "cpu", "max_epochs": 1, "num_sanity_val_steps": 0, **NO_OUTPUT}
 
 
 # -- whole scripts -----------------------------------------------------------------------------------------------------
@@ -240,7 +241,7 @@ def close(wanted):
 # -- two processes, started once -------------------------------------------------------------------------------------
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     """Goes wrong in the first step in the way that it is told to."""
 
     def __init__(self, mistake=None):
@@ -262,9 +263,6 @@ class Task(treadle.TaskModule):
             loss.backward()
         return loss
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def samples(count=16, scale=1.0):
     return TensorDataset(scale * torch.randn(count, 2, generator=torch.Generator().manual_seed(1)))
@@ -272,7 +270,7 @@ def samples(count=16, scale=1.0):
 
 def train(batch_size, accumulate=1, task=None, data=None):
     task = task or Task()
-    trainer = treadle.Trainer(**QUIET, accumulate_grad_batches=accumulate)
+    trainer = treadle.Trainer(**NO_OUTPUT, accumulate_grad_batches=accumulate)
     trainer.fit(task, DataLoader(data or samples(), batch_size))
     return flat(task)
 
@@ -534,6 +532,6 @@ def test_one_process_fails(phase, how, tmp_path, monkeypatch):
     saved = sorted(path for path in (tmp_path / "saved").iterdir() if not path.name.startswith("."))
     assert saved
     task = Validated()
-    trainer = treadle.Trainer(**{**QUIET, "max_epochs": 3})
+    trainer = treadle.Trainer(**{**NO_OUTPUT, "max_epochs": 3})
     trainer.fit(task, DataLoader(samples(8), 2), DataLoader(samples(8), 2), ckpt_path=saved[-1])
     assert trainer.current_epoch == 3

@@ -11,6 +11,7 @@ import urllib.request
 
 import pytest
 import torch
+from support.models import SGDTask
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks.reporting.html import Chart, Page
@@ -47,7 +48,7 @@ window.addEventListener("load", () => {
 """
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self):
         super().__init__()
         self.net = nn.Linear(4, 1)
@@ -59,9 +60,6 @@ class Task(treadle.TaskModule):
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.net(batch[0]).pow(2).mean())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.fixture(scope="module")

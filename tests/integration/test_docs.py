@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
-import quiet
 import torch
-from language import read_differences
-from processes import run
+from support.language import read_differences
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import HOOKS, ModelCheckpoint
@@ -20,7 +20,7 @@ from treadle.strategies import LaunchEnvironment
 import treadle
 
 ROOT = Path(__file__).parents[2]
-QUIET = {"accelerator": "cpu", "num_sanity_val_steps": 0, **quiet.QUIET}
+NO_OUTPUT = {"accelerator": "cpu", "num_sanity_val_steps": 0, **NO_OUTPUT}
 
 
 def loader(samples=5, batch_size=1, **options):
@@ -57,7 +57,7 @@ class Validated(Task):
 
 
 def fit(task, train=None, val=None, *, ckpt_path=None, **flags):
-    trainer = treadle.Trainer(**{**QUIET, "max_epochs": 1, **flags})
+    trainer = treadle.Trainer(**{**NO_OUTPUT, "max_epochs": 1, **flags})
     trainer.fit(task, loader() if train is None else train, val, ckpt_path=ckpt_path)
     return trainer
 
@@ -135,7 +135,7 @@ def recorded(folder):
     trace = []
     task = type("Recording", (Recorded,), {"trace": trace, **recorder(trace, "task")})()
     callback = type("Callback", (treadle.Callback,), recorder(trace, "callback"))()
-    flags = {**QUIET, "enable_checkpointing": True, "num_sanity_val_steps": 1, "accumulate_grad_batches": 2}
+    flags = {**NO_OUTPUT, "enable_checkpointing": True, "num_sanity_val_steps": 1, "accumulate_grad_batches": 2}
     trainer = treadle.Trainer(**flags, max_epochs=1, callbacks=[callback, ModelCheckpoint(folder)])
     parts = {}
     for stage in ("fit", "test", "predict"):
@@ -456,7 +456,7 @@ def test_a_half_set_environment_is_an_error():
 def on_each_process(folder):
     """Everything that takes two processes, in one start of them; returns what this one saw."""
     rank = treadle.Accelerator(cpu=True).process_index
-    trainer = treadle.Trainer(**QUIET)
+    trainer = treadle.Trainer(**NO_OUTPUT)
     found = {
         "validation": trainer.validate(Validated(), loader(5), verbose=False)[0]["mean"],
         "predictions": torch.cat(trainer.predict(Task(), loader(5, 2))).tolist(),

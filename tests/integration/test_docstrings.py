@@ -6,8 +6,8 @@ import inspect
 import sys
 import warnings
 
-import language
 import pytest
+from support import language
 
 
 def list_modules():

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import clean_environment, programs, run, script
 from safetensors import safe_open
+from support.processes import clean_environment, programs, run, script
 
 import treadle
 

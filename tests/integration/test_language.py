@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-import language
 import pytest
+from support import language
 
 LEAST = {"Args": 0.95, "Returns": 0.95, "Example": 1.0}
 

@@ -3,7 +3,7 @@
 import ast
 
 import pytest
-from house import (
+from support.house import (
     TOP_ROOMS,
     count_code,
     exports,

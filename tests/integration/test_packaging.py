@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from house import TOP_ROOMS
+from support.house import TOP_ROOMS
 from treadle.common.peer_names import list_paths
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import functools
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.strategies import FSDP

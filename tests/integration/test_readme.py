@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from processes import clean_environment, programs, python, run, script
+from support.processes import clean_environment, programs, python, run, script
 from treadle.common.peer_names import Elsewhere
 from treadle.engine.checkpoint import store
 from treadle.tools.migrate import find_counterpart

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import swapped
 import torch
-from language import read_differences
-from processes import run
+from support import swapped
+from support.language import read_differences
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from quiet import trainer
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanSquaredError, MetricCollection, SumMetric
@@ -75,7 +75,7 @@ class RowsInMemory(CSVLogger):
 
 def fit(task, **flags):
     limits = {"limit_train_batches": 2, "limit_val_batches": 2, "limit_test_batches": 2}
-    run = trainer(**{"max_epochs": 2, "log_every_n_steps": 1, **limits, **flags})
+    run = make_trainer(**{"max_epochs": 2, "log_every_n_steps": 1, **limits, **flags})
     run.fit(task)
     return run
 

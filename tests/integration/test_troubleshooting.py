@@ -11,11 +11,12 @@ import subprocess
 import warnings
 from pathlib import Path
 
-import fork_server
 import pytest
-import quiet
 import torch
-from processes import clean_environment, python, run, script
+from support import fork_server
+from support.models import SGDTask
+from support.processes import clean_environment, python, run, script
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, random_split
 from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint
@@ -31,16 +32,13 @@ def loader(samples=8, batch_size=4, **options):
     return DataLoader(TensorDataset(torch.randn(samples, 4), torch.randint(2, (samples,))), batch_size, **options)
 
 
-class Net(tl.TaskModule):
+class Net(SGDTask):
     def __init__(self):
         super().__init__()
         self.net = nn.Linear(4, 2)
 
     def training_step(self, batch, batch_idx):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Validated(Net):
@@ -53,7 +51,7 @@ def net(**methods):
 
 
 def fit(task, train=None, val=None, ckpt_path=None, **flags):
-    trainer = quiet.trainer(**flags)
+    trainer = make_trainer(**flags)
     trainer.fit(task, loader() if train is None else train, val, ckpt_path=ckpt_path)
     return trainer
 
@@ -111,7 +109,7 @@ PROVOKERS = {
     "not_a_callback": lambda: tl.Trainer(accelerator="cpu", callbacks=[print]),
     "logger_by_name": lambda: tl.Trainer(accelerator="cpu", logger="wandb"),
     # data and shapes
-    "no_loader": lambda: quiet.trainer().fit(Net()),
+    "no_loader": lambda: make_trainer().fit(Net()),
     "no_batch": lambda: fit(Net(), loader(3, 4, drop_last=True)),
     "shapes": lambda: fit(net(training_step=lambda self, batch, batch_idx: self.net(batch[0][:, :3]).mean())),
     "no_validation_step": lambda: fit(Net(), val=loader()),
@@ -125,13 +123,13 @@ PROVOKERS = {
     "stage_within_a_stage": lambda: fit(
         net(on_train_epoch_end=lambda self: self.trainer.validate(Validated(), loader()))
     ),
-    "no_test_step": lambda: quiet.trainer().test(Net(), loader()),
+    "no_test_step": lambda: make_trainer().test(Net(), loader()),
     # checkpoints
     "no_such_checkpoint": lambda: fit(Net(), ckpt_path="runs/lst.ckpt"),
     "no_last_checkpoint": lambda: fit(
         Net(), ckpt_path="last", enable_checkpointing=True, callbacks=[ModelCheckpoint("checkpoints")]
     ),
-    "best_without_checkpoints": lambda: quiet.trainer().validate(Validated(), loader(), ckpt_path="best"),
+    "best_without_checkpoints": lambda: make_trainer().validate(Validated(), loader(), ckpt_path="best"),
     "top_k_without_monitor": lambda: ModelCheckpoint(save_top_k=3),
     # several processes
     "other_number_of_processes": lambda: run(asks_for_four, 2),
@@ -378,7 +376,7 @@ def no_script_to_start():
 
 
 def asks_for_four():
-    quiet.trainer(devices=4)
+    make_trainer(devices=4)
 
 
 def train_with_unused():

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from processes import script
+from support.processes import script
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "docs/tutorials").glob("*.ipynb"))

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from house import TOP_ROOMS, root
-from processes import clean_environment
+from support.house import TOP_ROOMS, root
+from support.processes import clean_environment
 
 import treadle
 
@@ -62,7 +62,7 @@ def run(tmp_path_factory):
         copy(TESTS / part, folder / "tests" / part)
     (folder / "sitecustomize.py").write_text(WITHOUT_EDITABLE_INSTALLS)
     (folder / "run.yaml").write_text(CONFIG)
-    path = os.pathsep.join(map(str, (folder, folder / "tests" / "support")))
+    path = os.pathsep.join(map(str, (folder, folder / "tests", folder / "tests" / "support" / "samples")))
 
     def run(*arguments):
         command, env = [sys.executable, *arguments], clean_environment({"PYTHONPATH": path})

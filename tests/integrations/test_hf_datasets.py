@@ -1,10 +1,10 @@
 """Hugging Face datasets in a `TransformersTask` and in an own loop: each rank reads its share and resumes exactly."""
 
 import pytest
-import sources_samples as samples
 import torch
-from processes import run
-from quiet import QUIET
+from support import sources_samples as samples
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, get_worker_info
 from treadle.callbacks import ModelCheckpoint
@@ -85,7 +85,7 @@ def by_trainer(kind, folder, resume):
     """Two epochs of the Trainer, or what is left of the second from a checkpoint within it on."""
     task = Task(make_model(), learning_rate=0.01, lr_scheduler="constant")
     task.rows = []
-    trainer = treadle.Trainer(accelerator="cpu", max_epochs=2, accumulate_grad_batches=2, **QUIET)
+    trainer = treadle.Trainer(accelerator="cpu", max_epochs=2, accumulate_grad_batches=2, **NO_OUTPUT)
     ranks = trainer.world_size
     step = 3 + (7 if ranks > 1 and kind != "dataset" else -(-TOTAL // (4 * ranks)))  # the third of the second epoch
     if not resume:

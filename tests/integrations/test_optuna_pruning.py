@@ -5,8 +5,8 @@ from datetime import timedelta
 import optuna
 import pytest
 import torch
-from models import SGDTask
-from processes import run
+from support.models import SGDTask
+from support.processes import run
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint
 from treadle.integrations import PruningCallback, PyTorchLightningPruningCallback

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import object_store
 import pytest
-from object_store import S3Server
-from processes import run, script
-from ray_jobs import ENVIRONMENT, without_ray
+from support import object_store
+from support.object_store import S3Server
+from support.processes import run, script
+from support.ray_jobs import ENVIRONMENT, without_ray
 from treadle.engine import CheckpointStore
 from treadle.integrations import ray as integration
 

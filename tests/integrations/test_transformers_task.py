@@ -4,9 +4,9 @@ import functools
 
 import pytest
 import torch
-from processes import run
-from quiet import QUIET
 from safetensors import safe_open
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics.classification import MulticlassAccuracy
 from treadle.callbacks import ModelCheckpoint
@@ -102,7 +102,9 @@ def one_step(kind, strategy):
     build, collate = KINDS[kind]
     task = PlainTask(build().eval())
     task.eval()
-    trainer = treadle.Trainer(max_epochs=1, strategy=strategy, precision="64-true", accumulate_grad_batches=99, **QUIET)
+    trainer = treadle.Trainer(
+        max_epochs=1, strategy=strategy, precision="64-true", accumulate_grad_batches=99, **NO_OUTPUT
+    )
     trainer.fit(task, DataLoader(texts(), 2, collate_fn=collate))
     return {n.removeprefix("model."): p for n, p in trainer.accelerator.get_state_dict(task).items()}
 
@@ -149,7 +151,7 @@ def test_a_batch_without_labels_weighs_nothing():
     def train_and_validate(rows):
         task = PlainTask(causal().eval())
         task.eval()
-        trainer = treadle.Trainer(max_epochs=1, accumulate_grad_batches=99, **QUIET)
+        trainer = treadle.Trainer(max_epochs=1, accumulate_grad_batches=99, **NO_OUTPUT)
         loader = DataLoader(rows, 2, collate_fn=collate_causal)
         trainer.fit(task, loader)
         return task.state_dict(), trainer.validate(task, loader)
@@ -164,7 +166,7 @@ def evaluated(kind, strategy):
     count = 3 if kind == "classes" else VOCABULARY
     task = TransformersTask(build(), metrics={"accuracy": MulticlassAccuracy(count, average="micro")})
     loader = DataLoader(texts(), 2, collate_fn=collate)
-    trainer = treadle.Trainer(strategy=strategy, **QUIET)
+    trainer = treadle.Trainer(strategy=strategy, **NO_OUTPUT)
     (validated,) = trainer.validate(task, loader)
     (tested,) = trainer.test(task, loader)
     return validated, tested
@@ -205,7 +207,7 @@ def generated(kind, strategy):
     task = TransformersTask(KINDS[kind][0](), tokenizer=tokenizer, generation=generation)
     prompts = [" ".join(f"w{token}" for token in text[:4]) for text in texts()]
     loader = DataLoader(prompts, 2, collate_fn=lambda rows: dict(tokenizer(rows, return_tensors="pt", padding=True)))
-    trainer = treadle.Trainer(strategy=strategy, **QUIET)
+    trainer = treadle.Trainer(strategy=strategy, **NO_OUTPUT)
     return [text for batch in trainer.predict(task, loader) for text in batch]
 
 
@@ -226,7 +228,7 @@ def test_a_model_that_was_loaded_by_name_trains_with_dropout_and_comes_back(tmp_
     task = TransformersTask(tmp_path / "model", auto_class="AutoModelForCausalLM")
     assert task.model.training
     assert task.tokenizer.pad_token == "[PAD]"
-    trainer = treadle.Trainer(max_epochs=1, default_root_dir=tmp_path, **QUIET)
+    trainer = treadle.Trainer(max_epochs=1, default_root_dir=tmp_path, **NO_OUTPUT)
     trainer.fit(task, DataLoader(texts(), 4, collate_fn=collate_causal))
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     again = TransformersTask.load_from_checkpoint(tmp_path / "run.ckpt")
@@ -249,7 +251,7 @@ def fit_adapter(folder, base, epochs, strategy, ckpt_path=None):
     torch.manual_seed(11)
     task = TransformersTask(base, auto_class="AutoModelForCausalLM", adapter=LORA, learning_rate=0.05)
     saved = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_trainable_only=True, enable_version_counter=False)
-    flags = {**QUIET, "enable_checkpointing": True}
+    flags = {**NO_OUTPUT, "enable_checkpointing": True}
     trainer = treadle.Trainer(max_epochs=epochs, strategy=strategy, callbacks=[saved], **flags)
     treadle.seed_everything(5)
     trainer.fit(task, DataLoader(texts(), 2, shuffle=True, collate_fn=collate_causal), ckpt_path=ckpt_path)
@@ -337,7 +339,7 @@ def test_messages_name_the_fix(tmp_path):
         TransformersTask(causal()).training_step({"input_ids": torch.ones(1, 4, dtype=torch.long)}, 0)
     frozen = causal().requires_grad_(False)
     with pytest.raises(ValueError, match="requires a gradient"):
-        treadle.Trainer(max_epochs=1, **QUIET).fit(TransformersTask(frozen), DataLoader(texts(), 4))
+        treadle.Trainer(max_epochs=1, **NO_OUTPUT).fit(TransformersTask(frozen), DataLoader(texts(), 4))
 
 
 class Endless(IterableDataset):
@@ -357,7 +359,7 @@ def rates(schedule, warmup=0.0, **flags):
     seen = []
     loaders = [DataLoader(Endless(), 4, collate_fn=collate_causal) for _ in range(2)]
     task = Task(causal(), learning_rate=1.0, lr_scheduler=schedule, warmup_steps=warmup)
-    treadle.Trainer(**{"max_epochs": 2, "on_nonfinite": "ignore", **flags, **QUIET}).fit(task, *loaders)
+    treadle.Trainer(**{"max_epochs": 2, "on_nonfinite": "ignore", **flags, **NO_OUTPUT}).fit(task, *loaders)
     return seen
 
 

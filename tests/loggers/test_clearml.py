@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from tracking_services import ClearML
+from support.tracking_services import ClearML
 from treadle.loggers import ClearMLLogger
 
 clearml = ClearML()

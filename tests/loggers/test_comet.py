@@ -3,8 +3,8 @@
 import os
 
 import pytest
-from processes import script
-from tracking_services import Comet
+from support.processes import script
+from support.tracking_services import Comet
 from treadle.loggers import CometLogger
 
 comet = Comet()
@@ -54,7 +54,7 @@ OFFLINE = """
 import os, socket, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from tracking_services import Comet
+from support.tracking_services import Comet
 
 asked = []
 socket.getaddrinfo = lambda *args, **kwargs: asked.append(args) or exit("a host was asked for")
@@ -66,5 +66,5 @@ print(asked, os.environ["COMET_DISABLE_AUTO_LOGGING"], os.environ["COMET_ERROR_T
 
 
 def test_offline_nothing_is_sent(tmp_path):
-    done = script(OFFLINE, os.path.join(os.path.dirname(__file__), "..", "support"), str(tmp_path))
+    done = script(OFFLINE, os.path.join(os.path.dirname(__file__), ".."), str(tmp_path))
     assert done.stdout.splitlines()[-1:] == ["[] 1 0"], done.stderr

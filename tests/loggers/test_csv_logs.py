@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from omegaconf import OmegaConf
+from support.models import SGDTask
 from torch.utils.data import DataLoader
 from treadle.callbacks import ModelCheckpoint
 from treadle.loggers import CSVLogger
@@ -94,7 +95,7 @@ def test_rows_of_later_steps_are_dropped_where_a_run_goes_on(tmp_path):
     assert os.listdir(tmp_path) == ["x"]
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
@@ -107,9 +108,6 @@ class Task(treadle.TaskModule):
 
     def validation_step(self, batch, batch_idx):
         self.log("val", self.net(batch).mean())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_a_run_that_goes_on_in_its_file_leaves_the_rows_of_one_that_never_stopped(tmp_path):

@@ -20,8 +20,8 @@ import pytest
 import torch
 import yaml
 from lightning_utilities.core.rank_zero import rank_zero_only
-from processes import clean_environment, run
-from service_runs import Task, Tell, loader, trainer
+from support.processes import clean_environment, run
+from support.service_runs import Task, Tell, loader, trainer
 from treadle.loggers import CSVLogger, MLFlowLogger, NullExperiment
 
 pytest.importorskip("mlflow")

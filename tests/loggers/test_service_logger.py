@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
-from processes import run
-from service_runs import Task, Tell, loader, trainer
-from tracking_services import SERVICES, same
+from support.processes import run
+from support.service_runs import Task, Tell, loader, trainer
+from support.tracking_services import SERVICES, same
 from treadle.loggers import CSVLogger, MLFlowLogger, NullExperiment, WandbLogger
 
 VARIABLES = r"(CLEARML|COMET|SWANLAB)_"

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from tracking_services import SwanLab
+from support.tracking_services import SwanLab
 from treadle.loggers import SwanLabLogger
 
 swanlab = SwanLab()

@@ -1,6 +1,6 @@
 """What is Trackio's own; `test_service_logger` has what all services share."""
 
-from tracking_services import Trackio
+from support.tracking_services import Trackio
 
 trackio = Trackio()
 trackio.skip_if_missing()

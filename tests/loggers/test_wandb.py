@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
-from processes import run
-from service_runs import Task, Tell, loader, trainer
+from support.processes import run
+from support.service_runs import Task, Tell, loader, trainer
 from treadle.loggers import CSVLogger, NullExperiment, WandbLogger
 
 pytest.importorskip("wandb")

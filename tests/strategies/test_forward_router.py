@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch import nn
 
 import treadle

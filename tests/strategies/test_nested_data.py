@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run
-from quiet import QUIET
+from support.models import SGDTask
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch.utils.data import DataLoader
 from transformers.modeling_outputs import SequenceClassifierOutput
 from treadle.strategies import Precision, apply_nested
@@ -70,7 +71,7 @@ def test_a_dataclass_that_is_a_mapping_too():
 
 @pytest.mark.parametrize("precision", ["64-true", "16-true"])
 def test_a_frozen_batch_reaches_the_step(precision):
-    class Task(treadle.TaskModule):
+    class Task(SGDTask):
         def __init__(self):
             super().__init__()
             self.net = torch.nn.Linear(2, 1)
@@ -79,11 +80,8 @@ def test_a_frozen_batch_reaches_the_step(precision):
             assert type(batch) is Frozen
             return self.net(batch.x).sum()
 
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
-
     loader = DataLoader([Frozen(torch.ones(1, 2))], batch_size=None)
-    treadle.Trainer(precision=precision, max_epochs=1, accelerator="cpu", **QUIET).fit(Task(), loader)
+    treadle.Trainer(precision=precision, max_epochs=1, accelerator="cpu", **NO_OUTPUT).fit(Task(), loader)
     cast = Precision.parse(precision).cast(Frozen(torch.ones(1)))
     assert cast.x.dtype == Precision.parse(precision).storage
 

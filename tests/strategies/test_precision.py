@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 import torchmetrics
-from processes import run
-from quiet import QUIET
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import WeightAveraging
@@ -63,7 +63,7 @@ def tensors():
 
 
 def by_trainer(precision, task, **flags):
-    trainer = treadle.Trainer(precision=precision, max_epochs=1, accelerator="cpu", **QUIET | flags)
+    trainer = treadle.Trainer(precision=precision, max_epochs=1, accelerator="cpu", **NO_OUTPUT | flags)
     trainer.fit(task, DataLoader(TensorDataset(torch.ones(2, 2)), batch_size=2))
     return task
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from quiet import QUIET
+from support.trainers import NO_OUTPUT
 from treadle.strategies import (
     DDP,
     SingleDevice,
@@ -68,7 +68,7 @@ def test_names_and_objects():
 
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
 def test_a_strategy_built_for_a_device_runs_there(device):
-    assert treadle.Trainer(strategy=SingleDevice(device), **QUIET).strategy.root_device == torch.device("cpu")
+    assert treadle.Trainer(strategy=SingleDevice(device), **NO_OUTPUT).strategy.root_device == torch.device("cpu")
     assert treadle.Accelerator(strategy=SingleDevice(device=device), devices=1).device == torch.device("cpu")
     assert resolve_devices(SingleDevice("cuda:1"), "auto", "auto") == ("cuda", [1])
     assert resolve_devices(SingleDevice(), "gpu", 2) == resolve_devices("ddp", "gpu", 2) == ("gpu", 2)

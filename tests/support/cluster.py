@@ -105,7 +105,7 @@ class Cluster:
 
     def run(self, *command: str, timeout: float = 120, env: dict[str, str] | None = None, cwd: Path | None = None):
         """Runs one of SLURM's programs, with a clean environment of launch variables, and returns what it said."""
-        from processes import clean_environment
+        from support.processes import clean_environment
 
         return subprocess.run(
             command,

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import struck_job
-from processes import clean_environment, programs
 from treadle.engine.checkpoint import CheckpointStore
 from treadle.engine.checkpoint import store as checkpoint
+
+from support import struck_job
+from support.processes import clean_environment, programs
 
 FAILING = ("raise", "exit 0", "exit 3", "SIGKILL", "SIGSEGV")
 HANGING = ("SIGSTOP", "sleep", "lock", "in C")

@@ -122,8 +122,9 @@ def _start_servers(owner: int, env: tuple[tuple[str, str], ...]) -> list[str]:
             listener.bind(address)
             listener.listen(64)
             descriptors = [listener.fileno(), lifeline.fileno()]
-            command = [sys.executable, os.path.abspath(__file__), *map(str, descriptors)]
-            subprocess.Popen(command, env=dict(env), pass_fds=descriptors, start_new_session=True)
+            command = [sys.executable, "-m", "support.fork_server", *map(str, descriptors)]
+            tests = Path(__file__).parents[1]
+            subprocess.Popen(command, cwd=tests, env=dict(env), pass_fds=descriptors, start_new_session=True)
         addresses.append(address)
     return addresses
 
@@ -139,7 +140,7 @@ def share(base: Mapping[str, str]) -> None:
 
 def _digest(env: tuple[tuple[str, str], ...]) -> str:
     """Of what a fork server compares with the environment of a process: one that differs would be refused."""
-    import processes
+    from support import processes
 
     return hashlib.sha256(repr(sorted(processes.early(dict(env)).items())).encode()).hexdigest()
 
@@ -206,7 +207,7 @@ class ForkServer:
                 self.answer(usual)
 
     def answer(self, usual: Mapping[str, str]) -> None:
-        import processes
+        from support import processes
 
         reply, _ = self.listener.accept()
         _, descriptors, _, _ = socket.recv_fds(reply, 1, 1 + MOST_DESCRIPTORS)
@@ -258,7 +259,7 @@ class ForkServer:
 
     def leave(self, reply: socket.socket) -> None:
         """In a forked process: gives up all that is the fork server's, and says to ``reply`` which process this is."""
-        import processes
+        from support import processes
 
         processes.die_with(self.pid)
         os.setsid()
@@ -273,7 +274,7 @@ class ForkServer:
 
 def main(listener: socket.socket, lifeline: socket.socket) -> None:
     """Imports what all forked processes find, and serves."""
-    import processes
+    from support import processes
 
     usual = processes.early(os.environ)  # before a package adds to it
     import multiprocessing.spawn  # noqa: F401  # keeps the path of the interpreter
@@ -348,7 +349,7 @@ def _run(request: dict[str, Any]) -> int:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     sys.executable, sys.orig_argv, sys.argv = request["executable"], request["orig_argv"], request["argv"]
-    # The first place, which is this file's folder, becomes the program's.
+    # The first place, which is the folder of the tests, becomes the program's.
     listed = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [path for path in listed if path and path not in sys.path[1:]]
     try:

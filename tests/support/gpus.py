@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import treadle
+from support.trainers import NO_OUTPUT
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
@@ -20,7 +20,7 @@ def needs_gpu(test):
 
 
 def trainer(**flags):
-    return treadle.Trainer(**{"accelerator": FLAG, "devices": 1, "max_epochs": 1, **QUIET, **flags})
+    return treadle.Trainer(**{"accelerator": FLAG, "devices": 1, "max_epochs": 1, **NO_OUTPUT, **flags})
 
 
 def accelerator(**options):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import house
+from support import house
 
 ROOT = Path(__file__).parents[2]
 TREADLE = "treadle"  # the folder of `treadle/__init__.py` and of the modules beside it

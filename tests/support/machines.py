@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_cells import kill_all
-from processes import clean_environment, programs
-from restarts import JOB, read_events
+
+from support.fault_cells import kill_all
+from support.processes import clean_environment, programs
+from support.restarts import JOB, read_events
 
 
 def ip(*words: str) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fork_server import Forked
+    from support.fork_server import Forked
 
     Rank = subprocess.Popen[Any] | Forked
 
@@ -149,7 +149,7 @@ _USUAL = early(_BASE)
 def share_fork_servers() -> None:
     """Start what all workers of this run of the tests fork their processes from: each pair costs 8 s of CPU."""
     if sys.platform == "linux":
-        import fork_server
+        from support import fork_server
 
         fork_server.share(_BASE)
 
@@ -157,7 +157,7 @@ def share_fork_servers() -> None:
 def _start(rank: int, folder: Path, env: dict[str, str]) -> Rank:
     """Starts a process of `run`: forked, which takes no time, unless its environment forbids that."""
     if sys.platform == "linux" and early(env) == _USUAL:
-        import fork_server
+        from support import fork_server
 
         return fork_server.fork(rank, folder, env, _BASE)
     command = [sys.executable, os.path.abspath(__file__), str(folder)]
@@ -239,7 +239,7 @@ def programs() -> Path:
     """A folder to put first in ``PATH``: its `python`, `treadle` and `torchrun` start at once, see `fork_server`."""
     if sys.platform != "linux":
         return Path(sys.executable).parent
-    import fork_server
+    from support import fork_server
 
     return fork_server.executables(tuple(sorted(_BASE.items())))
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fault_cells import kill_all, living
-from processes import clean_environment, programs
+from support.fault_cells import kill_all, living
+from support.processes import clean_environment, programs
 
 JOB = Path(__file__).with_name("restarted_job.py")
 COMMANDS = {

@@ -11,13 +11,13 @@ import shutil
 import numpy as np
 import torch
 import torchmetrics
-from callback_runs import Rows
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 from treadle.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 
 import treadle
+from support.callback_runs import Rows
 
 QUIET = dict.fromkeys(("enable_progress_bar", "enable_model_summary"), False)
 

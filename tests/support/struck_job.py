@@ -1,4 +1,4 @@
-"""Training that `fault_cells` disturbs: two processes, three epochs of four steps, each with a validation and a save.
+"""The training that `fault_cells` disturbs: two processes, three epochs of four steps, each validated and saved.
 
 What is to happen, and where, is in ``strike.json`` of the working directory; what has happened is told in files beside
 it. This file is run as a script by every launcher, and once more to resume.

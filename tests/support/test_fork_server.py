@@ -7,8 +7,9 @@ import sys
 import time
 
 import pytest
-from fork_server import UNIMPORTED
-from processes import clean_environment, programs, python
+
+from support.fork_server import UNIMPORTED
+from support.processes import clean_environment, programs, python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is the interpreter itself")
 

@@ -3,7 +3,8 @@
 import random
 
 import pytest
-from growth import find_growth, format_table, measure_growth
+
+from support.growth import find_growth, format_table, measure_growth
 
 
 def make_noise(count, size, seed=0):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import RankError, clean_environment, programs, python, run
+from support.processes import RankError, clean_environment, programs, python, run
 from treadle.tools import doctor as command
 from treadle.tools.doctor import FAULT, GOOD, NOTE, Finding, format_report, main, merge_findings
 

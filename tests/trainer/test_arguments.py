@@ -4,9 +4,9 @@ import time
 
 import pytest
 import torch
-from models import Line, SGDTask
-from processes import run
-from quiet import trainer
+from support.models import Line, SGDTask
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback
@@ -70,7 +70,7 @@ def test_what_barebones_leaves_out(flag):
 @pytest.mark.parametrize("interval", [{"seconds": 0.1}, {"hours": 1}])
 def test_validation_by_the_clock(interval):
     task = Task(pause=0.03)
-    trainer(val_check_interval=interval, num_sanity_val_steps=0).fit(task, loader(), loader(2))
+    make_trainer(val_check_interval=interval, num_sanity_val_steps=0).fit(task, loader(), loader(2))
     if "hours" in interval:
         assert task.validated == []
     else:
@@ -81,7 +81,7 @@ def test_validation_by_the_clock(interval):
 
 def by_the_clock():
     task = Task(pause=0.02 + 0.02 * int(treadle.PartialState().process_index))
-    trainer(val_check_interval="00:00:00:01", max_time={"seconds": 2}, max_epochs=-1, strategy="ddp").fit(
+    make_trainer(val_check_interval="00:00:00:01", max_time={"seconds": 2}, max_epochs=-1, strategy="ddp").fit(
         task, loader(8), loader(4)
     )
     return task.validated
@@ -98,7 +98,7 @@ def test_two_processes_validate_after_the_same_step():
 
 def normed(flags):
     task = Task()
-    trainer(strategy="ddp", **flags).fit(task, loader())
+    make_trainer(strategy="ddp", **flags).fit(task, loader())
     return task.net[1].running_mean
 
 
@@ -110,12 +110,12 @@ def test_sync_batchnorm(flags):
 
 def not_by_ddp():
     with pytest.raises(ValueError, match="sync_batchnorm=True needs strategy='ddp', not 'fsdp'"):
-        trainer(strategy="fsdp", sync_batchnorm=True)
+        make_trainer(strategy="fsdp", sync_batchnorm=True)
 
 
 def test_sync_batchnorm_is_ddps():
     run(not_by_ddp, 2)
-    trainer(sync_batchnorm=True).fit(Task(), loader())  # one process has all samples
+    make_trainer(sync_batchnorm=True).fit(Task(), loader())  # one process has all samples
 
 
 # -- plugins ---------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_sync_batchnorm_is_ddps():
 
 def test_a_precision_as_a_plugin():
     task = Task()
-    trainer(plugins=Precision.parse("64-true")).fit(task, loader())
+    make_trainer(plugins=Precision.parse("64-true")).fit(task, loader())
     assert task.dtype == torch.float64
 
 
@@ -168,7 +168,7 @@ class Keeps(Logger):
 @pytest.mark.parametrize("wanted", [True, False])
 def test_hyperparameters_are_handed_to_the_loggers(wanted):
     logger = Keeps()
-    trainer(logger=logger, enable_autolog_hparams=wanted).fit(Task(), loader())
+    make_trainer(logger=logger, enable_autolog_hparams=wanted).fit(Task(), loader())
     assert logger.params == ({"pause": 0.0} if wanted else None)
 
 
@@ -182,7 +182,7 @@ class Logs(Callback):
 
 def test_callbacks_log_as_the_task_does():
     logger, logs = Keeps(), Logs()
-    own = trainer(logger=logger, callbacks=logs, log_every_n_steps=4)
+    own = make_trainer(logger=logger, callbacks=logs, log_every_n_steps=4)
     own.fit(Task(), loader())
     assert [row["of_a_batch"] for row in logger.rows if "of_a_batch" in row] == [3.0, 7.0]
     assert own.callback_metrics["of_an_epoch"] == 3.0
@@ -213,12 +213,12 @@ class Puts(Task):
 @pytest.mark.usefixtures("algorithms_as_before")
 def test_deterministic():
     with pytest.raises(RuntimeError, match=r"put_ does not have a deterministic implementation"):
-        trainer(deterministic=True).fit(Puts(), loader())
+        make_trainer(deterministic=True).fit(Puts(), loader())
     with pytest.warns(UserWarning, match=r"put_ does not have a deterministic implementation"):
-        trainer(deterministic="warn").fit(Puts(), loader())
-    trainer().fit(Puts(), loader())  # None leaves what is set
+        make_trainer(deterministic="warn").fit(Puts(), loader())
+    make_trainer().fit(Puts(), loader())  # None leaves what is set
     assert torch.are_deterministic_algorithms_enabled()
-    trainer(deterministic=False).fit(Puts(), loader())
+    make_trainer(deterministic=False).fit(Puts(), loader())
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -231,19 +231,19 @@ def test_benchmark():
         ({"deterministic": True, "benchmark": True}, True),
         ({"benchmark": False}, False),
     ):
-        trainer(**flags)
+        make_trainer(**flags)
         assert torch.backends.cudnn.benchmark is expected, flags
 
 
 def test_float32_matmul_precision():
     before = torch.get_float32_matmul_precision()
     try:
-        trainer(float32_matmul_precision="high")
+        make_trainer(float32_matmul_precision="high")
         assert torch.get_float32_matmul_precision() == "high"
-        trainer()  # None leaves what is set
+        make_trainer()  # None leaves what is set
         assert torch.get_float32_matmul_precision() == "high"
         with pytest.raises(ValueError, match=r"'hihg' is not one of highest, high, medium. Did you mean 'high'"):
-            trainer(float32_matmul_precision="hihg")
+            make_trainer(float32_matmul_precision="hihg")
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
@@ -256,7 +256,7 @@ def test_limits_of_tests():
 
     for limit, expected in ((3, 3), (0.5, 4), (1.0, 8), (100, 8)):
         task = Tests()
-        trainer(limit_test_batches=limit).test(task, loader(), verbose=False)
+        make_trainer(limit_test_batches=limit).test(task, loader(), verbose=False)
         assert task.validated == list(range(expected))
 
 
@@ -270,7 +270,7 @@ def read_by(flags):
             seen.append(batch.flatten().tolist())
             return self.net(batch).mean()
 
-    one = trainer(strategy="ddp", use_distributed_sampler=flags)
+    one = make_trainer(strategy="ddp", use_distributed_sampler=flags)
     rank = one.global_rank
     own = DataLoader(torch.arange(rank * 10.0, rank * 10 + 4).reshape(4, 1), batch_size=2)
     shared = DataLoader(torch.arange(4.0).reshape(4, 1), batch_size=1)

@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import pytest
 import torch
-from models import Line
-from quiet import Dry, trainer
+from support.models import Line, loader
+from support.trainers import Dry, make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
@@ -27,10 +27,6 @@ class Plain(Line):
 class Validated(Plain):
     def validation_step(self, batch, batch_idx):
         self.log("val", self.net(batch[0]).mean())
-
-
-def loader(samples=6, batch_size=2, **options):
-    return DataLoader(TensorDataset(torch.ones(samples, 2)), batch_size=batch_size, **options)
 
 
 def with_step(step):
@@ -149,7 +145,7 @@ def test_a_loader_that_yields_nothing():
         (DataLoader(Dry()), {}, ["yielded no batch"]),
         ([], {}, ["yielded no batch"]),
         (
-            loader(),
+            loader(6),
             {"limit_train_batches": 0.01},
             ["limit_train_batches=0.01", "3 batches", "less than one batch", "integer 1"],
         ),
@@ -157,12 +153,12 @@ def test_a_loader_that_yields_nothing():
         (None, {}, ["training dataloader", "train_dataloader"]),
     ]:
         with says(ValueError, *words):
-            trainer(**flags).fit(Plain(), source)
+            make_trainer(**flags).fit(Plain(), source)
     with says(ValueError, "validation dataloader", "empty"):
-        trainer().validate(Validated(), DataLoader(Nothing()))
+        make_trainer().validate(Validated(), DataLoader(Nothing()))
     with says(ValueError, "validate has no dataloader"):
-        trainer().validate(Validated())
-    assert trainer(limit_val_batches=0).validate(Validated(), loader()) == []  # as it was asked for
+        make_trainer().validate(Validated())
+    assert make_trainer(limit_val_batches=0).validate(Validated(), loader(6)) == []  # as it was asked for
 
 
 def test_things_that_are_no_loader():
@@ -173,20 +169,20 @@ def test_things_that_are_no_loader():
         (TensorDataset(torch.ones(4, 2)), ["TensorDataset", "single samples", "DataLoader"]),
     ]:
         with says(TypeError, *words):
-            trainer().fit(Plain(), source)
+            make_trainer().fit(Plain(), source)
         with says(TypeError, *words):
-            trainer().validate(Validated(), source)
+            make_trainer().validate(Validated(), source)
         with says(TypeError, *words):
-            trainer().fit(Plain(), {"a": loader(), "b": source})
+            make_trainer().fit(Plain(), {"a": loader(6), "b": source})
     with says(ValueError, "contains no dataloader"):
-        trainer().fit(Plain(), {})
+        make_trainer().fit(Plain(), {})
 
 
 def test_val_check_interval_that_never_comes():
     with says(ValueError, "val_check_interval=10", "3 batches"):
-        trainer(val_check_interval=10).fit(Validated(), loader(), loader())
+        make_trainer(val_check_interval=10).fit(Validated(), loader(6), loader(6))
     with says(ValueError, "val_check_interval=0.5", "no length", "whole number"):
-        trainer(val_check_interval=0.5).fit(Validated(), iter([[torch.ones(2, 2)]]), loader())
+        make_trainer(val_check_interval=0.5).fit(Validated(), iter([[torch.ones(2, 2)]]), loader(6))
 
 
 def test_what_training_step_returns():
@@ -212,8 +208,8 @@ def test_what_training_step_returns():
         ),
     ]:
         with says(error, *words):
-            trainer().fit(with_step(step), loader())
-    trainer().fit(with_step(lambda t: net(t).mean().reshape(1)), loader())  # one number, whatever its shape
+            make_trainer().fit(with_step(step), loader(6))
+    make_trainer().fit(with_step(lambda t: net(t).mean().reshape(1)), loader(6))  # one number, whatever its shape
 
 
 def adam(task):
@@ -284,7 +280,7 @@ def test_what_configure_optimizers_returns(configure, error, words):
             return loss
 
     with says(error, *words):
-        trainer().fit(Odd(), loader())
+        make_trainer().fit(Odd(), loader(6))
 
 
 def test_a_plateau_that_may_miss_its_value():
@@ -294,8 +290,8 @@ def test_a_plateau_that_may_miss_its_value():
             config = {"scheduler": plateau(optimizer), "monitor": "never", "strict": False}
             return {"optimizer": optimizer, "lr_scheduler": config}
 
-    run = trainer()
-    run.fit(Lenient(), loader())
+    run = make_trainer()
+    run.fit(Lenient(), loader(6))
     assert run.global_step == 3
 
 
@@ -311,26 +307,26 @@ def test_missing_steps():
         (NoOptimizer(), ["NoOptimizer", "configure_optimizers"]),
     ]:
         with says(ValueError, *words):
-            trainer().fit(task, loader())
+            make_trainer().fit(task, loader(6))
     for stage, words in [
         ("validate", "validation_step"),
         ("test", "test_step"),
         ("predict", "predict_step or forward"),
     ]:
         with says(ValueError, f"{stage} needs", words, "but Plain"):
-            getattr(trainer(), stage)(Plain(), loader())
+            getattr(make_trainer(), stage)(Plain(), loader(6))
     with pytest.warns(UserWarning, match="Plain has no validation_step"):
-        trainer().fit(Plain(), loader(), loader())
+        make_trainer().fit(Plain(), loader(6), loader(6))
     with pytest.warns(UserWarning, match="no validation dataloader"):
-        trainer().fit(Validated(), loader())
+        make_trainer().fit(Validated(), loader(6))
     with pytest.warns(UserWarning, match="no validation dataloader"):
-        trainer().fit(Validated(), loader(), [])
+        make_trainer().fit(Validated(), loader(6), [])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trainer(limit_val_batches=0).fit(Validated(), loader())
-        trainer().fit(Validated(), loader(), loader())
+        make_trainer(limit_val_batches=0).fit(Validated(), loader(6))
+        make_trainer().fit(Validated(), loader(6), loader(6))
     with says(ValueError, "2 dataloaders", "dataloader_idx"):
-        trainer().fit(Validated(), loader(), [loader(), loader()])
+        make_trainer().fit(Validated(), loader(6), [loader(6), loader(6)])
 
 
 def test_the_wrong_kind_of_task():
@@ -347,16 +343,16 @@ def test_the_wrong_kind_of_task():
         (Forgot(), TypeError, ["Forgot.__init__", "super().__init__()"]),
     ]:
         with says(error, *words):
-            trainer().fit(task, loader())
+            make_trainer().fit(task, loader(6))
     with says(ValueError, "validate needs a model"):
-        trainer().validate(dataloaders=loader())
+        make_trainer().validate(dataloaders=loader(6))
     with says(ValueError, "save_checkpoint needs a task"):
-        trainer().save_checkpoint("nowhere")
+        make_trainer().save_checkpoint("nowhere")
 
 
 def test_where_a_checkpoint_is_saved(tmp_path):
-    run = trainer(max_steps=1)
-    run.fit(Plain(), loader())
+    run = make_trainer(max_steps=1)
+    run.fit(Plain(), loader(6))
     for path in (None, 5):
         with says(TypeError, f"save_checkpoint(filepath={path}) must be a path or a URL", "Pass a str or a Path"):
             run.save_checkpoint(path)
@@ -366,7 +362,7 @@ def test_where_a_checkpoint_is_saved(tmp_path):
         run.save_checkpoint(tmp_path / "a", also="xyz")
     assert not (tmp_path / "a").exists()
     with says(ValueError):
-        run.validate(Plain(), loader(), ckpt_path=tmp_path / "missing")
+        run.validate(Plain(), loader(6), ckpt_path=tmp_path / "missing")
     with says(ValueError, "no model to save"):
         run.save_checkpoint(tmp_path / "a")
 
@@ -381,19 +377,19 @@ def test_hooks_that_nobody_would_call():
     ]:
         task = type("Odd", (Plain,), {name: nothing})()
         with says(ValueError, f"Odd.{name}", words):
-            trainer().fit(task, loader())
+            make_trainer().fit(task, loader(6))
 
 
 def test_loaders_and_data_modules():
     data = treadle.DataModule.from_datasets(TensorDataset(torch.ones(4, 2)), batch_size=2)
-    for arguments in [{"train_dataloaders": loader(), "datamodule": data}, {"val_dataloaders": loader()}]:
+    for arguments in [{"train_dataloaders": loader(6), "datamodule": data}, {"val_dataloaders": loader(6)}]:
         first = () if "datamodule" in arguments else (data,)
         with says(ValueError, "Pass only one of the two"):
-            trainer().fit(Plain(), *first, **arguments)
+            make_trainer().fit(Plain(), *first, **arguments)
     with says(TypeError, "datamodule", "DataModule", "DataLoader"):
-        trainer().fit(Plain(), datamodule=loader())
+        make_trainer().fit(Plain(), datamodule=loader(6))
     with says(ValueError, "training dataloader"):
-        trainer().fit(Plain(), datamodule=treadle.DataModule())
+        make_trainer().fit(Plain(), datamodule=treadle.DataModule())
 
 
 @pytest.mark.parametrize("samples", [5, [1, 2]])
@@ -439,7 +435,7 @@ def test_what_is_logged():
             return task.net(torch.ones(1, 2)).mean()
 
         with says(error, *words):
-            trainer().fit(with_step(step), loader())
+            make_trainer().fit(with_step(step), loader(6))
 
     def twice(task):
         task.log("x", 1.0)
@@ -447,7 +443,7 @@ def test_what_is_logged():
         return task.net(torch.ones(1, 2)).mean()
 
     with says(ValueError, "'x'", "twice", "different arguments"):
-        trainer().fit(with_step(twice), loader())
+        make_trainer().fit(with_step(twice), loader(6))
 
 
 def test_what_is_logged_too_late_or_nowhere():
@@ -455,9 +451,9 @@ def test_what_is_logged_too_late_or_nowhere():
         Plain().log("x", 1)
     for hook in ("on_fit_start", "on_validation_end", "on_train_end", "on_fit_end", "setup"):
         task = type("Late", (Validated,), {hook: lambda self, *stage: self.log("late", 1.0)})()
-        run = trainer(num_sanity_val_steps=0)
+        run = make_trainer(num_sanity_val_steps=0)
         with pytest.warns(UserWarning, match=r"self.log\('late'\) has no effect here"):
-            run.fit(task, loader(), loader())
+            run.fit(task, loader(6), loader(6))
         assert "late" not in run.callback_metrics
 
 
@@ -473,14 +469,14 @@ def test_checkpoints_that_are_none(tmp_path):
         ("hostile", ["manifest.json is damaged"], "manifest.json"),
     ]:
         with says(ValueError, *words):
-            trainer().fit(Plain(), loader(), ckpt_path=tmp_path / path)
+            make_trainer().fit(Plain(), loader(6), ckpt_path=tmp_path / path)
         with says(ValueError, path, at_load):
             Plain.load_from_checkpoint(tmp_path / path)
     with says(TypeError, "ckpt_path=5", "a checkpoint's path"):
-        trainer().fit(Plain(), loader(), ckpt_path=5)
+        make_trainer().fit(Plain(), loader(6), ckpt_path=5)
     for name in ("last", "best"):
         with says(ValueError, f"ckpt_path='{name}'", "no ModelCheckpoint"):
-            trainer().fit(Plain(), loader(), ckpt_path=name)
+            make_trainer().fit(Plain(), loader(6), ckpt_path=name)
 
 
 class Sized(Plain):
@@ -491,18 +487,18 @@ class Sized(Plain):
 
 
 def test_checkpoints_of_something_else(tmp_path):
-    run = trainer()
-    run.fit(Sized(3), loader())
+    run = make_trainer()
+    run.fit(Sized(3), loader(6))
     run.save_checkpoint(tmp_path / "run")
     run.save_checkpoint(tmp_path / "weights", weights_only=True)
     with says(ValueError, "a different model", "net.weight", "(3, 2)", "(1, 2)"):
-        trainer().fit(Plain(), loader(), ckpt_path=tmp_path / "run")
+        make_trainer().fit(Plain(), loader(6), ckpt_path=tmp_path / "run")
     with says(ValueError, "only weights"):
-        trainer().fit(Sized(3), loader(), ckpt_path=tmp_path / "weights")
+        make_trainer().fit(Sized(3), loader(6), ckpt_path=tmp_path / "weights")
     assert Sized.load_from_checkpoint(tmp_path / "weights").hparams == {"width": 3}
     with says(ValueError, "a different model"):
         Sized.load_from_checkpoint(tmp_path / "run", width=4)
-    run.validate(Validated(), loader(), verbose=False)
+    run.validate(Validated(), loader(6), verbose=False)
     with pytest.warns(UserWarning, match="No run can resume from this checkpoint"):
         run.save_checkpoint(tmp_path / "late")
     # A damaged file is found before it is loaded.
@@ -518,9 +514,9 @@ def test_callbacks_that_would_not_be_saved(tmp_path):
         def state_dict(self):
             return {"n": 1}
 
-    run = trainer(callbacks=[Counting(), Counting()])
+    run = make_trainer(callbacks=[Counting(), Counting()])
     with says(ValueError, "two callbacks", "Counting", "state_key"):
-        run.fit(Plain(), loader())
+        run.fit(Plain(), loader(6))
     assert run.global_step == 0  # said before the first step, not at the first save
 
     class Wrong(Plain):
@@ -528,7 +524,7 @@ def test_callbacks_that_would_not_be_saved(tmp_path):
             return ["bar"]
 
     with says(TypeError, "configure_callbacks", "'bar'"):
-        trainer().fit(Wrong(), loader())
+        make_trainer().fit(Wrong(), loader(6))
 
 
 def test_what_save_hyperparameters_takes():
@@ -559,14 +555,14 @@ def test_what_save_hyperparameters_takes():
 
 def test_a_log_directory_that_can_not_be(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    run = trainer(logger=CSVLogger(tmp_path / "file"), log_every_n_steps=1)
+    run = make_trainer(logger=CSVLogger(tmp_path / "file"), log_every_n_steps=1)
 
     def step(task):
         task.log("x", 1.0)
         return task.net(torch.ones(1, 2)).mean()
 
     with pytest.warns(UserWarning, match="CSVLogger"):
-        run.fit(with_step(step), loader())
+        run.fit(with_step(step), loader(6))
     assert run.global_step == 3
 
 
@@ -591,11 +587,11 @@ def test_a_wrong_type_is_caught_as_either_kind():
             self.save_hyperparameters(size)
 
     for call in (
-        lambda: trainer().fit(Logs(), loader()),
-        lambda: trainer().fit(Returns(), loader()),
-        lambda: trainer().fit(Configures(), loader()),
-        lambda: trainer().fit(Plain()),
-        lambda: trainer().predict(Plain()),
+        lambda: make_trainer().fit(Logs(), loader(6)),
+        lambda: make_trainer().fit(Returns(), loader(6)),
+        lambda: make_trainer().fit(Configures(), loader(6)),
+        lambda: make_trainer().fit(Plain()),
+        lambda: make_trainer().predict(Plain()),
         lambda: Saves(3),
     ):
         for kind in (TypeError, ValueError):

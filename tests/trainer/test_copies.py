@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 import torch
-from processes import run, script
-from quiet import QUIET
+from support.processes import run, script
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
@@ -88,7 +88,7 @@ def test_a_copy_holds_flags_callbacks_and_values_and_can_go_on(tmp_path, make):
 @COPIES
 def test_an_unused_trainer_and_a_shallow_copy(tmp_path, make):
     trainer = treadle.Trainer(
-        max_steps=2, accelerator="cpu", accumulate_grad_batches=2, precision="bf16-mixed", **QUIET
+        max_steps=2, accelerator="cpu", accumulate_grad_batches=2, precision="bf16-mixed", **NO_OUTPUT
     )
     copied, task = make(trainer), Task()
     assert copied.precision == "bf16-mixed"
@@ -150,7 +150,7 @@ class Data(treadle.DataModule):
 
 def test_a_data_module_goes_to_spawned_workers(tmp_path):
     task, data = Task(), Data()
-    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **QUIET)
+    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **NO_OUTPUT)
     trainer.fit(task, datamodule=data)
     assert trainer.global_step == 4
     assert data.trainer is trainer
@@ -160,7 +160,7 @@ def test_a_data_module_goes_to_spawned_workers(tmp_path):
 
 
 def copy_in_ranks(folder):
-    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", devices=2, default_root_dir=folder, **QUIET)
+    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", devices=2, default_root_dir=folder, **NO_OUTPUT)
     trainer.fit(Task(), loader())
     copied, results = copy.deepcopy(trainer), []
     assert copied.callback_metrics == trainer.callback_metrics
@@ -170,7 +170,7 @@ def copy_in_ranks(folder):
         used.fit_loop.max_epochs = 2
         used.fit(task, loader())
         results.append((used.world_size, used.global_step, task.net.weight.detach().clone()))
-    boring = treadle.Trainer(max_steps=1, accelerator="cpu", devices=2, default_root_dir=folder, **QUIET)
+    boring = treadle.Trainer(max_steps=1, accelerator="cpu", devices=2, default_root_dir=folder, **NO_OUTPUT)
     boring.fit(BoringModel())
     return results, pickle.dumps(boring)  # of classes that any process can import
 

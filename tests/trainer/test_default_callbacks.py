@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from models import Line
-from quiet import trainer
-from torch.utils.data import DataLoader, TensorDataset
+from support.models import Line, loader
+from support.trainers import make_trainer
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
 from treadle.loggers import CSVLogger
 
@@ -18,30 +17,26 @@ class Task(Line):
         return loss
 
 
-def loader():
-    return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
-
-
 def test_a_fast_dev_run_has_a_checkpoint_callback_without_a_path(tmp_path):
     saving, stopping = ModelCheckpoint(tmp_path, monitor="loss"), EarlyStopping("loss")
-    run = trainer(fast_dev_run=True, enable_checkpointing=None, callbacks=[saving, stopping])
+    run = make_trainer(fast_dev_run=True, enable_checkpointing=None, callbacks=[saving, stopping])
     run.fit(Task(), loader())
     assert run.checkpoint_callback is saving
     assert run.checkpoint_callback.best_model_path == ""
     assert run.early_stopping_callback is stopping
     assert not any(tmp_path.iterdir())
-    default = trainer(fast_dev_run=True, enable_checkpointing=None)
+    default = make_trainer(fast_dev_run=True, enable_checkpointing=None)
     default.fit(Task(), loader())
     assert default.checkpoint_callback.best_model_path == ""
-    assert trainer(fast_dev_run=True).checkpoint_callback is None
+    assert make_trainer(fast_dev_run=True).checkpoint_callback is None
 
 
 def test_a_test_after_a_fast_dev_run_does_not_load_what_an_earlier_run_saved(tmp_path):
     saving, task = ModelCheckpoint(tmp_path), Task()
-    trainer(enable_checkpointing=None, callbacks=saving).fit(task, loader())
+    make_trainer(enable_checkpointing=None, callbacks=saving).fit(task, loader())
     assert saving.best_model_path
     task.predict_step = lambda batch, batch_idx: task.net.weight.detach().clone()
-    run = trainer(fast_dev_run=True, enable_checkpointing=None, callbacks=saving)
+    run = make_trainer(fast_dev_run=True, enable_checkpointing=None, callbacks=saving)
     run.fit(task, loader())
     assert torch.equal(run.predict(dataloaders=loader())[0], task.net.weight)
 
@@ -54,8 +49,8 @@ def omega_list(items):
 @pytest.mark.parametrize("kind", [iter, tuple, omega_list, lambda items: dict(enumerate(items)).values()])
 def test_callbacks_and_loggers_of_any_iterable(tmp_path, kind):
     callback, logger = treadle.Callback(), CSVLogger(tmp_path)
-    run = trainer(logger=kind([logger]), callbacks=kind([callback]))
+    run = make_trainer(logger=kind([logger]), callbacks=kind([callback]))
     assert run.loggers == [logger]
     assert run.callbacks[0] is callback
     with pytest.raises(ValueError, match="same CSVLogger object twice"):
-        trainer(logger=kind([logger, logger]))
+        make_trainer(logger=kind([logger, logger]))

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from processes import run
-from quiet import trainer
+from support.processes import run
+from support.trainers import make_trainer
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 
@@ -34,7 +34,7 @@ def fit(folder, strategy, device):
     loader = DataLoader(TensorDataset(torch.arange(16.0).reshape(8, 2) / 16), 2)
     callbacks = [ModelCheckpoint(folder, monitor="val"), EarlyStopping("val"), EMAWeightAveraging()]
     devices = 2 if strategy == "ddp" else 1
-    own = trainer(
+    own = make_trainer(
         max_epochs=2, devices=devices, strategy=strategy, gradient_clip_val=1.0, callbacks=callbacks,
         default_root_dir=folder, enable_checkpointing=True,
     )  # fmt: skip

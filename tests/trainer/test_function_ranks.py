@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run, script
-from quiet import QUIET
+from support.processes import run, script
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint
@@ -94,7 +94,7 @@ def test_the_state_comes_back(strategy, tmp_path) -> None:
     expected, last_loss = plain()  # also a backward pass in this process
     checkpoints, ranks = ModelCheckpoint(monitor="val"), Ranks(tmp_path)
     stop = EarlyStopping("val", patience=3)
-    flags = QUIET | {"enable_checkpointing": True}
+    flags = NO_OUTPUT | {"enable_checkpointing": True}
     trainer = treadle.Trainer(
         strategy=strategy,
         devices=2,
@@ -132,7 +132,7 @@ def test_the_state_comes_back(strategy, tmp_path) -> None:
 
 
 def make(strategy, **flags):
-    return treadle.Trainer(strategy=strategy, devices=2, accelerator="cpu", max_epochs=1, **QUIET | flags)
+    return treadle.Trainer(strategy=strategy, devices=2, accelerator="cpu", max_epochs=1, **NO_OUTPUT | flags)
 
 
 def test_a_rank_fails() -> None:
@@ -176,7 +176,7 @@ def test_which_names_start_processes(monkeypatch) -> None:
 
 
 def one_process(strategy):
-    trainer = treadle.Trainer(strategy=strategy, devices=1, accelerator="cpu", max_epochs=1, **QUIET)
+    trainer = treadle.Trainer(strategy=strategy, devices=1, accelerator="cpu", max_epochs=1, **NO_OUTPUT)
     if isinstance(trainer.strategy, SingleDevice):
         return dist.is_initialized()
     total = torch.ones(1)

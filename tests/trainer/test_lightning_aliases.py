@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from models import SGDTask
-from quiet import QUIET
+from support.models import SGDTask
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from treadle.callbacks import EarlyStopping, LambdaCallback
@@ -50,7 +50,7 @@ def loader(count):
 
 
 def made(*callbacks, **flags):
-    return treadle.Trainer(accelerator="cpu", max_epochs=1, callbacks=list(callbacks), **QUIET, **flags)
+    return treadle.Trainer(accelerator="cpu", max_epochs=1, callbacks=list(callbacks), **NO_OUTPUT, **flags)
 
 
 def test_stages_and_lengths():
@@ -105,7 +105,7 @@ def test_no_stage_reads_code(stage):
 
 
 def test_an_epoch_that_max_steps_cuts_short_does_not_count():
-    run = treadle.Trainer(accelerator="cpu", max_steps=6, **QUIET)
+    run = treadle.Trainer(accelerator="cpu", max_steps=6, **NO_OUTPUT)
     run.fit(Task(), loader(4))
     assert (run.global_step, run.current_epoch) == (6, 1)
 
@@ -170,7 +170,7 @@ class Line(SGDTask):
 
 def test_numbers_of_batches_without_a_length():
     task, loader = Line(), DataLoader(Numbers(), batch_size=2)
-    trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, **{**QUIET, "num_sanity_val_steps": 1})
+    trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, **{**NO_OUTPUT, "num_sanity_val_steps": 1})
     assert trainer.num_training_batches == float("inf")
     trainer.fit(task, loader, loader)
     assert task.seen == [(float("inf"), [float("inf")], [1])] * 3
@@ -187,7 +187,7 @@ def test_dataloaders_are_what_the_user_passed():
         ([loader(), loader()], [loader(), loader()]),
         (loader(), loader()),
     ):
-        trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, **QUIET)
+        trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, **NO_OUTPUT)
         trainer.fit(Line(), train, validation)
         assert trainer.train_dataloader is train
         assert trainer.val_dataloaders is validation
@@ -200,7 +200,7 @@ def test_dataloaders_are_what_the_user_passed():
 
 def test_the_stage_is_a_trainer_fn_and_its_text():
     task, loader = Line(), DataLoader(torch.ones(4, 1), batch_size=2)
-    trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, **QUIET)
+    trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, **NO_OUTPUT)
     trainer.fit(task, loader)
     trainer.validate(task, loader, verbose=False)
     trainer.test(task, loader, verbose=False)
@@ -233,7 +233,7 @@ def test_paths_and_the_last_batch(tmp_path, monkeypatch):
 
 
 def test_loggers_may_be_replaced(tmp_path):
-    trainer = treadle.Trainer(accelerator="cpu", max_steps=2, log_every_n_steps=1, **QUIET)
+    trainer = treadle.Trainer(accelerator="cpu", max_steps=2, log_every_n_steps=1, **NO_OUTPUT)
     trainer.logger = logger = CSVLogger(tmp_path)
     assert trainer.logger is logger
     assert trainer.log_dir == logger.log_dir
@@ -260,11 +260,12 @@ def test_keys_of_hyperparameters():
 
 def test_limits_before_fit():
     def limits(**flags):
-        trainer = treadle.Trainer(accelerator="cpu", **QUIET, **flags)
+        trainer = treadle.Trainer(accelerator="cpu", **NO_OUTPUT, **flags)
         return trainer.max_epochs, trainer.min_epochs, trainer.max_steps
 
     assert (
-        treadle.Trainer(accelerator="cpu", gradient_clip_algorithm="VALUE", **QUIET).gradient_clip_algorithm == "value"
+        treadle.Trainer(accelerator="cpu", gradient_clip_algorithm="VALUE", **NO_OUTPUT).gradient_clip_algorithm
+        == "value"
     )
     assert limits() == (1000, 0, -1)
     assert limits(max_steps=5) == (-1, 0, 5)
@@ -279,10 +280,10 @@ def test_numbers_of_batches_that_are_evaluated():
     data = DataLoader(TensorDataset(torch.ones(4, 1)))
     both = CombinedLoader({"a": data, "b": DataLoader(TensorDataset(torch.ones(3, 1)))}, "max_size")
     for stage, name in (("validate", "num_val_batches"), ("test", "num_test_batches")):
-        trainer = treadle.Trainer(accelerator="cpu", **QUIET)
+        trainer = treadle.Trainer(accelerator="cpu", **NO_OUTPUT)
         getattr(trainer, stage)(Line(), both)
         assert (getattr(trainer, name), trainer.num_sanity_val_batches) == ([4, 3], [])
-    trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, limit_val_batches=0, **QUIET)
+    trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, limit_val_batches=0, **NO_OUTPUT)
     trainer.fit(Line(), data, data)
     assert (trainer.num_val_batches, trainer.num_sanity_val_batches) == ([], [])
 

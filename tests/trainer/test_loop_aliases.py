@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from quiet import trainer
+from support.models import loader
+from support.trainers import make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -48,14 +49,10 @@ class Watched(treadle.TaskModule):
         assert self.trainer._logger_connector.callback_metrics is not None
 
 
-def loader() -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.ones(2, 2)), batch_size=2)
-
-
 def test_progress_is_lightnings() -> None:
     task = Watched()
-    run = trainer(max_epochs=2, num_sanity_val_steps=0)
-    run.fit(task, loader())
+    run = make_trainer(max_epochs=2, num_sanity_val_steps=0)
+    run.fit(task, loader(2))
     assert not task.validates
     assert task.seen == [
         ("epoch start", [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]),
@@ -93,7 +90,7 @@ def test_the_indices_after_an_epoch_are_lightnings(end: Any, stream: bool) -> No
         def __iter__(self) -> Any:
             return iter([[sample] for sample in torch.ones(5, 2)])
 
-    task, run = Ends(), trainer(max_epochs=2)
+    task, run = Ends(), make_trainer(max_epochs=2)
     run.fit(task, DataLoader(Stream() if stream else TensorDataset(torch.ones(5, 2))))
     task.note("after")
     expected = {  # Lightning 2.6.6's numbers at the end and start of epochs, at the end of training and afterwards
@@ -105,29 +102,29 @@ def test_the_indices_after_an_epoch_are_lightnings(end: Any, stream: bool) -> No
 
 
 def test_a_raised_limit_goes_on_with_the_run() -> None:
-    task, run = Watched(), trainer(max_epochs=1)
-    run.fit(task, loader(), loader())
+    task, run = Watched(), make_trainer(max_epochs=1)
+    run.fit(task, loader(2), loader(2))
     assert task.validates
     run.fit_loop.max_epochs = run.fit_loop.epoch_progress.current.ready + 2
-    run.fit(task, loader(), loader())
+    run.fit(task, loader(2), loader(2))
     assert (run.max_epochs, run.current_epoch, run.global_step) == (3, 3, 3)
 
 
 def test_what_is_not_there() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'advance'.*instead"):
-        trainer().fit_loop.advance()
+        make_trainer().fit_loop.advance()
     with pytest.raises(AttributeError, match=r"no attribute 'state_dict'.*instead"):
-        trainer().fit_loop.state_dict()
+        make_trainer().fit_loop.state_dict()
     with pytest.raises(AttributeError, match=r"epoch_loop cannot be set.*instead"):
-        trainer().fit_loop.epoch_loop = None
+        make_trainer().fit_loop.epoch_loop = None
 
 
 def test_the_devices_before_a_run() -> None:
-    assert trainer()._accelerator_connector._parallel_devices == [torch.device("cpu")]
+    assert make_trainer()._accelerator_connector._parallel_devices == [torch.device("cpu")]
 
 
 def test_the_indices_of_listed_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = trainer()
+    run = make_trainer()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     world = run.accelerator.world
     for devices, size, rank, index, expected in (
@@ -145,9 +142,9 @@ def test_the_indices_of_listed_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lightnings_names_of_a_strategy() -> None:
-    task, run = Watched(), trainer(max_epochs=1)
+    task, run = Watched(), make_trainer(max_epochs=1)
     assert (run.strategy.model, run.strategy.optimizers) == (None, [])
-    run.fit(task, loader())
+    run.fit(task, loader(2))
     strategy = run.strategy
     assert strategy.root_device == torch.device("cpu")
     assert (strategy.global_rank, strategy.local_rank, strategy.world_size, strategy.is_global_zero) == (0, 0, 1, True)
@@ -184,7 +181,7 @@ class Scheduled(Watched):
 
 
 def test_where_a_step_stands() -> None:
-    task, run = Scheduled(), trainer(max_epochs=2, accumulate_grad_batches=2, log_every_n_steps=2)
+    task, run = Scheduled(), make_trainer(max_epochs=2, accumulate_grad_batches=2, log_every_n_steps=2)
     data = DataLoader(TensorDataset(torch.ones(3, 2)), batch_size=1)
     run.fit(task, data)
     assert task.lengths == [3, 3, 3, 3]
@@ -199,7 +196,7 @@ def test_where_a_step_stands() -> None:
 
 
 def test_limits_and_modes_that_are_set_hold() -> None:
-    run = trainer()
+    run = make_trainer()
     run.fit_loop.epoch_loop.max_steps = 7
     run.test_loop.inference_mode = False
     assert (run.max_steps, run.inference_mode, run.fit_loop._combined_loader) == (7, False, None)
@@ -221,12 +218,12 @@ def test_loaders_of_an_evaluation() -> None:
         def test_step(self, batch: Any, batch_idx: int) -> None: ...
 
     asks = Asks()
-    trainer(callbacks=[asks]).test(Tested(), loader(), verbose=False)
+    make_trainer(callbacks=[asks]).test(Tested(), loader(2), verbose=False)
     assert (asks.seen, asks.moved) == (([1], 1), "cpu")
 
 
 def test_tensors_of_all_processes() -> None:
-    strategy = trainer().strategy
+    strategy = make_trainer().strategy
     value = torch.tensor(2.0)
     assert [strategy.reduce(value), strategy.reduce(value, reduce_op="sum"), strategy.all_gather(value)] == [2.0] * 3
     assert strategy.reduce("text") == "text"
@@ -246,7 +243,7 @@ def test_an_optimizer_step_belongs_to_the_batch_before_it_is_counted(accumulate:
             seen.append((loop.batch_idx, loop.total_batch_idx, *counts(loop.epoch_loop.batch_progress.total)))
 
     samples = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=1)
-    trainer(max_epochs=2, accumulate_grad_batches=accumulate).fit(Steps(), samples)
+    make_trainer(max_epochs=2, accumulate_grad_batches=accumulate).fit(Steps(), samples)
     assert seen == [(i % 4, i, i + 1, i + 1, i, i) for i in range(accumulate - 1, 8, accumulate)]
 
 
@@ -260,7 +257,7 @@ def test_a_second_fit_draws_the_order_of_a_plain_loop() -> None:
         return DataLoader(TensorDataset(torch.arange(16.0).view(8, 2)), batch_size=2, shuffle=True)
 
     order: list[Any] = []
-    task, run = Reads(), trainer(max_epochs=1)
+    task, run = Reads(), make_trainer(max_epochs=1)
     torch.manual_seed(0)
     run.fit(task, shuffled())
     run.fit_loop.max_epochs = 3

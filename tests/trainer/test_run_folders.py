@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import Line
-from processes import run
+from support.models import Line
+from support.processes import run
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import RunReport
 from treadle.loggers import CSVLogger, Logger

@@ -15,8 +15,8 @@ import warnings
 
 import pytest
 import torch
-from callback_runs import Tiny, fit, loader, trainer
-from processes import run
+from support.callback_runs import Tiny, fit, loader, trainer
+from support.processes import run
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 from treadle.callbacks import (

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import cli_samples
 import pytest
-import stored
 import torch
-from processes import clean_environment, python, run, script
+from support import stored
+from support.processes import clean_environment, python, run, script
 from treadle.cli.commands import command_line
 from treadle.cli.commands.stages import _keep_predictions
 from treadle.cli.config.resolve import load

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from processes import clean_environment
+from support.processes import clean_environment
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks.reporting.run_record import RunRecord
 from treadle.cli.commands.runs import draw_curves, main

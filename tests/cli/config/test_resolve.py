@@ -5,8 +5,8 @@ import subprocess
 import sys
 import time
 
-import hostile_files
 import pytest
+from support import hostile_files
 from treadle.cli.config.resolve import load
 from treadle.cli.config.values import ConfigError, to_plain
 from treadle.cli.config.yaml_loader import parse, parse_scalar

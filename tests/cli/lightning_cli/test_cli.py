@@ -9,16 +9,16 @@ import pytest
 import torch
 import yaml
 from lightning_cli_samples import Data, DeepEncoder, Encoder, Factories, Linked, Model, Options, build_model
-from processes import run, script
-from quiet import QUIET
+from support.processes import run, script
+from support.trainers import NO_OUTPUT
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from treadle.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from treadle.common.remote_path import RemotePath
 
 import treadle
 
-DEFAULTS = {"accelerator": "cpu", "max_epochs": 2, **QUIET, "enable_report": False}
-SUPPORT = str(Path(__file__).parents[2] / "support")
+DEFAULTS = {"accelerator": "cpu", "max_epochs": 2, **NO_OUTPUT, "enable_report": False}
+SAMPLES = str(Path(__file__).parents[2] / "support" / "samples")
 MODEL = "lightning_cli_samples.Model"
 
 
@@ -488,9 +488,9 @@ SCRIPT = """
 
 
 def test_a_script_on_the_shell(here):
-    flags = [f"--trainer.{name}=false" for name in QUIET]
+    flags = [f"--trainer.{name}=false" for name in NO_OUTPUT]
     words = ["fit", "--trainer.max_epochs=2", "--trainer.accelerator", "cpu", *flags]
-    done = script(textwrap.dedent(SCRIPT), *words, env={"PYTHONPATH": SUPPORT})
+    done = script(textwrap.dedent(SCRIPT), *words, env={"PYTHONPATH": SAMPLES})
     assert float(done.stdout.split("loss ")[-1]) == pytest.approx(3.149636, rel=1e-5)
 
 

@@ -8,7 +8,7 @@ import torch
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser
 from lightning_cli_samples import Data, DeepEncoder, Encoder, Factories, Model
-from processes import script
+from support.processes import script
 from treadle.callbacks import EarlyStopping
 from treadle.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, instantiate_module
 

@@ -9,10 +9,10 @@ import threading
 from pathlib import Path
 
 import pytest
-import stored
 import torch
-from processes import script
 from safetensors.torch import load_file, save_file, save_model
+from support import stored
+from support.processes import script
 from torch import nn
 from treadle.compat.big_models.offload_files import offload_state_dict
 from treadle.engine.big_models import (

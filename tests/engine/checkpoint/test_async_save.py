@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from processes import run, script
+from support.processes import run, script
 from torch import nn
 from treadle.engine.checkpoint import async_save, filesystem
 from treadle.engine.checkpoint.filesystem import TensorFile

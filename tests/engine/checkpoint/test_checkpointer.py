@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import run
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
-from stored import DEAD, read_part
+from support.processes import run
+from support.stored import DEAD, read_part
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from treadle.engine.checkpoint import filesystem

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch import nn
 
 import treadle
@@ -45,6 +45,7 @@ def test_weights_alone_are_saved_without_the_optimizer(tmp_path):
     accelerator, net, optimizer = stepped()
     spoil(optimizer.state[net.weight]["exp_avg_sq"], math.inf)
     accelerator.save_state(tmp_path / "weights", weights_only=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
 
 
 def save_on_two(root, strategy):

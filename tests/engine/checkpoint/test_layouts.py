@@ -8,9 +8,9 @@ import shutil
 
 import pytest
 import torch
-from processes import run
 from safetensors.torch import load_file
-from stored import read_part
+from support.processes import run
+from support.stored import read_part
 from torch import nn
 from torch.distributed.tensor import DTensor
 from treadle.engine.checkpoint import filesystem, store

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_reads import Reads, once
-from processes import run, script
+from support.checkpoint_reads import Reads, once
+from support.processes import run, script
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.cli.commands.export import export

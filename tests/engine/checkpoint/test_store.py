@@ -21,9 +21,9 @@ import warnings
 from pathlib import Path
 
 import pytest
-import stored
 import torch
 from safetensors.torch import load_file, save_file
+from support import stored
 from treadle.engine.checkpoint import filesystem
 from treadle.engine.checkpoint import store as checkpoint
 from treadle.engine.checkpoint.store import CheckpointStore

@@ -5,8 +5,8 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from quiet import trainer
-from stored import read_part
+from support.stored import read_part
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint
@@ -50,7 +50,7 @@ class Data(treadle.DataModule):
 
 def fit(root, fails):
     saver = ModelCheckpoint(root, "{step}", save_on_exception=fails)
-    trainer(max_steps=2, enable_checkpointing=True, callbacks=[saver]).fit(Task(fails), datamodule=Data())
+    make_trainer(max_steps=2, enable_checkpointing=True, callbacks=[saver]).fit(Task(fails), datamodule=Data())
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 import torch
-from mosaic import import_streaming
-from processes import run
+from support.mosaic import import_streaming
+from support.processes import run
 from torch.utils.data import DataLoader, get_worker_info
 
 import treadle

@@ -4,9 +4,9 @@ import logging
 import warnings
 
 import pytest
-import sources_samples as samples
 import torch
-from processes import run
+from support import sources_samples as samples
+from support.processes import run
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import treadle

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from treadle.engine import CombinedLoader
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sources_samples as samples
 import torch
-from processes import run
-from quiet import QUIET
+from support import sources_samples as samples
+from support.models import SGDTask
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, random_split
@@ -137,7 +138,7 @@ def model():
     return nn.Sequential(nn.Linear(1, 3, dtype=torch.float64), nn.Tanh(), nn.Linear(3, 1, dtype=torch.float64))
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self):
         super().__init__()
         self.net = model()
@@ -149,9 +150,6 @@ class Task(treadle.TaskModule):
 
     def validation_step(self, batch):
         self.log("val", self.training_step(batch))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def by_trainer(kind, strategy, accumulate, folder):
@@ -276,7 +274,7 @@ class MadeAnew(Task):
 def made_in_hooks(folder):
     task = MadeAnew()
     trainer = treadle.Trainer(
-        accelerator="cpu", max_epochs=3, reload_dataloaders_every_n_epochs=1, default_root_dir=folder, **QUIET
+        accelerator="cpu", max_epochs=3, reload_dataloaders_every_n_epochs=1, default_root_dir=folder, **NO_OUTPUT
     )
     trainer.fit(task)
     return trainer.global_step, task.seen

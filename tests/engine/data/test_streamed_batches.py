@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from processes import run
-from resume_trials import Stateful
+from support.processes import run
+from support.resume_trials import Stateful
 from torch.utils.data import DataLoader
 
 import treadle

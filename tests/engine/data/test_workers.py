@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from processes import clean_environment, python, script
+from support.processes import clean_environment, python, script
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.skipif(sys.platform != "linux", reason="process groups")]
 

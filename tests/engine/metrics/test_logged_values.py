@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torchmetrics import ConfusionMatrix, MeanMetric
 from treadle.engine import Metrics
 from treadle.engine.checkpoint.json_codec import decode, encode

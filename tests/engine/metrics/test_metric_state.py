@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torchmetrics
-from processes import run
+from support.processes import run
 from torch import nn
 from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MinMaxMetric, Running
 from treadle.engine.checkpoint.json_codec import decode, encode

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader
 from treadle.engine import find_executable_batch_size

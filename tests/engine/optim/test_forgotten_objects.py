@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint

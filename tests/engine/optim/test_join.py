@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch import nn
 from treadle.strategies import DDP
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch.utils.data import DataLoader
 
 import treadle

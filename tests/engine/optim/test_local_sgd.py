@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader
 from treadle.engine import LocalSGD

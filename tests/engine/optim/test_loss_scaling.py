@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.models import SGDTask
 from torch import nn
 
 import treadle
@@ -77,7 +78,7 @@ def test_gradients_added_to_unscaled_ones_are_an_error():
     assert norm(accelerator, model) == 0.25
 
 
-class Skips(treadle.TaskModule):
+class Skips(SGDTask):
     """Skips every second optimizer step, as `optimizer_step` allows."""
 
     def __init__(self):
@@ -86,9 +87,6 @@ class Skips(treadle.TaskModule):
 
     def training_step(self, batch, batch_idx):
         return self.net(batch).float().mean() * 0.25
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def on_before_optimizer_step(self, optimizer):
         self.norms.append(self.net.weight.grad.norm().item())

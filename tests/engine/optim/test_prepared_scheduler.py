@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch import nn
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,

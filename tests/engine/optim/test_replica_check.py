@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch import nn
 from treadle.engine.optim.replica_check import ReplicasDiffer
 from treadle.strategies import DDP

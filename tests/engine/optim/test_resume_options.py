@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader, TensorDataset

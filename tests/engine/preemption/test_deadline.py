@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from processes import script
+from support.processes import script
 from treadle.engine.preemption.deadline import Deadline
 
 

@@ -16,8 +16,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from processes import run
 from safetensors.torch import save_file
+from support.processes import run
 from torch import nn
 from treadle.engine.checkpoint.safetensors_file import read_tensor
 from treadle.engine.weights.sources import open_source

@@ -5,8 +5,8 @@ import sys
 import time
 from pathlib import Path
 
-from processes import clean_environment
 from safetensors.torch import load_file
+from support.processes import clean_environment
 from torch import nn
 from treadle.engine.weights import write_atomically
 

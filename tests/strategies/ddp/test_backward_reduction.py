@@ -7,15 +7,14 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run
-from quiet import trainer
+from support.models import SGDTask
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import treadle
 
-
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -27,9 +26,6 @@ class Task(treadle.TaskModule):
         optimizer.zero_grad()
         self.manual_backward(self.net(batch[0]).square().mean())
         optimizer.step()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 def loader(samples=16, batch_size=2):
@@ -177,7 +173,7 @@ class Sparse(Task):
 
 def fit(task, val=None, **flags):
     task.sizes = []
-    trainer(max_epochs=1, devices=2, strategy="ddp", **flags).fit(task, loader(), val)
+    make_trainer(max_epochs=1, devices=2, strategy="ddp", **flags).fit(task, loader(), val)
     return task
 
 

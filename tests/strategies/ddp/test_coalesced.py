@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from treadle.strategies import open_world
 from treadle.strategies.ddp.coalesced import average, average_gradients, broadcast, buckets
 

@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 import torch
-from processes import run
-from quiet import QUIET
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -766,7 +766,7 @@ def by_three(root):
         saver = treadle.Callback()
         if path is None:
             saver.on_step_end = lambda trainer, _: trainer.save_checkpoint(root / f"fit{trainer.global_step}")
-        one = treadle.Trainer(accelerator="cpu", strategy="ddp", max_epochs=1, callbacks=saver, **QUIET)
+        one = treadle.Trainer(accelerator="cpu", strategy="ddp", max_epochs=1, callbacks=saver, **NO_OUTPUT)
         one.fit(task, DataLoader(TensorDataset(torch.randn(60, 21)), 4), ckpt_path=path)
         return weights(task)
 

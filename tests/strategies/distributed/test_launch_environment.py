@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from processes import clean_environment
+from support.processes import clean_environment
 from treadle.strategies import LaunchEnvironment
 from treadle.strategies.distributed.launch_environment import DebugEnvironment, host_names, task_counts
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run
+from support.processes import run
 from treadle.strategies.distributed import process_group
 from treadle.strategies.distributed.process_group import join_attempt
 

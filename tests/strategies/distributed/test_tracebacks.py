@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run, script
-from quiet import QUIET
+from support.models import SGDTask
+from support.processes import run, script
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.strategies import open_world
@@ -36,7 +37,7 @@ class Task(treadle.TaskModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+NO_OUTPUT = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 def at_exit():
     count, trace = 0, sys.last_traceback
@@ -46,7 +47,7 @@ def at_exit():
 
 def main():
     loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
-    trainer = treadle.Trainer(**QUIET, accelerator="cpu", max_epochs=1)
+    trainer = treadle.Trainer(**NO_OUTPUT, accelerator="cpu", max_epochs=1)
     atexit.register(at_exit)
     trainer.fit(Task(), loader)
 
@@ -93,7 +94,7 @@ def test_an_own_loop(tmp_path):
 # -- in this process -------------------------------------------------------------------------------------------------
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self, error):
         super().__init__()
         self.net = nn.Linear(2, 1)
@@ -102,13 +103,10 @@ class Task(treadle.TaskModule):
     def training_step(self, batch, batch_idx):
         raise self.error
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def failed(error):
     """The error that comes out of a fit in which a step raised ``error``."""
-    trainer = treadle.Trainer(**QUIET, accelerator="cpu", max_epochs=1)
+    trainer = treadle.Trainer(**NO_OUTPUT, accelerator="cpu", max_epochs=1)
     with pytest.raises(type(error)) as caught:
         trainer.fit(Task(error), DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2))
     return caught.value

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from processes import run, script
+from support.processes import run, script
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.strategies import DistributedOperationException, open_world

@@ -9,8 +9,8 @@ import types
 
 import pytest
 import torch
-from fault_cells import FaultCell, strike
-from processes import clean_environment, programs, run, script
+from support.fault_cells import FaultCell, strike
+from support.processes import clean_environment, programs, run, script
 from torch.distributed import HashStore
 from treadle.strategies.distributed.training_clock import describe_phase
 from treadle.strategies.distributed.watchdog import Watchdog, dismiss, watch

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from treadle.strategies import LaunchEnvironment, Precision, open_world
 from treadle.strategies.distributed import world as world_module
 from treadle.strategies.distributed.process_group import let_segments_grow

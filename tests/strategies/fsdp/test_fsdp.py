@@ -10,8 +10,9 @@ import types
 
 import pytest
 import torch
-from processes import run
-from quiet import QUIET
+from support.models import SGDTask
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.distributed.fsdp import wrap
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -108,7 +109,7 @@ def dataset(samples=22):
 
 def trainer(strategy, epochs=2, **options):
     options = {"precision": "64-true", "gradient_clip_val": 0.5, **options}
-    return treadle.Trainer(accelerator="cpu", strategy=strategy, max_epochs=epochs, **QUIET, **options)
+    return treadle.Trainer(accelerator="cpu", strategy=strategy, max_epochs=epochs, **NO_OUTPUT, **options)
 
 
 def whole(task):
@@ -1010,16 +1011,13 @@ class Looks(nn.Module):
         return self.inner(x)
 
 
-class Looking(treadle.TaskModule):
+class Looking(SGDTask):
     def __init__(self):
         super().__init__()
         self.blocks = nn.Sequential(Looks(), Looks())
 
     def training_step(self, batch, batch_idx):
         return self.blocks(batch).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize(("policy", "kept"), [(True, False), (None, True), ({nn.Linear}, False)])

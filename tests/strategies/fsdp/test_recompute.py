@@ -6,8 +6,9 @@ import shutil
 import pytest
 import torch
 import torch._functorch.config as settings
-from processes import run
-from quiet import QUIET
+from support.models import SGDTask
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -32,7 +33,7 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -45,9 +46,6 @@ class Task(treadle.TaskModule):
         for block in self.net["blocks"]:
             x = block(x)
         return self.net["last"](x).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Products(TorchDispatchMode):
@@ -63,7 +61,7 @@ class Products(TorchDispatchMode):
 def fit(policy, task=None, **flags):
     task, products = task or Task(), Products()
     trainer = treadle.Trainer(
-        accelerator="cpu", max_epochs=1, strategy=FSDP(activation_checkpointing_policy=policy), **QUIET, **flags
+        accelerator="cpu", max_epochs=1, strategy=FSDP(activation_checkpointing_policy=policy), **NO_OUTPUT, **flags
     )
     with products:
         trainer.fit(task, DataLoader(torch.ones(2, 4), batch_size=2))
@@ -139,7 +137,7 @@ def test_a_budget_is_the_compilers(monkeypatch):
 def gathered(gather_dtype):
     logging.getLogger("treadle").setLevel(logging.ERROR)
     trainer = treadle.Trainer(
-        accelerator="cpu", max_epochs=1, precision="bf16-mixed", strategy=FSDP(gather_dtype=gather_dtype), **QUIET
+        accelerator="cpu", max_epochs=1, precision="bf16-mixed", strategy=FSDP(gather_dtype=gather_dtype), **NO_OUTPUT
     )
     trainer.fit(Task(), DataLoader(torch.ones(4, 4), batch_size=2))
     return trainer.decided

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import clean_environment, python
+from support.processes import clean_environment, python
 from treadle.strategies.launch import command as launch_command
 from treadle.strategies.launch.rendezvous import Job
 

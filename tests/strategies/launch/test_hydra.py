@@ -6,7 +6,7 @@ import sys
 import textwrap
 
 import pytest
-from processes import clean_environment, python
+from support.processes import clean_environment, python
 from treadle.engine.checkpoint import OpenCheckpoint
 from treadle.strategies.launch.supervisor import _quote
 

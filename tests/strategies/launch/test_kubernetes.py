@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from processes import clean_environment, programs, run
+from support.processes import clean_environment, programs, run
 from treadle.engine.checkpoint import CheckpointStore
 
 ROOT = Path(__file__).parents[3]

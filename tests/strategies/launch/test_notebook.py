@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from processes import clean_environment, python, run
+from support.processes import clean_environment, python, run
 from treadle.strategies.launch.notebook import debug_launcher, notebook_launcher
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")

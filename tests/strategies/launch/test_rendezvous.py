@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from machines import namespaces
-from processes import clean_environment, python
+from support.machines import namespaces
+from support.processes import clean_environment, python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals, /proc and interfaces as on Linux")
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, obstacle
+from support.cluster import Cluster, obstacle
 from treadle.strategies.distributed.launch_environment import host_names
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))]

@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from processes import clean_environment, programs
+from support.processes import clean_environment, programs
 
 pytestmark = pytest.mark.guarantee
 

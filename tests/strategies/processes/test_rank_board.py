@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from processes import clean_environment, programs
+from support.processes import clean_environment, programs
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.skipif(sys.platform != "linux", reason="SIGSTOP and /proc")]
 

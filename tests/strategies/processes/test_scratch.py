@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from processes import script
+from support.processes import script
 from treadle.strategies.processes import scratch
 from treadle.strategies.processes.os_process import read_start_time
 

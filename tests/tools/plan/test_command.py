@@ -3,8 +3,8 @@
 import textwrap
 
 import pytest
-from collective_counts import CountedCollectives
-from processes import run
+from support.collective_counts import CountedCollectives
+from support.processes import run
 
 from treadle.__main__ import main
 

@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from collective_counts import CountedCollectives
-from processes import run
+from support.collective_counts import CountedCollectives
+from support.processes import run
 from torch import nn
 from treadle.strategies import BALLOT_SIZE, DDP, FSDP, Precision, SingleDevice, open_world
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import optuna
 import pytest
-from processes import clean_environment, programs, python
+from support.processes import clean_environment, programs, python
 from treadle.cli.commands.runs import main as runs_main
 from treadle.tools.sweep.command import main
 from treadle.tools.sweep.study import Study
@@ -74,7 +74,7 @@ class Rated(Line):
 """
 
 
-SUPPORT = Path(__file__).parents[2] / "support"
+SAMPLES = Path(__file__).parents[2] / "support" / "samples"
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "executable", python())  # what trials are run with
-    for name, value in clean_environment({"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(SUPPORT)}).items():
+    for name, value in clean_environment({"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(SAMPLES)}).items():
         monkeypatch.setenv(name, value)
     (tmp_path / "run.yaml").write_text(CONFIG)
     (tmp_path / "sweep.yaml").write_text(SWEEP)
@@ -96,7 +96,7 @@ def started(*arguments, pause=0.0):
     with open("said", "a") as said:
         process = subprocess.Popen(
             [programs() / "treadle", "sweep", "--config", "sweep.yaml", *arguments],
-            env=clean_environment({"PAUSE": str(pause), "PYTHONPATH": str(SUPPORT)}),
+            env=clean_environment({"PAUSE": str(pause), "PYTHONPATH": str(SAMPLES)}),
             stdout=said,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import optuna
 import pytest
-from processes import clean_environment
+from support.processes import clean_environment
 from treadle.cli.config import ConfigError
 from treadle.tools.sweep.study import Study, open_trial
 from treadle.tools.sweep.sweep_file import read_sweep

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import clean_environment
+from support.processes import clean_environment
 from treadle.cli.config import ConfigError
 from treadle.tools.sweep.sweep_file import read_sweep
 from treadle.tools.sweep.sweep_folder import SweepFolder

@@ -4,9 +4,9 @@ import os
 
 import pytest
 import torch
-from processes import run
-from quiet import QUIET
 from safetensors.torch import save_file
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, ModelCheckpoint
@@ -60,7 +60,7 @@ def fitted(folder, epochs, plugin=None, ckpt_path=None, **flags):
     torch.manual_seed(1)
     task, keeps = Task(), ModelCheckpoint(folder, monitor="loss", save_last=True)
     trainer = treadle.Trainer(
-        max_epochs=epochs, callbacks=keeps, plugins=plugin, **{**QUIET, "enable_checkpointing": True, **flags}
+        max_epochs=epochs, callbacks=keeps, plugins=plugin, **{**NO_OUTPUT, "enable_checkpointing": True, **flags}
     )
     trainer.fit(task, loader(), ckpt_path=ckpt_path)
     return task, trainer
@@ -140,7 +140,7 @@ def test_a_file_of_another_library_is_evaluated_but_not_resumed(tmp_path):
     torch.save({"state_dict": task.state_dict(), "epoch": 3, "global_step": 7}, tmp_path / "theirs.ckpt")
     torch.save({"weights": 1}, tmp_path / "other.ckpt")
     torch.save({"state_dict": task.state_dict(), "object": Recording()}, tmp_path / "code.ckpt")
-    trainer = treadle.Trainer(**QUIET)
+    trainer = treadle.Trainer(**NO_OUTPUT)
     data = DataLoader(loader().dataset, 4)
     own = trainer.validate(task, data, verbose=False)
     assert trainer.validate(Task(), data, ckpt_path=tmp_path / "theirs.ckpt", verbose=False) == own
@@ -149,7 +149,7 @@ def test_a_file_of_another_library_is_evaluated_but_not_resumed(tmp_path):
     with pytest.raises(ValueError, match="no dict under the key 'state_dict'"):
         trainer.validate(Task(), loader(), ckpt_path=tmp_path / "other.ckpt")
     assert trainer.validate(Task(), data, ckpt_path=tmp_path / "code.ckpt", verbose=False) == own  # no code runs
-    by_plugin = treadle.Trainer(plugins=Recording(), **QUIET)
+    by_plugin = treadle.Trainer(plugins=Recording(), **NO_OUTPUT)
     with pytest.raises(ValueError, match="contains more than data"):
         by_plugin.validate(Task(), loader(), ckpt_path=tmp_path / "code.ckpt")
 
@@ -168,7 +168,7 @@ def test_hooks_see_the_dict_and_what_they_change_is_written(tmp_path):
             self.loaded = checkpoint["more"]
 
     hooks, path = Hooks(), tmp_path / "c.ckpt"
-    trainer = treadle.Trainer(max_epochs=1, callbacks=hooks, **QUIET)
+    trainer = treadle.Trainer(max_epochs=1, callbacks=hooks, **NO_OUTPUT)
     trainer.fit(Task(), loader())
     trainer.save_checkpoint(path)
     content = torch.load(path, weights_only=True)
@@ -177,7 +177,7 @@ def test_hooks_see_the_dict_and_what_they_change_is_written(tmp_path):
     assert "lr_schedulers" not in content
     assert torch.equal(content["more"], torch.ones(2))
     assert content["state_dict"]["net.0.bias"].count_nonzero() == 0
-    resumed = treadle.Trainer(max_epochs=2, callbacks=hooks, **QUIET)
+    resumed = treadle.Trainer(max_epochs=2, callbacks=hooks, **NO_OUTPUT)
     resumed.fit(Task(), loader(), ckpt_path=path)
     assert torch.equal(hooks.loaded, torch.ones(2))
     connector = resumed._checkpoint_connector
@@ -187,7 +187,7 @@ def test_hooks_see_the_dict_and_what_they_change_is_written(tmp_path):
 
 def test_a_plugin_cannot_take_what_needs_a_directory(tmp_path):
     def fit(**flags):
-        trainer = treadle.Trainer(max_epochs=1, **flags, **QUIET)
+        trainer = treadle.Trainer(max_epochs=1, **flags, **NO_OUTPUT)
         trainer.fit(Task(), loader())
         trainer.accelerator.register_save_state_pre_hook(lambda *_: None)
         return trainer
@@ -205,4 +205,4 @@ def test_names_are_compared_before_a_file_of_another_library_is_copied(tmp_path,
     monkeypatch.setattr(resolve, "open_dict", lambda *_: pytest.fail("it is copied"))
     save_file({"other": torch.ones(1)}, tmp_path / "w.safetensors")
     with pytest.raises(ValueError, match=r"w\.safetensors was saved by a different model:\n  missing: net\.0\.bias"):
-        treadle.Trainer(**QUIET).validate(Task(), loader(), ckpt_path=tmp_path / "w.safetensors")
+        treadle.Trainer(**NO_OUTPUT).validate(Task(), loader(), ckpt_path=tmp_path / "w.safetensors")

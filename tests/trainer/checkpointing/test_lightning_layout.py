@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from processes import run
-from quiet import QUIET
+from support.models import SGDTask
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.trainer.checkpointing.lightning_layout import make_plain
 
@@ -186,7 +187,7 @@ def test_callbacks_and_data_modules_are_in_it(tmp_path):
         def state_dict(self):
             return {"position": 3}
 
-    class Task(treadle.TaskModule):
+    class Task(SGDTask):
         def __init__(self):
             super().__init__()
             self.layer = torch.nn.Linear(1, 1)
@@ -195,11 +196,8 @@ def test_callbacks_and_data_modules_are_in_it(tmp_path):
             self.log("loss", loss := self.layer(batch[0]).mean())
             return loss
 
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
-
     callbacks = [treadle.callbacks.EarlyStopping("loss"), treadle.callbacks.Timer(duration={"days": 1})]
-    trainer = treadle.Trainer(max_epochs=1, callbacks=callbacks, **QUIET)
+    trainer = treadle.Trainer(max_epochs=1, callbacks=callbacks, **NO_OUTPUT)
     trainer.fit(Task(), datamodule=Data())
     trainer.save_checkpoint(tmp_path / "c.ckpt")
     content = torch.load(tmp_path / "c.ckpt", weights_only=True)
@@ -224,7 +222,7 @@ def sharded_over_one_process(folder):
                 return torch.optim.AdamW(self.parameters(), 0.1)
 
         treadle.seed_everything(0)
-        trainer, task = treadle.Trainer(strategy=name, default_root_dir=folder, **QUIET, **options), Task()
+        trainer, task = treadle.Trainer(strategy=name, default_root_dir=folder, **NO_OUTPUT, **options), Task()
         trainer.fit(task, DataLoader(TensorDataset(torch.arange(8.0).view(4, 2)), 2), ckpt_path=path)
         trainer.save_checkpoint(saved := f"{folder}/{name}.ckpt")
         return saved, trainer.accelerator.get_state_dict(task)

@@ -8,8 +8,8 @@ import warnings
 
 import pytest
 import torch
-from object_store import S3Server, environment
-from processes import run
+from support.object_store import S3Server, environment
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint, PredictionWriter, read_predictions

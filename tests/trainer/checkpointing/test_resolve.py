@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run
-from stored import DEAD
+from support.models import SGDTask, loader
+from support.processes import run
+from support.stored import DEAD
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Checkpoint, LambdaCallback, ModelCheckpoint
 from treadle.engine.checkpoint import store
 from treadle.loggers import CSVLogger
@@ -20,7 +20,7 @@ from treadle.trainer.runs.folder import RunFolder
 import treadle
 
 
-class Tiny(treadle.TaskModule):
+class Tiny(SGDTask):
     """Five steps an epoch; its validation logs 3.0, 1.0, 2.0, 4.0 in epochs 0 to 3."""
 
     def __init__(self):
@@ -33,13 +33,6 @@ class Tiny(treadle.TaskModule):
 
     def validation_step(self, batch, batch_idx):
         self.log("val", (3.0, 1.0, 2.0, 4.0)[min(self.trainer.current_epoch, 3)])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def loader(count=10):
-    return DataLoader(TensorDataset(torch.ones(count, 2)), batch_size=2)
 
 
 def made(root, *callbacks, **flags):
@@ -55,7 +48,7 @@ def fit(root, *callbacks, ckpt_path=None, **flags):
     began = []
     note = LambdaCallback(on_train_start=lambda trainer, _: began.append(trainer.global_step))
     own = made(root, *callbacks, note, **flags)
-    own.fit(Tiny(), loader(), loader(4), ckpt_path=ckpt_path)
+    own.fit(Tiny(), loader(10), loader(4), ckpt_path=ckpt_path)
     return own, began[0]
 
 
@@ -187,7 +180,7 @@ def test_a_path_never_stands_for_another_checkpoint(tmp_path, form, damage, reas
     damage(path)
     for stage in ("fit", "validate"):
         with pytest.raises(ValueError, match=rf"step=10.ckpt.*({reason})"):
-            getattr(made(tmp_path, each(tmp_path)), stage)(Tiny(), loader(), ckpt_path=path)
+            getattr(made(tmp_path, each(tmp_path)), stage)(Tiny(), loader(10), ckpt_path=path)
 
 
 @pytest.mark.parametrize("form", ["file", "directory"])
@@ -317,9 +310,9 @@ def test_callbacks_that_the_task_brings(tmp_path):
         def configure_callbacks(self):
             return [each(tmp_path)]
 
-    made(tmp_path).fit(Brings(), loader())
+    made(tmp_path).fit(Brings(), loader(10))
     own = made(tmp_path)
-    own.fit(Brings(), loader(), ckpt_path="last")
+    own.fit(Brings(), loader(10), ckpt_path="last")
     assert own.ckpt_path == str(tmp_path / "c" / "step=10.ckpt")
 
 
@@ -371,12 +364,12 @@ def test_the_best_without_a_fit_is_an_error_but_in_the_folder_of_a_run(tmp_path,
         getattr(own, stage)(Evaluated(), loader(4), ckpt_path="best")
         return Path(own.ckpt_path)
 
-    made(tmp_path, best(tmp_path)).fit(Evaluated(), loader(), loader(4))
+    made(tmp_path, best(tmp_path)).fit(Evaluated(), loader(10), loader(4))
     with pytest.raises(ValueError, match=f"ckpt_path='best': {stage} was called without a fit in this process"):
         evaluate(best(tmp_path))
     with RunFolder.create(tmp_path / "runs") as folder:
         flags = folder.flags({"callbacks": [ModelCheckpoint(filename="{epoch}", monitor="val")]})
-        made(folder.path, *flags["callbacks"]).fit(Evaluated(), loader(), loader(4))
+        made(folder.path, *flags["callbacks"]).fit(Evaluated(), loader(10), loader(4))
     kept = folder.path / "checkpoints"
     assert evaluate(ModelCheckpoint(kept, monitor="val")) == kept / "epoch=1.ckpt"
 

@@ -5,10 +5,11 @@ import time
 
 import numpy as np
 import pytest
-import quiet
 import torch
-from processes import run
-from resume_trials import Centre, Rows
+from support.models import SGDTask
+from support.processes import run
+from support.resume_trials import Centre, Rows
+from support.trainers import make_trainer
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, WeightedRandomSampler
@@ -130,7 +131,7 @@ def train(settings, seed, root=None, ckpt_path=None, **flags):
     rows = Rows()
     saver = None if root is None else SaveEach(root, rows.rows)
     flags = {"max_epochs": EPOCHS, **settings.get("flags", {}), **flags}
-    own = quiet.trainer(logger=rows, callbacks=saver, log_every_n_steps=1, **flags)
+    own = make_trainer(logger=rows, callbacks=saver, log_every_n_steps=1, **flags)
     validation = DataLoader(Samples(5, noise=0.0), batch_size=2)
     own.fit(task, make_loader(settings), None if settings.get("blind") else validation, ckpt_path=ckpt_path)
     state = own.accelerator.optimizers[0].state_dict()
@@ -254,11 +255,11 @@ def test_saved_at_an_epochs_end(tmp_path, hook, name):
     whole, rows = Task(settings), Rows()
     flags = {"max_epochs": EPOCHS, "log_every_n_steps": 1, **settings.get("flags", {})}
     validation = DataLoader(Samples(5, noise=0.0), batch_size=2)
-    quiet.trainer(logger=rows, callbacks=saver, **flags).fit(whole, make_loader(settings), validation)
+    make_trainer(logger=rows, callbacks=saver, **flags).fit(whole, make_loader(settings), validation)
     after = torch.rand(3)
     treadle.seed_everything(99)
     task, more = Task(settings), Rows()
-    quiet.trainer(logger=more, **flags).fit(task, make_loader(settings), validation, ckpt_path=tmp_path / "ckpt")
+    make_trainer(logger=more, **flags).fit(task, make_loader(settings), validation, ckpt_path=tmp_path / "ckpt")
     assert torch.equal(after, torch.rand(3))
     for name, value in whole.state_dict().items():
         assert torch.equal(value, task.state_dict()[name]), name
@@ -275,7 +276,7 @@ def test_a_limit_within_an_epoch_then_more(tmp_path):
     for limit in (3, 7, 10):  # 7 batches are an epoch
         treadle.seed_everything(1)
         task = Task(settings)
-        own = quiet.trainer(logger=Rows(), max_epochs=EPOCHS, max_steps=limit, log_every_n_steps=1)
+        own = make_trainer(logger=Rows(), max_epochs=EPOCHS, max_steps=limit, log_every_n_steps=1)
         own.fit(task, make_loader(settings), DataLoader(Samples(5, noise=0.0), batch_size=2))
         assert own.global_step == limit
         own.save_checkpoint(tmp_path / f"limit{limit}")  # after fit, where scripts do it
@@ -313,7 +314,7 @@ def test_time_goes_on(tmp_path):
             time.sleep(0.03)
 
     def own(callbacks):
-        return quiet.trainer(max_epochs=-1, max_time=limit, callbacks=callbacks)
+        return make_trainer(max_epochs=-1, max_time=limit, callbacks=callbacks)
 
     first = own([Slow(), SaveEach(tmp_path, [])])
     first.fit(Task(settings), make_loader(settings))
@@ -433,7 +434,7 @@ class OwnBatches(BatchSampler):
     """Of a user's own."""
 
 
-class Follows(treadle.TaskModule):
+class Follows(SGDTask):
     """Notes its batches and validations."""
 
     def __init__(self):
@@ -448,9 +449,6 @@ class Follows(treadle.TaskModule):
     def validation_step(self, batch, batch_idx):
         self.seen.append("validated")
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def batches_of_ones_own(root, first):
     """Ten batches of two, saved after three; then the rest of them."""
@@ -459,7 +457,7 @@ def batches_of_ones_own(root, first):
         numbers = torch.arange(20)
         sampler = OwnBatches(torch.utils.data.SequentialSampler(numbers), 2, False)
         loader = list(numbers.split(2)) if kind == "list" else DataLoader(numbers, batch_sampler=sampler)
-        own = quiet.trainer(max_epochs=1, max_steps=3 if first else -1)
+        own = make_trainer(max_epochs=1, max_steps=3 if first else -1)
         task = Follows()
         own.fit(task, loader, [torch.zeros(1)] * 2, ckpt_path=None if first else root / kind)
         if first:
@@ -480,7 +478,7 @@ def test_batches_of_ones_own_on_another_number_of_processes(tmp_path):
 def test_a_generator_for_the_validation_loader_comes_later(tmp_path):
     def fit(seed, **flags):
         treadle.seed_everything(1)
-        own, task = quiet.trainer(**flags), Task(SETTINGS["sgd"])
+        own, task = make_trainer(**flags), Task(SETTINGS["sgd"])
         generator = torch.Generator().manual_seed(seed) if seed else None
         validation = DataLoader(Samples(6), batch_size=2, shuffle=True, generator=generator)
         own.fit(task, make_loader(SETTINGS["sgd"]), validation, ckpt_path=flags.get("max_epochs") and tmp_path / "ckpt")
@@ -519,7 +517,7 @@ def saves_in(hook, path, epoch):
     return saver
 
 
-class Measured(treadle.TaskModule):
+class Measured(SGDTask):
     """Metric objects of every habit: logged, logged in validation, and computed and reset by hand."""
 
     def __init__(self):
@@ -545,9 +543,6 @@ class Measured(treadle.TaskModule):
         self.by_hand.reset()
         self.log("lasting", self.lasting.compute())
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 @pytest.mark.parametrize("hook", ["on_step_end", "on_validation_epoch_end", "on_validation_end", "on_train_epoch_end"])
 def test_metric_objects_begin_the_next_epoch_as_they_would_have(tmp_path, hook):
@@ -556,7 +551,7 @@ def test_metric_objects_begin_the_next_epoch_as_they_would_have(tmp_path, hook):
     for path in (None, tmp_path / "ckpt"):
         kept = Rows()
         saver = None if path else saves_in(hook, tmp_path / "ckpt", 1)
-        own = quiet.trainer(max_epochs=4, callbacks=saver, logger=kept)
+        own = make_trainer(max_epochs=4, callbacks=saver, logger=kept)
         own.fit(Measured(), data, data, ckpt_path=path)
         rows.append(kept.rows)
     whole, resumed = ([row for row in each if row[1]["epoch"] > 1] for each in rows)
@@ -578,7 +573,7 @@ def test_a_metric_object_that_nobody_holds(tmp_path):
             pass
 
     saver = saves_in("on_step_end", tmp_path / "ckpt", 0)
-    own = quiet.trainer(max_epochs=1, callbacks=saver, limit_val_batches=0)
+    own = make_trainer(max_epochs=1, callbacks=saver, limit_val_batches=0)
     with pytest.warns(
         UserWarning, match="'hidden' was logged as a MeanMetric whose state is not saved .* attribute of Hidden"
     ):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_reads import Reads, once
-from processes import run
-from quiet import trainer
+from support.checkpoint_reads import Reads, once
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import (
@@ -65,7 +65,7 @@ class Data(treadle.DataModule):
 def made(root, steps, *callbacks, form="file"):
     saver = ModelCheckpoint(root, "{step}", monitor="loss", every_n_train_steps=2, save_top_k=-1, format=form)
     callbacks = [saver, GradientAccumulationScheduler({0: 1}), WeightAveraging(), *callbacks]
-    return trainer(max_epochs=None, max_steps=steps, enable_checkpointing=True, callbacks=callbacks)
+    return make_trainer(max_epochs=None, max_steps=steps, enable_checkpointing=True, callbacks=callbacks)
 
 
 FORMS = ["file", "directory"]

@@ -9,8 +9,8 @@ import os
 
 import pytest
 import torch
-from processes import run
-from resume_trials import draw, trial
+from support.processes import run
+from support.resume_trials import draw, trial
 
 FEW = (100, 103, 107, 110, 111, 117, 118, 121)
 PART = 10  # seeds in one part of the long test; each is resumed in two chains of one to three interruptions

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run, script
+from support.processes import run, script
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import LearningRateFinder, ModelCheckpoint

@@ -1,9 +1,9 @@
 """Checkpoints that a hook makes: a run goes on from each as if it had never stopped, or none is made."""
 
 import pytest
-import quiet
 import torch
-from processes import run
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, EarlyStopping
@@ -61,7 +61,7 @@ def loader():
 def fit(*callbacks, ckpt_path=None, **flags):
     treadle.seed_everything(5)
     task = Task()
-    trainer = quiet.trainer(callbacks=list(callbacks), **{"max_epochs": 2, "val_check_interval": 4} | flags)
+    trainer = make_trainer(callbacks=list(callbacks), **{"max_epochs": 2, "val_check_interval": 4} | flags)
     trainer.fit(task, loader(), loader(), ckpt_path=ckpt_path)
     return task, trainer
 
@@ -137,6 +137,6 @@ class SameName(Task):
 
 def test_of_a_name_that_both_log_the_newest_counts(tmp_path):
     stopping = EarlyStopping("loss", check_on_train_epoch_end=True)
-    trainer = quiet.trainer(callbacks=[stopping])
+    trainer = make_trainer(callbacks=[stopping])
     trainer.fit(SameName(), loader(), loader())
     assert trainer.callback_metrics["loss"] == stopping.best_score == 1.0

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from processes import run
-from quiet import QUIET
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader
 from treadle.callbacks import Callback, ModelCheckpoint
@@ -12,7 +12,7 @@ from treadle.engine.weights import load_weights
 
 import treadle
 
-QUIETLY = {**QUIET, "enable_checkpointing": True}
+QUIETLY = {**NO_OUTPUT, "enable_checkpointing": True}
 WORLDS = [("ddp", 2), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (("auto", 1), ("fsdp", 2)))]
 
 

@@ -1,6 +1,6 @@
 """When a resumed run restores what: its hooks see which states."""
 
-import quiet
+from support.trainers import make_trainer
 from treadle.compat.demos.boring_classes import BoringModel
 
 import treadle
@@ -29,7 +29,7 @@ class Counts(treadle.Callback):
 def test_states_of_callbacks_are_restored_after_on_fit_start(tmp_path):
     def fit(epochs, path=None):
         counts = Counts()
-        trainer = quiet.trainer(max_epochs=epochs, limit_train_batches=3, callbacks=[counts])
+        trainer = make_trainer(max_epochs=epochs, limit_train_batches=3, callbacks=[counts])
         trainer.fit(BoringModel(), ckpt_path=path)
         return trainer, counts
 

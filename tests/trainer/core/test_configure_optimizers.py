@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quiet import trainer
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,7 +25,7 @@ class Task(treadle.TaskModule):
 
 
 def fit(task):
-    run = trainer()
+    run = make_trainer()
     run.fit(task, DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2))
     return run
 
@@ -72,11 +72,11 @@ class ByHand(treadle.TaskModule):
 
 def test_a_plateau_scheduler_that_the_task_steps_needs_no_monitor():
     data = DataLoader(TensorDataset(torch.zeros(2, 2)))
-    run = trainer(max_epochs=3)
+    run = make_trainer(max_epochs=3)
     run.fit(ByHand(automatic=False), data)
     assert run.optimizers[0].param_groups[0]["lr"] == 2.0
     with pytest.raises(ValueError, match="needs a monitor"):
-        trainer().fit(ByHand(automatic=True), data)
+        make_trainer().fit(ByHand(automatic=True), data)
 
 
 def test_the_frequency_of_a_schedule_counts_optimizer_steps_of_the_run():
@@ -86,6 +86,6 @@ def test_the_frequency_of_a_schedule_counts_optimizer_steps_of_the_run():
             schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
             return [optimizer], [{"scheduler": schedule, "interval": "step", "frequency": 2}]
 
-    run = trainer(max_epochs=2, accumulate_grad_batches=2)
+    run = make_trainer(max_epochs=2, accumulate_grad_batches=2)
     run.fit(EachSecond(automatic=True), DataLoader(TensorDataset(torch.zeros(6, 2))))
     assert (run.global_step, run.optimizers[0].param_groups[0]["lr"]) == (6, 1.0)

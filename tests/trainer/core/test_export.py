@@ -6,8 +6,9 @@ import uuid
 
 import pytest
 import torch
-from processes import run
 from safetensors import safe_open
+from support.models import SGDTask
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.common.remote_path import RemotePath
@@ -15,7 +16,7 @@ from treadle.common.remote_path import RemotePath
 import treadle as tl
 
 
-class Net(tl.TaskModule):
+class Net(SGDTask):
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(4, 8)
@@ -29,9 +30,6 @@ class Net(tl.TaskModule):
 
     def training_step(self, batch, batch_idx):
         return self(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class TwoInputs(tl.TaskModule):

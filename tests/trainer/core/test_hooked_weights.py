@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run
-from quiet import QUIET
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.engine.checkpoint import OpenCheckpoint
@@ -57,7 +57,7 @@ def loader():
 
 
 def fitted(task, path, epochs=1, ckpt_path=None, weights_only=False):
-    trainer = treadle.Trainer(max_epochs=epochs, accelerator="cpu", **QUIET)
+    trainer = treadle.Trainer(max_epochs=epochs, accelerator="cpu", **NO_OUTPUT)
     trainer.fit(task, loader(), loader(), ckpt_path=ckpt_path)
     trainer.save_checkpoint(path, weights_only=weights_only)
     return trainer
@@ -160,11 +160,11 @@ class Counts(treadle.Callback):
 
 
 def test_callbacks_get_the_weights_too(tmp_path):
-    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", callbacks=[Counts()], **QUIET)
+    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", callbacks=[Counts()], **NO_OUTPUT)
     trainer.fit(Captioner(), loader())
     trainer.save_checkpoint(tmp_path / "c")
     counts = Counts()
-    treadle.Trainer(max_epochs=2, accelerator="cpu", callbacks=[counts], **QUIET).fit(
+    treadle.Trainer(max_epochs=2, accelerator="cpu", callbacks=[counts], **NO_OUTPUT).fit(
         Captioner(), loader(), ckpt_path=tmp_path / "c"
     )
     names = ["encoder.bias", "encoder.weight", "head.bias", "head.weight"]
@@ -195,7 +195,7 @@ def distributed_round_trip(folder, strategy):
     """Save with the hooks' edits on two ranks, load into another task, resume; return what each rank has."""
     torch.manual_seed(0)
     task = WithoutEncoder()
-    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", devices=2, strategy=strategy, **QUIET)
+    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", devices=2, strategy=strategy, **NO_OUTPUT)
     trainer.fit(task, loader())
     path = Path(folder, "c")
     trainer.save_checkpoint(path)
@@ -208,11 +208,11 @@ def distributed_round_trip(folder, strategy):
     loaded = WithoutEncoder.load_from_checkpoint(path)
     torch.manual_seed(0)
     resumed = WithoutEncoder()
-    trainer = treadle.Trainer(max_epochs=2, accelerator="cpu", devices=2, strategy=strategy, **QUIET)
+    trainer = treadle.Trainer(max_epochs=2, accelerator="cpu", devices=2, strategy=strategy, **NO_OUTPUT)
     trainer.fit(resumed, loader(), ckpt_path=path)
     torch.manual_seed(0)
     straight = WithoutEncoder()
-    treadle.Trainer(max_epochs=2, accelerator="cpu", devices=2, strategy=strategy, **QUIET).fit(straight, loader())
+    treadle.Trainer(max_epochs=2, accelerator="cpu", devices=2, strategy=strategy, **NO_OUTPUT).fit(straight, loader())
     return weights, whole(loaded), whole(resumed), whole(straight), names_in(path)
 
 
@@ -274,7 +274,7 @@ def full_values(task):
 
 def grow_and_resume(folder, kinds, lates, **flags):
     """Train with five classes, resume and test in a task that begins with two; return what the ranks have, by kind."""
-    flags = {"accelerator": "cpu", **QUIET, **flags}
+    flags = {"accelerator": "cpu", **NO_OUTPUT, **flags}
     results = {}
     for kind in kinds:
         for late in lates:

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from models import Line
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from quiet import QUIET
+from support.models import Line, loader
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.compat.plugins.io import TorchCheckpointIO
@@ -44,10 +44,6 @@ class Wide(Layer):
 
 class Task(Line):
     pass
-
-
-def loader():
-    return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
 
 
 def fitted(task, root, datamodule=None, **flags):
@@ -393,7 +389,9 @@ def test_objects_come_back_as_copies_as_long_as_the_task_exists(tmp_path, plugin
     assert plugins or again.hparams.layer == Layer(4)
     assert plugins or KeepingData.load_from_checkpoint(path).hparams.transform is scale
     resumed = HasObjects({"loss": loss}, Layer(4))
-    treadle.Trainer(max_epochs=2, accelerator="cpu", plugins=plugins, **QUIET).fit(resumed, loader(), ckpt_path=path)
+    treadle.Trainer(max_epochs=2, accelerator="cpu", plugins=plugins, **NO_OUTPUT).fit(
+        resumed, loader(), ckpt_path=path
+    )
     assert resumed.metric is not task.metric
     assert type(resumed.metric) is nn.L1Loss
     del task, data, again, resumed
@@ -406,7 +404,7 @@ def test_objects_come_back_as_copies_as_long_as_the_task_exists(tmp_path, plugin
 
 def test_the_hooks_of_a_task_that_was_connected_after_another_are_called(tmp_path):
     """A library may save a model that it has not trained, such as one that needs no training."""
-    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **QUIET)
+    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **NO_OUTPUT)
     for task in (HasObjects({"loss": nn.L1Loss()}), HasObjects({"loss": nn.MSELoss()})):
         trainer.strategy.connect(task)
         trainer.save_checkpoint(tmp_path / "c")

@@ -4,9 +4,9 @@ from argparse import Namespace
 
 import pytest
 import torch
-from models import SGDTask
-from processes import run
-from quiet import QUIET
+from support.models import SGDTask
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -31,7 +31,7 @@ class Tiny(SGDTask):
 
 
 def saved(task, root, weights_only):
-    trainer = treadle.Trainer(max_epochs=2, accelerator="cpu", **QUIET)
+    trainer = treadle.Trainer(max_epochs=2, accelerator="cpu", **NO_OUTPUT)
     loader = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
     trainer.fit(task, loader)
     trainer.save_checkpoint(root / "c", weights_only=weights_only)
@@ -83,7 +83,7 @@ class Data(treadle.DataModule):
 
 def test_a_data_module_without_a_state_is_none_of_a_checkpoints_business(tmp_path):
     path = saved(Tiny(), tmp_path, False)
-    trainer = treadle.Trainer(max_epochs=3, accelerator="cpu", **QUIET)
+    trainer = treadle.Trainer(max_epochs=3, accelerator="cpu", **NO_OUTPUT)
     trainer.fit(Tiny(), datamodule=Data(), ckpt_path=path)
     assert trainer.global_step == 6
 
@@ -128,7 +128,7 @@ class Sized(treadle.DataModule):
 
 
 def test_a_checkpoint_that_does_not_exist_is_a_file_not_found_error(tmp_path):
-    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **QUIET)
+    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **NO_OUTPUT)
     loader, path = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2), tmp_path / "none.ckpt"
     calls = [
         lambda: trainer.fit(Tiny(), loader, ckpt_path=path),
@@ -165,7 +165,7 @@ class Wraps(Tiny):
 def load_on_each_rank(path):
     """Load a task whose argument is a module, which only this process still has."""
     task, loader = Wraps(nn.Linear(2, 3)), DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
-    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", devices=2, **QUIET)
+    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", devices=2, **NO_OUTPUT)
     trainer.fit(task, loader)
     trainer.save_checkpoint(path)
     again = Wraps.load_from_checkpoint(path)
@@ -173,7 +173,7 @@ def load_on_each_rank(path):
 
 
 def start_from_scratch(path):
-    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", devices=2, **QUIET)
+    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", devices=2, **NO_OUTPUT)
     task, loader, caught = Tiny(), DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2), []
     accelerator = treadle.Accelerator(cpu=True)
     for call in (lambda: trainer.fit(task, loader, ckpt_path=path), lambda: accelerator.load_state(path)):

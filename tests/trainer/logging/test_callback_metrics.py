@@ -7,8 +7,8 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from callback_runs import Tiny, fit
-from processes import run
+from support.callback_runs import Tiny, fit
+from support.processes import run
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint
 

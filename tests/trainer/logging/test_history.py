@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, LearningRateMonitor, RunReport

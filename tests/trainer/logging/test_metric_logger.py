@@ -4,8 +4,9 @@ import csv
 
 import pytest
 import torch
-from processes import run
-from quiet import trainer
+from support.models import SGDTask
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, MetricTracker, SumMetric
@@ -21,7 +22,7 @@ def numbers(*values, batch_size=1):
     return DataLoader(TensorDataset(torch.tensor(values).float()), batch_size=batch_size)
 
 
-class Base(treadle.TaskModule):
+class Base(SGDTask):
     def __init__(self):
         super().__init__()
         self.w = nn.Parameter(torch.zeros(1))
@@ -31,9 +32,6 @@ class Base(treadle.TaskModule):
 
     def validation_step(self, batch, batch_idx):
         pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def rows(path):
@@ -71,7 +69,7 @@ class Forms(Base):
 
 def test_forms_and_names(tmp_path):
     task = Forms()
-    own = trainer(logger=CSVLogger(tmp_path, "", 0), log_every_n_steps=2, max_epochs=2)
+    own = make_trainer(logger=CSVLogger(tmp_path, "", 0), log_every_n_steps=2, max_epochs=2)
     own.fit(task, numbers(1, 2, 3, 4, 9, batch_size=2), numbers(1, 2, 6, batch_size=2))
     # Batches (1, 2), (3, 4), (9): means 1.5, 3.5, 9.
     last = {"plain": 9.0, "both_step": 9.0, "one": 9.0, "two": 9.0, "silent": 9.0, "peer": 9.0}
@@ -119,7 +117,7 @@ def test_every_hook_that_may_log(tmp_path):
         return lambda self, *arguments: self.log(name, 3.0, on_epoch=True)
 
     task = type("Logs", (Base,), {name: hook(name) for name in ALLOWED})()
-    own = trainer(logger=CSVLogger(tmp_path, "", 0), log_every_n_steps=1)
+    own = make_trainer(logger=CSVLogger(tmp_path, "", 0), log_every_n_steps=1)
     own.fit(task, numbers(1, 2), numbers(1, 2))
     found = floats(own.callback_metrics)
     assert {name: found.get(name) for name in ALLOWED} == dict.fromkeys(ALLOWED, 3.0)
@@ -133,7 +131,7 @@ def test_a_value_of_the_start_is_one_of_the_first_epoch(tmp_path):
         def on_train_start(self):
             self.log("start", 3.0)
 
-    own = trainer(logger=CSVLogger(tmp_path, "", 0), log_every_n_steps=1, max_epochs=2)
+    own = make_trainer(logger=CSVLogger(tmp_path, "", 0), log_every_n_steps=1, max_epochs=2)
     own.fit(Task(), numbers(1, 2))
     assert [(row["step"], row["start"]) for row in rows(tmp_path / "version_0" / "metrics.csv")] == [(2, 3.0)]
 
@@ -142,7 +140,7 @@ def test_a_value_of_the_start_is_one_of_the_first_epoch(tmp_path):
             self.log("start", 3.0, on_step=True)
 
     with pytest.raises(ValueError, match="Omit on_step"):
-        trainer().fit(Wrong(), numbers(1))
+        make_trainer().fit(Wrong(), numbers(1))
 
 
 def test_callbacks_log_through_the_task():
@@ -153,7 +151,7 @@ def test_callbacks_log_through_the_task():
         def on_validation_epoch_end(self, trainer, task):
             task.log("of_validation", 5.0)
 
-    own = trainer(callbacks=Logs())
+    own = make_trainer(callbacks=Logs())
     own.fit(Base(), numbers(1), numbers(1))
     assert floats(own.callback_metrics) == {"of_callback": 4.0, "of_validation": 5.0}
 
@@ -177,7 +175,7 @@ def test_several_loggers_and_hyperparameters(tmp_path):
             return numbers(1, 2)
 
     loggers = [CSVLogger(tmp_path, "a", 0), CSVLogger(tmp_path, "b", 0), TensorBoardLogger(tmp_path, "t", 0)]
-    own = trainer(logger=loggers, log_every_n_steps=1)
+    own = make_trainer(logger=loggers, log_every_n_steps=1)
     own.fit(Task(5), datamodule=Data(4))
     assert own.loggers == loggers
     assert own.logger is loggers[0]
@@ -194,7 +192,7 @@ def test_several_loggers_and_hyperparameters(tmp_path):
             super(Task, self).__init__()
             self.save_hyperparameters({"secret": 1}, logger=False)
 
-    trainer(logger=CSVLogger(tmp_path, "c", 0)).fit(Quiet(), numbers(1))
+    make_trainer(logger=CSVLogger(tmp_path, "c", 0)).fit(Quiet(), numbers(1))
     assert "secret" not in str([p.read_text() for p in (tmp_path / "c").rglob("*.*")])
 
 
@@ -206,7 +204,7 @@ def test_writing_every_so_often(tmp_path):
 
     for every, accumulate, steps in [(3, 1, [3, 6]), (0, 1, []), (2, 2, [2, 4]), (50, 1, [])]:
         folder = tmp_path / f"{every}-{accumulate}"
-        own = trainer(logger=CSVLogger(folder, "", 0), log_every_n_steps=every, accumulate_grad_batches=accumulate)
+        own = make_trainer(logger=CSVLogger(folder, "", 0), log_every_n_steps=every, accumulate_grad_batches=accumulate)
         own.fit(Task(), numbers(1, 2, 3, 4, 5, 6, 7))
         path = folder / "version_0" / "metrics.csv"
         assert [row["step"] for row in rows(path)] == steps if steps else not path.exists()
@@ -220,7 +218,7 @@ def test_a_skipped_step_is_not_written_twice(tmp_path):
             loss = super().training_step(batch, batch_idx)
             return loss * float("nan") if batch_idx in (0, 2) else loss
 
-    own = trainer(logger=CSVLogger(tmp_path, "", 0), log_every_n_steps=1, on_nonfinite="skip")
+    own = make_trainer(logger=CSVLogger(tmp_path, "", 0), log_every_n_steps=1, on_nonfinite="skip")
     own.fit(Task(), numbers(1, 1, 1, 1, 1))
     written = rows(tmp_path / "version_0" / "metrics.csv")
     assert [(row["step"], row["x"]) for row in written] == [(1, 1.0), (2, 3.0), (3, 4.0)]
@@ -279,7 +277,7 @@ class Measured(Base):
 def measured(train_batch, val_batch):
     values = [float(v) for v in range(5)]
     task = Measured()
-    own = trainer(max_epochs=2)
+    own = make_trainer(max_epochs=2)
     own.fit(task, numbers(*range(7), batch_size=train_batch), numbers(*values, batch_size=val_batch))
     found = floats(own.callback_metrics)
     assert {name: task.read[name] for name in FIVE} == pytest.approx(FIVE)
@@ -296,7 +294,7 @@ def different_names():
             return super().training_step(batch, batch_idx)
 
     try:
-        trainer(log_every_n_steps=2).fit(Task(), numbers(1, 2, 3, 4))
+        make_trainer(log_every_n_steps=2).fit(Task(), numbers(1, 2, 3, 4))
     except ValueError as error:
         return str(error)
     return None
@@ -348,7 +346,7 @@ def test_a_metric_that_is_no_number():
             self.log("matrix", self.matrix)
 
     with pytest.raises((ValueError, TypeError, RuntimeError), match="matrix"):
-        trainer().fit(Task(), numbers(1), numbers(1, 2))
+        make_trainer().fit(Task(), numbers(1), numbers(1, 2))
 
 
 def test_nothing_is_held_of_the_graph():
@@ -359,7 +357,7 @@ def test_nothing_is_held_of_the_graph():
             self.log("weight", self.w)
             return loss
 
-    own = trainer(max_epochs=1)
+    own = make_trainer(max_epochs=1)
     task = Task()
     own.fit(task, numbers(1, 2, 3))
     assert not any(value.requires_grad for value in own.callback_metrics.values() if isinstance(value, torch.Tensor))
@@ -419,16 +417,16 @@ class Sums(Base):
 @pytest.mark.parametrize("where", ["train", "validation"])
 def test_a_metric_object_counts_one_epoch(where, level):
     task = Sums(where, level)
-    trainer(max_epochs=4).fit(task, numbers(1, 3), numbers(1, 3))
+    make_trainer(max_epochs=4).fit(task, numbers(1, 3), numbers(1, 3))
     assert task.sums == [4.0] * 8
 
 
 def test_a_resumed_epoch_counts_what_it_would_have(tmp_path):
     for saved_after in (1, 2, 4, 5):  # within an epoch, and at its last step
         whole, first, second = (Sums("train", "step") for _ in range(3))
-        trainer(max_epochs=3).fit(whole, numbers(1, 3))
-        trainer(max_epochs=3, max_steps=saved_after, callbacks=SaveEachStep(tmp_path)).fit(first, numbers(1, 3))
-        trainer(max_epochs=3).fit(second, numbers(1, 3), ckpt_path=tmp_path / str(saved_after))
+        make_trainer(max_epochs=3).fit(whole, numbers(1, 3))
+        make_trainer(max_epochs=3, max_steps=saved_after, callbacks=SaveEachStep(tmp_path)).fit(first, numbers(1, 3))
+        make_trainer(max_epochs=3).fit(second, numbers(1, 3), ckpt_path=tmp_path / str(saved_after))
         assert whole.sums == [4.0] * 6
         assert second.sums == whole.sums[2 * ((saved_after - 1) // 2) :]
 
@@ -457,7 +455,7 @@ def test_update_leaves_no_value_of_the_step():
     with pytest.warns(
         UserWarning, match=r"'total' is logged with on_step=True, but SumMetric.update\(\) does not compute a value"
     ):
-        trainer().fit(Task(), numbers(1, 2))
+        make_trainer().fit(Task(), numbers(1, 2))
 
 
 def test_one_object_for_training_and_validation():
@@ -478,7 +476,7 @@ def test_one_object_for_training_and_validation():
     with pytest.warns(
         UserWarning, match="training logs 'total' and validation logs 'val_total' with the same SumMetric object"
     ):
-        trainer().fit(Task(), numbers(1, 2), numbers(1, 2))
+        make_trainer().fit(Task(), numbers(1, 2), numbers(1, 2))
 
 
 def test_log_dict_copies_no_states_of_a_collection():
@@ -493,7 +491,7 @@ def test_log_dict_copies_no_states_of_a_collection():
             a, b = self.several.values(copy_state=False)
             self.shared = a.preds is b.preds
 
-    task, own = Task(), trainer()
+    task, own = Task(), make_trainer()
     own.fit(task, numbers(1), numbers(1, 9, 3, 8))
     assert floats(own.callback_metrics) == {"a": 1.0, "b": 1.0}
     assert task.shared
@@ -524,7 +522,7 @@ def test_what_would_be_lost_is_an_error(how):
         "a vector": r"'x'\) got a tensor of shape \(3,\), but can log only one number",
     }
     with pytest.raises(ValueError, match=words[how]):
-        trainer().fit(Task(), numbers(1, 2))
+        make_trainer().fit(Task(), numbers(1, 2))
 
 
 def test_a_complex_value_is_an_error_where_it_is_logged():
@@ -533,7 +531,7 @@ def test_a_complex_value_is_an_error_where_it_is_logged():
             self.log("x", torch.tensor([1 + 2j]))
 
     with pytest.raises(TypeError, match=r"self.log\('x'\) got a tensor of type torch.complex64, .* Log its .abs\(\)"):
-        trainer().fit(Task(), numbers(1))
+        make_trainer().fit(Task(), numbers(1))
 
 
 class Uneven(Base):
@@ -584,7 +582,7 @@ class UnevenWithClosure(Uneven):
 def uneven():
     results = []
     for kind in (Uneven, UnevenByHand, UnevenWithClosure):
-        task, own = kind(), trainer(max_epochs=2)
+        task, own = kind(), make_trainer(max_epochs=2)
         own.fit(task, numbers(1, 2, 3, 4, 5, batch_size=2))
         found = floats(own.callback_metrics)
         (tested,) = own.test(task, numbers(7), verbose=False)
@@ -630,7 +628,7 @@ class Recorder(Logger):
 
 def test_batches_of_an_evaluation():
     recorder, task = Recorder(), Batches()
-    own = trainer(logger=recorder, max_epochs=2)
+    own = make_trainer(logger=recorder, max_epochs=2)
     own.fit(task, numbers(1, 2), numbers(1, 2, 3))
     at = "evaluation/global_step"
     rows = [(step, row) for step, row in recorder.rows if at in row]
@@ -658,13 +656,13 @@ def test_batches_of_an_evaluation():
 
 def test_more_batches_than_are_kept_at_once():
     recorder, values = Recorder(), [float(v) for v in range(200)]
-    trainer(logger=recorder).test(Batches(), numbers(*values), verbose=False)
+    make_trainer(logger=recorder).test(Batches(), numbers(*values), verbose=False)
     assert [row["only"] for _, row in recorder.rows if "only" in row] == values
 
 
 def batches_of_two():
     recorder = Recorder()
-    trainer(logger=recorder).test(Batches(), numbers(1, 2, 3, 4, 9), verbose=False)
+    make_trainer(logger=recorder).test(Batches(), numbers(1, 2, 3, 4, 9), verbose=False)
     return recorder.rows
 
 
@@ -682,10 +680,10 @@ def test_a_resumed_file_has_the_batches_of_evaluations(tmp_path):
         return CSVLogger(tmp_path, "", 0, flush_logs_every_n_steps=1)
 
     train, val = numbers(1, 2), numbers(*range(9))
-    trainer(logger=logger(), max_epochs=2, callbacks=SaveEachStep(tmp_path)).fit(Batches(), train, val)
+    make_trainer(logger=logger(), max_epochs=2, callbacks=SaveEachStep(tmp_path)).fit(Batches(), train, val)
     before = rows(tmp_path / "version_0" / "metrics.csv")
     assert [row["step"] for row in before if "only" in row] == list(range(1, 19))
-    trainer(logger=logger(), max_epochs=2).fit(Batches(), train, val, ckpt_path=tmp_path / "3")
+    make_trainer(logger=logger(), max_epochs=2).fit(Batches(), train, val, ckpt_path=tmp_path / "3")
     assert rows(tmp_path / "version_0" / "metrics.csv") == before
 
 
@@ -694,7 +692,7 @@ def test_one_name_for_several_loaders():
         def validation_step(self, batch, batch_idx, dataloader_idx):
             self.log("mean", batch[0].mean(), add_dataloader_idx=False)
 
-    own = trainer()
+    own = make_trainer()
     own.fit(Task(), numbers(1), [numbers(1, 2), numbers(6)])
     assert floats(own.callback_metrics) == {"mean": 3.0}
 
@@ -727,7 +725,7 @@ class Both(Base):
 
 def test_a_bare_name_has_the_steps_value_until_the_epoch_is_over():
     task = Both()
-    run = trainer(max_epochs=2)
+    run = make_trainer(max_epochs=2)
     run.fit(task, numbers(1.0, 1.0, 1.0))
     assert task.seen == [1.0, 2.0, 3.0, 2.0, 1.0, 2.0, 3.0, 2.0]
     assert task.rates == [8.0, 8.0, 4.0, 2.0, 1.0, 0.5]  # worse than the first in each step but that one
@@ -735,7 +733,7 @@ def test_a_bare_name_has_the_steps_value_until_the_epoch_is_over():
 
 
 def test_the_metrics_are_those_of_the_last_stage():
-    task, run = Both(), trainer()
+    task, run = Both(), make_trainer()
     run.fit(task, numbers(1.0))
     assert {"loss", "loss_step", "loss_epoch"} <= run.callback_metrics.keys()
     run.test(task, numbers(1.0), verbose=False)
@@ -768,6 +766,6 @@ class Rows(Logger):
 
 def test_a_custom_logger_saves_after_each_row():
     rows = Rows()
-    trainer(logger=rows, log_every_n_steps=1).fit(Both(), numbers(1.0, 1.0))
+    make_trainer(logger=rows, log_every_n_steps=1).fit(Both(), numbers(1.0, 1.0))
     assert rows.saved
     assert not rows.waiting

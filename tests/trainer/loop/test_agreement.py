@@ -4,9 +4,9 @@ import os
 
 import pytest
 import torch
-from models import SGDTask
-from processes import run
-from quiet import trainer
+from support.models import SGDTask
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer
@@ -96,7 +96,7 @@ def flags_of(case, rank, folder):
 def decide(case, strategy, manual, folder):
     task = Task(manual)
     rank = int(os.environ["RANK"])
-    one = trainer(**{"max_epochs": 1, "devices": 2, "strategy": strategy, **flags_of(case, rank, folder)})
+    one = make_trainer(**{"max_epochs": 1, "devices": 2, "strategy": strategy, **flags_of(case, rank, folder)})
     try:
         one.fit(task, samples(), samples(4))
     except (ValueError, RuntimeError) as error:
@@ -163,7 +163,7 @@ class Withdraws(Callback):
 
 
 def withdraw():
-    task, one = Task(manual=False), trainer(max_epochs=1, devices=2, callbacks=[Withdraws()])
+    task, one = Task(manual=False), make_trainer(max_epochs=1, devices=2, callbacks=[Withdraws()])
     one.fit(task, samples())
     return task.happened
 

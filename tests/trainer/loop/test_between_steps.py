@@ -4,8 +4,8 @@ import time
 
 import pytest
 import torch
-from models import SGDTask
-from quiet import QUIET
+from support.models import SGDTask
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
@@ -55,7 +55,7 @@ def stream(batches, kind=Stream):
 
 
 def trainer(**flags):
-    quiet = dict(QUIET)
+    quiet = dict(NO_OUTPUT)
     if any(isinstance(c, ModelCheckpoint) for c in flags.get("callbacks", ())):
         del quiet["enable_checkpointing"]
     return treadle.Trainer(**{"max_epochs": 1, "accelerator": "cpu"} | quiet | flags)

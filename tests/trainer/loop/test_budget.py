@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import script
+from support.models import SGDTask
+from support.processes import script
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,7 +29,7 @@ def is_ours(filename):
     return filename.startswith(FOLDERS) and f"{os.sep}tests{os.sep}" not in filename
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self):
         super().__init__()
         self.net = nn.Linear(4, 1)
@@ -47,9 +48,6 @@ class Task(treadle.TaskModule):
         loss = self.net(batch[0]).mean()
         self.log("loss", loss, prog_bar=True)
         return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit(folder, task, steps):

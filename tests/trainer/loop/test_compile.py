@@ -10,7 +10,8 @@ import shutil
 
 import pytest
 import torch
-from processes import run
+from support.models import SGDTask
+from support.processes import run
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, TensorDataset
@@ -353,16 +354,13 @@ def test_what_is_compiled_in_vain_is_said(tmp_path):
     with pytest.warns(UserWarning, match="torch.compile had no effect on .*stem.* because no step called"):
         trainer_in(tmp_path, compile={"backend": Counting()}).fit(task, loader())
 
-    class Bare(tl.TaskModule):
+    class Bare(SGDTask):
         def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.ones(4, 1))
 
         def training_step(self, batch, batch_idx):
             return (batch[0] @ self.weight).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
 
     with pytest.warns(UserWarning, match="Bare has no submodule with parameters"):
         trainer_in(tmp_path, compile={"backend": Counting()}).fit(Bare(), loader())

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from models import Line
-from quiet import QUIET
+from support.models import Line
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SubsetRandomSampler, TensorDataset
 
@@ -447,7 +447,7 @@ def test_a_transfer_hook_of_both_the_task_and_the_data_module(recwarn):
             return self.net(batch).mean()
 
     data = Data()
-    treadle.Trainer(accelerator="cpu", max_epochs=2, **QUIET).fit(Both(), datamodule=data)
+    treadle.Trainer(accelerator="cpu", max_epochs=2, **NO_OUTPUT).fit(Both(), datamodule=data)
     assert data.calls == 4
     words = "precedence, and Both.on_after_batch_transfer is not called"
     assert sum(words in str(warning.message) for warning in recwarn) == 1

@@ -4,12 +4,11 @@ import re
 import warnings
 
 import pytest
-import torch
-from models import SGDTask
-from processes import run
-from quiet import Dry
+from support.models import SGDTask, loader
+from support.processes import run
+from support.trainers import Dry
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
 
 import treadle
@@ -39,10 +38,6 @@ class Task(SGDTask):
 
     def on_validation_epoch_end(self):
         self.seen.append("end")
-
-
-def loader(samples=6, **options):
-    return DataLoader(TensorDataset(torch.ones(samples, 2)), batch_size=2, **options)
 
 
 def fit(val, **flags):

@@ -5,7 +5,7 @@ from collections import namedtuple
 import numpy
 import pytest
 import torch
-from quiet import QUIET
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -41,7 +41,7 @@ def notes(method, batches=PAIR, owner=None, task=None, stage="fit"):
     task = task or Task()
     owner = owner or task
     owner.__class__ = type("Broken", (type(owner),), {method: raise_key_error})
-    flags = {"accelerator": "cpu", "max_epochs": 1, **QUIET, "num_sanity_val_steps": 0}
+    flags = {"accelerator": "cpu", "max_epochs": 1, **NO_OUTPUT, "num_sanity_val_steps": 0}
     if isinstance(owner, treadle.Callback):
         flags["callbacks"] = owner
     data = [batches]
@@ -84,7 +84,7 @@ def test_no_line_outside_of_batches(method):
             yield PAIR
             raise KeyError("y")
 
-        run = treadle.Trainer(accelerator="cpu", max_epochs=1, **QUIET)
+        run = treadle.Trainer(accelerator="cpu", max_epochs=1, **NO_OUTPUT)
         with pytest.raises(KeyError) as caught:
             run.fit(Task(), broken())
         found = caught.value.__notes__
@@ -130,7 +130,7 @@ def test_the_signature_of_a_step():
         def training_step(self):
             return 1
 
-    run = treadle.Trainer(accelerator="cpu", max_epochs=1, **QUIET)
+    run = treadle.Trainer(accelerator="cpu", max_epochs=1, **NO_OUTPUT)
     with pytest.raises(TypeError) as caught:
         run.fit(Short(), DataLoader([PAIR], batch_size=None))
     assert caught.value.__notes__[-1] == (
@@ -143,7 +143,7 @@ def test_a_callback_whose_init_does_not_call_that_of_its_base():
         def __init__(self):
             self.patience = 3
 
-    run = treadle.Trainer(accelerator="cpu", max_epochs=1, callbacks=Mine(), **QUIET)
+    run = treadle.Trainer(accelerator="cpu", max_epochs=1, callbacks=Mine(), **NO_OUTPUT)
     with pytest.raises(AttributeError) as caught:
         run.fit(Task(), [PAIR])
     assert caught.value.__notes__[-1] == (
@@ -157,7 +157,7 @@ def test_a_callback_whose_init_does_not_call_that_of_its_base():
         def on_train_start(self, trainer, pl_module):
             self.seen.append(self.missing)
 
-    run = treadle.Trainer(accelerator="cpu", max_epochs=1, callbacks=Plain(), **QUIET)
+    run = treadle.Trainer(accelerator="cpu", max_epochs=1, callbacks=Plain(), **NO_OUTPUT)
     with pytest.raises(AttributeError, match="'missing'") as caught:
         run.fit(Task(), [PAIR])
     assert not any("super()" in note for note in caught.value.__notes__)
@@ -173,7 +173,7 @@ def test_a_monitor_that_a_step_returned_instead_of_logging_it():
             return {"val_loss": 1}
 
     run = treadle.Trainer(
-        accelerator="cpu", max_epochs=1, callbacks=treadle.callbacks.EarlyStopping("val_loss"), **QUIET
+        accelerator="cpu", max_epochs=1, callbacks=treadle.callbacks.EarlyStopping("val_loss"), **NO_OUTPUT
     )
     words = "A step returned a dict with 'val_loss', but returned values are not logged"
     with (
@@ -190,7 +190,7 @@ def test_a_module_that_is_only_a_hyperparameter(recwarn):
             self.save_hyperparameters()
             self.kept = kept
 
-    run = treadle.Trainer(accelerator="cpu", max_epochs=1, **QUIET)
+    run = treadle.Trainer(accelerator="cpu", max_epochs=1, **NO_OUTPUT)
     run.fit(Holds(nn.Linear(1, 1), nn.Linear(1, 1)), [PAIR])
     texts = [str(warning.message) for warning in recwarn]
     assert sum("Holds.hparams['extra'] is a module that Holds holds only as a hyperparameter" in t for t in texts) == 1

@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import pytest
 import torch
-from processes import run
-from quiet import trainer
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -58,7 +58,7 @@ def ones(count, batch_size=1, **options):
 
 
 def fit(task, *data, **flags):
-    own = trainer(**flags)
+    own = make_trainer(**flags)
     own.fit(task, *data)
     return own
 
@@ -547,7 +547,7 @@ def test_modes_and_gradients_in_evaluation():
     for flag in (True, False):
         task = Task()
         data = DataLoader(regression(), 22)
-        own = trainer(inference_mode=flag, num_sanity_val_steps=1)
+        own = make_trainer(inference_mode=flag, num_sanity_val_steps=1)
         with pytest.warns(UserWarning, match="frozen, frozen.0, frozen.1 will be trained in evaluation mode"):
             own.fit(task, data, data)
         own.test(task, data, verbose=False)
@@ -724,7 +724,7 @@ def test_a_data_module_in_full(tmp_path):
     stages = ("test", "validate", "predict")
     assert data.told == [word for s in stages for word in ("prepare_data", f"setup {s}", f"teardown {s}")]
     again = Everything()
-    trainer(max_epochs=2).fit(UsesEverything(), datamodule=again, ckpt_path=tmp_path / "ckpt")
+    make_trainer(max_epochs=2).fit(UsesEverything(), datamodule=again, ckpt_path=tmp_path / "ckpt")
     assert again.told == ["prepare_data", "setup fit", "restored 3", "teardown fit"]
     assert again.hparams == {"scale": 1.0}
 
@@ -841,7 +841,7 @@ def test_an_error_in_any_hook(where):
             "teardown": lambda self, stage: own_hooks.append(stage),
         },
     )()
-    own = trainer(callbacks=[Recorder(where, told), Recorder(None, others)], max_epochs=1)
+    own = make_trainer(callbacks=[Recorder(where, told), Recorder(None, others)], max_epochs=1)
     with pytest.raises(
         RuntimeError, match=f"^in {where}$" if where in BEFORE else f"(?m)^in {where}\nin fit, epoch [01], "
     ):
@@ -885,7 +885,7 @@ def test_the_first_cause_survives():
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_goes_through(error):
     told = []
-    own = trainer(callbacks=[Recorder("on_after_backward", told, error)])
+    own = make_trainer(callbacks=[Recorder("on_after_backward", told, error)])
     with pytest.raises(error):
         own.fit(Line(), ones(2))
     assert told[-2:] == ["on_exception", "teardown"]
@@ -899,7 +899,7 @@ def test_errors_in_evaluation_hooks():
         name = {"validate": "validation"}.get(stage, stage)
         for moment in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end"):
             told = []
-            own = trainer(callbacks=Recorder(f"on_{name}_{moment}", told))
+            own = make_trainer(callbacks=Recorder(f"on_{name}_{moment}", told))
             task = Staged()
             with pytest.raises(RuntimeError, match=f"in on_{name}_{moment}"):
                 getattr(own, stage)(task, ones(2))
@@ -926,7 +926,7 @@ def test_a_failing_logger_does_not_end_training(tmp_path, method, error):
 
     broken = type("Broken", (CSVLogger,), {method: fail})(tmp_path, "broken")
     whole = CSVLogger(tmp_path, "whole", 0)
-    own = trainer(logger=[broken, whole], log_every_n_steps=1)
+    own = make_trainer(logger=[broken, whole], log_every_n_steps=1)
     with pytest.warns(UserWarning, match=f"Broken.{method} failed"):
         own.fit(Logged(), ones(3))
     assert own.global_step == 3
@@ -946,7 +946,7 @@ def test_a_strict_logger_ends_training(tmp_path, method):
         return type("Broken", (CSVLogger,), {method: fail})(tmp_path, strict=True)
 
     told = []
-    own = trainer(logger=logger(), log_every_n_steps=1, callbacks=Recorder(None, told))
+    own = make_trainer(logger=logger(), log_every_n_steps=1, callbacks=Recorder(None, told))
     with pytest.raises(OSError, match="disk full"):
         own.fit(Logged(), ones(3))
     assert told[-1] == "teardown"
@@ -973,7 +973,7 @@ def test_configure_callbacks():
             return [Mine("task's")]
 
     given, other = Mine("given"), Other("other")
-    own = trainer(callbacks=[given, other])
+    own = make_trainer(callbacks=[given, other])
     for _ in range(2):
         own.fit(Task(), ones(1))
     assert [callback.name for callback in own.callbacks] == ["other", "task's"]
@@ -1025,7 +1025,7 @@ def test_best_checkpoint_is_taken_and_named(tmp_path, caplog):
             self.log("test", self.w.sum())
 
     task = Task()
-    own = trainer(max_epochs=3, callbacks=ModelCheckpoint(tmp_path, monitor="val"), enable_checkpointing=True)
+    own = make_trainer(max_epochs=3, callbacks=ModelCheckpoint(tmp_path, monitor="val"), enable_checkpointing=True)
     own.fit(task, ones(2), ones(1))
     assert own.test(task, ones(1), verbose=False) == [{"test": -6.0}]
     assert own.test(dataloaders=ones(1), verbose=False) == [{"test": -2.0}]
@@ -1037,7 +1037,7 @@ def test_best_checkpoint_is_taken_and_named(tmp_path, caplog):
 
 def shuffled_weights(rank_stops):
     task = Line()
-    own = trainer(max_epochs=3, callbacks=StopAt(4, rank_stops))
+    own = make_trainer(max_epochs=3, callbacks=StopAt(4, rank_stops))
     own.fit(task, ones(20))
     return own.global_step, task.w.item()
 
@@ -1046,7 +1046,7 @@ def on_two_processes():
     """Everything that two processes are needed for, in the same two."""
     found = {"stops": [shuffled_weights(rank) for rank in (0, 1)]}
     clocks = Slow() if treadle.Accelerator(cpu=True).process_index else Line()
-    own = trainer(max_epochs=-1, max_time={"milliseconds": 300})
+    own = make_trainer(max_epochs=-1, max_time={"milliseconds": 300})
     own.fit(clocks, ones(8))
     found["clock"] = own.global_step
     found["tokens"] = [tokens(k) for k in (1, 2, 4)]

@@ -8,10 +8,10 @@ import time
 
 import pytest
 import torch
-from fault_cells import kill_all, living
-from models import Line
-from processes import clean_environment, python, run
-from quiet import trainer
+from support.fault_cells import kill_all, living
+from support.models import Line
+from support.processes import clean_environment, python, run
+from support.trainers import make_trainer
 from torch.utils.data import DataLoader
 from treadle.engine.checkpoint import CheckpointStore
 
@@ -126,7 +126,7 @@ def wake_others():
     before = signal.set_wakeup_fd(wakes.writing)
     try:
         with pytest.raises(SystemExit) as caught:
-            trainer(callbacks=[wakes], grace={"seconds": 60}).fit(Tiny(), DataLoader(torch.ones(4, 1)))
+            make_trainer(callbacks=[wakes], grace={"seconds": 60}).fit(Tiny(), DataLoader(torch.ones(4, 1)))
         assert caught.value.code == 143
         assert signal.set_wakeup_fd(wakes.writing) == wakes.writing
     finally:

@@ -4,10 +4,9 @@ import warnings
 
 import pytest
 import torch
-from models import SGDTask
-from quiet import trainer
+from support.models import SGDTask, loader
+from support.trainers import make_trainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import LambdaCallback
 
 import treadle
@@ -31,12 +30,8 @@ class Task(SGDTask):
         return self.net(batch[0])
 
 
-def loader(samples=4):
-    return DataLoader(TensorDataset(torch.ones(samples, 2)), batch_size=2)
-
-
 def run_stages(task, callback):
-    run = trainer(callbacks=callback, num_sanity_val_steps=0)
+    run = make_trainer(callbacks=callback, num_sanity_val_steps=0)
     run.fit(task, loader(), loader())
     run.test(task, loader(), verbose=False)
     run.predict(task, loader())
@@ -94,7 +89,7 @@ def test_hooks_of_evaluation_batches_may_leave_out_the_loaders_index():
 def test_a_function_of_a_lambda_callback_may_leave_it_out_too():
     indices = []
     callback = LambdaCallback(on_validation_batch_start=lambda trainer, task, batch, index: indices.append(index))
-    trainer(callbacks=callback, num_sanity_val_steps=0).fit(Task(), loader(), loader())
+    make_trainer(callbacks=callback, num_sanity_val_steps=0).fit(Task(), loader(), loader())
     assert indices == [0, 1]
 
 
@@ -102,13 +97,13 @@ def test_several_loaders_need_the_index():
     with pytest.raises(
         ValueError, match=r"Short.on_validation_batch_start has no argument dataloader_idx, but there are 2 dataloaders"
     ):
-        trainer(callbacks=Short(), num_sanity_val_steps=0).fit(Task(), loader(), [loader(), loader()])
+        make_trainer(callbacks=Short(), num_sanity_val_steps=0).fit(Task(), loader(), [loader(), loader()])
 
 
 def fit_with_warnings(task, callback=None):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer(callbacks=callback).fit(task, loader(), loader())
+        make_trainer(callbacks=callback).fit(task, loader(), loader())
     return [str(warning.message) for warning in caught]
 
 
@@ -147,7 +142,7 @@ def test_none_disables_a_hook():
     task = Hooked()
     task.on_train_epoch_end = None
     task.on_validation_epoch_end = None
-    trainer().fit(task, loader(), loader())
+    make_trainer().fit(task, loader(), loader())
     assert task.trainer.global_step == 2
 
 
@@ -181,11 +176,11 @@ class OwnModes(Task):
 
 def test_a_task_may_set_the_modes_of_evaluation():
     task = OwnModes()
-    trainer(max_epochs=2, num_sanity_val_steps=0).fit(task, loader(2), loader(2))
+    make_trainer(max_epochs=2, num_sanity_val_steps=0).fit(task, loader(2), loader(2))
     once = ["zero_grad", (False, True)]
     assert task.modes == [("step", True, True), *once, ("step", True, False), *once]
     task.modes.clear()
-    trainer().validate(task, loader(2), verbose=False)
+    make_trainer().validate(task, loader(2), verbose=False)
     assert task.modes == [(False, True)]
 
 
@@ -197,7 +192,7 @@ def test_modes_are_taken_back_when_an_evaluation_fails():
     task = Fails()
     task.net.eval()
     with pytest.raises(RuntimeError, match="no"):
-        trainer().validate(task, loader(2), verbose=False)
+        make_trainer().validate(task, loader(2), verbose=False)
     assert (task.training, task.net.training, task.norm.training) == (True, False, True)
 
 
@@ -256,7 +251,7 @@ def test_star_arguments_get_the_arguments_that_lightning_passes(loaders):
     task = with_star_arguments(Plain, task_names, seen)()
     callback = with_star_arguments(treadle.Callback, shared, seen)()
     data = with_star_arguments(Data, ["setup", "teardown", *OF_TRANSFER], seen)(loaders)
-    run = trainer(callbacks=callback, num_sanity_val_steps=0, max_epochs=1, gradient_clip_val=1.0)
+    run = make_trainer(callbacks=callback, num_sanity_val_steps=0, max_epochs=1, gradient_clip_val=1.0)
     for stage in (run.fit, run.validate, run.test, run.predict):
         stage(task, datamodule=data)
     expected = {("Plain", name, 1 + loaders) for name in STEPS}
@@ -288,7 +283,7 @@ def test_hooks_may_mix_names_and_star_arguments_or_use_names_of_their_own():
         def configure_gradient_clipping(self, optimizer, limit, kind):
             self.calls.append((limit, kind))
 
-    task, run = Mixed(), trainer(num_sanity_val_steps=0, max_steps=1, gradient_clip_val=1.0)
+    task, run = Mixed(), make_trainer(num_sanity_val_steps=0, max_steps=1, gradient_clip_val=1.0)
     run.validate(task, loader(2), verbose=False)
     run.test(task, loader(2), verbose=False)
     run.fit(task, loader(2))

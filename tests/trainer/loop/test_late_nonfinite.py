@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.engine.optim import Accumulation

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from processes import run
-from quiet import trainer
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint
@@ -47,23 +47,23 @@ def test_a_lazy_layer_trains_as_in_a_loop_by_hand(tmp_path):
     torch.manual_seed(3)
     task = Lazy()
     saving = ModelCheckpoint(tmp_path, save_top_k=-1)  # which looks at the room on the disk before the first batch
-    trainer(max_epochs=2, enable_checkpointing=None, callbacks=saving).fit(task, loader())
+    make_trainer(max_epochs=2, enable_checkpointing=None, callbacks=saving).fit(task, loader())
     for trained, expected in zip(task.layers.parameters(), train_by_hand().parameters(), strict=True):
         assert torch.equal(trained, expected)
 
     first = next(path for path in tmp_path.iterdir() if path.name.startswith("epoch=0"))
     resumed = Lazy()
-    trainer(max_epochs=2).fit(resumed, loader(), ckpt_path=first)
+    make_trainer(max_epochs=2).fit(resumed, loader(), ckpt_path=first)
     for trained, expected in zip(resumed.layers.parameters(), task.layers.parameters(), strict=True):
         assert torch.equal(trained, expected)
 
 
 def fit_on_several():
     with pytest.raises(ValueError, match=r"Lazy.layers.0.weight belongs to a lazy layer .* Run a batch through"):
-        trainer(devices=2, strategy="ddp").fit(Lazy(), loader())
+        make_trainer(devices=2, strategy="ddp").fit(Lazy(), loader())
     task, rank = Private(), treadle.Accelerator(cpu=True).process_index
     task.start = 1.0 + rank  # rank zero's value counts from the first step on
-    trainer(devices=2, strategy="ddp").fit(task, loader(batch_size=1))
+    make_trainer(devices=2, strategy="ddp").fit(task, loader(batch_size=1))
     return task.scale.item(), task.first_gradient
 
 
@@ -101,7 +101,7 @@ class Private(Lazy):
 
 def test_a_task_with_an_optimizer_of_its_own():
     task = Private()
-    run = trainer(max_epochs=-1, max_steps=6)
+    run = make_trainer(max_epochs=-1, max_steps=6)
     with pytest.warns(UserWarning, match="each batch counts as a step"):
         run.fit(task, loader())
     scale = torch.ones((), requires_grad=True)

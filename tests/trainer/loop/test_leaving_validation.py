@@ -6,8 +6,8 @@ import time
 
 import pytest
 import torch
-from processes import run
-from quiet import trainer
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 from treadle.callbacks import EMAWeightAveraging, ModelCheckpoint
@@ -106,7 +106,7 @@ def fit(folder, number=None, rank=0, world=1, strategy="auto", pause=0.0, callba
     sends = SendsOnce(number, rank=rank)
     saving = ModelCheckpoint(folder, filename="{step}", save_on_exception=True)
     flags = {"max_epochs": 2, "num_sanity_val_steps": 0, "enable_checkpointing": None, **flags}
-    own = trainer(callbacks=[sends, saving, *callbacks], strategy=strategy, devices=world, **flags)
+    own = make_trainer(callbacks=[sends, saving, *callbacks], strategy=strategy, devices=world, **flags)
     status = None
     began = time.monotonic()
     try:
@@ -181,7 +181,7 @@ def test_all_ranks_leave_before_the_same_batch(strategy, rank, number, status, t
 
 def leave_stage(stage, rank):
     task = Task(0.02)
-    own = trainer(callbacks=[SendsOnce(signal.SIGTERM, rank=rank, step=0)], devices=2)
+    own = make_trainer(callbacks=[SendsOnce(signal.SIGTERM, rank=rank, step=0)], devices=2)
     with pytest.raises(Preempted) as caught:
         getattr(own, stage)(task, loaders(2)[1])
     return caught.value.code, task.seen
@@ -198,7 +198,7 @@ def test_an_evaluation_alone_ends_too(stage, tmp_path):
 
 
 def test_a_sanity_check_ends_and_saves_nothing(tmp_path):
-    own = trainer(
+    own = make_trainer(
         callbacks=[SendsOnce(signal.SIGTERM, step=0), ModelCheckpoint(tmp_path)],
         num_sanity_val_steps=-1,
         enable_checkpointing=None,

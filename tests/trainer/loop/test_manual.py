@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from processes import run
+from support.models import SGDTask
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, ModelCheckpoint
@@ -211,16 +212,13 @@ def trained_by_a_third_party():
         trained(Gan(), strategy=Third())
 
 
-class Automatic(treadle.TaskModule):
+class Automatic(SGDTask):
     def __init__(self):
         super().__init__()
         self.net = nn.Linear(3, 1).double()
 
     def training_step(self, batch, batch_idx):
         self.manual_backward(self.net(batch[0]).mean())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_the_two_ways_are_not_mixed():

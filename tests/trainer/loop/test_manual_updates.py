@@ -5,8 +5,8 @@ import types
 
 import pytest
 import torch
-from processes import run
-from quiet import trainer
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -455,7 +455,7 @@ def by_hand(kind):
 
 def fit(kind, processes=1, **flags):
     task = kind()
-    done = trainer(max_epochs=EPOCHS, precision="64-true", **flags)
+    done = make_trainer(max_epochs=EPOCHS, precision="64-true", **flags)
     done.fit(task, DataLoader(TensorDataset(*data()), BATCH // processes))
     return [p.detach() for p in task.parameters()], task.norms, done.global_step
 
@@ -523,7 +523,7 @@ def test_steps_are_counted_saved_and_logged(kind, tmp_path):
     logged = {"enable_checkpointing": True, "callbacks": [saving], "logger": CSVLogger(tmp_path / "logs")}
     loader = DataLoader(TensorDataset(*data()), BATCH)
     whole = Logged()
-    done = trainer(**flags, **logged)
+    done = make_trainer(**flags, **logged)
     done.fit(whole, loader)
     assert done.global_step == 7
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [f"step={n}.ckpt" for n in (2, 4, 6)]
@@ -532,7 +532,7 @@ def test_steps_are_counted_saved_and_logged(kind, tmp_path):
 
     if kind in (Form, Unwrapped, OfTrainer, Attribute, Closure, OwnClosure):  # whose optimizer state is saved
         again = Logged()
-        trainer(**flags).fit(again, loader, ckpt_path=tmp_path / "saved" / "step=2.ckpt")
+        make_trainer(**flags).fit(again, loader, ckpt_path=tmp_path / "saved" / "step=2.ckpt")
         assert all(map(torch.equal, whole.parameters(), again.parameters()))
 
 
@@ -562,7 +562,7 @@ GUARDED = [Form, Attribute, Unwrapped, NotReturned, Closure, OwnClosure]
 def fit_spoilt(policy, processes):
     found = []
     for kind in GUARDED:
-        done = trainer(max_epochs=EPOCHS, precision="64-true", on_nonfinite=policy, devices=processes)
+        done = make_trainer(max_epochs=EPOCHS, precision="64-true", on_nonfinite=policy, devices=processes)
         task = spoil(kind, 2)
         loader = DataLoader(TensorDataset(*data()), BATCH // processes)
         if policy == "skip":
@@ -639,7 +639,7 @@ def test_float16_with_any_optimizer():
     results = []
     for kind in (Float16, OwnFloat16, BothClippedFloat16, ClippedFloat16):
         task = kind()
-        done = trainer(max_epochs=EPOCHS, precision="16-mixed")
+        done = make_trainer(max_epochs=EPOCHS, precision="16-mixed")
         done.fit(task, DataLoader(TensorDataset(*data()), BATCH))
         assert (done.global_step, done.progress.skipped) == (5, 3)  # the first batch overflows with the first scale
         assert done.scaler.get_scale() == 2.0**13
@@ -663,7 +663,7 @@ class SamInBfloat16(SamInTwoSteps):
 
 
 def test_weights_that_autocast_has_cast_are_not_used_after_an_update():
-    trainer(max_epochs=1, precision="bf16-mixed").fit(SamInBfloat16(), DataLoader(TensorDataset(*data()), BATCH))
+    make_trainer(max_epochs=1, precision="bf16-mixed").fit(SamInBfloat16(), DataLoader(TensorDataset(*data()), BATCH))
 
 
 class LbfgsSpoilt(OwnLbfgs):
@@ -674,7 +674,7 @@ class LbfgsSpoilt(OwnLbfgs):
 def test_a_closure_within_a_step_can_not_be_skipped():
     loader = DataLoader(TensorDataset(*data()), BATCH)
     with pytest.raises(ValueError, match=r"LBFGS steps with a closure and cannot run with on_nonfinite='skip'"):
-        trainer(precision="64-true", on_nonfinite="skip").fit(LbfgsSpoilt(), loader)
+        make_trainer(precision="64-true", on_nonfinite="skip").fit(LbfgsSpoilt(), loader)
 
 
 class ByHandSpoilt(ByHand):
@@ -686,7 +686,7 @@ class ByHandSpoilt(ByHand):
 def test_an_update_by_hand_can_not_be_skipped():
     loader = DataLoader(TensorDataset(*data()), BATCH)
     with pytest.raises(ValueError, match=r"updated parameters without an optimizer in step 2.* not finite any more"):
-        trainer(precision="64-true", on_nonfinite="skip").fit(ByHandSpoilt(), loader)
+        make_trainer(precision="64-true", on_nonfinite="skip").fit(ByHandSpoilt(), loader)
 
 
 class SamWithClosureSpoilt(SamWithClosure):
@@ -699,7 +699,7 @@ class SamWithClosureSpoilt(SamWithClosure):
 def test_a_step_with_a_closure_is_skipped_through_the_wrapper_only():
     loader = DataLoader(TensorDataset(*data()), BATCH)
     with pytest.raises(ValueError, match=r"gradients of Sam are not finite.* Step that optimizer"):
-        trainer(precision="64-true", on_nonfinite="skip").fit(SamWithClosureSpoilt(), loader)
+        make_trainer(precision="64-true", on_nonfinite="skip").fit(SamWithClosureSpoilt(), loader)
 
 
 class ReplacedInTrainer(Form):

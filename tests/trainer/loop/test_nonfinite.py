@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from models import SGDTask
-from processes import run
-from quiet import trainer
+from support.models import SGDTask
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from treadle.callbacks import NonFiniteWatch
@@ -82,7 +82,7 @@ class Net(SGDTask):
 
 def fail(task, data, *callbacks, batch_size=2, **flags):
     """Return the message that a run ends with."""
-    one = trainer(**{"callbacks": list(callbacks), **flags})
+    one = make_trainer(**{"callbacks": list(callbacks), **flags})
     with pytest.raises(ValueError, match=r"not finite|infinity|but the gradient") as raised:
         one.fit(task, DataLoader(data, batch_size))
     assert all(p.isfinite().all() for p in map(plain, task.parameters()))
@@ -139,7 +139,7 @@ def test_a_stream_has_no_numbers():
 
 @pytest.mark.parametrize("manual", [False, True])
 def test_a_skipped_step_is_logged_with_its_samples(manual, caplog):
-    trainer(on_nonfinite="skip").fit(Net("loss", manual), DataLoader(Samples(), 2))
+    make_trainer(on_nonfinite="skip").fit(Net("loss", manual), DataLoader(Samples(), 2))
     assert "which is skipped. On rank 0: samples 4, 5 of the dataset." in caplog.text
 
 
@@ -200,4 +200,4 @@ def run_until_failure(strategy, manual):
 
 def fit_on_two_ranks(strategy, manual):
     flags = {"devices": 2, "strategy": strategy, "callbacks": [NonFiniteWatch()]}
-    trainer(**flags).fit(Net(manual=manual), DataLoader(Samples(), 1))
+    make_trainer(**flags).fit(Net(manual=manual), DataLoader(Samples(), 1))

@@ -8,8 +8,8 @@ import time
 
 import pytest
 import torch
-from processes import in_own_process, run
-from quiet import trainer
+from support.processes import in_own_process, run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 from treadle.callbacks import ModelCheckpoint
@@ -94,7 +94,9 @@ def fit(folder, callbacks=(), manual=False, accumulate=1, strategy="auto", world
     )
     saving = ModelCheckpoint(folder, **(saving or {}))
     flags = {"max_epochs": 2, "num_sanity_val_steps": 0, "accumulate_grad_batches": accumulate, **flags}
-    own = trainer(callbacks=[saving, *callbacks], enable_checkpointing=None, strategy=strategy, devices=world, **flags)
+    own = make_trainer(
+        callbacks=[saving, *callbacks], enable_checkpointing=None, strategy=strategy, devices=world, **flags
+    )
     error = None
     try:
         own.fit(task, data, val, ckpt_path="auto")
@@ -359,7 +361,7 @@ def test_the_same_trainer_fits_again_after_ctrl_c(tmp_path):
     task.net[1].eval()
     interrupting = Signals(signal.SIGINT, 12, "on_validation_batch_start")
     data, val = (DataLoader(torch.arange(float(n))[:, None], BATCH) for n in (SAMPLES, 6))
-    own = trainer(callbacks=[interrupting, ModelCheckpoint(tmp_path)], enable_checkpointing=None, max_epochs=2)
+    own = make_trainer(callbacks=[interrupting, ModelCheckpoint(tmp_path)], enable_checkpointing=None, max_epochs=2)
     with pytest.raises(KeyboardInterrupt):
         own.fit(task, data, val)
     assert own.interrupted

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import SGDTask
+from support.models import SGDTask
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import LambdaCallback

@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from models import SGDTask
-from processes import run
-from quiet import trainer
+from support.models import SGDTask
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.engine import CombinedLoader
@@ -78,7 +78,7 @@ def test_a_collection_is_cycled_and_keeps_its_form(form):
             several = {"a": numbers(4, shuffle=False), "b": numbers(6, shuffle=False)}
             return several if form is dict else form(several.values())
 
-    task, own = Formed(), trainer()
+    task, own = Formed(), make_trainer()
     own.fit(task)
     assert [[len(p) for p in row] for row in task.seen] == [[2, 2]] * 3
     assert task.seen[2][0] == task.seen[0][0]
@@ -92,7 +92,7 @@ def test_groups_are_those_of_a_loop_by_hand(mode):
     """Accumulation weighs each micro-batch with all its samples, the last, partial group too."""
     task = Task()
     loaders = [numbers(5, shuffle=False), numbers(9, shuffle=False, first=20)]
-    trainer(accumulate_grad_batches=2, max_epochs=2).fit(task, CombinedLoader(loaders, mode))
+    make_trainer(accumulate_grad_batches=2, max_epochs=2).fit(task, CombinedLoader(loaders, mode))
     by_hand = Task()
     rows = {
         "min_size": [(a, b) for (a,), (b,) in zip(*loaders, strict=False)],
@@ -121,7 +121,7 @@ def test_going_on_from_any_step(mode, tmp_path):
         task = Task()
         flags = {"accumulate_grad_batches": 2, "max_epochs": 2, "val_check_interval": 2, "callbacks": list(callbacks)}
         loaders = CombinedLoader({"a": numbers(5), "b": numbers(11)}, mode)
-        trainer(**flags).fit(task, loaders, {"x": numbers(4), "y": numbers(2)}, ckpt_path=path)
+        make_trainer(**flags).fit(task, loaders, {"x": numbers(4), "y": numbers(2)}, ckpt_path=path)
         return task
 
     whole = fit(callbacks=[SaveEach(tmp_path)])
@@ -138,7 +138,7 @@ def every_mode(folder, path=None):
     for mode in MODES:
         torch.manual_seed(3)
         task = Task()
-        own = trainer(max_epochs=2, callbacks=[] if path else [SaveEach(folder / mode)])
+        own = make_trainer(max_epochs=2, callbacks=[] if path else [SaveEach(folder / mode)])
         loaders = CombinedLoader([numbers(8), numbers(20)], mode)
         own.fit(task, loaders, ckpt_path=folder / mode / path if path else None)
         found[mode] = task.seen, weights(task)
@@ -168,15 +168,15 @@ def samples(rows, loader):
 
 def test_limits_and_validation_within_the_epoch():
     task = Task()
-    own = trainer(limit_train_batches=4, val_check_interval=2, num_sanity_val_steps=0)
+    own = make_trainer(limit_train_batches=4, val_check_interval=2, num_sanity_val_steps=0)
     own.fit(task, {"a": numbers(4), "b": numbers(20)}, numbers(2))
     assert len(task.seen) == 4
     assert len(task.evaluated) == 2
     task = Task()  # in sequence the limit is that of each loader
-    trainer(limit_train_batches=2).fit(task, CombinedLoader([numbers(20, shuffle=False)] * 2, "sequential"))
+    make_trainer(limit_train_batches=2).fit(task, CombinedLoader([numbers(20, shuffle=False)] * 2, "sequential"))
     assert [n for [part] in task.seen for n in part] == [0.0, torch.tensor(0.1).item(), *task.seen[1][0]] * 2
     task = Task()
-    trainer(limit_train_batches=0.5).fit(task, [numbers(4), numbers(20)])
+    make_trainer(limit_train_batches=0.5).fit(task, [numbers(4), numbers(20)])
     assert len(task.seen) == 5
 
 
@@ -185,11 +185,11 @@ def test_evaluation(stage):
     loaders = {"a": numbers(4, shuffle=False), "b": [numbers(2, shuffle=False, first=10)]}
     for given in (loaders, CombinedLoader(loaders, "sequential")):
         task = Task()
-        found = getattr(trainer(), stage)(task, given, verbose=False)
+        found = getattr(make_trainer(), stage)(task, given, verbose=False)
         assert [(number, index) for number, index, _ in task.evaluated] == [(0, 0), (0, 1), (1, 0)]
         assert [round(*each.values(), 4) for each in found] == [0.15, 1.05]
     task = Task()
-    [found] = getattr(trainer(), stage)(task, CombinedLoader(loaders, "max_size"), verbose=False)
+    [found] = getattr(make_trainer(), stage)(task, CombinedLoader(loaders, "max_size"), verbose=False)
     assert [(number, index) for number, index, _ in task.evaluated] == [(0, 0), (0, 1)]
     assert [len(row) for _, _, row in task.evaluated] == [2, 1]
     # Each batch weighs its samples: (0 + 0.1 + 1.0 + 1.1 + 0.2 + 0.3) / 6
@@ -198,21 +198,21 @@ def test_evaluation(stage):
 
 def test_prediction():
     loaders = [numbers(4, shuffle=False), numbers(2, shuffle=False)]
-    found = trainer().predict(Task(), loaders)
+    found = make_trainer().predict(Task(), loaders)
     assert [[round(float(n), 4) for n in each] for each in found] == [[0.1, 0.5], [0.1]]
-    found = trainer().predict(Task(), CombinedLoader(loaders, "min_size"))
+    found = make_trainer().predict(Task(), CombinedLoader(loaders, "min_size"))
     assert [round(float(n), 4) for n in found] == [0.2]
 
 
 def test_the_checkpoint_of_other_loaders_is_refused(tmp_path):
     task = Task()
-    trainer(callbacks=[SaveEach(tmp_path)]).fit(task, [numbers(4), numbers(6)])
+    make_trainer(callbacks=[SaveEach(tmp_path)]).fit(task, [numbers(4), numbers(6)])
     with pytest.raises(ValueError, match="2 combined dataloaders"):
-        trainer(max_epochs=2).fit(Task(), numbers(4), ckpt_path=tmp_path / "2")
+        make_trainer(max_epochs=2).fit(Task(), numbers(4), ckpt_path=tmp_path / "2")
     with pytest.raises(ValueError, match="saved with 2 training"):
-        trainer(max_epochs=2).fit(Task(), [numbers(4)] * 3, ckpt_path=tmp_path / "2")
+        make_trainer(max_epochs=2).fit(Task(), [numbers(4)] * 3, ckpt_path=tmp_path / "2")
     with pytest.raises(ValueError, match="max_size_cycle"):
-        trainer(max_epochs=2).fit(Task(), CombinedLoader([numbers(4)] * 2), ckpt_path=tmp_path / "2")
+        make_trainer(max_epochs=2).fit(Task(), CombinedLoader([numbers(4)] * 2), ckpt_path=tmp_path / "2")
 
 
 def test_a_list_of_iterators_is_a_list_of_dataloaders():
@@ -220,7 +220,7 @@ def test_a_list_of_iterators_is_a_list_of_dataloaders():
         def predict_step(self, batch, batch_idx, dataloader_idx=0):
             return batch, batch_idx, dataloader_idx
 
-    own = trainer(limit_predict_batches=2)
+    own = make_trainer(limit_predict_batches=2)
     predicted = own.predict(Task(), [itertools.count(), iter([5, 6, 7])])
     assert predicted == [[(0, 0, 0), (1, 1, 0)], [(5, 0, 1), (6, 1, 1)]]
     assert own.predict(Task(), [[0, 1], [2, 3]]) == [([0, 1], 0, 0), ([2, 3], 1, 0)]

@@ -5,9 +5,9 @@ import signal
 
 import pytest
 import torch
-from models import SGDTask
-from processes import in_own_process, run, script
-from quiet import trainer
+from support.models import SGDTask
+from support.processes import in_own_process, run, script
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 from treadle.callbacks import ModelCheckpoint
@@ -83,7 +83,7 @@ class Hooks(treadle.Callback):
 def fit(folder, task, *hooks, steps=4, world=1):
     """Return the Trainer, and the status with which ``fit`` wants to end the script; None if it goes on."""
     saving = ModelCheckpoint(folder, save_on_exception=True, save_top_k=-1, every_n_train_steps=steps)
-    own = trainer(
+    own = make_trainer(
         callbacks=[saving, *hooks], enable_checkpointing=None, max_steps=steps, devices=world, strategy="auto"
     )
     try:
@@ -121,7 +121,7 @@ def test_a_resumed_run_that_leaves_before_its_first_step_keeps_its_checkpoint(tm
 def test_an_evaluation_leaves_before_its_first_batch_too(tmp_path):
     task = Task("setup", signal.SIGUSR1)
     with pytest.raises(Preempted, match="143"):
-        trainer().predict(task, DataLoader(torch.ones(2, 1)))
+        make_trainer().predict(task, DataLoader(torch.ones(2, 1)))
     assert task.passed == []
 
 

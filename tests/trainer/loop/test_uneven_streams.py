@@ -5,9 +5,9 @@ import os
 
 import pytest
 import torch
-from models import SGDTask
-from processes import run
-from quiet import trainer
+from support.models import SGDTask
+from support.processes import run
+from support.trainers import make_trainer
 from torch.utils.data import DataLoader, IterableDataset
 
 
@@ -42,7 +42,7 @@ def fit(strategy, lengths, accumulate, epochs=1):
     logging.getLogger("treadle").addHandler(handler)
     loader = DataLoader(Numbers(lengths[int(os.environ["RANK"])]), 2)
     task = Task()
-    own = trainer(devices=2, strategy=strategy, max_epochs=epochs, accumulate_grad_batches=accumulate)
+    own = make_trainer(devices=2, strategy=strategy, max_epochs=epochs, accumulate_grad_batches=accumulate)
     own.fit(task, loader)
     return task.steps, [text for text in words if "ran out of data" in text], own.progress.samples
 

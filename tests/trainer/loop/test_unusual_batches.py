@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from models import SGDTask
-from processes import run
+from support.models import SGDTask
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

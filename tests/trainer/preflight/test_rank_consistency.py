@@ -4,9 +4,9 @@ Every run here has a time limit far below that of a collective.
 """
 
 import pytest
-import quiet
 import torch
-from processes import run
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, EMAWeightAveraging
@@ -14,7 +14,7 @@ from treadle.loggers import CSVLogger
 
 import treadle
 
-QUIET = {"accelerator": "cpu", **quiet.QUIET}
+NO_OUTPUT = {"accelerator": "cpu", **NO_OUTPUT}
 LIMIT = 60  # seconds
 
 
@@ -97,9 +97,9 @@ def every_setting():
     found = {}
     for name, values in DIFFERENT.items():
         value = [make() for make in values[rank]] if name == "callbacks" else values[rank]
-        trainer = treadle.Trainer(**{"max_epochs": 2, **QUIET, name: value})
+        trainer = treadle.Trainer(**{"max_epochs": 2, **NO_OUTPUT, name: value})
         found[name] = refused(lambda trainer=trainer: trainer.fit(Task(), loader(), loader(4)))
-    trainer = treadle.Trainer(**QUIET, max_epochs=1)
+    trainer = treadle.Trainer(**NO_OUTPUT, max_epochs=1)
     stages = (lambda: trainer.fit(Task(), loader())), (lambda: trainer.validate(Task(), loader()))
     found["stage"] = refused(stages[rank])
     found["ckpt_path"] = refused(lambda: trainer.validate(Task(), loader(), ckpt_path="nowhere" if rank else None))
@@ -160,7 +160,7 @@ OTHER = {
 
 def every_other(strategy):
     rank = treadle.Accelerator(cpu=True).process_index
-    options = dict(QUIET, max_epochs=1, log_every_n_steps=1, strategy=strategy)
+    options = dict(NO_OUTPUT, max_epochs=1, log_every_n_steps=1, strategy=strategy)
     found = {
         name: refused(lambda name=name: treadle.Trainer(**options).fit(Other(name, rank), loader())) for name in OTHER
     }
@@ -191,7 +191,7 @@ class Stop(Callback):
 def what_may_differ(folder, **kind):
     """Callbacks without exchange, loggers, time and printing: on one rank only."""
     rank = treadle.Accelerator(cpu=True).process_index
-    options = dict(QUIET, max_epochs=3, num_sanity_val_steps=0)
+    options = dict(NO_OUTPUT, max_epochs=3, num_sanity_val_steps=0)
     if rank == 0:
         options |= {"logger": CSVLogger(folder), "callbacks": [Stop()], "max_time": "00:01:00:00"}
     trainer = treadle.Trainer(**options, log_every_n_steps=1, default_root_dir=folder)
@@ -223,7 +223,7 @@ def left(world_size, strategy="auto", late=False, **options):
     kind = {key: options.pop(key) for key in ("automatic", "closure") if key in options}
     task = Task([(rank, 0, 3) for rank in range(2)], **kind)
     trainer = treadle.Trainer(
-        **QUIET, max_epochs=2, strategy=strategy, log_every_n_steps=1, callbacks=Once(), **options
+        **NO_OUTPUT, max_epochs=2, strategy=strategy, log_every_n_steps=1, callbacks=Once(), **options
     )
     assert trainer.world_size == world_size
     if late:
@@ -265,7 +265,7 @@ def test_every_rank_leaves_the_epoch_as_one_process_does():
 def alone_in_leaving(rank, strategy="auto", late=False, **options):
     kind = {key: options.pop(key) for key in ("automatic", "closure") if key in options}
     task = Task([(rank, 0, 3)], **kind)
-    trainer = treadle.Trainer(**QUIET, max_epochs=1, strategy=strategy, **options)
+    trainer = treadle.Trainer(**NO_OUTPUT, max_epochs=1, strategy=strategy, **options)
     if late:
         task.on_train_start = lambda: setattr(trainer.accelerator.accumulation.agreement, "immediate", False)
     return refused(lambda: trainer.fit(task, loader()))

@@ -13,9 +13,8 @@ from datetime import date, datetime, timedelta
 import numpy as np
 import pytest
 import torch
-from models import SGDTask
+from support.models import SGDTask, loader
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, ModelCheckpoint
 from treadle.engine.checkpoint.json_codec import encode
 
@@ -155,10 +154,6 @@ class Data(treadle.DataModule):
 
     def load_state_dict(self, state_dict):
         self.held = state_dict["held"]
-
-
-def loader():
-    return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
 
 
 def made(root, *callbacks, **flags):

@@ -9,7 +9,8 @@ import time
 
 import pytest
 import torch
-from processes import run
+from support.models import SGDTask
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from treadle.engine.profilers.simple import Action, DeviceClock, verdict
@@ -18,7 +19,7 @@ import treadle as tl
 from treadle.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
 
-class Net(tl.TaskModule):
+class Net(SGDTask):
     def __init__(self):
         super().__init__()
         self.net = nn.Linear(4, 1)
@@ -30,9 +31,6 @@ class Net(tl.TaskModule):
 
     def validation_step(self, batch, batch_idx):
         self.log("val", self.net(batch[0]).mean())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Sleeper(tl.Callback):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run, script
+from support.processes import run, script
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint, RunReport
@@ -864,7 +864,7 @@ with RunFolder.create({directory!r}, settings=chosen) as folder:
 def test_a_script_that_starts_its_processes_makes_one_folder(fails, tmp_path):
     tests = Path(__file__).parent
     source = SCRIPT.format(tests=str(tests), directory=str(tmp_path), fails=fails)
-    done = script(source, env={"PYTHONPATH": str(tests.parents[1] / "support"), "CUDA_VISIBLE_DEVICES": ""})
+    done = script(source, env={"PYTHONPATH": str(tests.parents[1]), "CUDA_VISIBLE_DEVICES": ""})
     assert (done.returncode != 0) == fails, done.stderr
     assert os.listdir(tmp_path) == ["default"]
     assert os.listdir(tmp_path / "default") == ["1"]

@@ -10,7 +10,7 @@ import zipfile
 
 import pytest
 import torch
-from quiet import QUIET
+from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.serialization import config
@@ -62,7 +62,7 @@ def saved(tmp_path_factory):
     """A whole checkpoint, one of weights only, and their task."""
     folder = tmp_path_factory.mktemp("saved")
     torch.manual_seed(1)
-    task, trainer = Task(), treadle.Trainer(max_epochs=1, default_root_dir=folder, **QUIET)
+    task, trainer = Task(), treadle.Trainer(max_epochs=1, default_root_dir=folder, **NO_OUTPUT)
     trainer.fit(task, loader())
     trainer.save_checkpoint(folder / "whole.ckpt")
     trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
@@ -145,7 +145,7 @@ class Copying(Task):
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_state_dict_of_copies_is_stored_once(saved, tmp_path, blocking):
-    task, trainer = Copying(), treadle.Trainer(max_epochs=1, default_root_dir=tmp_path, **QUIET)
+    task, trainer = Copying(), treadle.Trainer(max_epochs=1, default_root_dir=tmp_path, **NO_OUTPUT)
     trainer.fit(task, loader())
     trainer.save_checkpoint(tmp_path / "copies", blocking=blocking)
     trainer.accelerator.finish_saving()
@@ -368,7 +368,7 @@ class Odd(Task):
 
 
 def test_what_is_saved_for_others_is_never_refused_here(tmp_path):
-    task, trainer = Odd(), treadle.Trainer(max_epochs=1, default_root_dir=tmp_path, **QUIET)
+    task, trainer = Odd(), treadle.Trainer(max_epochs=1, default_root_dir=tmp_path, **NO_OUTPUT)
     trainer.fit(task, loader())
     trainer.save_checkpoint(tmp_path / "odd", weights_only=True)
     store.verify(tmp_path / "odd")

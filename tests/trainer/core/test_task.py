@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from processes import run
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -7,8 +7,8 @@ import sys
 import time
 
 import pytest
-from processes import clean_environment, programs, python, run
-from quiet import trainer
+from support.processes import clean_environment, programs, python, run
+from support.trainers import make_trainer
 from treadle.compat.demos.boring_classes import BoringModel
 from treadle.strategies import open_world
 
@@ -105,7 +105,7 @@ def test_lightnings_plugin_sets_the_signal(tmp_path, monkeypatch, options, sent,
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
     with pytest.raises(treadle.engine.Preempted) as left:
-        trainer(max_steps=5, plugins=[SLURMEnvironment(**options)]).fit(Signaled())
+        make_trainer(max_steps=5, plugins=[SLURMEnvironment(**options)]).fit(Signaled())
     assert left.value.code == status
     assert (tmp_path / "calls").read_text() == calls
 

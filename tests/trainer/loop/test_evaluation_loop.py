@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from processes import run
-from quiet import trainer
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torchmetrics import MeanSquaredError, Metric, MetricCollection, PearsonCorrCoef
@@ -127,7 +127,7 @@ def evaluate_all(kind, workers, strategy, world, counts):
     """Return, for each number of samples: the ids of a test, its values, and the predictions."""
     found = []
     for count in counts:
-        made = trainer(strategy=strategy, devices=world)
+        made = make_trainer(strategy=strategy, devices=world)
         task = Judge()
         (values,) = made.test(task, loader_of(kind, count, workers), verbose=False)
         predictions = made.predict(task, loader_of(kind, count, workers))

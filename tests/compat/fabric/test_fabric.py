@@ -7,8 +7,8 @@ import uuid
 
 import pytest
 import torch
-from fabric_programs import PROGRAMS, Net
-from processes import run
+from support.fabric_programs import PROGRAMS, Net
+from support.processes import run
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from treadle.compat.fabric import is_wrapped

@@ -195,7 +195,9 @@ def test_what_can_not_be_planned_is_explained(options, words, capsys):
 
 def test_the_page_about_it_runs():
     text = (Path(__file__).parents[3] / "docs" / "plan.md").read_text(encoding="utf-8")
-    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert blocks
+    for block in blocks:
         exec(compile(block, "docs/plan.md", "exec"), {"__name__": "page"})
 
 

@@ -4,8 +4,9 @@ import os
 
 import pytest
 import torch
-from processes import run
-from quiet import trainer
+from support.models import SGDTask
+from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -33,7 +34,7 @@ class Numbers(IterableDataset):
             yield torch.tensor([number / 10 + 3 * int(os.environ["RANK"])], dtype=torch.float64)
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     """Writes down which samples count in each micro-batch."""
 
     def __init__(self, manual=False):
@@ -53,9 +54,6 @@ class Task(treadle.TaskModule):
         self.optimizers().step()
         self.optimizers().zero_grad()
         return None
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def counted_exchanges(monkeypatch):
@@ -96,7 +94,7 @@ def fit(depth, strategy, accumulate, lengths, workers, **flags):
         if depth == 2:
             read_one_step_later(patch)
         task = Task(flags.pop("manual", False))
-        own = trainer(
+        own = make_trainer(
             devices=2, strategy=strategy, precision="64-true", accumulate_grad_batches=accumulate,
             **{"max_epochs": 2, **flags},
         )  # fmt: skip
@@ -193,7 +191,7 @@ def made_before_each_step(kind):
     dataset = {"plain": Numbers, "saved": Saved, "played": lambda: Played(nn.Linear(1, 1))}[kind]()
     task, made = Task(), []
     task.on_train_batch_start = lambda batch, batch_idx: made.append(dataset.made)
-    trainer(devices=2, strategy="ddp", precision="64-true").fit(task, DataLoader(dataset, 2))
+    make_trainer(devices=2, strategy="ddp", precision="64-true").fit(task, DataLoader(dataset, 2))
     return made[:3]
 
 

@@ -5,18 +5,14 @@ import warnings
 
 import pytest
 import torch
-from processes import run
-from quiet import QUIET
+from support.models import loader
+from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
-from treadle.trainer.preflight.oversights import _is_score
+from treadle.trainer.preflight.fit_checks import _is_score
 
 import treadle
-
-
-def loader():
-    return DataLoader(TensorDataset(torch.ones(4, 2)), 2)
 
 
 class Task(treadle.TaskModule):
@@ -40,7 +36,7 @@ def fit(task, **flags):
     """Train for one epoch; returns the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        treadle.Trainer(**{"accelerator": "cpu", "max_epochs": 1, **QUIET, **flags}).fit(task, loader(), loader())
+        treadle.Trainer(**{"accelerator": "cpu", "max_epochs": 1, **NO_OUTPUT, **flags}).fit(task, loader(), loader())
     return [str(warning.message) for warning in caught]
 
 
@@ -116,7 +112,7 @@ def test_a_monitor_that_validation_does_not_log_is_said_before_training(tmp_path
             raise KeyError("far enough")
 
     callbacks = [EarlyStopping("val_los"), ModelCheckpoint(tmp_path, monitor="val/loss")]
-    trainer = treadle.Trainer(accelerator="cpu", callbacks=callbacks, **QUIET | {"enable_checkpointing": True})
+    trainer = treadle.Trainer(accelerator="cpu", callbacks=callbacks, **NO_OUTPUT | {"enable_checkpointing": True})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(KeyError):

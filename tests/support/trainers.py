@@ -4,11 +4,11 @@ from torch.utils.data import IterableDataset
 
 import treadle
 
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+NO_OUTPUT = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
-def trainer(**flags):
-    return treadle.Trainer(**{"accelerator": "cpu", "max_epochs": 1, **QUIET, **flags})
+def make_trainer(**flags):
+    return treadle.Trainer(**{"accelerator": "cpu", "max_epochs": 1, **NO_OUTPUT, **flags})
 
 
 class Dry(IterableDataset):
