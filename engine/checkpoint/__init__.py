@@ -14,11 +14,19 @@ if TYPE_CHECKING:
     from .filesystem import CODES, Files, TensorFile
     from .json_codec import MAX_DEPTH, Record, check_tensor, decode, encode
     from .load import compare_weights, load_into_memory
-    from .manifest import MANIFEST, CheckpointNotFoundError, Manifest, check_files, is_checkpoint, read_manifest
     from .model_check import check_frozen, compare_names, compute_digests, find_not_finite, read_frozen_note
     from .one_file import is_checkpoint_file, lay_out
     from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together, read_part
-    from .parts import encode_part, has_part
+    from .parts import (
+        MANIFEST,
+        CheckpointNotFoundError,
+        Manifest,
+        check_files,
+        encode_part,
+        has_part,
+        is_checkpoint,
+        read_manifest,
+    )
     from .safetensors_file import (
         FilePiece,
         MemoryPiece,

@@ -26,10 +26,9 @@ from ..weights import save as export
 from . import filesystem, load, store
 from . import save as snapshot
 from .async_save import Copying, HostCopies, Job
-from .manifest import MANIFEST, Manifest
 from .model_check import FrozenWeights
 from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together
-from .parts import Files
+from .parts import MANIFEST, Files, Manifest
 from .safetensors_file import UnreadTensor
 from .store import Save
 from .train_state import STATE

@@ -19,8 +19,8 @@ from ..parameter_names import strip_compile_prefix
 from ..rng import isolated_random_state, set_random_state
 from . import model_check
 from .filesystem import RESTORE
-from .manifest import Manifest
 from .open_checkpoint import OpenCheckpoint
+from .parts import Manifest
 from .safetensors_file import Stored
 from .save import list_scheduler_kinds, run_metadata, sort_loaders
 from .train_state import (

@@ -14,10 +14,9 @@ from xxhash import xxh3_64
 
 from ...common.messages import abbreviate, name_type, warn
 from ...common.remote_path import AnyPath
-from ...common.tensor_bytes import view_bytes
 from ...strategies import World
 from ...strategies.distributed import get_original_class, local, whole
-from ..parameter_names import strip_compile_prefix
+from ..parameter_names import strip_compile_prefix, view_bytes
 from .filesystem import RESTORE
 
 _NOTE = "modules"

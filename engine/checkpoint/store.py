@@ -34,12 +34,11 @@ from ...common.remote_path import AnyPath, RemotePath, absolute, as_path
 from ...strategies.processes import forget_unfinished, note_unfinished
 from . import atomic_swap, filesystem, remote
 from .atomic_swap import UNFINISHED
-from .manifest import MANIFEST, Manifest, check_files, read_manifest, read_manifests
-from .manifest import is_checkpoint as is_checkpoint
-from .manifest import verify as verify
 from .one_file import Layout, is_checkpoint_file, is_replaceable_file
 from .one_file import write as write_one_file
-from .parts import Files, pack, unpack, write_files
+from .parts import MANIFEST, Files, Manifest, check_files, pack, read_manifest, read_manifests, unpack, write_files
+from .parts import is_checkpoint as is_checkpoint
+from .parts import verify as verify
 
 
 def check_target(target: AnyPath) -> None:
