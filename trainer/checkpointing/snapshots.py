@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...callbacks import Callback
 from ...common.remote_path import AnyPath
 from ...engine import random_state, set_random_state
-from ...engine.checkpoint import ADDED, STATE, CallbackStates, content, encode_part, refuse_not_finite, store
+from ...engine.checkpoint import STATE, CallbackStates, content, encode_part, refuse_not_finite, store
 from ...engine.metrics import metric_state, read_numbers
 from ...strategies import World
 from ...strategies.distributed import local
@@ -187,11 +187,8 @@ class LastStep:
             for group, options in zip(optimizer.param_groups, groups, strict=True):
                 group.update(options)
         refuse_not_finite([task], (), trainer.progress.step, path)
-        parts = trainer.checkpointer.parts(task)
         hooked = trainer.checkpointer.call_save_hooks(task, state["progress"], weights_only)
-        if weights_only and hooked.added:
-            parts[ADDED] = hooked.added
-        with trainer.checkpointer.applying(hooked, task):
+        with trainer.checkpointer.applying(hooked, task, weights_only) as parts:
             frozen = accelerator.checkpointer.find_frozen(self._alone) if trainable_only else ()
             files = content.collect(accelerator, path, parts, weights_only=True, frozen=frozen)
         if not weights_only:

@@ -165,10 +165,7 @@ class TrainerCheckpointer:
             weights_only = True
         with accelerator.world.together():
             hooked = self.call_save_hooks(task, trainer.progress, weights_only)
-        parts = self.parts(task)
-        if weights_only and hooked.added:
-            parts[ADDED] = hooked.added  # otherwise it is among the callbacks' states
-        with trainer.history.spending("checkpoints"), self.applying(hooked, task):
+        with trainer.history.spending("checkpoints"), self.applying(hooked, task, weights_only) as parts:
             accelerator.checkpointer.save_state(
                 path,
                 info=self.info(trainer.progress, task),
@@ -392,13 +389,19 @@ class TrainerCheckpointer:
         return self.call_save_hooks(trainer.task, trainer.progress, weights_only).document()
 
     @contextmanager
-    def applying(self, hooked: HookedState, task: TaskModule) -> Iterator[None]:
+    def applying(self, hooked: HookedState, task: TaskModule, weights_only: bool) -> Iterator[dict[str, Any]]:
         """Apply the hooks' entries and weights to the checkpoint that is saved inside this context manager.
+
+        Its value are the parts that the Trainer adds to the checkpoint; see `parts`.
 
         Args:
             hooked: Result of `call_save_hooks`.
             task: Task to save.
+            weights_only: Whether what is needed only to resume is omitted.
         """
+        parts = self.parts(task)
+        if weights_only and hooked.added:
+            parts[ADDED] = hooked.added  # otherwise it is among the callbacks' states
 
         def replace(module: Any, current: dict[str, Any], prefix: str, local_metadata: Any) -> None:
             assert hooked.weights is not None
@@ -408,7 +411,7 @@ class TrainerCheckpointer:
         handle = None if hooked.weights is None else task.register_state_dict_post_hook(replace)
         self._added = hooked.added
         try:
-            yield
+            yield parts
         finally:
             self._added = None
             if handle is not None:
