@@ -303,7 +303,9 @@ def refuse_not_finite(
     """
     models = list(models)
     bad = [name for model in models for name in find_not_finite(model)]
-    names = {p: strip_compile_prefix(name) for model in models for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {
+        p: strip_compile_prefix(name) for model in models for name, p in model.named_parameters()
+    }
     bad += [name for optimizer in optimizers for name in find_not_finite_states(optimizer, names)]
     if bad:
         raise ValueError(
