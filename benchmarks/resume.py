@@ -73,10 +73,10 @@ class Counts:
     """Counters of what this process reads of checkpoints from now on."""
 
     def __init__(self) -> None:
-        from treadle.engine.checkpoint import filesystem, manifest
+        from treadle.engine.checkpoint import filesystem, parts
 
         self.hashed = self.parsed = 0
-        digest, parse = filesystem.xxh3_128, manifest._parse
+        digest, parse = filesystem.xxh3_128, parts._parse
 
         class Counting:
             def __init__(inner, data: bytes = b"") -> None:
@@ -94,7 +94,7 @@ class Counts:
             self.parsed += 1
             return parse(document)
 
-        filesystem.xxh3_128, manifest._parse = Counting, counting
+        filesystem.xxh3_128, parts._parse = Counting, counting
 
 
 class Begun(Exception):

@@ -1,4 +1,4 @@
-"""Parameter names without compilation prefixes, and detection of tied parameters."""
+"""Names of parameters, and memory of tensors: which tensors are tied, and the bytes of a tensor."""
 
 from __future__ import annotations
 
@@ -68,3 +68,12 @@ def make_view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
         tensor.shape,
     )
     return (local_tensor.device, pointer, *view)
+
+
+def view_bytes(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor on the CPU as a vector of bytes that shares the memory.
+
+    A tensor of one element is contiguous with any stride. ``reshape(-1)`` would keep this stride, with which the tensor
+    may not be viewable as another dtype.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -15,7 +15,7 @@ import yaml
 from ...common.lazy_exports import lazy_exports
 from ...common.messages import name_type, warn
 from ...loggers import plain
-from ...trainer.core.stored_hparams import make_config
+from ...trainer.core.hparams import make_config
 
 __all__ = [
     "convert",

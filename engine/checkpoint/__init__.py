@@ -7,18 +7,27 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from . import atomic_swap, filesystem, save, store
+    from . import atomic_swap, content, filesystem, store
     from .async_save import Job
     from .atomic_swap import forget_saved
     from .checkpointer import Checkpointer
+    from .content import check_places
     from .filesystem import CODES, Files, TensorFile
     from .json_codec import MAX_DEPTH, Record, check_tensor, decode, encode
-    from .load import compare_weights, load_into_memory
-    from .manifest import MANIFEST, CheckpointNotFoundError, Manifest, check_files, is_checkpoint, read_manifest
-    from .model_check import check_frozen, compare_names, compute_digests, find_not_finite, read_frozen_note
+    from .model_check import check_frozen, compare_names, compute_digests, read_frozen_note, refuse_not_finite
     from .one_file import is_checkpoint_file, lay_out
     from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together, read_part
-    from .parts import encode_part, has_part
+    from .parts import (
+        MANIFEST,
+        CheckpointNotFoundError,
+        Manifest,
+        check_files,
+        encode_part,
+        has_part,
+        is_checkpoint,
+        read_manifest,
+    )
+    from .restore import compare_weights, load_into_memory
     from .safetensors_file import (
         FilePiece,
         MemoryPiece,
@@ -33,7 +42,6 @@ if TYPE_CHECKING:
         read_tensor,
         read_whole_model,
     )
-    from .save import check_places
     from .store import CheckpointStore, FileSave, JoinedSave, Save, recover_interrupted
     from .train_state import (
         ADDED,

@@ -31,8 +31,8 @@ from ...common.messages import abbreviate
 from ...common.remote_path import AnyPath
 from ...strategies.processes import IDENTITY, has_ended, identify_process, is_unfinished
 from . import filesystem
-from .manifest import MANIFEST, is_checkpoint, read_manifest, verify
 from .one_file import is_checkpoint_file, is_replaceable_file, is_unfinished_file
+from .parts import MANIFEST, is_checkpoint, read_manifest, verify
 
 UNFINISHED = "unfinished.json"
 """Name of the file that marks a directory whose checkpoint is not complete yet or is being deleted."""

@@ -23,13 +23,11 @@ from ..configuration import ProjectConfiguration
 from ..optim import check_schedule
 from ..parameter_names import strip_compile_prefix
 from ..weights import save as export
-from . import filesystem, load, store
-from . import save as snapshot
+from . import content, filesystem, model_check, restore, store
 from .async_save import Copying, HostCopies, Job
-from .manifest import MANIFEST, Manifest
 from .model_check import FrozenWeights
 from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together
-from .parts import Files
+from .parts import MANIFEST, Files, Manifest
 from .safetensors_file import UnreadTensor
 from .store import Save
 from .train_state import STATE
@@ -87,7 +85,7 @@ class Checkpointer:
 
         A load matches ``objects`` by class name and position, and ``named`` objects by name.
         """
-        snapshot.register(self.registered, objects, named, self._accelerator.data_world)
+        content.register(self.registered, objects, named, self._accelerator.data_world)
 
     def add_save_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register a hook that is called before each save; see `Accelerator.register_save_state_pre_hook`."""
@@ -134,17 +132,21 @@ class Checkpointer:
                 "pickle. Remove the argument. For weights in torch's format, use "
                 "accelerator.save(accelerator.get_state_dict(model), 'weights.pt')."
             )
-        snapshot.check_places("save_state", {} if output_dir is None else {"output_dir": output_dir}, also)
+        content.check_places("save_state", {} if output_dir is None else {"output_dir": output_dir}, also)
         accelerator, world = self._accelerator, self._accelerator.world
         world.meet("accelerator.save_state")
         accelerator.finish_saving()
         project = accelerator.project_configuration
         numbering = project if output_dir is None else None
         with world.together():
-            info = snapshot.describe_save(accelerator, info or {})
+            info = content.describe_save(accelerator, info or {})
             path = output_dir if output_dir is not None else _choose_next_target(project)
             targets = [absolute(target) for target in (path, *also)]
-            snapshot.check(accelerator, targets, parts or {}, weights_only)
+            content.check_part_names(parts or {})
+            optimizers = [prepared.optimizer for prepared in accelerator.optimizers]
+            model_check.refuse_not_finite(
+                accelerator.unwrapped_models, () if weights_only else optimizers, accelerator.steps, targets[0]
+            )
             if choose_save is None and world.is_main:  # otherwise the `Save` decides
                 for target in targets:
                     store.check_target(target)
@@ -155,13 +157,12 @@ class Checkpointer:
                 "of the checkpoints. Save to one directory at a time."
             )
         copying = None
-        with snapshot.discard_on_failure(accelerator, targets[0]), world.together():
+        with store.discarding_on_failure(targets[0] if world.is_main and self.save_hooks else None), world.together():
             frozen = self.find_frozen(world) if trainable_only else ()
-            files = snapshot.collect(accelerator, targets[0], parts or {}, weights_only, frozen)
+            files = content.collect(accelerator, targets[0], parts or {}, weights_only, frozen)
             make_save = None if choose_save is None else choose_save(files, frozen[0] if frozen else ())
             if not blocking:
-                optimizer_files = snapshot.select_optimizer_files(files)
-                optimizers = [prepared.optimizer for prepared in accelerator.optimizers]
+                optimizer_files = content.select_optimizer_files(files)
                 files, copying = self.host_copies.copy_tensors(files, optimizer_files, optimizers)
         if numbering is not None:
             numbering.iteration += 1
@@ -185,7 +186,7 @@ class Checkpointer:
 
         def save_to_all(world: World) -> None:
             for target in targets:
-                snapshot.write_and_commit(world, target, files, info, hooked, make_save)
+                store.write_and_commit(world, target, files, info, hooked, make_save)
             if numbering is not None and numbering.total_limit is not None:
                 with world.together():
                     if world.is_main:
@@ -262,7 +263,7 @@ class Checkpointer:
                 warn(f"load_state skipped a checkpoint: {text}")
         else:
             opened = input_dir if isinstance(input_dir, OpenCheckpoint) else open_together(world, input_dir)
-        info = load.load(
+        info = restore.restore(
             accelerator,
             opened,
             models=models,

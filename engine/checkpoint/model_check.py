@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -14,10 +14,9 @@ from xxhash import xxh3_64
 
 from ...common.messages import abbreviate, name_type, warn
 from ...common.remote_path import AnyPath
-from ...common.tensor_bytes import view_bytes
 from ...strategies import World
 from ...strategies.distributed import get_original_class, local, whole
-from ..parameter_names import strip_compile_prefix
+from ..parameter_names import strip_compile_prefix, view_bytes
 from .filesystem import RESTORE
 
 _NOTE = "modules"
@@ -293,6 +292,27 @@ def warn_dtypes_changed(model: nn.Module, weights: Mapping[str, Any], path: AnyP
     if lines:
         text = abbreviate(lines, _SHOWN, "\n  ")
         warn(f"{path} was saved by a model with different dtypes, so the run does not resume exactly:\n  {text}")
+
+
+def refuse_not_finite(
+    models: Iterable[nn.Module], optimizers: Iterable[Optimizer], step: int, path: AnyPath | str
+) -> None:
+    """Raise a ValueError if this process's weights or optimizer states contain values that must not be saved.
+
+    ``step`` is the number of optimizer steps taken, and ``path`` that of the checkpoint, for the message.
+    """
+    models = list(models)
+    bad = [name for model in models for name in find_not_finite(model)]
+    names: dict[Tensor, str] = {
+        p: strip_compile_prefix(name) for model in models for name, p in model.named_parameters()
+    }
+    bad += [name for optimizer in optimizers for name in find_not_finite_states(optimizer, names)]
+    if bad:
+        raise ValueError(
+            f"{abbreviate(bad, 3)} {'contains' if len(bad) == 1 else 'contain'} NaN or infinity after optimizer step "
+            f"{step}, so {path} is not saved. Earlier checkpoints are kept. Lower the learning rate or clip the "
+            "gradients, and resume from an earlier checkpoint or start again."
+        )
 
 
 def find_not_finite(model: nn.Module) -> list[str]:

@@ -13,8 +13,18 @@ from ...common.remote_path import AnyPath, RemotePath, StoreError, as_path
 from ...strategies import World
 from ...strategies.processes import identify_host
 from . import filesystem, remote, store
-from .manifest import MANIFEST, CheckpointNotFoundError, Manifest, check_files, read_manifest, read_source
-from .parts import Part, has_part, list_part_files, open_files
+from .parts import (
+    MANIFEST,
+    CheckpointNotFoundError,
+    Manifest,
+    Part,
+    check_files,
+    has_part,
+    list_part_files,
+    open_files,
+    read_manifest,
+    read_source,
+)
 
 T = TypeVar("T")
 

@@ -26,8 +26,7 @@ from ...common.temporary import temporary_folder
 from ...strategies.processes import forget_unfinished, note_unfinished
 from . import filesystem
 from .atomic_swap import UNFINISHED, explain_refused_file
-from .manifest import FOLDER, MANIFEST, Manifest, read_manifest, read_manifests, read_source
-from .parts import Files, serialize, write_file
+from .parts import FOLDER, MANIFEST, Files, Manifest, read_manifest, read_manifests, read_source, serialize, write_file
 
 T = TypeVar("T")
 

@@ -22,24 +22,37 @@ The deletion of a checkpoint also starts with one rename, to ``.last.<writer>.go
 completes or rolls back interrupted saves and deletions of processes that have ended. See `atomic_swap`.
 """
 
+import errno
 import os
+import shutil
 import stat
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from ...common.remote_path import AnyPath, RemotePath, absolute, as_path
-from ...strategies.processes import forget_unfinished, note_unfinished
+from ...strategies import World
+from ...strategies.processes import forget_unfinished, identify_process, note_unfinished
 from . import atomic_swap, filesystem, remote
 from .atomic_swap import UNFINISHED
-from .manifest import MANIFEST, Manifest, check_files, read_manifest, read_manifests
-from .manifest import is_checkpoint as is_checkpoint
-from .manifest import verify as verify
 from .one_file import Layout, is_checkpoint_file, is_replaceable_file
 from .one_file import write as write_one_file
-from .parts import Files, pack, unpack, write_files
+from .parts import (
+    MANIFEST,
+    Files,
+    Manifest,
+    check_files,
+    estimate_size,
+    pack,
+    read_manifest,
+    read_manifests,
+    unpack,
+    write_files,
+)
+from .parts import is_checkpoint as is_checkpoint
+from .parts import verify as verify
 
 
 def check_target(target: AnyPath) -> None:
@@ -119,6 +132,18 @@ def discard(target: AnyPath | str) -> None:
     if atomic_swap.is_staged(get_staging_path(target)):
         filesystem.delete(get_staging_path(target), first=MANIFEST)
     forget_unfinished(get_staging_path(target))
+
+
+@contextmanager
+def discarding_on_failure(target: AnyPath | None) -> Iterator[None]:
+    """Return a context that calls `discard` if the block fails; None discards nothing."""
+    try:
+        yield
+    except BaseException:
+        if target is not None:
+            with suppress(OSError):  # a remainder is deleted at the next start
+                discard(target)
+        raise
 
 
 def recover_interrupted(path: AnyPath | str) -> None:
@@ -312,6 +337,91 @@ class FileSave(JoinedSave):
         """Delete an uncommitted file. ``is_main`` is True on rank zero, which wrote it."""
         if is_main:
             discard(self._target)
+
+
+def write_and_commit(
+    world: World,
+    target: AnyPath,
+    files: Files,
+    info: dict[str, Any],
+    others: bool = False,
+    make_save: Callable[[Path, str], Save] | None = None,
+) -> None:
+    """Write the files of `content.collect`, wait for all processes, and commit the checkpoint. Call it on all ranks.
+
+    ``make_save`` makes the `Save` for a target and the name of its writer. The default writes a directory or uploads.
+
+    If a disk operation or a request to the store fails, an earlier checkpoint remains, unless the store's response to
+    the commit was lost. If someone deletes the directory during the save, it is created and written again, once.
+    """
+    error, is_deleted = _try_to_commit(world, target, files, info, others, make_save)
+    if any(world.gather_objects(is_deleted)) and not others:
+        error, _ = _try_to_commit(world, target, files, info, others, make_save)
+    world.raise_together(error)
+
+
+def _try_to_commit(
+    world: World,
+    target: AnyPath,
+    files: Files,
+    info: dict[str, Any],
+    others: bool,
+    make_save: Callable[[Path, str], Save] | None,
+) -> tuple[Exception | None, bool]:
+    """Return the error of this process, if any, and whether the reason is that its files have been deleted."""
+    entries: dict[str, Any] = {}
+    error: Exception | None = None
+    # Before the block below, whose errors are raised together.
+    name = world.broadcast(identify_process() if isinstance(target, Path) else remote.Upload.new_folder())
+    save: Save = (make_save or DiskSave)(target, name) if isinstance(target, Path) else remote.Upload(target, name)
+    try:
+        if others and (clashing := [name for name in files if os.path.lexists(save.staging / name)]):
+            raise ValueError(
+                f"a save_state pre-hook wrote {clashing[0]}, but this name is reserved for the checkpoint's own file. "
+                "Use another name."
+            )
+        entries = save.write(files)
+    except Exception as caught:
+        error = _explain_error(caught, target, files)
+    of_ranks = world.gather_objects((entries, error is None))
+    if world.is_main:
+        try:
+            if all(written for _, written in of_ranks):
+                merged = {name: entry for written, _ in of_ranks for name, entry in written.items()}
+                save.commit(merged, info, others)
+        except Exception as caught:
+            error = error or _explain_error(caught, target, files)
+    is_deleted = (
+        isinstance(error, FileNotFoundError | ValueError)
+        and isinstance(target, Path)
+        and bool(files)
+        and not os.path.lexists(save.staging)
+    )
+    with suppress(OSError):  # a remainder is deleted at the next start
+        save.discard(world.is_main)  # nothing of the commit remains
+    return error, is_deleted
+
+
+def _explain_error(error: Exception, target: AnyPath, files: Files) -> Exception:
+    """Return an error with the reason or the required bytes if the disk refuses the files, or the error itself."""
+    if not isinstance(error, OSError):
+        return error
+    if isinstance(target, Path) and (reason := filesystem.explain_refusal(target.parent, error)) != error.strerror:
+        text = f"can't save {target}: {reason}. Earlier checkpoints are kept. Delete or move files, or save elsewhere."
+        return OSError(error.errno, text)
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return error
+    needed = f"This process needs {sum(estimate_size(content) for content in files.values()):,} bytes"
+    folder = get_staging_path(target)
+    with suppress(OSError):
+        existing = next(parent for parent in folder.parents if os.path.exists(parent))
+        needed += f", but only {shutil.disk_usage(existing).free:,} are free"
+    fix = "Free some space, or save to a larger disk"
+    if isinstance(target, RemotePath):
+        needed += f" in {folder.parent.parent}, where the files are assembled"
+        fix = "Set TMPDIR to a folder on a larger disk"
+    text = f"can't save {target}: {error.strerror}. {needed}. Earlier checkpoints are kept. {fix}."
+    return OSError(error.errno, text)
 
 
 class CheckpointStore:

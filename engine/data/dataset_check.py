@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from ...common.messages import announce, warn
-from ...common.tensor_bytes import view_bytes
 from ...strategies import World
+from ..parameter_names import view_bytes
 
 _ENDS = 256  # items examined at each end
 _BETWEEN = 4096  # items examined in between, evenly spread: sorted indices differ in the middle

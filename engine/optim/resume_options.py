@@ -207,14 +207,14 @@ def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], s
                 f"{format_count(len(options), 'parameter group')} in the script, but {len(groups)} in the checkpoint. "
                 "Resume with schedule='saved'."
             )
-        stand_in = _Groups(options)
+        simulated = _Groups(options)
         for scheduler, built, saved_schedule, kind, _ in driving:
-            copied = _step_copy(scheduler, built, saved_schedule, kind, stand_in)
+            copied = _step_copy(scheduler, built, saved_schedule, kind, simulated)
             saved_schedule.clear()
             saved_schedule.update(copy.deepcopy(copied.state_dict()))
-        for group, old, new in zip(groups, options, stand_in.param_groups, strict=True):
+        for group, old, new in zip(groups, options, simulated.param_groups, strict=True):
             group.update({name: new[name] for name in new if name in _RATES or new[name] != old.get(name)})
-        rates = _format([group["lr"] for group in stand_in.param_groups])
+        rates = _format([group["lr"] for group in simulated.param_groups])
         announce(f"schedule='script': {_name_class(optimizer)} resumes with lr {rates} from this script's schedule.")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..checkpoint.one_file import Name, UnbuiltCall
+from ..pickle_reader import Name, UnbuiltCall
 
 _MAX_DEPTH = 100
 _NUMPY_DTYPE = re.compile(r"(\?|b1|[iufc](1|2|4|8|16)|U\d{1,6}|S\d{1,6})")

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from .. import pickle_reader
 from ..checkpoint import FilePiece, MemoryPiece, Piece, read_mark
-from ..checkpoint.one_file import pickle_reader
 from .pickle_types import Reader, Unknown
 
 _MAX_DIRECTORY_BYTES = 32 * 2**20  # a zip file's list of entries, about 100 bytes each

@@ -37,7 +37,6 @@ from treadle.callbacks import Callback, ModelCheckpoint
 from treadle.cli.commands.export import export
 from treadle.engine.big_models.offload_file import write_weights
 from treadle.engine.checkpoint import lay_out, parts
-from treadle.engine.checkpoint import save as snapshot
 from treadle.engine.checkpoint import store as checkpoint
 from treadle.engine.checkpoint.atomic_swap import VERSION_NAME
 from treadle.engine.checkpoint.store import CheckpointStore, DiskSave, FileSave
@@ -452,7 +451,7 @@ def save_as(form, target, step, size=2**7):
         if form == "file":
             layout = lay_out(files, {"state_dict": weights})
             make_save = lambda target, writer: FileSave(target, writer, layout)  # noqa: E731
-        snapshot.write_and_commit(World(), target, files, {"step": step}, make_save=make_save)
+        checkpoint.write_and_commit(World(), target, files, {"step": step}, make_save=make_save)
 
 
 @pytest.mark.parametrize(

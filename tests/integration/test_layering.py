@@ -239,7 +239,7 @@ def test_only_the_strategies_talk_to_other_processes():
 def test_omegaconf_is_known_to_configurations_hyperparameters_and_stored_states_only():
     users = {module for module in files() for found in imports(module) if found.external.split(".")[0] == "omegaconf"}
     of_states = {"engine.checkpoint.json_codec", "trainer.checkpointing.lightning_layout"}
-    assert users == {"cli.config.resolve", "trainer.core.stored_hparams", *of_states}
+    assert users == {"cli.config.resolve", "trainer.core.hparams", *of_states}
 
 
 def test_no_folder_is_too_full():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
 from treadle.engine import move_data_to_device
-from treadle.engine.checkpoint.manifest import read_manifest
+from treadle.engine.checkpoint.parts import read_manifest
 from treadle.loggers import CSVLogger
 
 import treadle

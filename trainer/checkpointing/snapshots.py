@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from ...callbacks import Callback
 from ...common.remote_path import AnyPath
 from ...engine import random_state, set_random_state
-from ...engine.checkpoint import ADDED, STATE, CallbackStates, encode_part
-from ...engine.checkpoint import save as snapshot
+from ...engine.checkpoint import STATE, CallbackStates, content, encode_part, refuse_not_finite, store
 from ...engine.metrics import metric_state, read_numbers
 from ...strategies import World
 from ...strategies.distributed import local
@@ -104,12 +103,12 @@ class LastStep:
         trainer, accelerator = self._trainer, self._trainer.accelerator
         self._state = {
             "progress": copy.copy(trainer.progress),
-            "random": snapshot.collect_rank_random_state(accelerator),
+            "random": content.collect_rank_random_state(accelerator.loaders),
             "buffers": [
                 None if (b := buffers[name]) is None else b.detach().clone() for buffers, name in self._buffers
             ],
             "groups": [[_copy_options(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
-            "shared": snapshot.collect_train_state(accelerator, registered, copied=True),
+            "shared": content.collect_train_state(accelerator, registered, copied=True),
         }
         self._moving, self._changed, self._sums = False, False, None
 
@@ -187,16 +186,13 @@ class LastStep:
         for optimizer, groups in zip(trainer.optimizers, state["groups"], strict=True):
             for group, options in zip(optimizer.param_groups, groups, strict=True):
                 group.update(options)
-        trainer.checkpointer.refuse_broken_weights(task, path)
-        parts = trainer.checkpointer.parts(task)
+        refuse_not_finite([task], (), trainer.progress.step, path)
         hooked = trainer.checkpointer.call_save_hooks(task, state["progress"], weights_only)
-        if weights_only and hooked.added:
-            parts[ADDED] = hooked.added
-        with trainer.checkpointer.applying(hooked, task):
+        with trainer.checkpointer.applying(hooked, task, weights_only) as parts:
             frozen = accelerator.checkpointer.find_frozen(self._alone) if trainable_only else ()
-            files = snapshot.collect(accelerator, path, parts, weights_only=True, frozen=frozen)
+            files = content.collect(accelerator, path, parts, weights_only=True, frozen=frozen)
         if not weights_only:
-            files |= snapshot.encode_optimizers(accelerator)
+            files |= content.encode_optimizers(accelerator)
             shared = state["shared"]
             metrics = shared["registered"]["metrics"]
             shared["registered"]["metrics"] = {
@@ -208,14 +204,14 @@ class LastStep:
             shared["scaler"] = None if accelerator.scaler is None else accelerator.scaler.state_dict()
             shared["registered"]["callbacks"]["added"] = hooked.added
             files |= encode_part(STATE, shared)
-            files |= snapshot.encode_rank_state(0, state["random"], [])
+            files |= content.encode_rank_state(0, state["random"], [])
         # It lacks the other processes' state, so a resume treats it as that of one process.
-        info = {**snapshot.run_metadata(accelerator), **trainer.checkpointer.info(state["progress"], task)}
+        info = {**content.run_metadata(accelerator), **trainer.checkpointer.info(state["progress"], task)}
         info |= {"world_size": 1, "saved_by": accelerator.num_processes}
         make_save = None
         if trainer.checkpointer.is_one_file(form, [str(path)]):
             make_save = trainer.checkpointer.choose_save(hooked, files, frozen[0] if frozen else ())
-        snapshot.write_and_commit(self._alone, path, files, info, make_save=make_save)
+        store.write_and_commit(self._alone, path, files, info, make_save=make_save)
 
 
 def _copy_options(group: dict[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from numpy import ndarray
 from torch import Tensor
 
 from ...callbacks import Callback
-from ...common.messages import abbreviate, warn
-from ...common.remote_path import AnyPath, absolute
+from ...common.messages import warn
+from ...common.remote_path import absolute
 from ...engine import isolated_random_state, random_state
 from ...engine.checkpoint import (
     ADDED,
@@ -29,7 +29,6 @@ from ...engine.checkpoint import (
     Save,
     TrainerStates,
     encode,
-    find_not_finite,
     lay_out,
     load_into_memory,
     model_part,
@@ -49,9 +48,8 @@ from ..core import (
 )
 from ..loop import Hooks
 from . import run_identity
-from .checkpoint_dict import DictSave
 from .checkpoint_io import CheckpointIO, TorchCheckpointIO
-from .lightning_layout import finish_document, make_document
+from .lightning_layout import DictSave, finish_document, make_document
 
 if TYPE_CHECKING:
     from ..core import TaskModule
@@ -167,10 +165,7 @@ class TrainerCheckpointer:
             weights_only = True
         with accelerator.world.together():
             hooked = self.call_save_hooks(task, trainer.progress, weights_only)
-        parts = self.parts(task)
-        if weights_only and hooked.added:
-            parts[ADDED] = hooked.added  # otherwise it is among the callbacks' states
-        with trainer.history.spending("checkpoints"), self.applying(hooked, task):
+        with trainer.history.spending("checkpoints"), self.applying(hooked, task, weights_only) as parts:
             accelerator.checkpointer.save_state(
                 path,
                 info=self.info(trainer.progress, task),
@@ -230,20 +225,6 @@ class TrainerCheckpointer:
             asked = "format='file'" if self.plugin is None else f"the plugin {type(self.plugin).__name__}"
             raise ValueError(f"{asked} cannot save this checkpoint, because {reason}. Use format=None or 'directory'.")
         return (form != "directory" or self.plugin is not None) and not reason
-
-    def refuse_broken_weights(self, task: TaskModule, path: AnyPath) -> None:
-        """Raise a ValueError if this process's shard of the weights contains NaN, or infinity in a trained parameter.
-
-        Args:
-            task: Task to check.
-            path: Path of the checkpoint, for the message.
-        """
-        if names := find_not_finite(task):
-            raise ValueError(
-                f"{abbreviate(names, 3)} contain{'s' * (len(names) == 1)} NaN or infinity after optimizer step "
-                f"{self._trainer.progress.step}, so {path} is not saved. Resume from an earlier checkpoint with a "
-                "lower learning rate or with gradient_clip_val."
-            )
 
     def info(self, progress: Progress, task: TaskModule) -> dict[str, Any]:
         """Return the counters, the task's class and the hyperparameters that a checkpoint's manifest records.
@@ -408,13 +389,19 @@ class TrainerCheckpointer:
         return self.call_save_hooks(trainer.task, trainer.progress, weights_only).document()
 
     @contextmanager
-    def applying(self, hooked: HookedState, task: TaskModule) -> Iterator[None]:
+    def applying(self, hooked: HookedState, task: TaskModule, weights_only: bool) -> Iterator[dict[str, Any]]:
         """Apply the hooks' entries and weights to the checkpoint that is saved inside this context manager.
+
+        Its value are the parts that the Trainer adds to the checkpoint; see `parts`.
 
         Args:
             hooked: Result of `call_save_hooks`.
             task: Task to save.
+            weights_only: Whether what is needed only to resume is omitted.
         """
+        parts = self.parts(task)
+        if weights_only and hooked.added:
+            parts[ADDED] = hooked.added  # otherwise it is among the callbacks' states
 
         def replace(module: Any, current: dict[str, Any], prefix: str, local_metadata: Any) -> None:
             assert hooked.weights is not None
@@ -424,7 +411,7 @@ class TrainerCheckpointer:
         handle = None if hooked.weights is None else task.register_state_dict_post_hook(replace)
         self._added = hooked.added
         try:
-            yield
+            yield parts
         finally:
             self._added = None
             if handle is not None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .datamodule import DataHooks, DataModule
     from .hooked_weights import HookDict, HookedWeights
     from .hooks import TaskHooks
+    from .hparams import AttributeDict
     from .loading import (
         copy_added_objects,
         load_checkpoint,
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
         warn_of_code,
     )
     from .signatures import REQUIRED, Argument, Signature, described, signature
-    from .stored_hparams import AttributeDict
     from .task import TaskModule, has_own, log_to, overrides, task_modules
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -34,8 +34,8 @@ from ...engine.checkpoint import (
 from ...engine.weights import Opened, Source, TorchFile, View, check_extent, load, open_source
 from .cli_hparams import CLASS_PATH, INSTANTIATOR, instantiate_module
 from .hooked_weights import HookDict, HookedWeights
+from .hparams import CannotRebuild, readable, rebuild
 from .signatures import Argument, signature
-from .stored_hparams import CannotRebuild, readable, rebuild
 
 if TYPE_CHECKING:
     from .task import TaskModule

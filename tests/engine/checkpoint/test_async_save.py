@@ -11,8 +11,8 @@ import torch
 from support.processes import run, script
 from torch import nn
 from treadle.engine.checkpoint import async_save, filesystem
+from treadle.engine.checkpoint.content import select_optimizer_files
 from treadle.engine.checkpoint.filesystem import TensorFile
-from treadle.engine.checkpoint.save import select_optimizer_files
 from treadle.engine.checkpoint.store import CheckpointStore, verify
 from treadle.strategies import DDP, FSDP
 

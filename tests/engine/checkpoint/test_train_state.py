@@ -10,7 +10,7 @@ from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint
-from treadle.engine.checkpoint import save
+from treadle.engine.checkpoint import content
 from treadle.engine.checkpoint.train_state import (
     CallbackStates,
     OptimizerState,
@@ -88,8 +88,8 @@ def test_another_form_is_refused_by_name(tmp_path, form, value, said):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_new_entry_of_the_state_is_added_in_one_place(tmp_path, monkeypatch, fails):
-    collect = save.collect_train_state
-    monkeypatch.setattr(save, "collect_train_state", lambda *args, **options: collect(*args, **options) | {"new": 3})
+    collect = content.collect_train_state
+    monkeypatch.setattr(content, "collect_train_state", lambda *args, **options: collect(*args, **options) | {"new": 3})
     with pytest.raises(ArithmeticError) if fails else contextlib.nullcontext():
         fit(tmp_path, fails)
     (path,) = tmp_path.glob("*.ckpt")

@@ -19,7 +19,7 @@ from treadle.callbacks import (
     WeightAveraging,
     averaged_weights,
 )
-from treadle.engine.checkpoint.manifest import read_manifest
+from treadle.engine.checkpoint.parts import read_manifest
 
 import treadle
 

@@ -236,7 +236,7 @@ class Runs:
 
 def test_a_checkpoint_does_not_choose_what_is_built(tmp_path):
     from treadle.engine.checkpoint.json_codec import Record
-    from treadle.trainer.core.stored_hparams import CannotRebuild, rebuild
+    from treadle.trainer.core.hparams import CannotRebuild, rebuild
 
     for name in (f"{__name__}:Runs", "subprocess:Popen", "antigravity:x"):
         for kind in ("dataclass", "enum", "mapping", "DictConfig", "other"):
@@ -255,7 +255,7 @@ def test_a_checkpoint_does_not_choose_what_is_built(tmp_path):
 def test_no_text_of_a_checkpoint_is_a_reference(tmp_path):
     """`OmegaConf.register_new_resolver("eval", eval)` is common, and would run what a checkpoint says."""
     from treadle.engine.checkpoint.json_codec import Record
-    from treadle.trainer.core.stored_hparams import rebuild
+    from treadle.trainer.core.hparams import rebuild
 
     seen = []
     OmegaConf.register_new_resolver("treadle_test", lambda text: seen.append(text) or "run", replace=True)

@@ -14,11 +14,10 @@ from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.serialization import config
-from treadle.engine.checkpoint import OpenCheckpoint, filesystem, is_checkpoint, store
+from treadle.engine.checkpoint import OpenCheckpoint, filesystem, is_checkpoint, one_file, store
 from treadle.engine.checkpoint.filesystem import TensorFile
-from treadle.engine.checkpoint.manifest import Manifest
-from treadle.engine.checkpoint.one_file import contents, zip_format
-from treadle.engine.checkpoint.one_file.contents import _Pickler, lay_out, write
+from treadle.engine.checkpoint.one_file import _Pickler, lay_out, write
+from treadle.engine.checkpoint.parts import Manifest
 from treadle.trainer.checkpointing import lightning_layout
 
 import treadle
@@ -190,7 +189,7 @@ def test_what_is_added_to_it_is_found(saved, tmp_path):
 def forge(path, files, document):
     """Write a file with valid digests, whose sides need not name the same weights."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contents, "_take_weights", lambda state, files: state)
+        patch.setattr(one_file, "_take_weights", lambda state, files: state)
         layout = lay_out(files, document)
     write(path, layout, files, lambda entries, records: Manifest.build(entries, {}, 1, records=records).to_json())
 
@@ -227,7 +226,7 @@ def deceive(path, monkeypatch, change):
 
 def hidden_pickle(patch):
     """The pickle that torch reads is in no record."""
-    write_all = zip_format.ZipWriter.add
+    write_all = one_file.ZipWriter.add
 
     def add(self, name, size, pieces):
         entry = write_all(self, name, size, pieces)
@@ -236,14 +235,14 @@ def hidden_pickle(patch):
             self._gaps.update(b"".join(map(bytes, pieces)))
         return entry
 
-    patch.setattr(zip_format.ZipWriter, "add", add)
+    patch.setattr(one_file.ZipWriter, "add", add)
 
 
 def other_place(patch):
     """The zip file's directory leads torch to other bytes than the manifest."""
-    make = zip_format.make_directory_entry
+    make = one_file.make_directory_entry
     patch.setattr(
-        zip_format,
+        one_file,
         "make_directory_entry",
         lambda path, crc, size, start: make(path, crc, size, start + 64 * path.endswith(b"data/0")),
     )
@@ -251,12 +250,12 @@ def other_place(patch):
 
 def other_order(patch):
     """torch would swap the bytes of each number."""
-    patch.setitem(contents.CONSTANTS, "byteorder", b"big")
+    patch.setitem(one_file.CONSTANTS, "byteorder", b"big")
 
 
 def more_records(patch):
     """torch would take the file for a TorchScript module."""
-    patch.setitem(contents.CONSTANTS, "constants.pkl", b"")
+    patch.setitem(one_file.CONSTANTS, "constants.pkl", b"")
 
 
 @pytest.mark.parametrize("change", [hidden_pickle, other_place, other_order, more_records])
@@ -401,7 +400,7 @@ class Sparse(io.RawIOBase):
 
 @pytest.mark.exhaustive
 def test_records_beyond_four_gigabytes(tmp_path):
-    from treadle.engine.checkpoint.one_file.zip_format import MANIFEST_RECORD, read_tail, take_manifest
+    from treadle.engine.checkpoint.one_file import MANIFEST_RECORD, read_tail, take_manifest
 
     path, zeros = tmp_path / "large", memoryview(bytes(2**22))
     stream = io.BytesIO()
@@ -415,7 +414,7 @@ def test_records_beyond_four_gigabytes(tmp_path):
 
     _Pickler(stream, Find()).dump({"large": tensor, "after": torch.empty(3, device="meta")})
     sparse = Sparse(path)
-    writer = zip_format.ZipWriter(sparse)
+    writer = one_file.ZipWriter(sparse)
     writer.add("data.pkl", len(stream.getvalue()), [stream.getvalue()])
     for name, text in ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")):
         writer.add(name, len(text), [text])

@@ -14,15 +14,15 @@ from ...common.messages import abbreviate, announce, format_count, warn
 from ...common.remote_path import AnyPath, absolute
 from ...strategies import World
 from ...strategies.distributed import cut_like, is_sharded
-from ..optim import LoadedOptimizer, PreparedScheduler, optimizer_state, resume_options
+from ..optim import LoadedOptimizer, PreparedOptimizer, PreparedScheduler, optimizer_state, resume_options
 from ..parameter_names import strip_compile_prefix
 from ..rng import isolated_random_state, set_random_state
 from . import model_check
+from .content import list_scheduler_kinds, run_metadata, sort_loaders
 from .filesystem import RESTORE
-from .manifest import Manifest
 from .open_checkpoint import OpenCheckpoint
+from .parts import Manifest
 from .safetensors_file import Stored
-from .save import list_scheduler_kinds, run_metadata, sort_loaders
 from .train_state import (
     OptimizerState,
     RankState,
@@ -47,7 +47,7 @@ _OF_SCHEDULERS: tuple[Literal["schedulers", "scheduler_kinds", "steps_since", "s
 )
 
 
-def load(
+def restore(
     accelerator: Accelerator,
     opened: OpenCheckpoint,
     *,
@@ -88,12 +88,15 @@ def load(
     with _read_together(world, opened):
         weights = _select_fitting_weights(accelerator, opened, chosen, strict)
         if shared is not None:
-            optimizers = _select_fitting_optimizers(accelerator, opened, exactly)
+            optimizers = _select_fitting_optimizers(
+                accelerator.optimizers, accelerator.unwrapped_models, opened, exactly
+            )
             shared = cast(TrainState, load_into_memory(shared, {"registered": layouts}, {}))
             _choose_schedule(accelerator, opened.path, optimizers, shared, schedule)
-            _check_loaders(accelerator, shared)
+            for loader, saved in zip(_list_loaders(accelerator, False), shared["loaders"], strict=False):
+                loader.check(saved)
             if accelerator.process_index < manifest.world_size:  # a rank that was not saved keeps its own state
-                of_rank = _read_rank_state(accelerator, opened)
+                of_rank = _read_rank_state(accelerator.process_index, opened)
     _check_frozen(accelerator, opened, chosen, strict)
     for model, values, fully in weights:
         accelerator.strategy.load_model_state(model, values, fully)
@@ -102,12 +105,11 @@ def load(
         _load_training(accelerator, manifest, shared, of_rank, optimizers)
         resume_options.hold(accelerator, optimizers, shared, script=schedule == "script")
     accelerator.accumulation.drop_gradients()
-    return _finish_epoch(accelerator, manifest.info) if state and finish_epoch else manifest.info
+    return _finish_epoch(_list_loaders(accelerator, False), manifest.info) if state and finish_epoch else manifest.info
 
 
-def _finish_epoch(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:
+def _finish_epoch(loaders: list[Loader], info: dict[str, Any]) -> dict[str, Any]:
     """Start the next epoch if the state was saved after the last batch of one; return the updated info."""
-    loaders = _list_training_loaders(accelerator)
     epochs = [loader.epoch for loader in loaders]
     with isolated_random_state():  # so that an empty pass does not change what the process draws next
         finished = [loader.finish_epoch() for loader in loaders]
@@ -173,10 +175,11 @@ def _open_checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict
     """Check the state that all ranks share against this run, and return it without reading its tensors."""
     shared = open_train_state(opened)
     _check_counts(accelerator, shared, opened, strict, asked)
-    _check_kinds(accelerator, shared, opened.path, strict)
-    _warn_batches_changed(accelerator, opened.manifest)
-    if strict:
-        _warn_dtypes_changed(accelerator, opened)
+    _check_kinds(accelerator.schedulers, set(accelerator.checkpointer.registered), shared, opened.path, strict)
+    current = run_metadata(accelerator)
+    _warn_batches_changed(current, opened.manifest.info)
+    if strict and opened.manifest.info.get("precision") == current["precision"]:  # otherwise it has just warned
+        _warn_dtypes_changed(accelerator.unwrapped_models, current["models"], opened)
     return shared
 
 
@@ -260,21 +263,16 @@ def load_into_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor])
     return saved
 
 
-def _read_rank_state(accelerator: Accelerator, opened: OpenCheckpoint) -> RankState:
-    path, name = opened.path, rank_part(accelerator.process_index)
+def _read_rank_state(rank: int, opened: OpenCheckpoint) -> RankState:
+    path, name = opened.path, rank_part(rank)
     state = check_form(RankState, opened.read_part(name), path, name)
     if not all(isinstance(values, dict) for values in state["buffers"]):
         raise ValueError(f"{path}: part {name!r} is damaged: the items of 'buffers' are not dicts. {RESTORE}")
     return state
 
 
-def _list_training_loaders(accelerator: Accelerator) -> list[Loader]:
-    return [loader for loader in accelerator.loaders if not loader.evaluation]
-
-
-def _check_loaders(accelerator: Accelerator, shared: TrainState) -> None:
-    for loader, saved in zip(_list_training_loaders(accelerator), shared["loaders"], strict=False):
-        loader.check(saved)
+def _list_loaders(accelerator: Accelerator, evaluation: bool) -> list[Loader]:
+    return [loader for loader in accelerator.loaders if loader.evaluation == evaluation]
 
 
 def _load_buffers(accelerator: Accelerator, manifest: Manifest, saved: list[dict[str, Tensor]]) -> None:
@@ -328,13 +326,15 @@ def _check_frozen(
             model_check.check_frozen(current, saved, opened.path, exactly)
 
 
-def _select_fitting_optimizers(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool) -> list[LoadedOptimizer]:
+def _select_fitting_optimizers(
+    optimizers: list[PreparedOptimizer], models: list[nn.Module], opened: OpenCheckpoint, strict: bool
+) -> list[LoadedOptimizer]:
     """Return the state to load into each optimizer. Without ``strict``, an optimizer of another class is skipped."""
     loads, path = [], opened.path
-    for number, prepared in enumerate(accelerator.optimizers):
+    for number, prepared in enumerate(optimizers):
         optimizer = prepared.optimizer
         saved = _merge_optimizer_state(opened, number)
-        names = optimizer_state.name_parameters(optimizer, accelerator.unwrapped_models)
+        names = optimizer_state.name_parameters(optimizer, models)
         if lines := optimizer_state.list_differences(saved, optimizer, names):
             text = f"{path} was saved with a different optimizer:\n  " + abbreviate(lines, 30, "\n  ")
             if strict:
@@ -424,13 +424,13 @@ def _check_counts(
         raise ValueError(f"{path}: part 'state' is damaged: some schedulers are missing. {RESTORE}")
 
 
-def _check_kinds(accelerator: Accelerator, state: TrainState, path: AnyPath, strict: bool) -> None:
-    """Check that schedulers have the saved classes, and that the same objects are registered."""
-    kinds = list_scheduler_kinds(accelerator.schedulers)
+def _check_kinds(schedulers: list[Any], names: set[str], state: TrainState, path: AnyPath, strict: bool) -> None:
+    """Check that schedulers have the saved classes, and that objects with the same ``names`` are registered."""
+    kinds = list_scheduler_kinds(schedulers)
     pairs = zip(kinds, state["scheduler_kinds"], strict=False)
     lines = [f"scheduler: {old} in the checkpoint, {new} in this run" for new, old in pairs if new != old]
     registered = state["registered"]
-    if missing := sorted(set(accelerator.checkpointer.registered) - set(registered)):
+    if missing := sorted(names - set(registered)):
         lines.append(
             f"registered objects: {', '.join(registered) or 'none'} in the checkpoint, which lacks {', '.join(missing)}"
         )
@@ -439,12 +439,12 @@ def _check_kinds(accelerator: Accelerator, state: TrainState, path: AnyPath, str
         if strict:
             raise ValueError(f"{text}\n{model_check.TO_LOAD_WHAT_FITS}")
         warn(f"{text}\nState that does not fit is not restored.")
-    if left := sorted(set(registered) - set(accelerator.checkpointer.registered)):
+    if left := sorted(set(registered) - names):
         warn(f"{path} contains state for {', '.join(left)}, which this run has not registered. This state is ignored.")
 
 
-def _warn_batches_changed(accelerator: Accelerator, manifest: Manifest) -> None:
-    current, saved = run_metadata(accelerator), manifest.info
+def _warn_batches_changed(current: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Warn if the precision or the batch size differ between the metadata of this run and of the saved one."""
     if saved.get("precision", current["precision"]) != current["precision"]:
         old, new = saved["precision"], current["precision"]
         warn(f"the checkpoint was saved with precision={old!r}, but this run uses {new!r}, so the results will differ.")
@@ -462,13 +462,11 @@ def _warn_batches_changed(accelerator: Accelerator, manifest: Manifest) -> None:
         )
 
 
-def _warn_dtypes_changed(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
-    current, saved = run_metadata(accelerator), opened.manifest.info
-    if saved.get("precision") != current["precision"]:
-        return  # `_warn_batches_changed` has already warned about it
-    for number, model in enumerate(accelerator.unwrapped_models):
-        fingerprints = saved.get("models")
-        unchanged = isinstance(fingerprints, list) and fingerprints[number : number + 1] == [current["models"][number]]
+def _warn_dtypes_changed(models: list[nn.Module], current: list[str], opened: OpenCheckpoint) -> None:
+    """Warn if weights were saved in other dtypes. ``current`` holds the fingerprints of the models."""
+    for number, model in enumerate(models):
+        fingerprints = opened.manifest.info.get("models")
+        unchanged = isinstance(fingerprints, list) and fingerprints[number : number + 1] == [current[number]]
         if not unchanged and opened.has(model_part(number)):
             stored = opened.open_part(model_part(number))
             model_check.warn_dtypes_changed(model, _restore_compiled_names(model.state_dict(), stored), opened.path)
@@ -491,10 +489,9 @@ def _load_schedulers(accelerator: Accelerator, state: TrainState, manifest: Mani
 def _load_shared_state(accelerator: Accelerator, state: TrainState, manifest: Manifest) -> None:
     _load_schedulers(accelerator, state, manifest)
     accelerator.accumulation.counts_calls = state["counts_calls"]  # before the loaders form groups
-    evaluation = [loader for loader in accelerator.loaders if loader.evaluation]
-    for loader, saved in zip(_list_training_loaders(accelerator), state["loaders"], strict=False):
+    for loader, saved in zip(_list_loaders(accelerator, False), state["loaders"], strict=False):
         loader.load_state_dict(saved)
-    for loader, saved in zip(evaluation, state["evaluation_loaders"], strict=False):
+    for loader, saved in zip(_list_loaders(accelerator, True), state["evaluation_loaders"], strict=False):
         loader.load_state_dict(saved)
     for model, order in zip(accelerator.models, state["reduction_orders"], strict=True):
         accelerator.strategy.take_reduction_order(model, order)

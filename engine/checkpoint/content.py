@@ -1,18 +1,15 @@
-"""Saving of a checkpoint: checks, collection of its content, and the commit."""
+"""Content of a checkpoint: what may be saved, and the collection of the state of all prepared objects."""
 
 from __future__ import annotations
 
 import copy
-import errno
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ...common.messages import abbreviate, name_type, warn
 from ...common.remote_path import AnyPath, RemotePath
@@ -23,11 +20,9 @@ from ..metrics import metric_state
 from ..optim import PreparedScheduler, optimizer_state
 from ..parameter_names import make_view_key, strip_compile_prefix
 from ..rng import random_state
-from . import filesystem, model_check, store
+from . import model_check, store
 from .json_codec import decode, encode
-from .parts import Files, TensorFile, encode_part, estimate_size
-from .remote import Upload
-from .store import DiskSave, Save
+from .parts import Files, TensorFile, encode_part
 from .train_state import (
     STATE,
     OptimizerState,
@@ -121,11 +116,11 @@ def check_places(call: str, places: Mapping[str, Any], also: Any) -> None:
             )
 
 
-def check(accelerator: Accelerator, targets: list[AnyPath], parts: dict[str, Any], weights_only: bool) -> None:
-    """Check that a checkpoint can be saved: part names, and finite values.
+def check_part_names(parts: dict[str, Any]) -> None:
+    """Check the names of the parts that a user adds to a checkpoint.
 
     Raises:
-        ValueError: If a part's name is reserved, or values are not finite.
+        ValueError: If a name is reserved.
         TypeError: If ``parts`` is not a dict of states by name.
     """
     if not isinstance(parts, Mapping) or not all(isinstance(name, str) for name in parts):
@@ -137,37 +132,6 @@ def check(accelerator: Accelerator, targets: list[AnyPath], parts: dict[str, Any
                 "optimizer, optimizer-*, extra-*, rank-*, state, manifest, unfinished). Choose another name, such as "
                 f"'my_{name}'."
             )
-    _refuse_not_finite(accelerator, targets[0], weights_only)
-
-
-def _refuse_not_finite(accelerator: Accelerator, target: AnyPath, weights_only: bool) -> None:
-    """Raise a ValueError if this process's weights or optimizer states contain values that must not be saved."""
-    models = accelerator.unwrapped_models
-    bad = [name for model in models for name in model_check.find_not_finite(model)]
-    if not weights_only:
-        names: dict[Tensor, str] = {
-            p: strip_compile_prefix(name) for model in models for name, p in model.named_parameters()
-        }
-        for prepared in accelerator.optimizers:
-            bad += model_check.find_not_finite_states(prepared.optimizer, names)
-    if bad:
-        raise ValueError(
-            f"{abbreviate(bad, 3)} {'contains' if len(bad) == 1 else 'contain'} NaN or infinity after optimizer "
-            f"step {accelerator.steps}, so {target} is not saved. Earlier checkpoints are kept. Lower the learning "
-            "rate or clip the gradients, and resume from an earlier checkpoint or start again."
-        )
-
-
-@contextmanager
-def discard_on_failure(accelerator: Accelerator, target: AnyPath) -> Iterator[None]:
-    """Return a context that deletes, on rank zero, the files that hooks wrote for ``target`` if the block fails."""
-    try:
-        yield
-    except BaseException:
-        if accelerator.checkpointer.save_hooks and accelerator.is_main_process:
-            with suppress(OSError):  # a remainder is deleted at the next start
-                store.discard(target)
-        raise
 
 
 class ErrorCollector:
@@ -217,7 +181,11 @@ def collect(
     for number, (model, state) in enumerate(zip(accelerator.models, weights, strict=True)):
         with errors:
             left_out = frozen[number] if frozen else {}
-            files |= {} if state is None else _collect_model_files(accelerator, number, model, state, left_out)
+            files |= (
+                {}
+                if state is None
+                else _collect_model_files(rank, number, accelerator.strategy.unwrap(model), state, left_out)
+            )
     for name, content in parts.items():
         with errors:
             files |= encode_part(name, content, rank)
@@ -229,22 +197,20 @@ def collect(
             files |= encode_part(STATE, _collect_shared_state(accelerator), rank)
         with errors:
             has_rank_buffers = rank > 0 and accelerator.strategy.has_rank_buffers
-            files |= encode_rank_state(
-                rank, collect_rank_random_state(accelerator), _collect_buffers(accelerator) if has_rank_buffers else []
-            )
+            buffers = _collect_buffers(accelerator.unwrapped_models) if has_rank_buffers else []
+            files |= encode_rank_state(rank, collect_rank_random_state(accelerator.loaders), buffers)
     errors.raise_first()
-    if not weights_only:
-        _warn_unsaved(accelerator, files)
+    if not weights_only and not accelerator.checkpointer.save_hooks:  # a hook may write them
+        _warn_unsaved(accelerator.unwrapped_models, [p.optimizer for p in accelerator.optimizers], files)
     return files
 
 
 def _collect_model_files(
-    accelerator: Accelerator, number: int, model: nn.Module, weights: dict[str, Any], frozen: Mapping[str, str]
+    rank: int, number: int, model: nn.Module, weights: dict[str, Any], frozen: Mapping[str, str]
 ) -> Files:
-    """Return the files of one model that this process writes."""
-    rank = accelerator.process_index
+    """Return the files of one unwrapped model that this process writes."""
     tensors, extra = _split_tensors({name: value for name, value in weights.items() if name not in frozen})
-    notes = model_check.make_notes(accelerator.strategy.unwrap(model))
+    notes = model_check.make_notes(model)
     if frozen:
         notes |= model_check.make_frozen_note(frozen)
     files = encode_part(model_part(number), tensors, rank, notes)
@@ -271,12 +237,10 @@ def encode_optimizers(accelerator: Accelerator) -> Files:
     return files
 
 
-def _warn_unsaved(accelerator: Accelerator, files: Files) -> None:
+def _warn_unsaved(models: list[nn.Module], optimizers: list[Optimizer], files: Files) -> None:
     """Warn about parameters that an optimizer updates but that are not saved in any file."""
-    models = accelerator.unwrapped_models
-    optimizers = [prepared.optimizer for prepared in accelerator.optimizers]
     unknown = {id(p): p for optimizer in optimizers for p in optimizer_state.find_unowned_parameters(optimizer, models)}
-    if not unknown or accelerator.checkpointer.save_hooks:  # a hook may write them
+    if not unknown:
         return
     written = [content for content in files.values() if isinstance(content, TensorFile)]
     saved = {make_view_key(tensor) for content in written for tensor in content.tensors.values()}
@@ -295,9 +259,9 @@ def select_optimizer_files(files: Files) -> set[str]:
     return {name for name in files if name.partition(".")[0] == first or name.startswith(f"{first}-")}
 
 
-def collect_rank_random_state(accelerator: Accelerator) -> RandomState:
+def collect_rank_random_state(loaders: list[Loader]) -> RandomState:
     """Return this process's RNG state, and the state of each dataloader on this process; see `Loader.reading_state`."""
-    readers = [loader.reading_state() for loader in sort_loaders(accelerator.loaders)]
+    readers = [loader.reading_state() for loader in sort_loaders(loaders)]
     return cast(RandomState, {**random_state(), "loaders": readers})
 
 
@@ -314,98 +278,13 @@ def encode_rank_state(rank: int, random: RandomState, buffers: list[dict[str, Te
     return encode_part(rank_part(rank), RankState(random=random, buffers=buffers))
 
 
-def _collect_buffers(accelerator: Accelerator) -> list[dict[str, Tensor]]:
+def _collect_buffers(models: list[nn.Module]) -> list[dict[str, Tensor]]:
     """Return each model's persistent buffers on this process, except sharded ones."""
-    states = [model.state_dict() for model in accelerator.unwrapped_models]
+    states = [model.state_dict() for model in models]
     return [
         {strip_compile_prefix(name): b for name, b in model.named_buffers() if name in state and not is_sharded(b)}
-        for model, state in zip(accelerator.unwrapped_models, states, strict=True)
+        for model, state in zip(models, states, strict=True)
     ]
-
-
-def write_and_commit(
-    world: World,
-    target: AnyPath,
-    files: Files,
-    info: dict[str, Any],
-    others: bool = False,
-    make_save: Callable[[Path, str], Save] | None = None,
-) -> None:
-    """Write the files of `collect`, wait for all processes, and commit the checkpoint. Call it on all ranks.
-
-    ``make_save`` makes the `Save` for a target and the name of its writer. The default writes a directory or uploads.
-
-    If a disk operation or a request to the store fails, an earlier checkpoint remains, unless the store's response to
-    the commit was lost. If someone deletes the directory during the save, it is created and written again, once.
-    """
-    error, is_deleted = _try_to_commit(world, target, files, info, others, make_save)
-    if any(world.gather_objects(is_deleted)) and not others:
-        error, _ = _try_to_commit(world, target, files, info, others, make_save)
-    world.raise_together(error)
-
-
-def _try_to_commit(
-    world: World,
-    target: AnyPath,
-    files: Files,
-    info: dict[str, Any],
-    others: bool,
-    make_save: Callable[[Path, str], Save] | None,
-) -> tuple[Exception | None, bool]:
-    """Return the error of this process, if any, and whether the reason is that its files have been deleted."""
-    entries: dict[str, Any] = {}
-    error: Exception | None = None
-    # Before the block below, whose errors are raised together.
-    name = world.broadcast(identify_process() if isinstance(target, Path) else Upload.new_folder())
-    save: Save = (make_save or DiskSave)(target, name) if isinstance(target, Path) else Upload(target, name)
-    try:
-        if others and (clashing := [name for name in files if os.path.lexists(save.staging / name)]):
-            raise ValueError(
-                f"a save_state pre-hook wrote {clashing[0]}, but this name is reserved for the checkpoint's own file. "
-                "Use another name."
-            )
-        entries = save.write(files)
-    except Exception as caught:
-        error = _explain_error(caught, target, files)
-    of_ranks = world.gather_objects((entries, error is None))
-    if world.is_main:
-        try:
-            if all(written for _, written in of_ranks):
-                merged = {name: entry for written, _ in of_ranks for name, entry in written.items()}
-                save.commit(merged, info, others)
-        except Exception as caught:
-            error = error or _explain_error(caught, target, files)
-    is_deleted = (
-        isinstance(error, FileNotFoundError | ValueError)
-        and isinstance(target, Path)
-        and bool(files)
-        and not os.path.lexists(save.staging)
-    )
-    with suppress(OSError):  # a remainder is deleted at the next start
-        save.discard(world.is_main)  # nothing of the commit remains
-    return error, is_deleted
-
-
-def _explain_error(error: Exception, target: AnyPath, files: Files) -> Exception:
-    """Return an error with the reason or the required bytes if the disk refuses the files, or the error itself."""
-    if not isinstance(error, OSError):
-        return error
-    if isinstance(target, Path) and (reason := filesystem.explain_refusal(target.parent, error)) != error.strerror:
-        text = f"can't save {target}: {reason}. Earlier checkpoints are kept. Delete or move files, or save elsewhere."
-        return OSError(error.errno, text)
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return error
-    needed = f"This process needs {sum(estimate_size(content) for content in files.values()):,} bytes"
-    folder = store.get_staging_path(target)
-    with suppress(OSError):
-        existing = next(parent for parent in folder.parents if os.path.exists(parent))
-        needed += f", but only {shutil.disk_usage(existing).free:,} are free"
-    fix = "Free some space, or save to a larger disk"
-    if isinstance(target, RemotePath):
-        needed += f" in {folder.parent.parent}, where the files are assembled"
-        fix = "Set TMPDIR to a folder on a larger disk"
-    text = f"can't save {target}: {error.strerror}. {needed}. Earlier checkpoints are kept. {fix}."
-    return OSError(error.errno, text)
 
 
 def _collect_weights(accelerator: Accelerator, target: AnyPath, errors: ErrorCollector) -> list[dict[str, Any] | None]:

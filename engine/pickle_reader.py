@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ....common.messages import name_type
+from ..common.messages import name_type
 
 # 30,000 tensors with their optimizer's state take about 2.5 million, which are read in at most 5 s.
 MAX_OPCODES = 3_000_000
