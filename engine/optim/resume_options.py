@@ -15,8 +15,8 @@ from ...common.messages import announce, format_count, warn
 from ...common.remote_path import AnyPath
 from ...common.validation import choose
 from ..checkpoint import TrainState
+from .accumulation import PreparedOptimizer
 from .optimizer_state import BuiltSchedule, State, to_plain
-from .prepared_optimizer import PreparedOptimizer
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
