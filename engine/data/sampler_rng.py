@@ -39,8 +39,8 @@ class CopiedStream(RandomStream):
 
     def take(self) -> Draw:
         """Return the draws since the last call."""
-        before, self._taken = self._taken, self.state
-        return Draw(before, self._taken)
+        start, self._taken = self._taken, self.state
+        return Draw(start, self._taken)
 
 
 class Draws:
@@ -106,7 +106,7 @@ class Draws:
         """Restore the generators that belong to the loader."""
         load_states(self.private, states)
 
-    def agree(self, world: World) -> None:
+    def copy_rank_zero(self, world: World) -> None:
         """Copy rank zero's private generators to all ranks, so that they draw the same order. Call it on all ranks."""
         if self.private:
             self.load_private(world.broadcast(self.private_states()))
@@ -133,15 +133,15 @@ class Draws:
 
         ``state`` is a state returned by `read_host_state`; None keeps the current state.
         """
-        before = self.read_host_state()
+        current = self.read_host_state()
         try:
             if state is not None:
                 set_host_state(state["stream"])
                 self.load_private(state["generators"])
             yield
         finally:
-            set_host_state(before["stream"])
-            self.load_private(before["generators"])
+            set_host_state(current["stream"])
+            self.load_private(current["generators"])
 
     def difference(self, state: dict[str, Any]) -> str:
         """Return the reason why a saved state does not fit these sources; "" if it fits."""

@@ -40,14 +40,14 @@ class _Group:
         unweighted: Whether some micro-batch had no such weight.
         total: Sum of ``weight`` over all processes, once the gradients have been divided by it.
         entered: Number of the batch for which a user-defined loop called `accumulate` last; see `Cursor`.
-        loss_before: The last loss before that call.
+        loss_at_entry: The last loss before that call.
         entries: Number of batches of the loader's group for which it was called; 0 after the last one.
     """
 
     def __init__(self, models: tuple[nn.Module, ...]) -> None:
         self.models = models
         self.entered, self.entries = -1, 0
-        self.loss_before: Any = None
+        self.loss_at_entry: Any = None
         self.forget()
 
     def forget(self) -> None:
@@ -90,7 +90,8 @@ class Accumulation:
         adapt_closure: Function that is called with the wrapped optimizer and a closure before each step with a closure,
             and returns the closure to use. None to use the closure as it is.
         check_models: Function that is called once with models that are passed to `accumulate`.
-        missing: Number of samples in those batches of the group that were None. `agree` adds up all processes' numbers.
+        missing: Number of samples in those batches of the group that were None. `exchange_votes` adds up the numbers of
+            all processes.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Accumulation:
         self._factor: float | None = None  # of the losses of the current micro-batch; None: the loader's, or 1 / k
         self._correction = 1.0  # of the gradients after the next backward pass
         self._skip_correction = 1.0  # the same, if a loop has skipped micro-batches of the loader's group
-        self._steps_before = 0
+        self._resumed_steps = 0
         self._entered: Micro | None = None  # the last micro-batch that a user-defined loop used
         self._entered_number = 0  # its number, because equal groups share their facts
         self._entered_scale = 0.0  # the sum of the scales of the micro-batches used in this group
@@ -168,16 +169,16 @@ class Accumulation:
     @property
     def steps(self) -> int:
         """Number of optimizer steps taken, including those before a resume; with several optimizers, the maximum."""
-        return self._steps_before + max((optimizer.steps_taken for optimizer in self.optimizers), default=0)
+        return self._resumed_steps + max((optimizer.steps_taken for optimizer in self.optimizers), default=0)
 
     @steps.setter
     def steps(self, value: int) -> None:
-        self._steps_before = 0
-        self._steps_before = value - self.steps
+        self._resumed_steps = 0
+        self._resumed_steps = value - self.steps
 
     def steps_of(self, optimizer: PreparedOptimizer) -> int:
         """Return the number of steps of one optimizer in this process, plus the run's steps before a resume."""
-        return self._steps_before + optimizer.steps_taken
+        return self._resumed_steps + optimizer.steps_taken
 
     @property
     def position(self) -> int:
@@ -266,18 +267,18 @@ class Accumulation:
         the processed micro-batches. If it enters a batch again with the same models after a backward pass, each call is
         a micro-batch of its own from then on.
         """
-        micro, before, number = self.cursor.micro, self._entered, self.cursor.number
+        micro, previous, number = self.cursor.micro, self._entered, self.cursor.number
         if micro is None:
             return
         group = self._groups.get(models) or self._open_group(models)
         if group.entered != number:
             group.entries = 0 if micro.last else group.entries + 1
-        elif group.loss_before is not self._latest_loss and not self.counts_calls:
+        elif group.loss_at_entry is not self._latest_loss and not self.counts_calls:
             self._start_counting(micro)
-        group.entered, group.loss_before = number, self._latest_loss
-        if not self.groups_end_with_loader or (micro is before and number == self._entered_number):
+        group.entered, group.loss_at_entry = number, self._latest_loss
+        if not self.groups_end_with_loader or (micro is previous and number == self._entered_number):
             return
-        if before is None or before.last or (micro.number != before.number + 1 and not self._has_gradients()):
+        if previous is None or previous.last or (micro.number != previous.number + 1 and not self._has_gradients()):
             self._entered_scale = 0.0
         self._entered, self._entered_number, self._skip_correction = micro, number, 1.0
         self._entered_scale += micro.scale
@@ -335,7 +336,7 @@ class Accumulation:
         votes = self.sync_gradients and (self.always_agree or group.weight is not None)
         if votes and (not self.watches_gradients or self.strategy.votes_in_backward):
             self.agreement.vote(group.weight, self.missing)
-        before = self.strategy.before_backward() if self._watches_backward and self.sync_gradients else None
+        backward_marks = self.strategy.before_backward() if self._watches_backward and self.sync_gradients else None
         try:
             if by is None:
                 loss.backward(*args, **kwargs)
@@ -346,8 +347,8 @@ class Accumulation:
             if explained is error:
                 raise
             raise explained from error
-        if before:
-            self.strategy.after_backward(before)
+        if backward_marks:
+            self.strategy.after_backward(backward_marks)
         if self.loss_scale is not None:
             self.loss_scale.check_backward()
         if self.sync_gradients:
@@ -399,7 +400,7 @@ class Accumulation:
     def finish_gradients(self) -> None:
         """Divide the group's gradients by the total weight over all processes, if that has not been done yet."""
         if self.group.weight is not None and self.group.total is None:
-            self.agree(later=self.always_agree or self.watches_gradients)
+            self.exchange_votes(later=self.always_agree or self.watches_gradients)
 
     def use_weights(self) -> None:
         """Finish the gradients before an optimizer step, and discard the weights."""
@@ -453,7 +454,7 @@ class Accumulation:
         self.agreement.watch_finite = finite
         self.agreement.immediate = at_once or on_cpu
 
-    def agree(self, *, later: bool = False) -> Agreement:
+    def exchange_votes(self, *, later: bool = False) -> Agreement:
         """Exchange votes, divide gradients that are weighted sums by the total weight, and return the agreement.
 
         If `watches_gradients` is set, first check whether the gradients are finite. With ``later``, the votes are not
@@ -482,13 +483,13 @@ class Accumulation:
         Returns:
             False if no sample is left, so that no step can be taken.
         """
-        left, self.missing = samples - self.missing, 0
+        remaining, self.missing = samples - self.missing, 0
         if self.group.weight is not None:  # weights do not include these samples
             # On accelerators, only ranks with such batches wait for the total. If it is zero, these are all ranks.
             return bool((self.group.weight if self.group.total is None else self.group.total) > 0)
-        if left:
-            scale_gradients(self._iter_trained_parameters(), samples, left)
-        return left > 0
+        if remaining:
+            scale_gradients(self._iter_trained_parameters(), samples, remaining)
+        return remaining > 0
 
     def _iter_trained_parameters(self, group: _Group | None = None) -> Iterable[Tensor]:
         """Iterate over the parameters of all models, except models that `accumulate` only puts into other groups."""
@@ -655,8 +656,8 @@ class PreparedOptimizer(Optimizer):
                 them on each process. Default: True.
         """
         trained = set(map(id, list_parameters(self)))
-        others = [parameter for other in self._all_optimizers for parameter in list_parameters(other)]
-        toggled = [parameter for parameter in others if id(parameter) not in trained and parameter.requires_grad]
+        parameters = [parameter for other in self._all_optimizers for parameter in list_parameters(other)]
+        toggled = [parameter for parameter in parameters if id(parameter) not in trained and parameter.requires_grad]
         for parameter in toggled:
             parameter.requires_grad = False
         try:

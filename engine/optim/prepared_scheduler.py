@@ -127,8 +127,8 @@ class PreparedScheduler:
         scheduler = self.scheduler
         if not isinstance(scheduler, LambdaLR):
             return False
-        position, rest = divmod(scheduler.last_epoch * self.advances, saved_advances)
-        if rest:
+        position, remainder = divmod(scheduler.last_epoch * self.advances, saved_advances)
+        if remainder:
             return False
         converted, unchanged = (
             all(
