@@ -510,6 +510,7 @@ class JointLoader(Loader):
         self._loader_streams = {int(number): RandomStream(stream) for number, stream in state["streams"].items()}
         for number, stream in self._loader_streams.items():
             self.loaders[number].draw_from(stream)
+        # The orders are part of the loaders' states, so an empty one only marks an epoch that has begun.
         self._position.load_state_dict({**state, "order": {} if state["running"] else None, "started": False})
         plan.passes = list(state["passes"])
         if widths != [loader._plan.full for loader in self.loaders]:
@@ -547,6 +548,8 @@ class JointLoader(Loader):
 
 
 def _derive_stream(stream: RandomStream, number: int) -> RandomStream:
+    # Each loader that draws during the epoch has a stream whose state is saved by itself. In a common stream, the draws
+    # of loaders that are read in turn would be mixed.
     with isolated_random_state():
         seed_generators(seed_from(stream.get_state(), f"loader {number}") % 2**32)
         return RandomStream(random_state())

@@ -201,6 +201,7 @@ def preserve_loader_state(loader: Any) -> Iterator[None]:
     owners = [*samplers, *_find_nested([getattr(loader, "dataset", None)], Dataset)]
     generators = collect_generators([loader, *owners])
     drawn = read_states(generators)
+    # A copy, because a sampler may return the object that it changes while it draws.
     states = [(owner, copy.deepcopy(owner.state_dict())) for owner in owners if get_stateful(owner) is not None]
     counts = [(owner, {k: v for k, v in getattr(owner, "__dict__", {}).items() if type(v) is int}) for owner in owners]
     try:
@@ -265,6 +266,7 @@ def _find_nested(roots: Iterable[Any], kind: type, names: tuple[str, ...] = ()) 
 
 def _iter_attributes(owner: Any) -> Iterable[tuple[str, Any]]:
     """Yield the name and value of each attribute; for a collection of generators, samplers or datasets, each item."""
+    # Sorted by name, because saved states are matched to generators by their position.
     for name, value in sorted(getattr(owner, "__dict__", {}).items()):
         items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
         if isinstance(next(iter(items), None), (*_KINDS, Sampler, Dataset)):
