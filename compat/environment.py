@@ -1,4 +1,4 @@
-"""Accelerate's helpers for environment variables, memory, progress bars, hardware and names."""
+"""Accelerate's helpers for environment variables, memory, progress bars, hardware, names and launched functions."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import operator
 import os
 import socket
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 
 from ..common.validation import parse_truth
-from ..strategies.distributed import current_place, variables_set
+from ..strategies.distributed import DistributedType, current_place, variables_set
 
 
 @contextmanager
@@ -199,3 +199,33 @@ def should_reduce_batch_size(exception: Exception) -> bool:
     if not isinstance(exception, RuntimeError) or len(exception.args) != 1:
         return False
     return any(sign in str(exception.args[0]) for sign in signs)
+
+
+class PrepareForLaunch:
+    """Callable for ``torch.multiprocessing`` that sets this process's rank and runs a function.
+
+    Args:
+        launcher: Function to run.
+        distributed_type: A `DistributedType` or its value. With ``MULTI_*``, the rank is computed from the process's
+            index and the environment variables ``NODE_RANK`` and ``NPROC``; other types set no rank. Default: ``"NO"``.
+        debug: Whether to connect the processes with gloo instead, through the file ``ACCELERATE_DEBUG_RDV_FILE``.
+            Default: False.
+    """
+
+    def __init__(self, launcher: Callable[..., Any], distributed_type: Any = "NO", debug: bool = False) -> None:
+        self.launcher = launcher
+        self.distributed_type = DistributedType(distributed_type)
+        self.debug = debug
+
+    def __call__(self, index: int, *args: Any) -> None:
+        """Set the rank or connect the processes, as configured, and run the function with ``args``."""
+        if self.debug:
+            size = int(os.environ["WORLD_SIZE"])
+            store = torch.distributed.FileStore(os.environ["ACCELERATE_DEBUG_RDV_FILE"], size)
+            torch.distributed.init_process_group("gloo", rank=index, store=store, world_size=size)
+        elif self.distributed_type.startswith("MULTI_"):
+            os.environ["LOCAL_RANK"] = str(index)
+            before = int(os.environ.get("NPROC", 1)) * int(os.environ.get("NODE_RANK", 0))
+            os.environ["RANK"] = str(before + index)
+        os.environ["FORK_LAUNCHED"] = "1"
+        self.launcher(*args)

@@ -1,5 +1,7 @@
 """Accelerate's small helpers; expected values are what accelerate 1.15 returns for the same calls."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -23,6 +25,7 @@ from treadle.utils.environment import (
     parse_flag_from_env,
     str_to_bool,
 )
+from treadle.utils.launch import PrepareForLaunch
 from treadle.utils.memory import should_reduce_batch_size
 from treadle.utils.operations import ConvertOutputsToFp32
 from treadle.utils.other import (
@@ -193,3 +196,17 @@ def test_compiled_regions():
     torch.testing.assert_close(compiled(x), model(x))
     names = [name for name, _ in get_module_children_bottom_up(model, return_fqns=True)]
     assert names == ["layers.0", "layers.1", "layers", "head", ""]
+
+
+def test_a_launched_function_knows_its_rank(monkeypatch):
+    for name in ("LOCAL_RANK", "RANK", "FORK_LAUNCHED"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("NPROC", "2")
+    monkeypatch.setenv("NODE_RANK", "1")
+    seen = []
+
+    def note(*args):
+        seen.append((args, os.environ["RANK"], os.environ["LOCAL_RANK"]))
+
+    PrepareForLaunch(note, "MULTI_CPU")(1, "x")
+    assert seen == [(("x",), "3", "1")]
