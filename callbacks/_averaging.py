@@ -95,7 +95,7 @@ class Averages:
             self._hold_buffers({f"{name}_mask" for name in masks}, device)
         continuous = [value.is_floating_point() or value.is_complex() for value in self._local_averages]
         self._floats = [n for n, is_float in enumerate(continuous) if is_float]
-        self._not_floats = [n for n, is_float in enumerate(continuous) if not is_float]
+        self._copied = [n for n, is_float in enumerate(continuous) if not is_float]
 
     def _hold_buffers(self, without: set[str], device: torch.device | None) -> None:
         names: dict[tuple[int, str], list[str]] = {}
@@ -140,10 +140,8 @@ class Averages:
             if self._floats:
                 float_averages = [averages[n] for n in self._floats]
                 average(float_averages, [current_values[n].to(averages[n]) for n in self._floats], self.count)
-            if self._not_floats:
-                torch._foreach_copy_(
-                    [averages[n] for n in self._not_floats], [current_values[n] for n in self._not_floats]
-                )
+            if self._copied:
+                torch._foreach_copy_([averages[n] for n in self._copied], [current_values[n] for n in self._copied])
         self.count += 1
 
     # -- in the model --------------------------------------------------------------------------------------------

@@ -335,16 +335,14 @@ class ModelPruning(Callback):
         if self._verbose:
             self._announce_counts(old_counts)
 
-    def _announce_counts(self, old_counts: list[int]) -> None:
-        new_counts, sizes = (
+    def _announce_counts(self, old: list[int]) -> None:
+        new, sizes = (
             [pruned.count_zeros() for pruned in self._pruned],
             [pruned.parameter.numel() for pruned in self._pruned],
         )
-        announce(
-            f"pruned: {sum(old_counts):,} -> {sum(new_counts):,} of {sum(sizes):,} ({sum(new_counts) / sum(sizes):.1%})"
-        )
+        announce(f"pruned: {sum(old):,} -> {sum(new):,} of {sum(sizes):,} ({sum(new) / sum(sizes):.1%})")
         if self._verbose == 2:
-            for pruned, old_count, new_count, size in zip(self._pruned, old_counts, new_counts, sizes, strict=True):
+            for pruned, old_count, new_count, size in zip(self._pruned, old, new, sizes, strict=True):
                 announce(f"  {pruned.full_name}: {old_count:,} -> {new_count:,} of {size:,} ({new_count / size:.1%})")
 
 

@@ -305,7 +305,7 @@ class Logbook:
             self._failed.add(id(logger))
             warn(f"{type(logger).__name__}.{action} failed, so the logger is disabled: {describe_error(error)}")
 
-    def list_locations(self) -> list[str]:
+    def locations(self) -> list[str]:
         """Return the locations to which rank zero's loggers wrote metrics: directories, or runs of a service."""
         # Only loggers that have written something, because reading the directory of another one would claim a
         # directory.
