@@ -18,7 +18,7 @@ import re
 import sys
 from pathlib import Path
 
-from treadle.common.peer_names import Elsewhere
+from treadle.common.peer_names import Answer
 from treadle.tools.migrate import find_counterpart
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,7 +49,7 @@ def write_guides():
                 home = find_counterpart(module, name)
                 if home is None:
                     unknown.append(f"{module}.{name}")
-                elif isinstance(home, Elsewhere):
+                elif isinstance(home, Answer):
                     answers.setdefault(str(home), []).append(f"`{module}.{name}`")
                 else:
                     rows.setdefault((module, home), []).append(f"`{name}`")

@@ -81,7 +81,7 @@ class Averages:
         self._module = module
         self._parameters = list(module.parameters())
         self._buffers: list[tuple[dict[str, Any], str]] = []  # a module may replace a buffer by another tensor
-        self._before: list[Tensor] | None = None
+        self._model_values: list[Tensor] | None = None
         self._names: list[list[str]] = []  # names of each tensor, including those of tensors tied to it
         self._local_averages: list[Tensor] = []
         masks = collect_masks(module)
@@ -95,7 +95,7 @@ class Averages:
             self._hold_buffers({f"{name}_mask" for name in masks}, device)
         continuous = [value.is_floating_point() or value.is_complex() for value in self._local_averages]
         self._floats = [n for n, is_float in enumerate(continuous) if is_float]
-        self._others = [n for n, is_float in enumerate(continuous) if not is_float]
+        self._copied = [n for n, is_float in enumerate(continuous) if not is_float]
 
     def _hold_buffers(self, without: set[str], device: torch.device | None) -> None:
         names: dict[tuple[int, str], list[str]] = {}
@@ -140,8 +140,8 @@ class Averages:
             if self._floats:
                 float_averages = [averages[n] for n in self._floats]
                 average(float_averages, [current_values[n].to(averages[n]) for n in self._floats], self.count)
-            if self._others:
-                torch._foreach_copy_([averages[n] for n in self._others], [current_values[n] for n in self._others])
+            if self._copied:
+                torch._foreach_copy_([averages[n] for n in self._copied], [current_values[n] for n in self._copied])
         self.count += 1
 
     # -- in the model --------------------------------------------------------------------------------------------
@@ -149,30 +149,30 @@ class Averages:
     @property
     def is_applied(self) -> bool:
         """Return whether the averages are in the model."""
-        return self._before is not None
+        return self._model_values is not None
 
     def apply_to_model(self) -> None:
         """Put the averages into the model."""
-        if self._before is None:
+        if self._model_values is None:
             with torch.inference_mode(False), torch.no_grad():
                 tensors = self._list_tensors()
-                before = [
+                model_values = [
                     tensor.data if _can_swap_data(tensor, average) else local(tensor.detach()).clone()
                     for tensor, average in zip(tensors, self._local_averages, strict=True)
                 ]
-                self._before = before  # from here on `restore_model` can undo the change
+                self._model_values = model_values  # from here on `restore_model` can undo the change
                 self._write_values(tensors, self._prune_averages())
 
     def restore_model(self) -> None:
         """Put the model's own values back."""
-        if self._before is not None:
+        if self._model_values is not None:
             with torch.inference_mode(False), torch.no_grad():
-                self._write_values(self._list_tensors(), self._before)
-            self._before = None
+                self._write_values(self._list_tensors(), self._model_values)
+            self._model_values = None
 
     def keep_in_model(self) -> None:
         """Keep the averages in the model, and discard the values that they replaced."""
-        self._before = None
+        self._model_values = None
 
     def _prune_averages(self) -> list[Tensor]:
         masks = collect_masks(self._module)
@@ -335,7 +335,7 @@ def measure(trainer: Trainer, task: TaskModule) -> None:
         f"reading the training data once more to update the statistics of "
         f"{format_count(len(layers), 'BatchNorm layer')}"
     )
-    before = [[buffer.clone() for buffer in layer.buffers()] for layer in layers]
+    saved_buffers = [[buffer.clone() for buffer in layer.buffers()] for layer in layers]
     momenta = [layer.momentum for layer in layers]
     order = None if accelerator.stream is None else accelerator.stream.get_state()
     epoch = loader.epoch
@@ -352,7 +352,7 @@ def measure(trainer: Trainer, task: TaskModule) -> None:
         if accelerator.stream is not None and order is not None:
             accelerator.stream.go_to(order)
     if not _average_statistics(trainer, layers, samples):
-        for layer, buffers in zip(layers, before, strict=True):
+        for layer, buffers in zip(layers, saved_buffers, strict=True):
             for buffer, value in zip(layer.buffers(), buffers, strict=True):
                 buffer.copy_(value)
         warn(

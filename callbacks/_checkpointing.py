@@ -369,16 +369,16 @@ class TopKCheckpoints:
             self.best_model_path = find_best_path(self.best_k_models, self.mode) if self.best_k_models else ""
             self.best_model_score = self.best_k_models.get(self.best_model_path)
 
-    def replace_since(self, before: Mapping[str, Any], reserved: set[str]) -> None:
+    def replace_since(self, snapshot: Mapping[str, Any], reserved: set[str]) -> None:
         """Set ``replaced`` to the checkpoints that were kept before, no longer are, and are not reserved.
 
         Args:
-            before: The `snapshot` to compare with.
+            snapshot: The `snapshot` to compare with.
             reserved: Paths of other callbacks, which this callback must not remove.
         """
-        earlier = {before["last_model_path"], *before["best_k_models"]}
+        earlier = {snapshot["last_model_path"], *snapshot["best_k_models"]}
         if self.monitor is None and self.save_top_k == 1:
-            earlier.add(before["best_model_path"])
+            earlier.add(snapshot["best_model_path"])
         self.replaced = sorted(earlier - {""} - self.paths - reserved)
 
     def snapshot(self) -> dict[str, Any]:
@@ -436,12 +436,12 @@ def relocate(state: dict[str, Any], directory: str) -> dict[str, Any]:
         state: State of a `ModelCheckpoint`.
         directory: The current directory of the callback.
     """
-    before = state["dirpath"]
-    if before in (None, directory) or as_path(before).is_dir():
+    old_directory = state["dirpath"]
+    if old_directory in (None, directory) or as_path(old_directory).is_dir():
         return state
 
     def relocate_path(path: str) -> str:
-        place, folder = as_path(path) if path else None, as_path(before)
+        place, folder = as_path(path) if path else None, as_path(old_directory)
         if place is None or folder not in place.parents:
             return path
         moved = as_path(directory) / str(place)[len(str(folder)) :].lstrip("/\\")

@@ -249,13 +249,13 @@ def _run(
 
 
 def _watch(part: nn.Module, row: Part, flops: Callable[[], int], stack: ExitStack) -> None:
-    flops_before: list[int] = []
+    flops_at_start: list[int] = []
 
     def record_start(_: nn.Module, args: Any) -> None:
-        flops_before.append(flops())
+        flops_at_start.append(flops())
 
     def record_result(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        row.flops = (row.flops or 0) + flops() - flops_before.pop()
+        row.flops = (row.flops or 0) + flops() - flops_at_start.pop()
         if row.in_size == _UNKNOWN:
             inputs = (*args, *kwargs.values())
             row.in_size, row.out_size = (

@@ -84,16 +84,16 @@ class Throughput:
         if flops is not None or self._flops:
             row["flops"] = self._flops
         if self._rows:
-            before = self._rows[-1]
-            if before.keys() - {"flops"} != row.keys() - {"flops"}:
+            previous = self._rows[-1]
+            if previous.keys() - {"flops"} != row.keys() - {"flops"}:
                 raise ValueError(
                     f"update() got the arguments {', '.join(sorted(row))}, but the previous call got "
-                    f"{', '.join(sorted(before))}. Pass the same arguments in every call."
+                    f"{', '.join(sorted(previous))}. Pass the same arguments in every call."
                 )
-            for name in row.keys() & before.keys() - {"flops"}:
-                if not row[name] > before[name]:
+            for name in row.keys() & previous.keys() - {"flops"}:
+                if not row[name] > previous[name]:
                     raise ValueError(
-                        f"{name}={row[name]} must exceed the previous total, {before[name]}. Pass cumulative totals."
+                        f"{name}={row[name]} must exceed the previous total, {previous[name]}. Pass cumulative totals."
                     )
         self._rows.append(row)
 

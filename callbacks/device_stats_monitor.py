@@ -120,7 +120,7 @@ class DeviceStatsMonitor(BestEffortCallback):
     def _write(self, trainer: Trainer, moment: str, step: int) -> None:
         stats = read_device_stats(trainer.accelerator.device) | (read_cpu_stats() if self._with_cpu else {})
         row = {f"{type(self).__qualname__}.{moment}/{name}": value for name, value in stats.items()}
-        trainer.logbook.call("log_metrics", {"epoch": trainer.progress.epoch, **row}, step=step)
+        trainer.logbook.call_loggers("log_metrics", {"epoch": trainer.progress.epoch, **row}, step=step)
 
 
 def read_device_stats(device: torch.device) -> dict[str, float]:

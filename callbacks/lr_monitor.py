@@ -76,7 +76,7 @@ class LearningRateMonitor(BestEffortCallback):
         self.last_momentum_values: dict[str, float] = {}
         self.last_weight_decay_values: dict[str, float] = {}
         self._rates: dict[str, float] = {}
-        self._others: dict[str, float] = {}
+        self._options: dict[str, float] = {}
         self._written = 0  # optimizer step whose rates were logged last
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
@@ -123,7 +123,7 @@ class LearningRateMonitor(BestEffortCallback):
             if step % trainer.log_every_n_steps == 0 and step != self._written:
                 self._written = step
                 self._safely(self._write, trainer)
-            self._rates, self._others = {}, {}
+            self._rates, self._options = {}, {}
 
     def _read(self, trainer: Trainer, interval: str, only: Optimizer | None = None) -> None:
         for optimizer, name in self._find_optimizers(trainer, interval):
@@ -134,9 +134,9 @@ class LearningRateMonitor(BestEffortCallback):
                     continue
                 self._rates[label] = float(group["lr"])
                 if self.log_momentum:
-                    self._others[f"{label}-momentum"] = float(group.get("momentum", group.get("betas", (0.0,))[0]))
+                    self._options[f"{label}-momentum"] = float(group.get("momentum", group.get("betas", (0.0,))[0]))
                 if self.log_weight_decay:
-                    self._others[f"{label}-weight_decay"] = float(group.get("weight_decay", 0.0))
+                    self._options[f"{label}-weight_decay"] = float(group.get("weight_decay", 0.0))
 
     def _find_optimizers(self, trainer: Trainer, interval: str) -> Iterator[tuple[Optimizer, str]]:
         for optimizer, name, due in name_optimizers(trainer):
@@ -150,30 +150,30 @@ class LearningRateMonitor(BestEffortCallback):
 
     def _extract_stats(self, trainer: Trainer, interval: str) -> dict[str, float]:
         """Return the values to log at an interval, by name. The interval ``"any"`` means both step and epoch."""
-        rates, others = self._rates, self._others
-        self._rates, self._others = {}, {}
+        rates, options = self._rates, self._options
+        self._rates, self._options = {}, {}
         try:
             for due in ("step", "epoch") if interval == "any" else (interval,):
                 self._read(trainer, due)
-            return self._rates | self._others
+            return self._rates | self._options
         finally:
-            self._rates, self._others = rates, others
+            self._rates, self._options = rates, options
 
     def _write(self, trainer: Trainer) -> None:
         if not self._rates:
             return
         for name, value in self._rates.items():
-            before, _, group = name.rpartition("/")
-            if group == "pg1" and before in self.lrs and before not in self._rates:
-                self.lrs[name] = self.lrs.pop(before)  # it was the only group before others were added
+            only_name, _, group = name.rpartition("/")
+            if group == "pg1" and only_name in self.lrs and only_name not in self._rates:
+                self.lrs[name] = self.lrs.pop(only_name)  # it was the only group before others were added
             self.lrs.setdefault(name, []).append(value)
         for ending, newest in (
             ("-momentum", self.last_momentum_values),
             ("-weight_decay", self.last_weight_decay_values),
         ):
-            newest.update({name: value for name, value in self._others.items() if name.endswith(ending)})
-        row = {**self._rates, **self._others}
-        self._rates, self._others = {}, {}
+            newest.update({name: value for name, value in self._options.items() if name.endswith(ending)})
+        row = {**self._rates, **self._options}
+        self._rates, self._options = {}, {}
         # Also in callback_metrics, so that a checkpoint's name can contain it.
         trainer.logbook.callback_values.update(row)
         trainer.logbook.write_row(row, trainer.progress.step, trainer.progress.epoch)

@@ -219,7 +219,7 @@ class ModelCheckpoint(Checkpoint):
         self._save_requested = self._waiting = False  # a trigger has fired; the ranked save waits for its value
         self._continues = False  # the run resumes in the same directory
         self._resumed_step: int | None = None
-        self._before: dict[str, Any] = {}  # the record before the checkpoint that is being saved
+        self._previous_record: dict[str, Any] = {}  # the record before the checkpoint that is being saved
         self._job: Job | None = None  # the save in the background
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -495,8 +495,8 @@ class ModelCheckpoint(Checkpoint):
     def _save_kept(self, trainer: Trainer, values: dict[str, float], ranked: bool) -> None:
         """Decide which checkpoints to keep, and save the new one if it is among them."""
         self._complete_job(trainer, wait=True)
-        top_k, before = self._top_k, self._top_k.snapshot()
-        self._before = before
+        top_k, previous_record = self._top_k, self._top_k.snapshot()
+        self._previous_record = previous_record
         values = {**values, "epoch": trainer.progress.epoch, "step": trainer.progress.step}
         paths: list[str] = []
         if ranked:
@@ -519,7 +519,7 @@ class ModelCheckpoint(Checkpoint):
             paths.append(top_k.last_model_path)
         if not paths:
             return
-        top_k.replace_since(before, self._collect_reserved_paths(trainer))
+        top_k.replace_since(previous_record, self._collect_reserved_paths(trainer))
         names = paths
         if self._links_last and self._can_link(trainer, paths):
             paths = paths[:1]
@@ -537,7 +537,7 @@ class ModelCheckpoint(Checkpoint):
                 for path in paths:
                     self._save_checkpoint(trainer, path)
         except BaseException:
-            top_k.restore(before)
+            top_k.restore(previous_record)
             raise
         if paths != names:
             with trainer.accelerator.world.together():
@@ -570,7 +570,7 @@ class ModelCheckpoint(Checkpoint):
             if job.done:  # otherwise Ctrl-C ended the wait, and the replaced checkpoints are still needed
                 self._job = None
                 if job.error is not None:
-                    self._top_k.restore(self._before)
+                    self._top_k.restore(self._previous_record)
         if job.error is None:
             self._finish_save(trainer)
 
@@ -580,12 +580,12 @@ class ModelCheckpoint(Checkpoint):
         for path in self._top_k.replaced:
             self._remove_checkpoint(trainer, path)
         self._top_k.replaced = []
-        trainer.logbook.call("after_save_checkpoint", self)
+        trainer.logbook.call_loggers("after_save_checkpoint", self)
 
     def _collect_reserved_paths(self, trainer: Trainer) -> set[str]:
         """Return the paths that other checkpoint callbacks of the run use."""
-        others = (callback for callback in trainer.checkpoint_callbacks if callback is not self)
-        return set().union(*(callback._top_k.reserved_paths for callback in others))
+        other_callbacks = (callback for callback in trainer.checkpoint_callbacks if callback is not self)
+        return set().union(*(callback._top_k.reserved_paths for callback in other_callbacks))
 
     # -- Lightning's public methods ------------------------------------------------------------------------------
 

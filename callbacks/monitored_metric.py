@@ -45,7 +45,7 @@ class LatestValidation:
         Args:
             trainer: The Trainer.
         """
-        self.names = trainer.logbook.newest
+        self.names = trainer.logbook.epoch_names
         self.step = trainer.progress.step
 
     def state_dict(self) -> dict[str, Any]:

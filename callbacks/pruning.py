@@ -324,7 +324,7 @@ class ModelPruning(Callback):
             return
         if trainer.last_step is not None:
             trainer.last_step.changed()
-        before = [pruned.count_zeros() for pruned in self._pruned] if self._verbose else []
+        old_counts = [pruned.count_zeros() for pruned in self._pruned] if self._verbose else []
         self.apply_pruning(amount)
         if _evaluate_decision(self._lottery, epoch):
             self.apply_lottery_ticket_hypothesis()
@@ -333,16 +333,16 @@ class ModelPruning(Callback):
             world.broadcast_tensor(pruned.mask)
             world.broadcast_tensor(pruned.parameter.detach())
         if self._verbose:
-            self._announce_counts(before)
+            self._announce_counts(old_counts)
 
-    def _announce_counts(self, before: list[int]) -> None:
-        after, sizes = (
+    def _announce_counts(self, old: list[int]) -> None:
+        new, sizes = (
             [pruned.count_zeros() for pruned in self._pruned],
             [pruned.parameter.numel() for pruned in self._pruned],
         )
-        announce(f"pruned: {sum(before):,} -> {sum(after):,} of {sum(sizes):,} ({sum(after) / sum(sizes):.1%})")
+        announce(f"pruned: {sum(old):,} -> {sum(new):,} of {sum(sizes):,} ({sum(new) / sum(sizes):.1%})")
         if self._verbose == 2:
-            for pruned, old_count, new_count, size in zip(self._pruned, before, after, sizes, strict=True):
+            for pruned, old_count, new_count, size in zip(self._pruned, old, new, sizes, strict=True):
                 announce(f"  {pruned.full_name}: {old_count:,} -> {new_count:,} of {size:,} ({new_count / size:.1%})")
 
 

@@ -87,7 +87,7 @@ class ThroughputMonitor(BestEffortCallback):
         self.available_flops = (
             None if available_flops is None else check_number("available_flops", available_flops, 1.0)
         )
-        self._before = 0.0  # seconds of the runs that this one continues
+        self._earlier_seconds = 0.0  # seconds of the runs that this one continues
         self._lengths = 0.0  # items of one device, on average
         self._counted = 0.0  # samples of one device, if this callback counts them
         self._reset()
@@ -110,7 +110,7 @@ class ThroughputMonitor(BestEffortCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
-        self._before = state_dict["time"]
+        self._earlier_seconds = state_dict["time"]
         self._lengths, self._counted = state_dict["lengths"], state_dict["samples"]
 
     # -- training ------------------------------------------------------------------------------------------------
@@ -156,8 +156,8 @@ class ThroughputMonitor(BestEffortCallback):
 
     def _compute_elapsed(self) -> float:
         if self._throughput is None or not self._began:
-            return self._before
-        return self._before + time.perf_counter() - self._began - self._paused
+            return self._earlier_seconds
+        return self._earlier_seconds + time.perf_counter() - self._began - self._paused
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
@@ -230,7 +230,7 @@ class ThroughputMonitor(BestEffortCallback):
 
     def on_train_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Stop the training clock."""
-        self._before, self._throughput = self._compute_elapsed(), None
+        self._earlier_seconds, self._throughput = self._compute_elapsed(), None
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 

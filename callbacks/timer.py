@@ -62,7 +62,7 @@ class Timer(Callback):
         self._limit = None if duration is None else parse_duration("duration", duration, zero=True).total_seconds()
         self.interval = Interval(choose("interval", interval, tuple(map(str, Interval))))
         self.verbose = check_bool("verbose", verbose)
-        self._before = 0.0  # seconds of training of the runs that this one continues
+        self._earlier_seconds = 0.0  # seconds of training of the runs that this one continues
         self._began: dict[str, float] = {}
         self._ended: dict[str, float] = {}
 
@@ -99,10 +99,10 @@ class Timer(Callback):
         Raises:
             ValueError: If ``stage`` is invalid.
         """
-        began, before = self.start_time(stage), self._before if stage == "train" else 0.0
+        began, earlier = self.start_time(stage), self._earlier_seconds if stage == "train" else 0.0
         if began is None:
-            return before
-        return before + self._ended.get(stage, time.monotonic()) - began
+            return earlier
+        return earlier + self._ended.get(stage, time.monotonic()) - began
 
     def time_remaining(self, stage: str = "train") -> float | None:
         """Return the remaining seconds of ``duration``, or 0 if it has elapsed; None if ``duration`` is not set.
@@ -125,14 +125,14 @@ class Timer(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the seconds spent in training."""
-        self._before = state_dict["seconds"]
+        self._earlier_seconds = state_dict["seconds"]
         self._began.pop("train", None)
         self._ended.pop("train", None)
 
     def on_train_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Start the training clock. Stop the run if its time is already up."""
         if "train" in self._ended:  # another fit continues the count
-            self._before = self.time_elapsed()
+            self._earlier_seconds = self.time_elapsed()
         self._begin("train")
         if self.interval == "step" or not trainer.progress.batch:  # otherwise a resumed epoch is completed first
             self._look(trainer)

@@ -18,7 +18,7 @@ from .messages import nearest
 _ASKING = (__name__, "treadle.common.lazy_exports")
 
 
-class Elsewhere(str):
+class Answer(str):
     """Sentence that states the replacement for a peer's name that Treadle does not have."""
 
 
@@ -33,7 +33,7 @@ def export_peer_names(module: str) -> tuple[Callable[[str], Any], Callable[[], l
         module: ``__name__`` of the module.
     """
     path = peer_path(module)
-    listed = {name for name, home in read_names(path).items() if not isinstance(home, Elsewhere)}
+    listed = {name for name, home in read_names(path).items() if not isinstance(home, Answer)}
     own = _own_module(module, path)
     names = sorted(listed if own is None else listed.union(getattr(own, "__all__", None) or _list_public(own)))
 
@@ -67,7 +67,7 @@ def find_peer_name(module: str, name: str, valid: Any = ()) -> Any:
     """
     path = peer_path(module)
     home = read_names(path).get(name)
-    if isinstance(home, Elsewhere):
+    if isinstance(home, Answer):
         _refuse(module, name, f"{module} has no {name}: {home}")
     if home is None:
         submodule = None if name.startswith("__") else _import_submodule(module, f"{path}.{name}".lstrip("."))
@@ -115,7 +115,7 @@ def peer_path(module: str) -> str:
 
 @cache
 def read_names(path: str) -> Mapping[str, str]:
-    """Return the peers' names in one module, each with its path below ``treadle`` or an `Elsewhere`."""
+    """Return the peers' names in one module, each with its path below ``treadle`` or an `Answer`."""
     below_fabric = _below_fabric(path)
     if below_fabric is not None:  # most of Fabric's modules are Lightning's
         alike = read_names(below_fabric) if below_fabric else {}
@@ -155,7 +155,7 @@ def _read_section(peer: str, path: str) -> Iterator[tuple[str, str]]:
             for other in names:
                 yield from _read_section(peer, other)
         elif home.startswith("!"):
-            sentence = Elsewhere(table["answers"].get(home[1:], home[1:]))
+            sentence = Answer(table["answers"].get(home[1:], home[1:]))
             yield from ((name, sentence) for name in names)
         else:
             for line in names:

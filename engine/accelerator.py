@@ -438,7 +438,7 @@ class Accelerator(Process):
                 return prepared
         prepared = PreparedOptimizer(self.strategy.wrap_optimizer(optimizer), self.accumulation, self.optimizers)
         self.optimizers.append(prepared)
-        replica_check.watch(self, prepared.optimizer)
+        replica_check.watch_replicas(self, prepared.optimizer)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -529,7 +529,7 @@ class Accelerator(Process):
         )
         if shard:
             check_loaders_match(loader.flattened if isinstance(loader, CombinedLoader) else [loader], self.data_world)
-        prepared.agree(self.data_world)
+        prepared.decide_sharding(self.data_world)
         prepared.dispatch_batches = self.dispatch_batches
         self.loaders.append(prepared)
         return prepared

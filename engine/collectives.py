@@ -51,8 +51,8 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
         ShapesDiffer: On every process, if the values of the processes are not compatible.
     """
     tensors: list[Tensor] = []
-    others: list[Any] = []
-    _map_leaves(value, tensors.append, others.append)
+    objects: list[Any] = []
+    _map_leaves(value, tensors.append, objects.append)
     if not tensors:
         raise TypeError(
             f"gather needs tensors, but got {describe_no_tensor(value)}. For other values, use gather_for_metrics or "
@@ -64,11 +64,11 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
     if empty:
         rows = [t[:0] for t in rows]
     if world.size == 1:
-        return _rebuild(value, rows, [_merge([_take_items(other, empty)]) for other in others])
+        return _rebuild(value, rows, [_merge([_take_items(other, empty)]) for other in objects])
     grads = ["" if t.requires_grad else " without gradient" for t in rows] if sync_grads else [""] * len(rows)
     mine = [(tuple(t.shape[1:]), f"{t.dtype}{grad}", t.shape[0]) for t, grad in zip(rows, grads, strict=True)]
     by_sample = samples is not None and not empty and _has_tensor_per_sample(value, samples)
-    gathered_parts = world.gather_objects((mine, [_take_items(other, empty) for other in others], by_sample))
+    gathered_parts = world.gather_objects((mine, [_take_items(other, empty) for other in objects], by_sample))
     if any(flag for *_, flag in gathered_parts):
         raise ShapesDiffer(
             f"gather_for_metrics got a list with one tensor for each of the {samples} samples of the batch, and would "
@@ -86,7 +86,7 @@ def gather(value: Any, world: World, empty: bool = False, sync_grads: bool = Fal
     gathered = [
         _gather_rows(tensor, [shapes[number][2] for shapes, _ in parts], world) for number, tensor in enumerate(rows)
     ]
-    lists = [_merge([every[number] for _, every in parts]) for number in range(len(others))]
+    lists = [_merge([every[number] for _, every in parts]) for number in range(len(objects))]
     return _rebuild(value, gathered, lists)
 
 
@@ -161,8 +161,8 @@ def _describe_parts(parts: list[Any]) -> str:
     by_rank = []
     for rank, (shapes, lists) in enumerate(parts):
         tensors = ", ".join(f"{(rows, *shape)} {dtype}" for shape, dtype, rows in shapes)
-        others = f" and {format_count(len(lists), 'other value')}" if counts_differ else ""
-        by_rank.append(f"rank {rank}: {tensors}{others}")
+        count = f" and {format_count(len(lists), 'other value')}" if counts_differ else ""
+        by_rank.append(f"rank {rank}: {tensors}{count}")
     return "; ".join(by_rank)
 
 
@@ -199,8 +199,8 @@ def map_items(value: Any, function: Callable[[Any, Any], Any]) -> Any:
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
-def _rebuild(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
-    next_tensor, next_other = iter(tensors), iter(others)
+def _rebuild(value: Any, tensors: list[Tensor], objects: list[Any]) -> Any:
+    next_tensor, next_other = iter(tensors), iter(objects)
     return _map_leaves(value, lambda _: next(next_tensor), lambda _: next(next_other))
 
 

@@ -175,12 +175,12 @@ class CompiledBatches:
 
     @contextmanager
     def _run_short(self) -> Iterator[None]:
-        before, self._in_short_batch = self._in_short_batch, True
+        previous, self._in_short_batch = self._in_short_batch, True
         try:
             with torch.compiler.set_stance("eager_on_recompile"):
                 yield
         finally:
-            self._in_short_batch = before
+            self._in_short_batch = previous
 
 
 @contextmanager

@@ -158,8 +158,8 @@ class Process:
             collectives.check_equal_shapes("gather", tensor, self.world)
             return collectives.gather(tensor, self.world)
         micro = self.cursor.micro
-        stand_in = micro is not None and not micro.samples
-        return collectives.gather(tensor, self.data_world, empty=stand_in, sync_grads=True)
+        is_placeholder = micro is not None and not micro.samples
+        return collectives.gather(tensor, self.data_world, empty=is_placeholder, sync_grads=True)
 
     def gather_object(self, value: Any) -> list[Any]:
         """Return a list of all processes' values, on every process. Lists and tuples are concatenated.
@@ -192,15 +192,15 @@ class Process:
                 tensor per sample and ``use_gather_object`` is False.
         """
         micro = self.cursor.micro
-        stand_in = micro is not None and not micro.samples
+        is_placeholder = micro is not None and not micro.samples
         items = use_gather_object or not collectives.holds_tensor(input_data)
         if items:
-            gathered = collectives.gather_items(input_data, self.data_world, empty=stand_in)
+            gathered = collectives.gather_items(input_data, self.data_world, empty=is_placeholder)
         else:
             if micro is not None and (batch_size := self._get_batch_size()) not in (None, micro.samples):
                 input_data = collectives.resize_repeated(input_data, batch_size, micro.samples)
             samples = None if micro is None else micro.samples
-            gathered = collectives.gather(input_data, self.data_world, empty=stand_in, samples=samples)
+            gathered = collectives.gather(input_data, self.data_world, empty=is_placeholder, samples=samples)
         return gathered if micro is not None else _drop_repeated(gathered, items)
 
     def _get_batch_size(self) -> int | None:

@@ -65,11 +65,11 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 @contextmanager
 def isolated_random_state() -> Iterator[None]:
     """Return a context manager that restores the process's RNG state (see `random_state`) on exit."""
-    before = random_state()
+    saved_state = random_state()
     try:
         yield
     finally:
-        set_random_state(before)
+        set_random_state(saved_state)
 
 
 class Draw(NamedTuple):
@@ -102,27 +102,27 @@ class RandomStream:
 
     def __init__(self, state: State) -> None:
         self.state: State = {name: state[name] for name in ("python", "numpy", "torch")}
-        self._lent = False
+        self._is_drawing = False
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Return a context in which the process's generators draw from this stream."""
-        if self._lent:
+        if self._is_drawing:
             yield
             return
-        before = host_state()
+        process_state = host_state()
         set_host_state(self.state)
-        self._lent = True
+        self._is_drawing = True
         try:
             yield
         finally:
-            self._lent = False
+            self._is_drawing = False
             self.state = host_state()
-            set_host_state(before)
+            set_host_state(process_state)
 
     def get_state(self) -> State:
         """Return the current state of the stream."""
-        return host_state() if self._lent else dict(self.state)
+        return host_state() if self._is_drawing else dict(self.state)
 
     def go_to(self, state: State) -> None:
         """Continue the stream from a saved state.
@@ -130,7 +130,7 @@ class RandomStream:
         Args:
             state: A result of `get_state`.
         """
-        if self._lent:
+        if self._is_drawing:
             set_host_state(state)
         else:
             self.state = dict(state)
@@ -178,12 +178,12 @@ class ProcessStream(RandomStream):
 
 def are_equal(first: State, second: State) -> bool:
     """Return whether two states returned by `host_state` are the same."""
-    name, keys, *rest = first["numpy"]
-    other_name, other_keys, *other_rest = second["numpy"]
+    name, keys, *fields = first["numpy"]
+    other_name, other_keys, *other_fields = second["numpy"]
     return (
         torch.equal(first["torch"], second["torch"])
         and first["python"] == second["python"]
-        and (name, rest) == (other_name, other_rest)
+        and (name, fields) == (other_name, other_fields)
         and np.array_equal(keys, other_keys)
     )
 

@@ -129,7 +129,7 @@ class LoggerTracker(GeneralTracker):
         self.service = kinds.get(type(logger).__name__, self.service)
         self.name = name
         self.logger = logger
-        self._warned_of_others = False
+        self._warned_of_objects = False
         super().__init__()
 
     @property
@@ -153,14 +153,14 @@ class LoggerTracker(GeneralTracker):
             step: The step, or None.
             kwargs: Further arguments of the logger's ``log_metrics``.
         """
-        others = {name: value for name, value in values.items() if not _is_metric(value)}
-        if others:
-            self._log_others(others, step)
-            values = {name: value for name, value in values.items() if name not in others}
-        if values or not others:
+        objects = {name: value for name, value in values.items() if not _is_metric(value)}
+        if objects:
+            self._log_objects(objects, step)
+            values = {name: value for name, value in values.items() if name not in objects}
+        if values or not objects:
             self.logger.log_metrics(values, step, **kwargs)
 
-    def _log_others(self, values: dict[str, Any], step: int | None) -> None:
+    def _log_objects(self, values: dict[str, Any], step: int | None) -> None:
         service = self.service
         if service.log:
             getattr(self.logger if service.log.startswith("_") else self.tracker, service.log)(values, step=step)
@@ -169,8 +169,8 @@ class LoggerTracker(GeneralTracker):
             if service.texts and isinstance(value, str):
                 place = {"global_step": step} if service.texts == "add_text" else {}
                 getattr(self.tracker, service.texts)(name, value, **place)
-            elif not self._warned_of_others:
-                self._warned_of_others = True
+            elif not self._warned_of_objects:
+                self._warned_of_objects = True
                 warn(
                     f"accelerator.log got {name}={value!r}, but the tracker {self.name!r} stores only "
                     f"{'numbers and texts' if service.texts else 'numbers'}. Other values are left out."

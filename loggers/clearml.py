@@ -91,8 +91,8 @@ class ClearMLLogger(ServiceLogger):
             task.close()  # ClearML has one task at a time, and it can be continued by its ID
         _make_gentle(Task)
         # Steps are counted from the start of training, including in a continued task.
-        again = {"continue_last_task": 0} if self._version is not None else {}
-        reused = {"reuse_last_task_id": self._version or False, **again}
+        resumption = {"continue_last_task": 0} if self._version is not None else {}
+        reused = {"reuse_last_task_id": self._version or False, **resumption}
         task = Task.init(project_name=self._name, **{**reused, **self._options})
         # Its handlers close the task, and with it the process, before a checkpoint could be saved.
         Task._remove_signal_hooks()
@@ -113,8 +113,8 @@ class ClearMLLogger(ServiceLogger):
                 warn(f"ClearML cannot plot {name}={value}, because it is not finite. The value is reported as text.")
                 logger.report_text(f"{name}={value} at step {step}", print_console=False)
                 continue
-            start, _, rest = name.partition("_")
-            title, series = (rest, start) if start in SUBSETS and rest else (name, name)
+            start, _, metric = name.partition("_")
+            title, series = (metric, start) if start in SUBSETS and metric else (name, name)
             logger.report_scalar(title=title, series=series, value=value, iteration=step)
 
     def _write_params(self, run: Any, params: dict[str, Any]) -> None:

@@ -153,15 +153,15 @@ class TensorBoardLogger(DirectoryLogger):
         # SummaryWriter.add_hparams would create another run for them, away from the metrics. The writer's
         # `file_writer` is None after a user closed it; this method opens it again, as all its add_* methods do.
         file_writer = self.experiment._get_file_writer()
-        first_file, before = os.path.join(str(self.files_dir), _FIRST_FILE), self._shown
-        if before is None and os.path.exists(first_file):
-            before = {}, _read_metrics(first_file)
-        self._shown = flat, tags if before is None else before[1] | tags
+        first_file, shown = os.path.join(str(self.files_dir), _FIRST_FILE), self._shown
+        if shown is None and os.path.exists(first_file):
+            shown = {}, _read_metrics(first_file)
+        self._shown = flat, tags if shown is None else shown[1] | tags
         # Without an experiment, TensorBoard shows all scalars as metrics; with an empty one, it would show none.
         summaries = [s for s in hparams(*self._shown) if self._shown[1] or s.value[0].tag != _EXPERIMENT]
         for summary in summaries:
             file_writer.add_summary(summary)
-        if before is not None and before != self._shown:
+        if shown is not None and shown != self._shown:
             _write_summaries(first_file, summaries)  # because TensorBoard keeps only the first summary of each kind
 
     def log_graph(self, model: torch.nn.Module, input_array: Any = None) -> None:

@@ -166,8 +166,8 @@ class WandbLogger(UploadingLogger):
         if run is None:
             return None
         requested = {**self._requested, "id": self._version}
-        others = [key for key, value in requested.items() if value is not None and value != getattr(run, key)]
-        return None if others else run
+        differing = [key for key, value in requested.items() if value is not None and value != getattr(run, key)]
+        return None if differing else run
 
     def _open(self) -> Any:
         import wandb

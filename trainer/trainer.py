@@ -770,12 +770,12 @@ class Trainer(LightningAliases, Copyable):
             metrics: Destination; None makes ``log`` warn that it has no effect.
         """
         assert self.task is not None
-        before = self.task._metrics
+        previous = self.task._metrics
         log_to(self.task, metrics)
         try:
             yield
         finally:
-            log_to(self.task, before)
+            log_to(self.task, previous)
 
     def rewrap(self) -> None:
         """Wrap the task with the strategy again after the set of trained parameters has changed.

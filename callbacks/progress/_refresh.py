@@ -255,11 +255,11 @@ class DrawnBar(ProgressBar):
             self._safely(self._close)
 
     def _write_line(
-        self, position: str, done: int, total: int | float | None, values: dict[str, Any], left: str = "left"
+        self, position: str, done: int, total: int | float | None, values: dict[str, Any], unit: str = "left"
     ) -> None:
         self._due = time.monotonic() + self.line_every
         shown = [f"{name} = {text}" for name, text in self._format_values(values).items()]
-        announce(", ".join([position, *self._pace.describe(done, drop_infinite(total), left), *shown]))
+        announce(", ".join([position, *self._pace.describe(done, drop_infinite(total), unit), *shown]))
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
@@ -320,14 +320,14 @@ class _Pace:
     def restart(self, done: int) -> None:
         self.since, self.done = time.monotonic(), done
 
-    def describe(self, done: int, total: int | None, left: str) -> list[str]:
+    def describe(self, done: int, total: int | None, unit: str) -> list[str]:
         current_time = time.monotonic()
         speed = (done - self.done) / max(current_time - self.since, 1e-9)
         self.since, self.done = current_time, done
         if speed <= 0:
             return []
         words = [f"{speed:.1f} batches/s" if speed >= 1 else f"{1 / speed:.1f} s/batch"]
-        return words if total is None else [*words, f"{timedelta(seconds=round((total - done) / speed))} {left}"]
+        return words if total is None else [*words, f"{timedelta(seconds=round((total - done) / speed))} {unit}"]
 
 
 def is_terminal(stream: Any) -> bool:

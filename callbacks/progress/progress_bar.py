@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ...engine.metrics import LateNumbers
+from ...engine.metrics import AsyncNumbers
 from ..best_effort import BestEffortCallback
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class ProgressBar(BestEffortCallback):
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
         self._current_eval_dataloader_idx: int | None = None
-        self._late_numbers = LateNumbers()
+        self._async_numbers = AsyncNumbers()
 
     @property
     def trainer(self) -> Trainer:
@@ -96,7 +96,7 @@ class ProgressBar(BestEffortCallback):
         values = trainer.collect_bar_values()
         values = {**_find_loss(trainer, pl_module, values), **values}
         if trainer.training and not trainer.progress.epoch_is_trained:
-            return {**self._late_numbers.read(values), **get_standard_metrics(trainer)}
+            return {**self._async_numbers.read(values), **get_standard_metrics(trainer)}
         return {**{name: float(value) for name, value in values.items()}, **get_standard_metrics(trainer)}
 
     def get_epoch_metrics(self, trainer: Trainer, pl_module: TaskModule, first_step: int) -> dict[str, float]:
@@ -194,8 +194,8 @@ class ProgressBar(BestEffortCallback):
         Args:
             dataloader_idx: Index of the current dataloader.
         """
-        before, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
-        return before != dataloader_idx
+        previous_idx, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
+        return previous_idx != dataloader_idx
 
     def reset_dataloader_idx_tracker(self) -> None:
         """Reset the tracked dataloader index. Call this method before each evaluation."""

@@ -232,8 +232,9 @@ def _fit_postfix(bar: Any) -> None:
     if not facts["ncols"] or not bar.postfix:  # a notebook
         return
     widest = {"n": facts["total"] or facts["n"], "rate": 999.99}
-    others = len(bar.format_meter(**{**facts, **widest, "ncols": None, "postfix": ""}))  # with a bar of ten characters
-    room = facts["ncols"] - (others - 10 + _SHORTEST) - len(", ")
+    # With a bar of ten characters.
+    fixed_width = len(bar.format_meter(**{**facts, **widest, "ncols": None, "postfix": ""}))
+    room = facts["ncols"] - (fixed_width - 10 + _SHORTEST) - len(", ")
     if len(bar.postfix) > room:
         whole, _, _ = bar.postfix[: max(0, room - len(", ..") + 1)].rpartition(", ")
         bar.postfix = f"{whole}, ..." if whole else "..."

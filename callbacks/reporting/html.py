@@ -343,9 +343,9 @@ def format_duration(seconds: float) -> str:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min"
+    return f"{hours}:{minutes:02}:{remainder:02} h" if hours else f"{minutes}:{remainder:02} min"
 
 
 def group_names(names: Iterable[str]) -> dict[str, list[str]]:

@@ -357,13 +357,13 @@ def split_settings(trainer: Trainer) -> tuple[dict[str, str], dict[str, str]]:
     return changed, {name: text for name, text in settings.items() if name not in changed}
 
 
-def flatten_settings(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:
+def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return nested settings by dotted name, formatted as text of limited length."""
     lines: dict[str, str] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
-            lines |= flatten_settings(value, f"{before}{name}.")
+            lines |= flatten_settings(value, f"{prefix}{name}.")
         else:
             text = value if isinstance(value, str) else repr(value)
-            lines[f"{before}{name}"] = text if len(text) <= 1000 else f"{text[:1000]}... ({len(text):,} characters)"
+            lines[f"{prefix}{name}"] = text if len(text) <= 1000 else f"{text[:1000]}... ({len(text):,} characters)"
     return lines

@@ -86,20 +86,20 @@ def parse_options(arguments: Sequence[str]) -> Options:
     LightningCLI's ``--section.key=value`` and ``--section.key value`` are accepted as overrides. The argument of
     ``--from-run``, such as a run's number, is converted to a path.
     """
-    options, rest = Options(), list(arguments)
-    while rest:
-        word = rest.pop(0)
+    options, pending = Options(), list(arguments)
+    while pending:
+        word = pending.pop(0)
         name, equals, value = word.partition("=")
         if word in ("-h", "--help"):
-            options.help = rest.pop(0) if rest and rest[0][0:1].isalpha() and "=" not in rest[0] else ""
+            options.help = pending.pop(0) if pending and pending[0][0:1].isalpha() and "=" not in pending[0] else ""
         elif name in ("--print-config", "--print_config") and not equals:
             options.show = True
         elif name in ("-c", "--config"):
-            options.files.append(_take_value(name, equals, value, rest, "a file"))
+            options.files.append(_take_value(name, equals, value, pending, "a file"))
         elif name in ("--from-run", "--from_run"):
-            options.from_run = _take_value(name, equals, value, rest, "a run")
+            options.from_run = _take_value(name, equals, value, pending, "a run")
         elif word.startswith("--") and name[2:].rstrip("+").partition(".")[0] in SECTIONS:
-            options.overrides.append(f"{name[2:]}={_take_value(name, equals, value, rest, 'a value')}")
+            options.overrides.append(f"{name[2:]}={_take_value(name, equals, value, pending, 'a value')}")
         elif word.startswith("-"):
             valid_options = [
                 "--config",
@@ -135,12 +135,12 @@ def _locate_run(run: str, overrides: Sequence[str]) -> str:
         raise ConfigError(f"--from-run {run}: {error}") from error
 
 
-def _take_value(name: str, equals: str, value: str, rest: list[str], value_kind: str) -> str:
+def _take_value(name: str, equals: str, value: str, pending: list[str], value_kind: str) -> str:
     if equals:
         return value
-    if not rest:
+    if not pending:
         raise ConfigError(f"{COMMAND_LINE}: {name} needs {value_kind} after it.")
-    return rest.pop(0)
+    return pending.pop(0)
 
 
 def load_config(options: Options, defaults: Mapping[str, Any] | None = None) -> Config:

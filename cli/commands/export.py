@@ -102,7 +102,7 @@ def export(
         write_weights(tensors, aliases, target, parse_shard_size(max_shard_size))
     else:
         make_parent(target)
-        write_atomically(target, lambda beside: write_file(Path(beside), tensors, aliases))
+        write_atomically(target, lambda temporary: write_file(Path(temporary), tensors, aliases))
     size = sum(nbytes(tensor) for tensor in tensors.values())
     without = f", without values that are not tensors: {', '.join(left_out)}" if left_out else ""
     return f"{target}: {format_count(len(stored), 'tensor')}, {format_count(size, 'byte')}{without}"

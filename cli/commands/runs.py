@@ -312,9 +312,9 @@ def _draw_bars(chart: Chart, points: Points, columns: int, bars: str) -> str:
     heights: dict[int, float] = {}
     for step, value in zip(*points, strict=True):
         column, height = min(columns - 1, int(chart.scale_step(step) * columns)), chart.scale_value(value)
-        before = heights.get(column - 1, height)
+        previous_height = heights.get(column - 1, height)
         # Of several values in a column, the one that differs most from the column before, so that no peak is lost.
-        if column not in heights or abs(height - before) > abs(heights[column] - before):
+        if column not in heights or abs(height - previous_height) > abs(heights[column] - previous_height):
             heights[column] = height
     text, bar = "", " "
     for column in range(columns):

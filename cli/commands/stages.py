@@ -202,8 +202,8 @@ def _keep_predictions(callbacks: list[Callback], earlier: str | None) -> list[Ca
 
     if any(map(_can_take_predictions, callbacks)):
         return callbacks
-    beside = as_path(earlier) if earlier is not None and (as_path(earlier) / CONFIG).is_file() else Path()
-    return [*callbacks, PredictionWriter(str(beside / "predictions"))]
+    folder = as_path(earlier) if earlier is not None and (as_path(earlier) / CONFIG).is_file() else Path()
+    return [*callbacks, PredictionWriter(str(folder / "predictions"))]
 
 
 def _can_take_predictions(callback: Callback) -> bool:

@@ -57,7 +57,7 @@ def split_at_secrets(text: str, secrets: Mapping[str, str]) -> Iterator[tuple[st
 def hide_secrets(text: str, secrets: Mapping[str, str]) -> str:
     """Replace each secret in a message by its reference, including secrets in their ``repr`` form."""
     forms = {form: name for secret, name in secrets.items() for form in (secret, repr(secret)[1:-1])}
-    return "".join(before + reference for before, reference in split_at_secrets(text, forms))
+    return "".join(plain + reference for plain, reference in split_at_secrets(text, forms))
 
 
 def make_value(data: Any, source: str) -> Value:
@@ -120,18 +120,18 @@ def normalize(value: Value) -> Value:
     return replace(value, data=entries)
 
 
-def merge(before: Value, later: Value) -> Value:
+def merge(earlier: Value, later: Value) -> Value:
     """Merge two values. Mappings are merged key by key; otherwise, the later value replaces the earlier one.
 
     A mapping that names a class replaces an earlier mapping that names another class or none.
     """
-    before = expand_class_name(before) if isinstance(later.data, dict) else before
-    if not (isinstance(before.data, dict) and isinstance(later.data, dict)):
+    earlier = expand_class_name(earlier) if isinstance(later.data, dict) else earlier
+    if not (isinstance(earlier.data, dict) and isinstance(later.data, dict)):
         return later
-    old_class, new_class = before.data.get("class"), later.data.get("class")
+    old_class, new_class = earlier.data.get("class"), later.data.get("class")
     if new_class is not None and (old_class is None or old_class.data != new_class.data):
         return later
-    entries = dict(before.data)
+    entries = dict(earlier.data)
     for key, item in later.data.items():
         entries[key] = merge(entries[key], item) if key in entries else item
     return replace(later, data=entries)

@@ -459,13 +459,13 @@ class LightningCLI:
     # -- the run -----------------------------------------------------------------------------------------------------
 
     def _run_subcommand(self, subcommand: str) -> None:
-        before, after = (getattr(self, f"{moment}_{subcommand}", None) for moment in ("before", "after"))
-        if callable(before):
-            before()
+        prepare, complete = (getattr(self, f"{moment}_{subcommand}", None) for moment in ("before", "after"))
+        if callable(prepare):
+            prepare()
         run = getattr(self, subcommand, None) or getattr(self.trainer, subcommand)
         run(**self._prepare_subcommand_kwargs(subcommand))
-        if callable(after):
-            after()
+        if callable(complete):
+            complete()
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         settings = self.config_init[subcommand]

@@ -119,9 +119,9 @@ def _fill(
             placed |= dict.fromkeys(part.names, device)
             used, empty = used + part.size, False
     if waiting:
-        left = sum(part.size for part, _ in waiting)
+        unplaced = sum(part.size for part, _ in waiting)
         raise ValueError(
-            f"the model does not fit within max_memory: {format_bytes(left)} of its tensors, starting with "
+            f"the model does not fit within max_memory: {format_bytes(unplaced)} of its tensors, starting with "
             f"{waiting[0][0].names[0]!r}, can't be assigned to any device. Raise the limit of a device, or remove "
             "'disk' from max_memory to make the disk unlimited."
         )
@@ -307,8 +307,8 @@ def _group_neighbours(device_map: Mapping[str, Device]) -> list[list[str]]:
     for name, device in device_map.items():
         parent, _, number = name.rpartition(".")
         if runs and number.isdigit():
-            before, _, last = runs[-1][-1].rpartition(".")
-            if before == parent and last.isdigit() and device_map[runs[-1][-1]] == device:
+            prefix, _, last = runs[-1][-1].rpartition(".")
+            if prefix == parent and last.isdigit() and device_map[runs[-1][-1]] == device:
                 runs[-1].append(name)
                 continue
         runs.append([name])

@@ -263,8 +263,8 @@ def read_rows(
         if over() and (mode != "max_size" or all(batch is _ENDED for batch in row)):
             return
         for number in [n for n, batch in enumerate(row) if cycled and batch is _ENDED]:
-            again = iterators[number] = start(number, False)
-            row[number] = next(again, _ENDED)
+            next_pass = iterators[number] = start(number, False)
+            row[number] = next(next_pass, _ENDED)
             if row[number] is _ENDED:
                 raise ValueError(
                     f"iterable {number} of the CombinedLoader yields no batches in pass {passes[number] + 1}, so "
@@ -301,11 +301,11 @@ class JointBatches:
         """Return the number of batches of this epoch that precede the current positions of the loaders."""
         firsts = [loader for loader, ended in zip(self.loaders, self.passes, strict=True) if not ended]
         lengths = [loader.length for loader in firsts]
-        ahead = [None if n is None else n - loader.batches for n, loader in zip(lengths, firsts, strict=True)]
-        total, left = self.length(None), compute_joint_length(self.mode, ahead) if ahead else 0
-        if total is None or left is None:
+        further = [None if n is None else n - loader.batches for n, loader in zip(lengths, firsts, strict=True)]
+        total, remaining = self.length(None), compute_joint_length(self.mode, further) if further else 0
+        if total is None or remaining is None:
             return max((loader.batches for loader in firsts), default=0)
-        return total - left
+        return total - remaining
 
     @property
     def full(self) -> int:
@@ -317,15 +317,15 @@ class JointBatches:
         """Numbers of samples and of batches that ``drop_last`` drops per pass over the loaders."""
         return sum((loader.left_out for loader in self.loaders), Counter())
 
-    def batches(self, left: int | None) -> Iterator[Any]:
-        """Yield at most ``left`` micro-batches, and add their metadata to ``micros``.
+    def batches(self, remaining: int | None) -> Iterator[Any]:
+        """Yield at most ``remaining`` micro-batches, and add their metadata to ``micros``.
 
         A group is read before its first batch is yielded, because its weights depend on the whole group.
         """
         self.micros.clear()
         read = self._read()
-        while left is None or left > 0:
-            width = self.planner.accumulate() if left is None else min(left, self.planner.accumulate())
+        while remaining is None or remaining > 0:
+            width = self.planner.accumulate() if remaining is None else min(remaining, self.planner.accumulate())
             group = list(itertools.islice(read, width))
             if not group:
                 return
@@ -333,7 +333,7 @@ class JointBatches:
             for micro, (batch, _) in zip(planned, group, strict=True):
                 self.micros.append((micro, None, None))
                 yield batch
-            left = None if left is None else left - len(group)
+            remaining = None if remaining is None else remaining - len(group)
 
     def _read(self) -> Iterator[tuple[Any, tuple[int, int]]]:
         """Yield batches, each with its numbers of samples on this process and on all processes."""
@@ -460,14 +460,14 @@ class JointLoader(Loader):
         for loader in self.loaders:
             loader.close()
 
-    def agree(self, world: World) -> None:
-        """Determine for each combined dataloader whether the ranks share its data; see `Loader.agree`.
+    def decide_sharding(self, world: World) -> None:
+        """Determine for each combined dataloader whether the ranks share its data; see `Loader.decide_sharding`.
 
         Args:
             world: The ranks that iterate over the dataloaders.
         """
         for loader in self.loaders:
-            loader.agree(world)
+            loader.decide_sharding(world)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a state with each dataloader's position and the number of passes completed over it in this epoch.
@@ -510,6 +510,7 @@ class JointLoader(Loader):
         self._loader_streams = {int(number): RandomStream(stream) for number, stream in state["streams"].items()}
         for number, stream in self._loader_streams.items():
             self.loaders[number].draw_from(stream)
+        # The orders are part of the loaders' states, so an empty one only marks an epoch that has begun.
         self._position.load_state_dict({**state, "order": {} if state["running"] else None, "started": False})
         plan.passes = list(state["passes"])
         if widths != [loader._plan.full for loader in self.loaders]:
@@ -547,6 +548,8 @@ class JointLoader(Loader):
 
 
 def _derive_stream(stream: RandomStream, number: int) -> RandomStream:
+    # Each loader that draws during the epoch has a stream whose state is saved by itself. In a common stream, the draws
+    # of loaders that are read in turn would be mixed.
     with isolated_random_state():
         seed_generators(seed_from(stream.get_state(), f"loader {number}") % 2**32)
         return RandomStream(random_state())

@@ -78,7 +78,7 @@ class _HostCopier:
             return tensor.to(self._device, non_blocking=True)
         if tensor.nbytes < _LARGE:
             return pinned.to(self._device, non_blocking=True)
-        return self._copy_beside(pinned)
+        return self._copy_in_stream(pinned)
 
     def _pin(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the tensor in pinned memory; None if memory cannot be pinned."""
@@ -94,7 +94,7 @@ class _HostCopier:
             )
             return None
 
-    def _copy_beside(self, pinned: torch.Tensor) -> torch.Tensor:
+    def _copy_in_stream(self, pinned: torch.Tensor) -> torch.Tensor:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         current = torch.cuda.current_stream(self._device)

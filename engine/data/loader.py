@@ -143,9 +143,11 @@ class Loader:
             self._prepare_view(source, planner)
         else:
             # A list draws nothing, so it needs no random stream.
-            lent = not isinstance(source, list | tuple)
+            draws_later = not isinstance(source, list | tuple)
             draws, stateful = Draws(self._stream, source), get_stateful(source)
-            self._reader = self._plan = StreamedBatches(source, None, planner, draws, self._position, lent, stateful)
+            self._reader = self._plan = StreamedBatches(
+                source, None, planner, draws, self._position, draws_later, stateful
+            )
         if split and planner.size > 1:
             self._plan.split()
 
@@ -197,7 +199,7 @@ class Loader:
             settings["collate_fn"] = Counted(source.collate_fn)
         draws = Draws(self._stream, source, dataset=source.dataset)
         # A subclass's own __iter__ may draw the workers' seed late, or draw other numbers.
-        lent = not workers or type(source).__iter__ is not DataLoader.__iter__
+        draws_later = not workers or type(source).__iter__ is not DataLoader.__iter__
         # A loader that records its position also records that of its workers.
         knows = get_stateful(self._view)
         if knows is None and not workers:
@@ -209,7 +211,7 @@ class Loader:
             warn(f"a run cannot resume exactly within an epoch of this stream, because {reason}.")
         cursor = self._cursor if not self.evaluation and may_read_ahead(source, knows) else None
         streamed = self._reader = self._plan = StreamedBatches(
-            source, counted, planner, draws, self._position, lent, knows, gap, cursor
+            source, counted, planner, draws, self._position, draws_later, knows, gap, cursor
         )
         if source.persistent_workers and not isinstance(source.dataset, IterDataPipe):
             settings["dataset"] = streamed.seeded = SeededStream(source.dataset)
@@ -265,7 +267,7 @@ class Loader:
             if cursor.micro is micro:
                 cursor.micro, cursor.number, cursor.outlook = outer
 
-    def read_stand_in(self) -> Any:
+    def read_placeholder(self) -> Any:
         """Return a batch of one sample for a process whose batch is None, but that must stay in step with the others.
 
         Returns:
@@ -527,7 +529,7 @@ class Loader:
 
     # -- position ------------------------------------------------------------------------------------------------
 
-    def agree(self, world: World) -> None:
+    def decide_sharding(self, world: World) -> None:
         """Determine whether all ranks read the same data or each rank reads its own data. Must be called on all ranks.
 
         Args:
@@ -538,7 +540,7 @@ class Loader:
                 ranks have data.
         """
         if world.size > 1:
-            self._plan.agree(world)
+            self._plan.decide_sharding(world)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the dataloader's state: the epoch, the position in it, and the states that determine its order.

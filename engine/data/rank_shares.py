@@ -90,7 +90,7 @@ class RankShares:
         self._batch_size = 0
         self.depth = 0
 
-    def agree(self, share: Share, world: World, source: str) -> None:
+    def exchange_lengths(self, share: Share, world: World, source: str) -> None:
         """Exchange the lengths of the ranks' data. Call this method on all ranks.
 
         Raises:

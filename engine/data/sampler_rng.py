@@ -39,8 +39,8 @@ class CopiedStream(RandomStream):
 
     def take(self) -> Draw:
         """Return the draws since the last call."""
-        before, self._taken = self._taken, self.state
-        return Draw(before, self._taken)
+        start, self._taken = self._taken, self.state
+        return Draw(start, self._taken)
 
 
 class Draws:
@@ -106,7 +106,7 @@ class Draws:
         """Restore the generators that belong to the loader."""
         load_states(self.private, states)
 
-    def agree(self, world: World) -> None:
+    def copy_rank_zero(self, world: World) -> None:
         """Copy rank zero's private generators to all ranks, so that they draw the same order. Call it on all ranks."""
         if self.private:
             self.load_private(world.broadcast(self.private_states()))
@@ -133,15 +133,15 @@ class Draws:
 
         ``state`` is a state returned by `read_host_state`; None keeps the current state.
         """
-        before = self.read_host_state()
+        current = self.read_host_state()
         try:
             if state is not None:
                 set_host_state(state["stream"])
                 self.load_private(state["generators"])
             yield
         finally:
-            set_host_state(before["stream"])
-            self.load_private(before["generators"])
+            set_host_state(current["stream"])
+            self.load_private(current["generators"])
 
     def difference(self, state: dict[str, Any]) -> str:
         """Return the reason why a saved state does not fit these sources; "" if it fits."""
@@ -201,6 +201,7 @@ def preserve_loader_state(loader: Any) -> Iterator[None]:
     owners = [*samplers, *_find_nested([getattr(loader, "dataset", None)], Dataset)]
     generators = collect_generators([loader, *owners])
     drawn = read_states(generators)
+    # A copy, because a sampler may return the object that it changes while it draws.
     states = [(owner, copy.deepcopy(owner.state_dict())) for owner in owners if get_stateful(owner) is not None]
     counts = [(owner, {k: v for k, v in getattr(owner, "__dict__", {}).items() if type(v) is int}) for owner in owners]
     try:
@@ -265,6 +266,7 @@ def _find_nested(roots: Iterable[Any], kind: type, names: tuple[str, ...] = ()) 
 
 def _iter_attributes(owner: Any) -> Iterable[tuple[str, Any]]:
     """Yield the name and value of each attribute; for a collection of generators, samplers or datasets, each item."""
+    # Sorted by name, because saved states are matched to generators by their position.
     for name, value in sorted(getattr(owner, "__dict__", {}).items()):
         items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
         if isinstance(next(iter(items), None), (*_KINDS, Sampler, Dataset)):

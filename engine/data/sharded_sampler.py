@@ -194,7 +194,7 @@ class ShardedBatches:
             return shares.batches if limit is None else min(shares.batches, limit)
         return self._count_batches(self._count_items(len), limit)
 
-    def agree(self, world: World) -> None:
+    def decide_sharding(self, world: World) -> None:
         """Determine whether all ranks read one dataset in one order, or each reads its own. Call it on all ranks.
 
         Raises:
@@ -203,19 +203,19 @@ class ShardedBatches:
         if self.planner.shares is None and not share_data(self.dataset, world):
             self.planner.disable_sharding()
         if self.planner.shares is None:
-            self.draws.agree(world)
+            self.draws.copy_rank_zero(world)
             if not self._has_common_order(world):
                 self.planner.disable_sharding()
         if self.planner.shares is not None:
-            self.planner.shares.agree(self.share(), world, type(self.dataset).__name__)
+            self.planner.shares.exchange_lengths(self.share(), world, type(self.dataset).__name__)
 
     def _has_common_order(self, world: World) -> bool:
         if type(self.sampler).__module__ == Sampler.__module__:  # torch's own samplers do not depend on the rank
             return True
-        before = self.draws.stream.get_state()
+        state = self.draws.stream.get_state()
         with self.draws.stream.drawing(), preserve_loader_state(self._loader):
             first = list(itertools.islice(avoid_rewind(iter(self.sampler)), _COMPARED))
-        self.draws.stream.go_to(before)
+        self.draws.stream.go_to(state)
         return compare_across_ranks(digest(first), type(self.sampler).__name__, "indices", world)
 
     def share(self) -> Share:
@@ -230,19 +230,19 @@ class ShardedBatches:
         """Return the length of the user's sampler, and restore the RNG state if computing the length changes it."""
         if not self._counting_draws:
             return count(self.sampler)
-        before = host_state()
+        state = host_state()
         items = count(self.sampler)
-        self._counting_draws = not are_equal(before, host_state())
-        set_host_state(before)
+        self._counting_draws = not are_equal(state, host_state())
+        set_host_state(state)
         return items
 
     def _count_batches(self, items: int, limit: int | None = None) -> int:
         size = self.planner.size
-        count, rest = divmod(items, self.width)
-        count += bool(rest) and not self.drop_last
+        count, remainder = divmod(items, self.width)
+        count += bool(remainder) and not self.drop_last
         if limit is not None and limit < count:
             return limit
-        merged = self.plain and self.merge_tail and count > 1 and 0 < rest < size and not self.drop_last
+        merged = self.plain and self.merge_tail and count > 1 and 0 < remainder < size and not self.drop_last
         return count - merged
 
     def length(self, limit: int | None) -> int | None:
@@ -292,7 +292,7 @@ class ShardedBatches:
             self._rewind()
             start_state = draws.state()
             order = self.position.order
-            again = order is not None
+            is_repeated = order is not None
             if order is None:
                 order = start_state
                 draws.note_counts()
@@ -304,12 +304,12 @@ class ShardedBatches:
             if self.planner.shares is not None:
                 self._keep_in_step(start_state)
             self._compare_order()
-            if again:  # the state already contains what the sampler draws here
+            if is_repeated:  # the state already contains what the sampler draws here
                 draws.stream.go_to(start_state["stream"])
                 if self.draws_at_once or self.limit == 0:  # if nothing is left to yield, nothing was drawn again
                     draws.load_private(start_state["generators"])
                     draws.load_samplers(start_state)
-        if not again and not self.positions and self.micros and (drawn := self.micros[0][1]) is not None:
+        if not is_repeated and not self.positions and self.micros and (drawn := self.micros[0][1]) is not None:
             draws.stream.follow(drawn)  # before the dataset, which this process reads, draws for the first batch
         return itertools.chain(first, batches)
 
@@ -349,10 +349,10 @@ class ShardedBatches:
         rank = 0 if self.planner.shares is None else self.planner.world_rank
         return f"epoch {self.start.epoch} of rank {rank}" if rank else self.start.epoch
 
-    def _keep_in_step(self, before: dict[str, Any]) -> None:
+    def _keep_in_step(self, start_state: dict[str, Any]) -> None:
         """Advance the run's stream equally on all ranks, because their orders may differ in length."""
         stream = self.draws.stream
-        stream.go_to(before["stream"])
+        stream.go_to(start_state["stream"])
         stream.advance()
 
     def _pull(self, block: int) -> Iterator[Any]:
@@ -412,20 +412,20 @@ class ShardedBatches:
         self, shares: RankShares
     ) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
         """Yield the groups of this rank's own data until every rank has read all of its data."""
-        batches, stand_in = self._read_global_batches(), list[Any]()
+        batches, placeholder = self._read_global_batches(), list[Any]()
         for indices, _ in itertools.islice(batches, self.start.batches):
-            stand_in = indices[:1]
-        first, left, name = self.start.batches, self.limit, type(self.sampler).__name__
+            placeholder = indices[:1]
+        first, remaining, name = self.start.batches, self.limit, type(self.sampler).__name__
         passed = self.start.passing
-        while left is None or left > 0:
+        while remaining is None or remaining > 0:
             width = passed or self.planner.accumulate()
-            group = list(itertools.islice(batches, width if left is None else min(left, width)))
-            totals = shares.totals(first, [len(indices) for indices, _ in group], width, name)[:left]
+            group = list(itertools.islice(batches, width if remaining is None else min(remaining, width)))
+            totals = shares.totals(first, [len(indices) for indices, _ in group], width, name)[:remaining]
             if not totals:
                 return
-            stand_in = group[-1][0][:1] if group else stand_in
-            group += [(stand_in, [0])] * (len(totals) - len(group))
-            first, left = first + len(totals), None if left is None else left - len(totals)
+            placeholder = group[-1][0][:1] if group else placeholder
+            group += [(placeholder, [0])] * (len(totals) - len(group))
+            first, remaining = first + len(totals), None if remaining is None else remaining - len(totals)
             if passed:
                 self._advance(sum(totals))
                 passed = 0

@@ -123,9 +123,9 @@ class StreamedBatches:
     turn. The first batches are compared across ranks to determine which case applies, unless this is known. A rank
     without a batch takes part with weight zero.
 
-    ``counted`` is the number of samples in a full batch, or None if all batches have the same weight. ``lent`` means
-    that this process reads the source itself, which then draws from the run's random stream. ``stateful`` is the object
-    that saves and restores the position of the source; if it is None, ``gap`` may hold the reason.
+    ``counted`` is the number of samples in a full batch, or None if all batches have the same weight. ``draws_later``
+    means that this process reads the source itself, which then draws from the run's random stream. ``stateful`` is the
+    object that saves and restores the position of the source; if it is None, ``gap`` may hold the reason.
 
     Attributes:
         position: The position of the dataloader, which the loop advances.
@@ -143,7 +143,7 @@ class StreamedBatches:
         planner: GroupPlanner,
         draws: Draws,
         position: EpochPosition,
-        lent: bool,
+        draws_later: bool,
         stateful: Any,
         gap: str = "",
         cursor: Cursor | None = None,
@@ -158,7 +158,7 @@ class StreamedBatches:
         self.counted = counted
         self.planner = planner
         self.draws = draws
-        self.lent = lent
+        self.draws_later = draws_later
         self.stateful = stateful
         self.position = position
         self._loaded_state: dict[str, Any] | None = None  # until the source is started
@@ -202,12 +202,12 @@ class StreamedBatches:
         """Return the length of this rank's own data."""
         return Share(None, self.counted or 1, get_length(self.source), self.cursor is not None)
 
-    def agree(self, world: World) -> None:
+    def decide_sharding(self, world: World) -> None:
         """Determine before the first batch, if possible, whether the ranks share a stream. Call it on all ranks."""
         if self.planner.shares is not None:
-            self.planner.shares.agree(self.share(), world, self._name)
+            self.planner.shares.exchange_lengths(self.share(), world, self._name)
             return
-        self.draws.agree(world)
+        self.draws.copy_rank_zero(world)
         if isinstance(self.source, list | tuple):
             ends = (len(self.source), self.source[:1], self.source[-1:])
             if len(set(world.gather_objects(digest(ends)))) > 1:
@@ -221,7 +221,7 @@ class StreamedBatches:
         """Disable sharding, because the stream is already split by rank. Call it on all ranks."""
         self.compare = None
         self.planner.disable_sharding()
-        self.planner.shares.agree(self.share(), world, self._name)  # type: ignore[union-attr]
+        self.planner.shares.exchange_lengths(self.share(), world, self._name)  # type: ignore[union-attr]
 
     @property
     def _name(self) -> str:
@@ -237,11 +237,6 @@ class StreamedBatches:
         if count is None or size < self.planner.world_size:
             return -(-read // self.planner.world_size)
         return -(-count // size) - -(-max(0, count - read) // size)
-
-    @property
-    def draws_later(self) -> bool:
-        """True if the source may draw during the epoch in this process."""
-        return self.lent
 
     def unshuffle(self) -> bool:
         """Return False, because the order of a stream cannot be changed."""
@@ -263,7 +258,7 @@ class StreamedBatches:
         self._begin(limit)
         draws, position = self.draws, self.position
         start_state, order = draws.state(), position.order
-        again = order is not None
+        is_repeated = order is not None
         if order is None:
             order = {**start_state, "late": position.started}
         else:
@@ -279,14 +274,14 @@ class StreamedBatches:
         with draws.stream.drawing():
             iterator = iter(view)
         self._copy = CopiedStream(draws.stream)
-        if again:
+        if is_repeated:
             draws.stream.go_to(start_state["stream"])
         if loaded is not None and loaded["stream"] is not None:
             self._copy_state = loaded["stream"]
             self.opened()
             draws.load_private(start_state["generators"])
         position.started = getattr(view, "persistent_workers", False)
-        return self._read_epoch(iterator, again, loaded)
+        return self._read_epoch(iterator, is_repeated, loaded)
 
     @contextmanager
     def starting(self, persistent: bool) -> Iterator[None]:
@@ -311,32 +306,32 @@ class StreamedBatches:
         if self._copy is not None and self._copy_state is not None:
             self._copy.restart(self._copy_state)
 
-    def _read_epoch(self, source: Iterator[Any], again: bool, loaded: dict[str, Any] | None) -> Iterator[Any]:
+    def _read_epoch(self, source: Iterator[Any], is_repeated: bool, loaded: dict[str, Any] | None) -> Iterator[Any]:
         source = avoid_rewind(source)
         has_ended = loaded is not None and loaded["ended"]
         # A source that was saved at its end may start over and yield the next epoch's samples.
         if self.compare is not None and not has_ended:
             self._compare_ranks(source, self.compare)
-        if self.planner.shares is not None and not again:
+        if self.planner.shares is not None and not is_repeated:
             self.draws.stream.advance()  # reading advances each rank's reader by a different length
-        stand_in = None
+        placeholder = None
         if loaded is None:
             self._compare_first(source)
-            stand_in = self._fast_forward(source)
-        left = 0 if has_ended else self.limit
+            placeholder = self._fast_forward(source)
+        remaining = 0 if has_ended else self.limit
         shares = self.planner.shares
         yield from (
-            self._deal_batches(source, left)
+            self._deal_batches(source, remaining)
             if shares is None
-            else self._read_rank_batches(source, left, shares, stand_in)
+            else self._read_rank_batches(source, remaining, shares, placeholder)
         )
 
-    def _deal_batches(self, source: Iterator[Any], left: int | None) -> Iterator[Any]:
+    def _deal_batches(self, source: Iterator[Any], remaining: int | None) -> Iterator[Any]:
         """Yield this process's share of a stream that all ranks read completely."""
         micros = self.micros
         rank, size = self.planner.rank, self.planner.size
-        while left is None or left > 0:
-            width = self.planner.accumulate() if left is None else min(left, self.planner.accumulate())
+        while remaining is None or remaining > 0:
+            width = self.planner.accumulate() if remaining is None else min(remaining, self.planner.accumulate())
             group = self._read(source, width * size)
             # A worker's last batch may be short while other workers have more.
             is_short = len(group) < width * size or group[-1][0] < (self.counted or 1)
@@ -349,14 +344,14 @@ class StreamedBatches:
             for micro, dealt in zip(self.planner.plan(sizes), rounds, strict=True):
                 micros.append((micro, drawn, None))
                 yield dealt[min(rank, len(dealt) - 1)][1]
-            left = None if left is None else left - len(rounds)
+            remaining = None if remaining is None else remaining - len(rounds)
 
     def _read_rank_batches(
-        self, source: Iterator[Any], left: int | None, shares: RankShares, stand_in: Any
+        self, source: Iterator[Any], remaining: int | None, shares: RankShares, placeholder: Any
     ) -> Iterator[Any]:
         first = self.start.batches
-        while left is None or left > 0:
-            width = self.planner.accumulate() if left is None else min(left, self.planner.accumulate())
+        while remaining is None or remaining > 0:
+            width = self.planner.accumulate() if remaining is None else min(remaining, self.planner.accumulate())
             outlook = self._pop_outlook(shares, width)
             group, drawn = self._take_group(source, width, shares)
             if len(group) < width:
@@ -364,16 +359,16 @@ class StreamedBatches:
             totals = shares.totals(first, [count for count, _ in group], width, self._name, outlook)
             if not totals:
                 return
-            stand_in = group[-1][1] if group else stand_in
-            if stand_in is None:  # the run resumed at the end of this rank's data
+            placeholder = group[-1][1] if group else placeholder
+            if placeholder is None:  # the run resumed at the end of this rank's data
                 with self._lend():
-                    stand_in = next(iter(self.source))
-            group += [(0, stand_in)] * (len(totals) - len(group))
-            first, left = first + len(totals), None if left is None else left - len(totals)
+                    placeholder = next(iter(self.source))
+            group += [(0, placeholder)] * (len(totals) - len(group))
+            first, remaining = first + len(totals), None if remaining is None else remaining - len(totals)
             sizes = [(count, total) for (count, _), total in zip(group, totals, strict=True)]
             for micro, (_, batch) in zip(self.planner.plan(sizes), group, strict=True):
                 if micro.last and shares.depth:
-                    self._look_ahead(source, left, shares)
+                    self._look_ahead(source, remaining, shares)
                 self.micros.append((micro, drawn, None))
                 yield batch
 
@@ -399,12 +394,14 @@ class StreamedBatches:
                 return
             self._ahead.append(BatchAhead(*read[0], state, self._take_drawn()))
 
-    def _look_ahead(self, source: Iterator[Any], left: int | None, shares: RankShares) -> None:
+    def _look_ahead(self, source: Iterator[Any], remaining: int | None, shares: RankShares) -> None:
         """Read the group on which the ranks vote during the current step, and set this rank's votes."""
         begin, width = 0, 0
         for _ in range(shares.depth):
             begin += width
-            width = self.planner.accumulate() if left is None else min(left - begin, self.planner.accumulate())
+            width = (
+                self.planner.accumulate() if remaining is None else min(remaining - begin, self.planner.accumulate())
+            )
         outlook = None
         if width > 0:
             self._read_ahead(source, begin + width)
@@ -504,10 +501,10 @@ class StreamedBatches:
         return {"source": source_state, "stream": stream, "ended": ended}
 
     def _take_drawn(self) -> Draw | None:
-        return self._copy.take() if self.lent and self._copy is not None else None
+        return self._copy.take() if self.draws_later and self._copy is not None else None
 
     def _lend(self) -> AbstractContextManager[None]:
-        return self._copy.drawing() if self.lent and self._copy is not None else nullcontext()
+        return self._copy.drawing() if self.draws_later and self._copy is not None else nullcontext()
 
     def _read(self, source: Iterator[Any], count: int) -> list[tuple[int, Any]]:
         pushed = [self._pushed.popleft() for _ in range(min(count, len(self._pushed)))]

@@ -29,7 +29,7 @@ class UserBatches:
 
     Attributes:
         micros: See `ShardedBatches`. The draws and indices are None for a batch that was not read from the loader.
-        reads_again: Whether the method yields other batches than it reads; None until an epoch has shown it.
+        regroups: Whether the method yields other batches than it reads; None until an epoch has shown it.
         start_state: States of the process when the epoch began, to read it again.
     """
 
@@ -39,7 +39,7 @@ class UserBatches:
         self._generators = generators
         self._evaluation = evaluation
         self.micros: deque[tuple[Micro, Draw | None, GroupIndices | None]] = deque()
-        self.reads_again: bool | None = None
+        self.regroups: bool | None = None
         self.start_state: dict[str, Any] | None = None
 
     def iterate(self, view: Iterable[Any], limit: int | None) -> Iterator[Any]:
@@ -51,7 +51,7 @@ class UserBatches:
         plan, position = self._plan, self._plan.position
         self.micros.clear()
         within = position.order is not None and bool(position.passing or position.batches)
-        if not within or self.start_state is None or self.reads_again is False:
+        if not within or self.start_state is None or self.regroups is False:
             self.start_state = {"host": host_state(), "draws": plan.draws.state()}
             return plan.iterate(view, None)
         position.samples += position.passing * plan.full
@@ -71,33 +71,33 @@ class UserBatches:
         load_states(self._generators, states)
         return batches
 
-    def _regroup(self, batches: Iterator[Any], left: int | None) -> Iterator[Any]:
-        """Yield at most ``left`` batches, in groups of those that are yielded, not of those that the sampler yields."""
+    def _regroup(self, batches: Iterator[Any], remaining: int | None) -> Iterator[Any]:
+        """Yield at most ``remaining`` batches, in groups of the yielded batches instead of those of the sampler."""
         plan, position = self._plan, self._plan.position
         batches = avoid_rewind(batches)
-        while left is None or left > 0:
-            width = plan.planner.accumulate() if left is None else min(left, plan.planner.accumulate())
+        while remaining is None or remaining > 0:
+            width = plan.planner.accumulate() if remaining is None else min(remaining, plan.planner.accumulate())
             group = list(itertools.islice(batches, width))
             if position.order is None:  # no sampler of this dataloader was read, but the epoch has begun
                 position.begin(plan.draws.state())
             read = [plan.micros.popleft() if plan.micros else None for _ in group]
             if None in read or (plan.micros and len(group) < width):
-                self._note_reading_again()
+                self._note_regrouping()
             unknown = plan.full, plan.full
             sizes = [unknown if facts is None else (facts[0].samples, facts[0].everyone) for facts in read]
             for micro, batch, facts in zip(plan.planner.plan(sizes), group, read, strict=True):
                 drawn, indices = (None, None) if facts is None else facts[1:]
-                self.micros.append((micro, drawn, None if self.reads_again else indices))
+                self.micros.append((micro, drawn, None if self.regroups else indices))
                 yield batch
             if len(group) < width:
-                self.reads_again = bool(self.reads_again)
+                self.regroups = bool(self.regroups)
                 return
-            left = None if left is None else left - len(group)
+            remaining = None if remaining is None else remaining - len(group)
 
-    def _note_reading_again(self) -> None:
-        if self.reads_again:
+    def _note_regrouping(self) -> None:
+        if self.regroups:
             return
-        self.reads_again = True
+        self.regroups = True
         if not self._evaluation:
             warn(
                 f"{self._name}.__iter__ does not yield one batch for each batch that it reads. A run that resumes "
@@ -106,7 +106,7 @@ class UserBatches:
 
     def describe_position(self, drawn: Draw | None) -> dict[str, Any]:
         """Return the plan's state and the states at the beginning of the epoch, unless the position is enough."""
-        start = {} if self.reads_again is False else {"start": self.start_state}
+        start = {} if self.regroups is False else {"start": self.start_state}
         return {**self._plan.describe_position(drawn), **start}
 
     def resume_at(self, state: dict[str, Any]) -> None:
@@ -114,4 +114,4 @@ class UserBatches:
         self._plan.resume_at(state)
         self.start_state = state.get("start")
         if "start" not in state:  # an epoch before the checkpoint has shown that the position is enough
-            self.reads_again = False
+            self.regroups = False

@@ -29,7 +29,7 @@ TORCH_SEEDED = -1
 """Value that marks an epoch whose workers have just been started and seeded by torch."""
 
 
-class _StandIn:
+class _WrappedDataset:
     """Base class of datasets that wrap another dataset and forward attribute access and ``len`` to it."""
 
     dataset: Any
@@ -47,7 +47,7 @@ class _StandIn:
         setattr(self.dataset, name, value)
 
 
-class SeededStream(_StandIn, IterableDataset[Any]):
+class SeededStream(_WrappedDataset, IterableDataset[Any]):
     """Stream whose persistent workers draw the same random numbers in an epoch as the new workers of a resumed run.
 
     The workers also receive the epoch number, which ``set_epoch`` sets in the parent process only.
@@ -118,7 +118,7 @@ class _TwinnedGenerator:
     def seed(self, seed: int) -> None:
         self._generator.seed(seed % self._modulus)
 
-    def watch(self, seed: int) -> None:
+    def seed_for_check(self, seed: int) -> None:
         self.seed(seed)
         self._twin.seed(seed % self._modulus)
 
@@ -131,7 +131,7 @@ class _TorchGenerator:
 
     seed = torch.default_generator.manual_seed
 
-    def watch(self, seed: int) -> None:
+    def seed_for_check(self, seed: int) -> None:
         self.seed(seed)
         self._state = torch.default_generator.get_state()
 
@@ -175,7 +175,7 @@ class SeededReader:
         if first:
             self._watched = list(_GENERATORS)
         elif items and _TORCH in self._watched:  # type: ignore[operator]
-            _TORCH.watch(_compute_seed(items[0]))
+            _TORCH.seed_for_check(_compute_seed(items[0]))
         return SeededBatch(self._read(items, first), items, first, self)
 
     def read_alone(self, item: Item) -> Any:
@@ -213,7 +213,7 @@ class SeededReader:
             for generator in self._used:
                 generator.seed(seed)
             for generator in self._watched if first else ():  # type: ignore[union-attr]
-                generator.watch(seed)
+                generator.seed_for_check(seed)
 
     def _note_used(self) -> bool:
         assert self._watched is not None
@@ -241,7 +241,7 @@ class SeededBatch:
     reader: SeededReader
 
 
-class SeededSamples(_StandIn):
+class SeededSamples(_WrappedDataset):
     """Dataset that seeds the generators of Python, NumPy and torch before each sample is read in a worker.
 
     The seed depends on the state of the run's random stream when the epoch's order is drawn, on the epoch and on the

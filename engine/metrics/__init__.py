@@ -8,7 +8,7 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import metric_state
-    from .logged_values import LateNumbers, Metrics, MutedMetrics, is_wide, read_numbers
+    from .logged_values import AsyncNumbers, Metrics, MutedMetrics, is_wide, read_numbers
     from .metric_state import uneven_counts
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -254,8 +254,8 @@ class Metrics:
         plain = [entry for entry in entries if entry.metric is None]
         # Metric objects and the values of batches are exchanged separately. They must be the same on all processes,
         # otherwise the exchange hangs.
-        others = [entry for entry in self.entries if entry.metric is not None or entry.batches is not None]
-        values = dict(self._reduce_entries(plain, [entry.epoch_pair() for entry in plain], world, others))
+        exchanged_apart = [entry for entry in self.entries if entry.metric is not None or entry.batches is not None]
+        values = dict(self._reduce_entries(plain, [entry.epoch_pair() for entry in plain], world, exchanged_apart))
         for entry in entries:
             if entry.metric is not None:  # it exchanges its own state
                 values[entry] = _compute_number(entry)
@@ -330,11 +330,11 @@ class Metrics:
         entries: list[Entry],
         pairs: list[tuple[Any, float]],
         world: World,
-        others: Iterable[Entry] = (),
+        exchanged_apart: Iterable[Entry] = (),
         written: dict[str, float] | None = None,
     ) -> list[tuple[Entry, float]]:
         if world.size > 1:
-            names = [f"{entry.name} ({entry.reduction})" for entry in (*entries, *others)]
+            names = [f"{entry.name} ({entry.reduction})" for entry in (*entries, *exchanged_apart)]
             _check_names_match(names, world, {} if written is None else written)
         if not entries:
             return []
@@ -759,7 +759,7 @@ def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-class LateNumbers:
+class AsyncNumbers:
     """Asynchronous reader of numbers that a CUDA device may still be computing.
 
     Reading the latest numbers at each refresh of a progress bar would wait for all work queued on the device.

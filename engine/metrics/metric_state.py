@@ -132,11 +132,13 @@ def load(objects: dict[str, Any], saved: dict[str, list[Any] | None], world: Wor
 @contextmanager
 def preserve_counts(metrics: Iterable[Any]) -> Iterator[None]:
     """Return a context that restores the state of metric objects when it ends."""
-    before = [(metric, copy.deepcopy(_copy_state(metric)), getattr(metric, "_computed", None)) for metric in metrics]
+    saved_states = [
+        (metric, copy.deepcopy(_copy_state(metric)), getattr(metric, "_computed", None)) for metric in metrics
+    ]
     try:
         yield
     finally:
-        for metric, counts, computed in before:
+        for metric, counts, computed in saved_states:
             _restore_state(metric, counts)
             # A metric with a result exchanges nothing in compute(); if only some ranks have one, the others hang.
             if _has_states(metric):
@@ -216,10 +218,10 @@ def _share_state(values: list[Any], reduction: Any, world: World) -> Any:
         return None
     if world.size == 1:
         return whole
-    for others in (whole, torch.zeros_like(whole)):  # means and extremes, or sums
-        again = reduction(torch.stack([whole] + [others] * (world.size - 1)))
-        if torch.allclose(again.double(), whole.double(), rtol=1e-5, atol=0.0, equal_nan=True):
-            return whole if world.is_main else others
+    for filler in (whole, torch.zeros_like(whole)):  # means and extremes, or sums
+        reduced = reduction(torch.stack([whole] + [filler] * (world.size - 1)))
+        if torch.allclose(reduced.double(), whole.double(), rtol=1e-5, atol=0.0, equal_nan=True):
+            return whole if world.is_main else filler
     return None
 
 
@@ -232,8 +234,8 @@ def _share_list(items: list[Any], reduction: Any, world: World) -> list[Any] | N
     return items[share(len(items), world.rank, world.size)]
 
 
-def _make_refusal(metric: Any, place: str, before: int, world: World, why: str) -> ValueError:
-    saved_by = format_count(before, "process")
+def _make_refusal(metric: Any, place: str, saved_size: int, world: World, why: str) -> ValueError:
+    saved_by = format_count(saved_size, "process")
     return ValueError(
         f"the metric {place!r} ({type(metric).__name__}) was saved by {saved_by} within an epoch, and its state can't "
         f"be split over {format_count(world.size, 'process')}: {why}. Resume with {saved_by}, or from a "
@@ -253,14 +255,14 @@ def preserve_values(owner: nn.Module) -> Iterator[None]:
     and deques are restored.
     """
     attributes = vars(owner)
-    before = {name: value for name, value in attributes.items() if name not in _UNTOUCHED and _is_plain(value)}
-    restores = [restore for value in before.values() if (restore := _remember(value)) is not None]
+    saved_values = {name: value for name, value in attributes.items() if name not in _UNTOUCHED and _is_plain(value)}
+    restores = [restore for value in saved_values.values() if (restore := _remember(value)) is not None]
     try:
         yield
     finally:
         for restore in restores:
             restore()
-        attributes.update(before)
+        attributes.update(saved_values)
 
 
 def _is_plain(value: Any) -> bool:

@@ -8,7 +8,7 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import nonfinite, optimizer_state, replica_check, resume_options
-    from .accumulation import Accumulation
+    from .accumulation import Accumulation, PreparedOptimizer, can_skip_on_device
     from .agreement import Agreement
     from .batch_size import attempt, find_executable_batch_size, is_out_of_memory
     from .forgotten_objects import LoopCheck
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .loss_scaling import LossScale
     from .nonfinite import GradientGuard
     from .optimizer_state import BuiltSchedule, list_parameters
-    from .prepared_optimizer import PreparedOptimizer, PreparedScheduler, can_skip_on_device
+    from .prepared_scheduler import PreparedScheduler
     from .resume_options import SCHEDULES, LoadedOptimizer, check_schedule
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,16 +1,17 @@
-"""Gradient accumulation over the micro-batches of an optimizer step."""
+"""One optimizer step: gradient accumulation over its micro-batches, and the wrapper of the optimizer that takes it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 from weakref import proxy, ref
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.autograd import _profiler_enabled
+from torch.optim import SGD, Optimizer
 
 from ...common.messages import warn
 from ...common.validation import check_int
@@ -20,10 +21,10 @@ from ..data import Cursor, Micro
 from ..running_loaders import get_running_loader
 from .agreement import Agreement
 from .loss_scaling import LossScale, scale_gradients
-from .prepared_optimizer import PreparedOptimizer
+from .optimizer_state import choose_fused, copy_plain_options, list_parameters
 
 _NO_CONTEXT = nullcontext()
-_get_wrapped = attrgetter("optimizer")
+_get_wrapped = attrgetter("optimizer")  # with map, no Python call per optimizer and step
 
 
 class _Group:
@@ -39,14 +40,14 @@ class _Group:
         unweighted: Whether some micro-batch had no such weight.
         total: Sum of ``weight`` over all processes, once the gradients have been divided by it.
         entered: Number of the batch for which a user-defined loop called `accumulate` last; see `Cursor`.
-        loss_before: The last loss before that call.
+        loss_at_entry: The last loss before that call.
         entries: Number of batches of the loader's group for which it was called; 0 after the last one.
     """
 
     def __init__(self, models: tuple[nn.Module, ...]) -> None:
         self.models = models
         self.entered, self.entries = -1, 0
-        self.loss_before: Any = None
+        self.loss_at_entry: Any = None
         self.forget()
 
     def forget(self) -> None:
@@ -89,7 +90,8 @@ class Accumulation:
         adapt_closure: Function that is called with the wrapped optimizer and a closure before each step with a closure,
             and returns the closure to use. None to use the closure as it is.
         check_models: Function that is called once with models that are passed to `accumulate`.
-        missing: Number of samples in those batches of the group that were None. `agree` adds up all processes' numbers.
+        missing: Number of samples in those batches of the group that were None. `exchange_votes` adds up the numbers of
+            all processes.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class Accumulation:
         self._factor: float | None = None  # of the losses of the current micro-batch; None: the loader's, or 1 / k
         self._correction = 1.0  # of the gradients after the next backward pass
         self._skip_correction = 1.0  # the same, if a loop has skipped micro-batches of the loader's group
-        self._steps_before = 0
+        self._resumed_steps = 0
         self._entered: Micro | None = None  # the last micro-batch that a user-defined loop used
         self._entered_number = 0  # its number, because equal groups share their facts
         self._entered_scale = 0.0  # the sum of the scales of the micro-batches used in this group
@@ -167,16 +169,16 @@ class Accumulation:
     @property
     def steps(self) -> int:
         """Number of optimizer steps taken, including those before a resume; with several optimizers, the maximum."""
-        return self._steps_before + max((optimizer.steps_taken for optimizer in self.optimizers), default=0)
+        return self._resumed_steps + max((optimizer.steps_taken for optimizer in self.optimizers), default=0)
 
     @steps.setter
     def steps(self, value: int) -> None:
-        self._steps_before = 0
-        self._steps_before = value - self.steps
+        self._resumed_steps = 0
+        self._resumed_steps = value - self.steps
 
     def steps_of(self, optimizer: PreparedOptimizer) -> int:
         """Return the number of steps of one optimizer in this process, plus the run's steps before a resume."""
-        return self._steps_before + optimizer.steps_taken
+        return self._resumed_steps + optimizer.steps_taken
 
     @property
     def position(self) -> int:
@@ -265,18 +267,18 @@ class Accumulation:
         the processed micro-batches. If it enters a batch again with the same models after a backward pass, each call is
         a micro-batch of its own from then on.
         """
-        micro, before, number = self.cursor.micro, self._entered, self.cursor.number
+        micro, previous, number = self.cursor.micro, self._entered, self.cursor.number
         if micro is None:
             return
         group = self._groups.get(models) or self._open_group(models)
         if group.entered != number:
             group.entries = 0 if micro.last else group.entries + 1
-        elif group.loss_before is not self._latest_loss and not self.counts_calls:
+        elif group.loss_at_entry is not self._latest_loss and not self.counts_calls:
             self._start_counting(micro)
-        group.entered, group.loss_before = number, self._latest_loss
-        if not self.groups_end_with_loader or (micro is before and number == self._entered_number):
+        group.entered, group.loss_at_entry = number, self._latest_loss
+        if not self.groups_end_with_loader or (micro is previous and number == self._entered_number):
             return
-        if before is None or before.last or (micro.number != before.number + 1 and not self._has_gradients()):
+        if previous is None or previous.last or (micro.number != previous.number + 1 and not self._has_gradients()):
             self._entered_scale = 0.0
         self._entered, self._entered_number, self._skip_correction = micro, number, 1.0
         self._entered_scale += micro.scale
@@ -334,7 +336,7 @@ class Accumulation:
         votes = self.sync_gradients and (self.always_agree or group.weight is not None)
         if votes and (not self.watches_gradients or self.strategy.votes_in_backward):
             self.agreement.vote(group.weight, self.missing)
-        before = self.strategy.before_backward() if self._watches_backward and self.sync_gradients else None
+        backward_marks = self.strategy.before_backward() if self._watches_backward and self.sync_gradients else None
         try:
             if by is None:
                 loss.backward(*args, **kwargs)
@@ -345,8 +347,8 @@ class Accumulation:
             if explained is error:
                 raise
             raise explained from error
-        if before:
-            self.strategy.after_backward(before)
+        if backward_marks:
+            self.strategy.after_backward(backward_marks)
         if self.loss_scale is not None:
             self.loss_scale.check_backward()
         if self.sync_gradients:
@@ -398,7 +400,7 @@ class Accumulation:
     def finish_gradients(self) -> None:
         """Divide the group's gradients by the total weight over all processes, if that has not been done yet."""
         if self.group.weight is not None and self.group.total is None:
-            self.agree(later=self.always_agree or self.watches_gradients)
+            self.exchange_votes(later=self.always_agree or self.watches_gradients)
 
     def use_weights(self) -> None:
         """Finish the gradients before an optimizer step, and discard the weights."""
@@ -452,7 +454,7 @@ class Accumulation:
         self.agreement.watch_finite = finite
         self.agreement.immediate = at_once or on_cpu
 
-    def agree(self, *, later: bool = False) -> Agreement:
+    def exchange_votes(self, *, later: bool = False) -> Agreement:
         """Exchange votes, divide gradients that are weighted sums by the total weight, and return the agreement.
 
         If `watches_gradients` is set, first check whether the gradients are finite. With ``later``, the votes are not
@@ -481,13 +483,13 @@ class Accumulation:
         Returns:
             False if no sample is left, so that no step can be taken.
         """
-        left, self.missing = samples - self.missing, 0
+        remaining, self.missing = samples - self.missing, 0
         if self.group.weight is not None:  # weights do not include these samples
             # On accelerators, only ranks with such batches wait for the total. If it is zero, these are all ranks.
             return bool((self.group.weight if self.group.total is None else self.group.total) > 0)
-        if left:
-            scale_gradients(self._iter_trained_parameters(), samples, left)
-        return left > 0
+        if remaining:
+            scale_gradients(self._iter_trained_parameters(), samples, remaining)
+        return remaining > 0
 
     def _iter_trained_parameters(self, group: _Group | None = None) -> Iterable[Tensor]:
         """Iterate over the parameters of all models, except models that `accumulate` only puts into other groups."""
@@ -496,3 +498,222 @@ class Accumulation:
             models = [m for m in self.models if m not in grouped or m in group.models]  # type: ignore[union-attr]
             return (p for model in models for p in self.strategy.unwrap(model).parameters())
         return (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"])
+
+
+class PreparedOptimizer(Optimizer):
+    """Wrapper of the user's optimizer, whose ``step`` and ``zero_grad`` take effect only at the end of a group.
+
+    A group consists of the micro-batches whose gradients are accumulated. A pickle or deep copy contains the wrapped
+    optimizer with copies of its parameters, not the wrapper.
+
+    Args:
+        optimizer: The optimizer to wrap.
+        accumulation: The Accelerator's gradient accumulation, which determines when a group ends.
+        all_optimizers: All prepared optimizers of the Accelerator, including this one.
+
+    Attributes:
+        built: The options with which the script built the optimizer.
+        effective_options: The options that checkpoints record, which a resume may change.
+        steps_taken: Number of steps taken in this process, without those counted in ``skipped``.
+        skipped: Number of steps that `step` skipped because of a float16 overflow, or because a loss or gradient was
+            not finite.
+        fused_by_choice: Whether Treadle enabled fused kernels for the wrapped optimizer.
+        guarded: False if the latest step was taken before the host had read the check of its gradients, and the device
+            could not skip it.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, accumulation: Accumulation, all_optimizers: list[PreparedOptimizer]
+    ) -> None:
+        self.accumulation = accumulation
+        self.replace(optimizer)
+        self.steps_taken = 0
+        self.skipped = 0
+        self.guarded = True
+        self._all_optimizers = all_optimizers
+
+    def replace(self, optimizer: Optimizer) -> None:
+        """Replace the wrapped optimizer, and keep the step count.
+
+        Args:
+            optimizer: The new optimizer.
+        """
+        self.optimizer = optimizer
+        self.fused_by_choice = choose_fused(optimizer, self.accumulation.world.device)
+        self.built = self.effective_options = copy_plain_options(optimizer)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Parameter groups of the wrapped optimizer."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """State of the wrapped optimizer."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Default options of the wrapped optimizer."""
+        return self.optimizer.defaults
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """Gradient scaler of the Accelerator; None if the loss is not scaled."""
+        return self.accumulation.scaler
+
+    @scaler.setter
+    def scaler(self, value: torch.amp.GradScaler | None) -> None:
+        if value is not self.accumulation.scaler:
+            raise ValueError(
+                "a prepared optimizer's scaler cannot be set, because all prepared optimizers share one scaler. Set "
+                "accelerator.scaler."
+            )
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Step if a group of micro-batches is complete, unless a check finds that its gradients are not finite.
+
+        Args:
+            closure: Closure to pass to the wrapped optimizer's ``step``, or None.
+            kwargs: Further keyword arguments of the wrapped optimizer's ``step``.
+
+        Returns:
+            The return value of the wrapped optimizer's ``step``; None if that was not called.
+
+        Raises:
+            ValueError: With ``on_nonfinite="raise"``, if a loss or gradient is not finite. Also if gradients could not
+                be reduced.
+            ReplicasDiffer: In debug mode, if the replicas differ after the step.
+        """
+        accumulation = self.accumulation
+        if not accumulation.sync_gradients:
+            return None
+        if closure is not None and accumulation.adapt_closure is not None:
+            closure = accumulation.adapt_closure(self.optimizer, closure)
+        args = () if closure is None else (closure,)  # by position, because its name differs between optimizers
+        if accumulation.group.weight is not None:
+            accumulation.use_weights()
+        if accumulation.unreduced:
+            accumulation.reduce_gradients(self)
+        skipped = accumulation.guard is not None and not accumulation.guard(self)
+        if skipped:
+            result = None
+        elif accumulation.loss_scale is not None:
+            result, skipped = accumulation.loss_scale.step(self.optimizer, *args, **kwargs)
+        elif (not_finite := accumulation.agreement.not_finite) is not None:
+            result = self._step_if_finite(not_finite, *args, **kwargs)
+        else:
+            result = self.optimizer.step(*args, **kwargs)
+        if accumulation.autocasts:
+            torch.clear_autocast_cache()  # of the weights as they were, if the step is within an autocast context
+        accumulation.optimizer_step_was_skipped = skipped
+        self.steps_taken += not skipped
+        self.skipped += skipped
+        return result
+
+    def _step_if_finite(self, not_finite: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Step the optimizer, except that torch's fused kernels change nothing if ``not_finite`` is 1 on the device.
+
+        Other implementations take the step in any case.
+        """
+        optimizer: Any = self.optimizer
+        self.guarded = can_skip_on_device(optimizer, not_finite)
+        if not self.guarded:
+            return optimizer.step(*args, **kwargs)
+        optimizer.found_inf = not_finite
+        try:
+            return optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.found_inf
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients if a group of micro-batches is complete.
+
+        Args:
+            set_to_none: Set gradients to None rather than to zero. Default: True.
+        """
+        accumulation = self.accumulation
+        if not accumulation.sync_gradients:
+            return
+        if accumulation.group.weight is not None:
+            accumulation.forget_weights()
+        optimizer = self.optimizer
+        has_own = type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer)
+        if has_own or not set_to_none or _profiler_enabled():
+            optimizer.zero_grad(set_to_none=set_to_none)
+            return
+        # Equivalent to torch's method, without the label for a profiler: 0.2 us instead of 6 us for four parameters.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Return a context that disables the gradients of parameters that only other prepared optimizers have.
+
+        Args:
+            sync_grad: Whether backward passes in the context average gradients over the processes. False accumulates
+                them on each process. Default: True.
+        """
+        trained = set(map(id, list_parameters(self)))
+        parameters = [parameter for other in self._all_optimizers for parameter in list_parameters(other)]
+        toggled = [parameter for parameter in parameters if id(parameter) not in trained and parameter.requires_grad]
+        for parameter in toggled:
+            parameter.requires_grad = False
+        try:
+            with nullcontext() if sync_grad else self.accumulation.strategy.block_backward_sync():
+                yield
+        finally:
+            for parameter in toggled:
+                parameter.requires_grad = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped optimizer."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state into the wrapped optimizer.
+
+        Args:
+            state_dict: A state of the wrapped optimizer's class.
+        """
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the wrapped optimizer.
+
+        Args:
+            param_group: The parameter group, as in ``torch.optim.Optimizer.add_param_group``.
+        """
+        self.optimizer.add_param_group(param_group)
+
+    def __getattr__(self, name: str) -> Any:
+        # The hooks and attributes of a user-defined optimizer.
+        if name == "optimizer" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return repr(self.optimizer)
+
+    def __reduce__(self) -> Any:
+        # A copy has parameters of its own, which no Accelerator reduces or saves, so it is the user's optimizer only.
+        return _return_copy, (self.optimizer,)
+
+
+def _return_copy(optimizer: Optimizer) -> Optimizer:
+    return optimizer
+
+
+def can_skip_on_device(optimizer: Any, not_finite: Tensor) -> bool:
+    """Return whether a step changes nothing if the flag ``not_finite`` on the device is its ``found_inf``.
+
+    This excludes the first step of SGD with momentum, because SGD would treat its momentum as initialized after a
+    skipped step (torch 2.13).
+    """
+    device, groups = not_finite.device.type, optimizer.param_groups
+    return (
+        getattr(optimizer, "_step_supports_amp_scaling", False)
+        and not (isinstance(optimizer, SGD) and not optimizer.state and any(g["momentum"] for g in groups))
+        and all(group.get("fused") and all(p.device.type == device for p in group["params"][:1]) for group in groups)
+    )

@@ -107,7 +107,7 @@ class Agreement:
             self.stop, self.signaled = map(bool, self._world.all_reduce(votes, "max").tolist())
         return self.stop
 
-    def watch(self, loss: Tensor) -> bool:
+    def record_loss(self, loss: Tensor) -> bool:
         """Check whether the loss of one micro-batch is finite, if ``watch_finite`` is set. Return False if it is not.
 
         On accelerators, the result is True, because the check runs on the device without waiting for it.

@@ -204,14 +204,14 @@ def _name(function: Callable[..., Any]) -> str:
 def _announce(function: Callable[..., Any], size: int, starting: int, first: int | None) -> None:
     name = _name(function)
     if first is None:
-        rest = f" The global batch size decreases. To keep it, give {name} a parameter {_ACCUMULATION}."
+        advice = f" The global batch size decreases. To keep it, give {name} a parameter {_ACCUMULATION}."
     else:
         steps = -(-first * starting // size)
         unchanged = size * steps == first * starting
-        rest = f" With {_ACCUMULATION}={steps}, the global batch size " + (
+        advice = f" With {_ACCUMULATION}={steps}, the global batch size " + (
             "stays the same." if unchanged else "increases slightly."
         )
-    announce(f"{name} ran out of memory; trying batch_size={size}.{rest}")
+    announce(f"{name} ran out of memory; trying batch_size={size}.{advice}")
 
 
 def _check_call(function: Callable[..., Any], signature: inspect.Signature) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ...common.messages import name_type, warn
-from .prepared_optimizer import PreparedScheduler
+from .prepared_scheduler import PreparedScheduler
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator

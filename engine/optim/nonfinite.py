@@ -21,8 +21,7 @@ from ..parameter_names import strip_compile_prefix
 from .agreement import Agreement
 
 if TYPE_CHECKING:
-    from .accumulation import Accumulation
-    from .prepared_optimizer import PreparedOptimizer
+    from .accumulation import Accumulation, PreparedOptimizer
 
 SPOILED = (
     " This step was already applied to the weights in memory. Resume from a checkpoint. torch's fused optimizers, "

@@ -153,7 +153,7 @@ def encode_by_name(state: State, optimizer: Optimizer, names: list[str]) -> Opti
 
     ``state`` is the result of ``state_dict``, whose tensors may be this process's shards.
     """
-    others = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+    extras = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     slots = state["state"]
     return {
         "class": name_class(optimizer),
@@ -162,7 +162,7 @@ def encode_by_name(state: State, optimizer: Optimizer, names: list[str]) -> Opti
         "groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]],
         "slots": {names[i]: slots[i] for i in range(len(names)) if i in slots},
         "unnamed": {key: value for key, value in slots.items() if not _is_index(key, names)},
-        "others": others,
+        "others": extras,
     }
 
 
@@ -188,14 +188,18 @@ def list_differences(saved: OptimizerState, optimizer: Optimizer, names: list[st
         if name in shapes and saved_shape != shapes[name]
     ]
     if not lines and _list_group_members(saved["groups"]) != _list_group_members(_name_groups(optimizer, names)):
-        before, after = format_count(len(saved["groups"]), "group"), len(optimizer.param_groups)
-        lines.append(f"the parameters are in different groups: {before} in the checkpoint, {after} in this run")
+        saved_groups, current_groups = format_count(len(saved["groups"]), "group"), len(optimizer.param_groups)
+        lines.append(
+            f"the parameters are in different groups: {saved_groups} in the checkpoint, {current_groups} in this run"
+        )
     return lines
 
 
 def _name_groups(optimizer: Optimizer, names: list[str]) -> list[State]:
-    left = iter(names)
-    return [{**group, "params": list(itertools.islice(left, len(group["params"])))} for group in optimizer.param_groups]
+    remaining = iter(names)
+    return [
+        {**group, "params": list(itertools.islice(remaining, len(group["params"])))} for group in optimizer.param_groups
+    ]
 
 
 def _list_group_members(groups: list[State]) -> list[frozenset[str]]:
@@ -232,8 +236,8 @@ def decode_by_name(saved: OptimizerState, optimizer: Optimizer, names: list[str]
     fits = [name for name, shape in saved["shapes"].items() if name in index and shape == list(parameters[name].shape)]
     formats = saved["formats"]
     slots = {index[n]: _read_tensors(saved["slots"][n], parameters[n], formats[n]) for n in fits if n in saved["slots"]}
-    rest = _read_tensors({"others": saved["others"], "unnamed": saved["unnamed"]}, None)
-    return {**rest["others"], "state": {**slots, **rest["unnamed"]}, "param_groups": groups}
+    extras = _read_tensors({"others": saved["others"], "unnamed": saved["unnamed"]}, None)
+    return {**extras["others"], "state": {**slots, **extras["unnamed"]}, "param_groups": groups}
 
 
 def keep_formats(optimizer: Optimizer, state: State) -> None:

@@ -63,7 +63,7 @@ def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> N
     )
 
 
-def watch(accelerator: Accelerator, optimizer: Optimizer) -> None:
+def watch_replicas(accelerator: Accelerator, optimizer: Optimizer) -> None:
     """In debug mode, compare the replicas after the first step of ``optimizer`` and then periodically.
 
     The comparison is skipped in `join_uneven_inputs` and while ``DDP(local_sgd_steps=...)`` lets each process step

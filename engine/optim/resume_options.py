@@ -15,8 +15,8 @@ from ...common.messages import announce, format_count, warn
 from ...common.remote_path import AnyPath
 from ...common.validation import choose
 from ..checkpoint import TrainState
+from .accumulation import PreparedOptimizer
 from .optimizer_state import BuiltSchedule, State, to_plain
-from .prepared_optimizer import PreparedOptimizer
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
@@ -116,18 +116,18 @@ def _compare_schedules(accelerator: Accelerator, state: TrainState) -> tuple[lis
 
 
 def _compare_rates(scheduler: LambdaLR, saved: State) -> list[str]:
-    step, before, bases = (
+    step, saved_rates, bases = (
         saved.get("last_epoch"),
         _to_numbers(saved.get("_last_lr")),
         _to_numbers(saved.get("base_lrs")),
     )
-    if not isinstance(step, int) or not len(before) == len(bases) == len(scheduler.lr_lambdas):
+    if not isinstance(step, int) or not len(saved_rates) == len(bases) == len(scheduler.lr_lambdas):
         return []
     rates = [base * function(step) for base, function in zip(bases, scheduler.lr_lambdas, strict=True)]
-    if all(math.isclose(old, new, rel_tol=1e-5, abs_tol=1e-12) for old, new in zip(before, rates, strict=True)):
+    if all(math.isclose(old, new, rel_tol=1e-5, abs_tol=1e-12) for old, new in zip(saved_rates, rates, strict=True)):
         return []
     return [
-        f"LambdaLR: lr {_format(before)} in the checkpoint, {_format(rates)} from this script's function at step "
+        f"LambdaLR: lr {_format(saved_rates)} in the checkpoint, {_format(rates)} from this script's function at step "
         f"{step}. Functions are not saved, so the resumed run uses the script's function"
     ]
 
@@ -207,14 +207,14 @@ def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], s
                 f"{format_count(len(options), 'parameter group')} in the script, but {len(groups)} in the checkpoint. "
                 "Resume with schedule='saved'."
             )
-        simulated = _Groups(options)
+        substitute = _Groups(options)
         for scheduler, built, saved_schedule, kind, _ in driving:
-            copied = _step_copy(scheduler, built, saved_schedule, kind, simulated)
+            copied = _step_copy(scheduler, built, saved_schedule, kind, substitute)
             saved_schedule.clear()
             saved_schedule.update(copy.deepcopy(copied.state_dict()))
-        for group, old, new in zip(groups, options, simulated.param_groups, strict=True):
+        for group, old, new in zip(groups, options, substitute.param_groups, strict=True):
             group.update({name: new[name] for name in new if name in _RATES or new[name] != old.get(name)})
-        rates = _format([group["lr"] for group in simulated.param_groups])
+        rates = _format([group["lr"] for group in substitute.param_groups])
         announce(f"schedule='script': {_name_class(optimizer)} resumes with lr {rates} from this script's schedule.")
 
 

@@ -30,7 +30,7 @@ class Deadline:
         if not _forks_watched:  # otherwise a data worker's signals would count as this process's
             os.register_at_fork(after_in_child=_stop_waking)
             _forks_watched.append(True)
-        self._others = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        self._previous_wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._over = threading.Event()
         self._closing = threading.RLock()  # `start` may run in another thread, or in a signal handler within `cancel`
         self._is_closed = False
@@ -45,7 +45,7 @@ class Deadline:
 
     def cancel(self) -> None:
         """Cancel the time limit. Must be called in the main thread."""
-        signal.set_wakeup_fd(self._others)
+        signal.set_wakeup_fd(self._previous_wakeup)
         self._over.set()
         os.write(self._writing, bytes([_OVER]))
         self._thread.join()
@@ -81,9 +81,9 @@ class Deadline:
         Signals are also passed on to the wakeup file descriptor that was set before.
         """
         number = os.read(self._reading, 1)[0]
-        if self._others != -1 and number not in (_OVER, _BY_OTHER_RANK):
+        if self._previous_wakeup != -1 and number not in (_OVER, _BY_OTHER_RANK):
             with contextlib.suppress(OSError):
-                os.write(self._others, bytes([number]))
+                os.write(self._previous_wakeup, bytes([number]))
         return number if number == _BY_OTHER_RANK or number in self._signals else None
 
 

@@ -325,7 +325,7 @@ class Preemption:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def agree(self) -> signal.Signals | None:
+    def agree_on_signal(self) -> signal.Signals | None:
         """Return the signal that ends the run; None if no rank received one. Must be called on all ranks."""
         self._set_interruptible(False)
         rating = torch.tensor(-1 if self.caught is None else _SIGNALS.index(self.caught), device="cpu")
@@ -340,7 +340,7 @@ class Preemption:
             Preempted: After any signal except Ctrl-C.
             KeyboardInterrupt: After Ctrl-C.
         """
-        caught = self._agreed or self.agree()
+        caught = self._agreed or self.agree_on_signal()
         assert caught is not None, "no rank got a signal"
         if caught is signal.SIGINT:
             raise KeyboardInterrupt

@@ -175,7 +175,7 @@ class SimpleProfiler(Profiler):
 def table(actions: Mapping[str, Action], elapsed: float, extended: bool, on_device: bool) -> list[str]:
     """Return the lines of the table of actions, for a stage of ``elapsed`` seconds."""
     exclusive = {name: a.device_exclusive if on_device else a.exclusive for name, a in actions.items()}
-    rest = max(0.0, elapsed - sum(exclusive.values()))
+    unmeasured = max(0.0, elapsed - sum(exclusive.values()))
     share = {name: f"{100 * seconds / elapsed:.1f} %" for name, seconds in exclusive.items()}
     heads = ["action", "calls", "mean", *(("device mean",) if on_device else ()), "longest", "total", "own share"]
     rows = []
@@ -187,7 +187,7 @@ def table(actions: Mapping[str, Action], elapsed: float, extended: bool, on_devi
         ]
         rows.append([name, str(a.calls), *mean, _format_seconds(a.longest), _format_seconds(a.total), share[name]])
     blanks = [""] * (len(heads) - 3)
-    rows.append(["(elsewhere)", *blanks, _format_seconds(rest), f"{100 * rest / elapsed:.1f} %"])
+    rows.append(["(elsewhere)", *blanks, _format_seconds(unmeasured), f"{100 * unmeasured / elapsed:.1f} %"])
     if not extended:
         columns = [place for place, head in enumerate(heads) if head in ("action", "mean", "device mean", "total")]
         heads, rows = [heads[i] for i in columns], [[row[i] for i in columns] for row in rows]
@@ -259,18 +259,18 @@ def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device:
     if "computing" not in spent or total <= 0:
         return ""
     subject = "the device" if on_device else "this run"
-    others = {kind: seconds for kind, seconds in spent.items() if kind not in ("computing", "training")}
-    worst = max(others, key=lambda kind: others[kind], default="")
-    if worst and others[worst] / total >= ENOUGH:
+    overheads = {kind: seconds for kind, seconds in spent.items() if kind not in ("computing", "training")}
+    worst = max(overheads, key=lambda kind: overheads[kind], default="")
+    if worst and overheads[worst] / total >= ENOUGH:
         if worst not in _KINDS:
-            return f"Verdict: {subject} spends {_to_percent(others[worst] / total)} of the time in {worst}."
+            return f"Verdict: {subject} spends {_to_percent(overheads[worst] / total)} of the time in {worst}."
         does, usual = _KINDS[worst]
         remedy = advice.get(slowest[worst][1], usual)
-        return f"Verdict: {subject} {does} {_to_percent(others[worst] / total)} of the time. {remedy}"
+        return f"Verdict: {subject} {does} {_to_percent(overheads[worst] / total)} of the time. {remedy}"
     text = f"Verdict: {subject} computes {_to_percent(spent['computing'] / total)} of the time"
     if worst:
         does = _KINDS[worst][0] if worst in _KINDS else f"is in {worst}"
-        text += f" and {does} {_to_percent(others[worst] / total)} of it"
+        text += f" and {does} {_to_percent(overheads[worst] / total)} of it"
     return text + "."
 
 

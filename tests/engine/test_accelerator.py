@@ -422,10 +422,10 @@ def steps_with_votes(kind):
                 loss = step((inputs,))
                 if number == 3 and rank:
                     loss = loss * float("nan")
-                accelerator.accumulation.agreement.watch(loss)
+                accelerator.accumulation.agreement.record_loss(loss)
                 accelerator.accumulation.agreement.stop_vote = bool(rank) and number == 2
                 accelerator.backward(loss)
-        agreement = accelerator.accumulation.agree()
+        agreement = accelerator.accumulation.exchange_votes()
         seen.append((agreement.stop, agreement.finite))
         if number == 3:
             bad = accelerator.world.gather_objects(not agreement.local_finite)
@@ -458,7 +458,7 @@ def weights_with_a_ballot():
                     torch.full((1, 1), value + accelerator.process_index)
                 )
                 accelerator.backward(output["loss"], weight=output["weight"] * value * (accelerator.process_index + 1))
-        assert accelerator.accumulation.agree().finite
+        assert accelerator.accumulation.exchange_votes().finite
         found.append(net.weight.grad.item())
         net.weight.grad = None
     return found

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import pytest
 from support.processes import clean_environment, programs, python, run, script
-from treadle.common.peer_names import Elsewhere
+from treadle.common.peer_names import Answer
 from treadle.engine.checkpoint import store
 from treadle.tools.migrate import find_counterpart
 
@@ -277,7 +277,7 @@ def test_the_count_of_names_is_the_recorded_one():
         for module, listed in modules.items():
             homes = [find_counterpart(module, name) for name in listed]
             names += len(homes)
-            known += sum(home is not None and not isinstance(home, Elsewhere) for home in homes)
+            known += sum(home is not None and not isinstance(home, Answer) for home in homes)
     assert f"{known} of the {names} public names" in README.replace("\n  ", " ")
     page = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
     assert f"Of these {names} names, {known} have a counterpart" in page

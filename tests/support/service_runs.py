@@ -38,4 +38,4 @@ def trainer(folder, logger, **options):
 
 class Tell(treadle.Callback):
     def on_train_end(self, trainer, pl_module):
-        trainer.logbook.call("after_save_checkpoint", trainer.checkpoint_callback)
+        trainer.logbook.call_loggers("after_save_checkpoint", trainer.checkpoint_callback)

@@ -9,7 +9,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any, TypeGuard
 
-from ...common.peer_names import Elsewhere, is_module, read_names
+from ...common.peer_names import Answer, is_module, read_names
 
 # Sorted by the length of the prefix, longest first: `lightning.pytorch` is not the module `pytorch` of `lightning`.
 _ROOTS = {
@@ -92,7 +92,7 @@ def find_integration(module: str | None, name: str) -> str | None:
 
 
 @cache
-def find_counterpart(module: str, name: str) -> str | Elsewhere | None:
+def find_counterpart(module: str, name: str) -> str | Answer | None:
     """Return the Treadle module that provides a peer's name; otherwise, advice on a replacement, or None.
 
     If the module at the same path lacks the name, the parent packages are searched, because older versions of the peers
@@ -110,10 +110,10 @@ def find_counterpart(module: str, name: str) -> str | Elsewhere | None:
     return None
 
 
-def find_answer(module: PeerModule, name: str) -> Elsewhere | None:
+def find_answer(module: PeerModule, name: str) -> Answer | None:
     """Return the advice in the tables of ``compat/`` about a name without a counterpart, or None."""
     answer = read_names(module.path).get(name)
-    return answer if isinstance(answer, Elsewhere) else None
+    return answer if isinstance(answer, Answer) else None
 
 
 def describe_missing(module: str, name: str) -> str:
@@ -164,7 +164,7 @@ def find_submodule(module: str, name: str) -> str | None:
     if module == "lightning" and name in ("pytorch", "fabric"):
         return f"{module}.{name}"
     home = find_counterpart(module, name)
-    if home is None or isinstance(home, Elsewhere):
+    if home is None or isinstance(home, Answer):
         return None
     return f"{module}.{name}" if _is_ours(look_up(home, name)) else None
 
@@ -175,7 +175,7 @@ def find_dotted(dotted: str) -> str | None:
     for count in range(len(parts) - 1, 0, -1):
         module, names = ".".join(parts[:count]), parts[count:]
         home = find_counterpart(module, names[0])
-        if home is not None and not isinstance(home, Elsewhere):
+        if home is not None and not isinstance(home, Answer):
             return None if find_submodule(module, names[0]) else ".".join([home, *names])
     return None
 

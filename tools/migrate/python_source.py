@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
-from ...common.peer_names import Elsewhere
+from ...common.peer_names import Answer
 from .counterparts import (
     PEER_PACKAGES,
     PeerModule,
@@ -316,7 +316,7 @@ class _Source:
                         statements[binding.position] = f"import {module} as {alias.asname or alias.name}"
             else:
                 home = find_counterpart(node.module, alias.name)
-                if isinstance(home, Elsewhere) or home is None:
+                if isinstance(home, Answer) or home is None:
                     self._report(alias.lineno, describe_missing(node.module, alias.name))
                 else:
                     modules[binding.position] = home
@@ -368,7 +368,7 @@ class _Source:
         if best is None:
             self._report(node.lineno, f"{node.module} has no counterpart in Treadle.")
         for name in sorted(missing) if best is not None else ():
-            if isinstance(find_counterpart(node.module, name), Elsewhere):
+            if isinstance(find_counterpart(node.module, name), Answer):
                 self._report(node.lineno, describe_missing(node.module, name))
             else:
                 self._report(node.lineno, f"import {name} by name: {best} does not export it to star imports.")

@@ -117,8 +117,8 @@ class CheckpointResolver:
         for sentence in report.skipped:
             warn(f"ckpt_path={ckpt_path!r} skips a checkpoint: {sentence}")
         if report.other_runs:
-            others = sum(map(len, report.other_runs.values()))
-            kind = "a checkpoint from another run" if others == 1 else "checkpoints from other runs"
+            other_count = sum(map(len, report.other_runs.values()))
+            kind = "a checkpoint from another run" if other_count == 1 else "checkpoints from other runs"
             warn(
                 f"ckpt_path={ckpt_path!r} skips {kind}: {report.describe_other_runs()}. To use a skipped checkpoint, "
                 "pass its path."
@@ -369,10 +369,10 @@ class CheckpointResolver:
         if not best:
             if latest is None:
                 other_runs = self.report.describe_other_runs()
-                others = f" The checkpoints from other runs are {other_runs}." if other_runs else ""
+                hint = f" The checkpoints from other runs are {other_runs}." if other_runs else ""
                 raise ValueError(
                     f"ckpt_path='best', but the ModelCheckpoint has saved no best checkpoint, and no intact checkpoint "
-                    f"from this run in {self.report.describe_searched()} records one.{others} Pass a path."
+                    f"from this run in {self.report.describe_searched()} records one.{hint} Pass a path."
                 )
             best, source = _recorded_best(callback, latest), str(latest.path)
         if not best:

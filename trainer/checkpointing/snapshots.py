@@ -220,7 +220,7 @@ def _copy_options(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def explain_need_of_others(trainer: Trainer) -> str:
+def explain_need_of_all_ranks(trainer: Trainer) -> str:
     """Return the reason why rank zero alone cannot save the run; "" if it can."""
     strategy = trainer.accelerator.strategy
     if strategy.sharded:
@@ -234,7 +234,7 @@ def explain_need_of_others(trainer: Trainer) -> str:
     return ""
 
 
-class BeforeValidation:
+class ValidationSnapshot:
     """Copy of the state that a validation changes, such as RNG state, buffers and metric objects."""
 
     def __init__(self, trainer: Trainer, task: TaskModule) -> None:
@@ -268,7 +268,7 @@ class BeforeValidation:
         _restore_buffers(self._started_buffers)
         for callback in trainer.callbacks:
             callback.leave_validation(trainer, task)
-        changed = not all(before.equal(now) for before, now in zip(self._sums, sum_parameters(task), strict=True))
+        changed = not all(saved.equal(now) for saved, now in zip(self._sums, sum_parameters(task), strict=True))
         if not trainer.accelerator.world.any(changed):
             return True
         for callback in trainer.callbacks:
@@ -300,8 +300,8 @@ def _copy_buffers(task: nn.Module) -> list[tuple[Tensor, Tensor]]:
 
 
 def _restore_buffers(copies: list[tuple[Tensor, Tensor]]) -> None:
-    for buffer, before in copies:
-        buffer.copy_(before)
+    for buffer, saved in copies:
+        buffer.copy_(saved)
 
 
 def sum_parameters(task: nn.Module) -> list[Tensor]:

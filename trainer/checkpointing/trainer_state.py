@@ -434,7 +434,7 @@ class TrainerCheckpointer:
             opened: The opened checkpoint; None restores nothing.
         """
         progress = self._trainer.progress
-        counters_before = progress.state_dict()
+        saved_counters = progress.state_dict()
         try:
             if opened is not None:
                 registered = self.restore_datamodule(opened)
@@ -442,7 +442,7 @@ class TrainerCheckpointer:
             yield
         except BaseException:
             if opened is not None:
-                progress.load_state_dict(counters_before)
+                progress.load_state_dict(saved_counters)
             raise
 
     def call_load_hook(self, task: TaskModule, opened: OpenCheckpoint) -> dict[str, Any] | None:

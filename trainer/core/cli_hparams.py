@@ -82,7 +82,7 @@ def _importing_nothing(cls: Any, settings: Mapping[str, Any]) -> Iterator[None]:
 
     allowed = _find_allowed(cls, settings)
     paths = {*allowed, *(f"{target.__module__}.{target.__qualname__}" for target in allowed.values())}
-    before = dict(parsing_settings)
+    saved_settings = dict(parsing_settings)
     try:
         set_parsing_settings(
             import_path_denylist=["*"],
@@ -91,7 +91,7 @@ def _importing_nothing(cls: Any, settings: Mapping[str, Any]) -> Iterator[None]:
         )
         yield
     finally:
-        parsing_settings.update(before)
+        parsing_settings.update(saved_settings)
 
 
 def instantiate_module(class_type: Any, config: Mapping[str, Any], build: bool = True) -> Any:

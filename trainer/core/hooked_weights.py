@@ -30,7 +30,7 @@ class HookedWeights:
 
     def __init__(self, weights: Mapping[str, Any]) -> None:
         self.offered = dict(weights)
-        self._before = {name: (value, _get_version(value)) for name, value in weights.items()}
+        self._originals = {name: (value, _get_version(value)) for name, value in weights.items()}
 
     def get_edited(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the weights as the hooks left them; None if no edit is detected.
@@ -43,9 +43,9 @@ class HookedWeights:
                 f"checkpoint['state_dict'] is {name_type(weights)} after the checkpoint hooks, but it must be a dict "
                 "of weights. Change the dict in place, or set the entry to another dict."
             )
-        same = list(weights) == list(self._before) and all(
-            value is before and _get_version(value) == version
-            for value, (before, version) in zip(weights.values(), self._before.values(), strict=True)
+        same = list(weights) == list(self._originals) and all(
+            value is original and _get_version(value) == version
+            for value, (original, version) in zip(weights.values(), self._originals.values(), strict=True)
         )
         return None if same else dict(weights)
 

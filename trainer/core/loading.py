@@ -370,9 +370,9 @@ def _read_parts(file: TorchFile) -> tuple[dict[str, Any], dict[str, str]]:
         if not isinstance(key, str) or key in ("state_dict", "hparams_type"):
             continue
         if isinstance(file.reader.container(value), dict):
-            before = set(file.reader.dropped)
+            dropped_earlier = set(file.reader.dropped)
             inside = {key: file.reader.mapping(value, key)}
-            dropped |= {place: name for place, name in file.reader.dropped.items() if place not in before}
+            dropped |= {place: name for place, name in file.reader.dropped.items() if place not in dropped_earlier}
         else:
             inside = file.reader.mapping({key: value}, "")
         check_extent(inside)

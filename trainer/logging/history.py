@@ -171,9 +171,9 @@ class History(Mapping[str, Curve]):
         """
         _add(self.rates, rates, progress.step)
         self.tick()
-        before, self._measured = self._measured, (progress.samples, self.spent.get("training", 0.0))
-        if before is not None and (seconds := self._measured[1] - before[1]) > 0:
-            self.throughput.add(progress.step, (progress.samples - before[0]) / seconds)
+        previous, self._measured = self._measured, (progress.samples, self.spent.get("training", 0.0))
+        if previous is not None and (seconds := self._measured[1] - previous[1]) > 0:
+            self.throughput.add(progress.step, (progress.samples - previous[0]) / seconds)
 
     # -- time ----------------------------------------------------------------------------------------------------
 

@@ -65,7 +65,7 @@ class Logbook:
         other_values: Objects other than numbers that the user wrote into ``callback_metrics``, by name.
         wide: Names whose values may have more than float32's precision; see `Entry`.
         evaluated: Number of batches processed from each validation dataloader within ``fit``.
-        newest: Names of the epoch values in the latest `update_epoch`, with and without the suffix ``_epoch``.
+        epoch_names: Names of the epoch values in the latest `update_epoch`, with and without the suffix ``_epoch``.
         watch: `LatestValidation` with the names that the latest validation within ``fit`` logged, and its optimizer
             step.
         returned: Names in the dicts that evaluation steps returned, for messages, because these values are not logged.
@@ -84,7 +84,7 @@ class Logbook:
         self.wide: set[str] = set()
         self._written_names: set[str] = set()  # by this rank's user
         self.agreed_names: set[str] = set()
-        self.newest: frozenset[str] = frozenset()
+        self.epoch_names: frozenset[str] = frozenset()
         self.evaluated: list[int] = []
         self.returned: set[Any] = set()
         self.folder: str | None = None
@@ -145,7 +145,7 @@ class Logbook:
                 self.wide.add(entry.name)
             self._keep(entry, name, value, self._epoch_row)
         self.logged_values.update(self._epoch_row)
-        self.newest = frozenset(names)
+        self.epoch_names = frozenset(names)
         return values
 
     def write_batches(self, metrics: Metrics, counts: list[int], step: int, *, keep_counting: bool) -> None:
@@ -159,8 +159,8 @@ class Logbook:
             step: Number of optimizer steps.
             keep_counting: Continue the count across evaluations.
         """
-        before = self.evaluated if keep_counting else []
-        before = before + [0] * (len(counts) - len(before))
+        offsets = self.evaluated if keep_counting else []
+        offsets = offsets + [0] * (len(counts) - len(offsets))
         for (loader, batch), values in metrics.batch_values(self.data_world):
             row: dict[str, float] = {}
             for entry, value in values:
@@ -171,9 +171,9 @@ class Logbook:
                     row[name] = value
             if row:
                 self.logged_values.update(row)
-                self.call("log_metrics", {EVALUATED_AT: step, **row}, step=before[loader] + batch + 1)
+                self.call_loggers("log_metrics", {EVALUATED_AT: step, **row}, step=offsets[loader] + batch + 1)
         if keep_counting:
-            self.evaluated = [previous + count for previous, count in zip(before, counts, strict=False)]
+            self.evaluated = [previous + count for previous, count in zip(offsets, counts, strict=False)]
 
     def keep_step_values(self, metrics: Metrics, newer: Container[str] = ()) -> None:
         """Keep the reduced values of the latest step. Call it on all processes.
@@ -274,9 +274,9 @@ class Logbook:
             return
         self.logged_values.update(row)
         self.history.add(row, step)
-        self.call("log_metrics", {"epoch": epoch, **row}, step=step)
+        self.call_loggers("log_metrics", {"epoch": epoch, **row}, step=step)
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> None:
+    def call_loggers(self, method: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of the loggers that have not failed, on rank zero.
 
         Args:
@@ -305,8 +305,8 @@ class Logbook:
             self._failed.add(id(logger))
             warn(f"{type(logger).__name__}.{action} failed, so the logger is disabled: {describe_error(error)}")
 
-    def places(self) -> list[str]:
-        """Return the places where rank zero's loggers wrote metrics: directories, or runs of a service."""
+    def locations(self) -> list[str]:
+        """Return the locations to which rank zero's loggers wrote metrics: directories, or runs of a service."""
         # Only loggers that have written something, because reading the directory of another one would claim a
         # directory.
         written = [
@@ -352,12 +352,12 @@ class Logbook:
                     )
                 merged |= hparams
         if merged:
-            self.call("log_hyperparams", merged)
+            self.call_loggers("log_hyperparams", merged)
         elif hyperparameters and self.world.is_main:
             for logger in self.loggers:
                 if isinstance(logger, DirectoryLogger):  # scripts read the file, which then is empty
                     self._use(logger, "save_hyperparams", partial(logger.save_hyperparams, {}))
-        self.call("log_graph", task)
+        self.call_loggers("log_graph", task)
 
     def agree_on_versions(self) -> None:
         """Set the loggers to rank zero's versions, so that all use the same directory. Call it on all processes."""

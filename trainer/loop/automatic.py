@@ -39,7 +39,7 @@ class Steps:
         wants_to_stop: Function that returns whether this process requests a stop.
 
     Attributes:
-        skip_rest: Whether a hook requested the end of the epoch.
+        ends_epoch: Whether a hook requested the end of the epoch.
         missing_losses: Number of batches for which ``training_step`` returned None.
     """
 
@@ -78,9 +78,9 @@ class Steps:
         self.alone = trainer.accelerator.num_processes == 1
         collate = getattr(self._find_loader().source, "collate_fn", None)
         self.may_miss = not self.alone and collate is not default_collate  # which never returns None
-        self.stand_in: Any = None  # the latest batch, if a later one may be None
+        self.placeholder: Any = None  # the latest batch, if a later one may be None
         self.may_skip = self.alone and trainer.scaler is None
-        self.skip_rest = False
+        self.ends_epoch = False
         self.missing_losses = 0
         self.bad_batches: list[str] = []  # descriptions of the step's batches whose loss is not finite
 
@@ -106,7 +106,7 @@ class Steps:
             group: The micro-batches.
         """
         accumulation, hooks, progress, cursor = self.accumulation, self.hooks, self.progress, self.cursor
-        steps_before = progress.step
+        first_step = progress.step
         batches = iter(group if self.alone else self.metrics.counted(group, cursor, self.task))
         for batch in batches:
             progress.phase = Phase.IN_STEP
@@ -117,12 +117,12 @@ class Steps:
                 self._take_none(micro, index)  # type: ignore[arg-type]
                 continue
             if self.may_miss:
-                self.stand_in = batch
+                self.placeholder = batch
             self.metrics.weight = micro.samples  # type: ignore[union-attr]
             for hook in hooks.on_train_batch_start:
                 if hook(batch, index) == -1:
-                    self.skip_rest = True
-            if self.skip_rest:
+                    self.ends_epoch = True
+            if self.ends_epoch:
                 self._leave_epoch(batch, batches, index)
                 return
             if not torch.is_grad_enabled():  # the dataset or a hook left a generator suspended within no_grad
@@ -139,7 +139,7 @@ class Steps:
                     check_loss(loss)
                 for hook in hooks.on_before_backward:
                     hook(loss)
-                if not self.agreement.watch(loss):
+                if not self.agreement.record_loss(loss):
                     self.note_batch(batch)
                 if last and not self.alone:
                     self.agreement.stop_vote = self.wants_to_stop()
@@ -151,7 +151,7 @@ class Steps:
             if last:
                 self._optimize(index, loss, batch)
                 progress.samples += micro.group_samples  # type: ignore[union-attr]
-                progress.phase = Phase.STEP_TAKEN if progress.step > steps_before else Phase.ENDING_STEP
+                progress.phase = Phase.STEP_TAKEN if progress.step > first_step else Phase.ENDING_STEP
             if hooks.on_train_batch_end:
                 outputs = for_hooks(output)
                 for hook in hooks.on_train_batch_end:
@@ -183,24 +183,24 @@ class Steps:
             self._stand_in(micro, index)
         progress.batch, progress.batches = index + 1, progress.batches + 1
         if micro.last:
-            steps_before = progress.step
+            first_step = progress.step
             self._optimize(index, torch.zeros(()), None)
             progress.samples += micro.group_samples
-            progress.phase = Phase.STEP_TAKEN if progress.step > steps_before else Phase.ENDING_STEP
+            progress.phase = Phase.STEP_TAKEN if progress.step > first_step else Phase.ENDING_STEP
         for hook in self.hooks.on_train_batch_end:
             hook(None, None, index)
 
     def _stand_in(self, micro: Micro, index: int) -> None:
-        if self.stand_in is None:
-            self.stand_in = self._find_loader().read_stand_in()
-        if self.stand_in is None:
+        if self.placeholder is None:
+            self.placeholder = self._find_loader().read_placeholder()
+        if self.placeholder is None:
             raise ValueError(
                 f"batch {index} is None on rank {self.accelerator.process_index}, and no other sample can take its "
                 "place, which keeps this rank in step with the others. Let collate_fn return at least one sample."
             )
         if micro.last:
             self.agreement.stop_vote = self.wants_to_stop()
-        self._run_without_weight((self.stand_in,), index)
+        self._run_without_weight((self.placeholder,), index)
         if not self.agreement.immediate and self.accumulation.group.weight is None:
             raise ValueError(
                 f"batch {index} is None on rank {self.accelerator.process_index}. On accelerators, the other ranks "
@@ -212,7 +212,7 @@ class Steps:
         accumulation, optimizer, progress, hooks = self.accumulation, self.optimizer, self.progress, self.hooks
         self.agreement.next_place = progress.step + 1, progress.epoch, index
         if accumulation.always_agree or accumulation.watches_gradients:
-            accumulation.agree()
+            accumulation.exchange_votes()
         if self.agreement.leaves:
             self.refuse_to_leave(None)
         if accumulation.missing and not accumulation.close_gap(self.cursor.micro.group_samples):  # type: ignore[union-attr]
@@ -229,7 +229,7 @@ class Steps:
                 hook(optimizer.optimizer)
         if self.clips:
             self.clip()
-        steps_before, skipped_before = optimizer.steps_taken, optimizer.skipped
+        steps_taken, skipped = optimizer.steps_taken, optimizer.skipped
         if self.custom_step is None:
             optimizer.step()
         else:  # the gradients are computed, so the closure only returns the loss
@@ -237,8 +237,8 @@ class Steps:
         for hook in hooks.on_before_zero_grad:
             hook(optimizer.optimizer)
         self.zero_grad(index)
-        progress.skipped += optimizer.skipped - skipped_before
-        if optimizer.steps_taken != steps_before:
+        progress.skipped += optimizer.skipped - skipped
+        if optimizer.steps_taken != steps_taken:
             progress.step += 1
             if self.schedules.by_step:
                 self.schedules.after_step()
@@ -252,7 +252,7 @@ class Steps:
         accumulation, agreement = self.accumulation, self.agreement
         agreement.leave_vote = True
         self._run_without_weight(batches, index)
-        accumulation.agree()
+        accumulation.exchange_votes()
         agreement.read_pending()
         agreement.leave_vote = False
         if agreement.leaves < self.accelerator.num_processes:
@@ -268,14 +268,14 @@ class Steps:
                 latest = latest if batch is None else batch
                 micro = cursor.micro
                 cursor.micro = replace(micro, samples=0, scale=0.0)  # type: ignore[type-var]
-                for stand_in in self.metrics.counted((latest,), cursor, self.task):
+                for placeholder in self.metrics.counted((latest,), cursor, self.task):
                     with accumulation.accumulate(self.model):
-                        output = self.step(stand_in, batch_idx) if self.takes_index else self.step(stand_in)
+                        output = self.step(placeholder, batch_idx) if self.takes_index else self.step(placeholder)
                         loss, weight = (output, None) if isinstance(output, Tensor) else loss_in(output)
                         accumulation.backward(loss, weight=weight, by=self.custom_backward)
                 cursor.micro = micro
-        for buffer, before in buffers:
-            buffer.copy_(before)
+        for buffer, saved in buffers:
+            buffer.copy_(saved)
 
     def may_leave(self) -> bool:
         """Return whether one of several ranks has a hook that may return -1. Call it on all ranks, once."""
@@ -290,9 +290,9 @@ class Steps:
         Raises:
             ValueError: On every rank, if some ranks leave and others stay.
         """
-        leaves = int(self.accelerator.world.all_reduce(torch.tensor(int(self.skip_rest), device="cpu")))
+        leaves = int(self.accelerator.world.all_reduce(torch.tensor(int(self.ends_epoch), device="cpu")))
         if 0 < leaves < self.accelerator.num_processes:
-            self.refuse_to_leave(index if self.skip_rest else None)
+            self.refuse_to_leave(index if self.ends_epoch else None)
 
     def refuse_to_leave(self, index: int | None) -> None:
         """Raise an error, because some ranks leave the epoch and others stay.
@@ -467,7 +467,7 @@ class BatchReader:
         try:
             self.steps.take(group)
         except StopIteration:  # the data ended within a step, which is dropped, as in Lightning
-            self.steps.skip_rest = True
+            self.steps.ends_epoch = True
             self.steps.drop_step()
         progress.batch, progress.batches = progress.batch + self._further, progress.batches + self._further
         progress.samples += self._samples

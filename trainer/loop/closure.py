@@ -46,14 +46,14 @@ class ClosureSteps(Steps):
             self.metrics.weight = cursor.micro.samples  # type: ignore[union-attr]
             for hook in hooks.on_train_batch_start:
                 if hook(batch, progress.batch + len(micro_batches) - 1) == -1:
-                    self.skip_rest = True
-            if self.skip_rest:
+                    self.ends_epoch = True
+            if self.ends_epoch:
                 break
         if not micro_batches:
             return
         if self.voting:
             self.vote_to_leave(progress.batch + len(micro_batches) - 1)
-        if self.skip_rest:
+        if self.ends_epoch:
             progress.phase = Phase.BETWEEN_STEPS
             return
         first, optimizer = progress.batch, self.optimizer
@@ -67,7 +67,7 @@ class ClosureSteps(Steps):
                 [(loss, micro) for (_, loss), (_, micro) in zip(results, micro_batches, strict=True)]
             )
 
-        steps_before, index = optimizer.steps_taken, first + len(micro_batches) - 1
+        steps_taken, index = optimizer.steps_taken, first + len(micro_batches) - 1
         if self.custom_step is None:
             optimizer.step(closure)
         else:
@@ -75,7 +75,7 @@ class ClosureSteps(Steps):
         optimizer.optimizer.zero_grad()
         progress.batch, progress.batches = index + 1, progress.batches + len(micro_batches)
         progress.samples += micro_batches[-1][1].group_samples
-        stepped = optimizer.steps_taken != steps_before
+        stepped = optimizer.steps_taken != steps_taken
         progress.step += stepped
         progress.phase = Phase.STEP_TAKEN if stepped else Phase.ENDING_STEP
         if self.schedules.by_step and stepped:
@@ -99,7 +99,7 @@ class ClosureSteps(Steps):
             results.append(self._forward_and_backward(batch, first + number, micro_batches[number][1].last))
         self.agreement.next_place = self.progress.step + 1, self.progress.epoch, first + len(micro_batches) - 1
         if accumulation.always_agree or accumulation.watches_gradients:
-            accumulation.agree()
+            accumulation.exchange_votes()
         if not self.agreement.finite:
             self.refuse(batch=micro_batches[-1][0])
         for hook in self.hooks.on_before_optimizer_step:
@@ -127,7 +127,7 @@ class ClosureSteps(Steps):
                 )
             for hook in hooks.on_before_backward:
                 hook(loss)
-            if not self.agreement.watch(loss):
+            if not self.agreement.record_loss(loss):
                 self.note_batch(batch)
             if last and not self.alone:
                 self.agreement.stop_vote = self.wants_to_stop()

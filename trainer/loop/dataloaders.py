@@ -222,10 +222,10 @@ class Sources:
                 self._warn_of_unused(name)
         if all(owner is None for owner in chosen):
             return None
-        before, move, after = (
+        prepare, move, complete = (
             getattr(self.task if owner is None else owner, name) for owner, name in zip(chosen, _TRANSFER, strict=True)
         )
-        return partial(self._transfer, before, move, after, number)
+        return partial(self._transfer, prepare, move, complete, number)
 
     def _warn_of_unused(self, method: str) -> None:
         """Warn once that a method of the task is not called, because the data module has it too."""
@@ -237,9 +237,9 @@ class Sources:
                 f"takes precedence, and {task}.{method} is not called. Remove one of them."
             )
 
-    def _transfer(self, before: Any, move: Any, after: Any, number: int, batch: Any) -> Any:
-        batch = move(before(batch, number), self._accelerator.device, number)
-        return after(self._accelerator.precision.cast(batch), number)
+    def _transfer(self, prepare: Any, move: Any, complete: Any, number: int, batch: Any) -> Any:
+        batch = move(prepare(batch, number), self._accelerator.device, number)
+        return complete(self._accelerator.precision.cast(batch), number)
 
 
 def check_kinds(stage: str, task: Any, datamodule: Any) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from ...common.messages import announce, format_count, warn
 from ...engine import Loader, Metrics, evaluation_mode, move_data_to_device
 from ...strategies import World
-from ..checkpointing import BeforeValidation
+from ..checkpointing import ValidationSnapshot
 from ..core import TaskModule, overrides
 from .dataloaders import explain_empty
 from .hook_table import Hooks, count_arguments, takes_iterator
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _NO_BATCH = object()
 
 
-class _LeftEarly(Exception):
+class _EndedBySignal(Exception):
     """Error that leaves an evaluation because a signal ends the run."""
 
 
@@ -79,7 +79,7 @@ class EvaluationLoop:
         self.within_fit = within_fit
         self.keep_predictions = keep_predictions
         self.metrics = trainer.new_metrics(training=False)
-        self._before: BeforeValidation | None = None
+        self._snapshot: ValidationSnapshot | None = None
 
     def run(self) -> Evaluation:
         """Return the logged values and predictions for all dataloaders. Call it on all processes.
@@ -90,22 +90,22 @@ class EvaluationLoop:
             KeyboardInterrupt: If Ctrl-C ended the run.
         """
         if self.within_fit and not self.trainer.sanity_checking:
-            self._before = BeforeValidation(self.trainer, self.task)
+            self._snapshot = ValidationSnapshot(self.trainer, self.task)
         try:
             evaluation = self._run()
-        except _LeftEarly:
-            if self._before is None:
+        except _EndedBySignal:
+            if self._snapshot is None:
                 leave_now(self.trainer)
             if (restore := self._own_hook("model_train")) is not None:
                 restore()
-            self._before.restore()
+            self._snapshot.restore()
             save_and_leave(self.trainer)
-        if self._before is not None:
-            self._before.discard()
+        if self._snapshot is not None:
+            self._snapshot.discard()
         return evaluation
 
     def _run(self) -> Evaluation:
-        """Evaluate the task on all dataloaders; a signal that ends the run raises `_LeftEarly`."""
+        """Evaluate the task on all dataloaders; a signal that ends the run raises `_EndedBySignal`."""
         trainer, task, metrics = self.trainer, self.task, self.metrics
         self.hooks.check_loader_index(self.name, len(self.loaders))
         inference_mode = trainer.inference_mode and not self.within_fit
@@ -126,13 +126,13 @@ class EvaluationLoop:
             metrics.between_batches(True)
             self._fire("start")
             self._fire("epoch_start")
-            if self._before is not None:
-                self._before.note_start()
+            if self._snapshot is not None:
+                self._snapshot.note_start()
             for number in range(len(self.loaders)):
                 metrics.between_batches(False)
-                batches_before = trainer.evaluation_batch
+                first_batch = trainer.evaluation_batch
                 predictions.append(self._run_loader(number))
-                counts.append(trainer.evaluation_batch - batches_before)
+                counts.append(trainer.evaluation_batch - first_batch)
             values = self._end_epoch(counts)
             if self.within_fit and not trainer.sanity_checking:  # checkpoints from here on count it as done
                 trainer.progress.validated = trainer.progress.batches
@@ -182,7 +182,7 @@ class EvaluationLoop:
             departure.end_loop()
             self._check_empty(index, loader)
             return predictions
-        raise _LeftEarly  # raised outside of the loop: a traceback would keep the iterator alive
+        raise _EndedBySignal  # raised outside of the loop: a traceback would keep the iterator alive
 
     def _check_empty(self, index: int, loader: Loader) -> None:
         trainer = self.trainer
@@ -197,7 +197,7 @@ class EvaluationLoop:
 
     def _try_to_leave(self) -> bool:
         """Return whether the run can end within this evaluation. If not, announce that it ends after the evaluation."""
-        if self._before is None or self._before.try_to_leave():
+        if self._snapshot is None or self._snapshot.try_to_leave():
             return True
         self.trainer.preemption.departure.stay()
         announce(

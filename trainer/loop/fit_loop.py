@@ -159,7 +159,7 @@ class FitLoop:
     def _epoch(self) -> None:
         """Train one epoch, or the rest of a resumed one."""
         trainer, progress, metrics, hooks = self.trainer, self.progress, self.metrics, self.hooks
-        self.steps.skip_rest, self.steps.missing_losses, batch_before = False, 0, progress.batch
+        self.steps.ends_epoch, self.steps.missing_losses, first_batch = False, 0, progress.batch
         if 0 < trainer.reload_dataloaders_every_n_epochs <= progress.epoch - progress.loaded:
             self._reload()
         metrics.between_batches(True)
@@ -187,17 +187,17 @@ class FitLoop:
             if not progress.epoch_is_trained:  # the end of a dataloader without a length is known only here
                 self._close_epoch()
         self.steps.read_outcome()  # a limit ended the run within the epoch
-        if self.steps.missing_losses and self.steps.missing_losses == progress.batch - batch_before:
+        if self.steps.missing_losses and self.steps.missing_losses == progress.batch - first_batch:
             warn(
                 f"training_step returned None for all {format_count(self.steps.missing_losses, 'batch')} of epoch "
                 f"{progress.epoch}, so nothing was trained. Return the loss. To compute gradients yourself, set "
                 "self.automatic_optimization = False in __init__."
             )
-        if self.steps.skip_rest:  # without a validation, but the epoch has ended
+        if self.steps.ends_epoch:  # without a validation, but the epoch has ended
             self.schedules.after_epoch()
-        if self.steps.skip_rest or progress.epoch_is_trained:
+        if self.steps.ends_epoch or progress.epoch_is_trained:
             self.loader.end_epoch()
-            progress.end_epoch(refused=self.steps.skip_rest)
+            progress.end_epoch(refused=self.steps.ends_epoch)
         metrics.between_batches(True)
         trainer.update_train_epoch_values()
         if progress.epoch_is_over:
@@ -245,7 +245,7 @@ class FitLoop:
     def _end_of_step(self) -> bool:
         """Log, validate, step the schedulers and save between two steps. Return whether to end the epoch early."""
         trainer, progress = self.trainer, self.progress
-        if self.steps.skip_rest:
+        if self.steps.ends_epoch:
             return True
         if self.deadline is not None:
             progress.seconds = time.monotonic() - self.started  # for checkpoints saved from here on

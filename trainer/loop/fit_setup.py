@@ -13,7 +13,7 @@ import torch
 from ...callbacks import LatestValidation
 from ...common.messages import closest_name, warn
 from ...engine import isolated_random_state, list_unused
-from ..checkpointing import LastStep, explain_need_of_others
+from ..checkpointing import LastStep, explain_need_of_all_ranks
 from ..core import SchedulerConfig, TaskModule, check_ownership, endless, overrides, parse_optimizers
 from ..preflight import check_monitors, check_optimizers_match, check_storable, warn_of_untrained
 from ..profiling import measured_in
@@ -67,7 +67,7 @@ class Fit:
         sanity_check = trainer.ckpt_path is None and trainer.num_sanity_val_steps and trainer.has_validation
         if sanity_check:
             self.sanity_check()
-        check_monitors(trainer, trainer.logbook.newest if sanity_check else None)
+        check_monitors(trainer, trainer.logbook.epoch_names if sanity_check else None)
         _warn_of_evaluation_mode(task)
         warn_of_untrained(trainer, task)
         with trainer.logging_to(trainer.metrics):
@@ -111,10 +111,10 @@ class Fit:
             source.load_state_dict(state)
         if trainer.ckpt_path is not None:
             trainer.progress.recount(loader.batches)
-            trainer.logbook.call("on_resume", trainer.progress.step)
+            trainer.logbook.call_loggers("on_resume", trainer.progress.step)
         check_storable(trainer, task)
         if any(callback.save_on_exception for callback in trainer.checkpoint_callbacks):
-            if trainer.world_size > 1 and (why := explain_need_of_others(trainer)):
+            if trainer.world_size > 1 and (why := explain_need_of_all_ranks(trainer)):
                 warn(
                     "save_on_exception=True saves this run after Ctrl-C, but not after an error. After an error, other "
                     f"ranks may have ended, so rank zero would have to save alone, but {why}. Also set "

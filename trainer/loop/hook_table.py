@@ -46,16 +46,16 @@ class Hooks:
             _check_uncalled_hooks(owner, valid_names)
         chosen = sorted(callbacks, key=lambda callback: callback.after_task)  # stable: equal numbers stay as given
         for name in HOOKS:
-            before = [
+            first = [
                 self._bind(c, name, trainer, task) for c in chosen if not c.after_task and callback_overrides(c, name)
             ]
-            after = [self._bind(c, name, trainer, task) for c in chosen if c.after_task and callback_overrides(c, name)]
+            last = [self._bind(c, name, trainer, task) for c in chosen if c.after_task and callback_overrides(c, name)]
             task_hooks = [self._fit_arguments(getattr(task, name), name)] if task_overrides(task, name) else []
             if name == "on_load_checkpoint":
                 task_hooks = []  # called before the weights are loaded, see `TrainerCheckpointer.load_weights`
             if name == "on_train_epoch_end":  # monitoring callbacks need the values logged in it
                 task_hooks.append(trainer.update_train_epoch_values)
-            setattr(self, name, (*before, *task_hooks, *after))
+            setattr(self, name, (*first, *task_hooks, *last))
 
     def _bind(self, callback: Callback, name: str, trainer: Trainer, task: TaskModule) -> Hook:
         hook = callback._guard(name, self._fit_arguments(getattr(callback, name), name, 2))

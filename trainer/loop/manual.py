@@ -54,7 +54,7 @@ class ManualSteps(Steps):
         self.has_stepped = False  # whether one stepped in this fit
         self.skipped = False
         self.counts = self._sum_counts()
-        self.values_before: list[float] | None = None  # of the parameters, until an optimizer has stepped
+        self.initial_values: list[float] | None = None  # of the parameters, until an optimizer has stepped
         self.checked: Optimizer | None = None  # the optimizer that its wrapper is about to step
         self.stepping: dict[Optimizer, bool] = {}  # those within a step, and whether it was called without the wrapper
         self.votes = self.accumulation.always_agree
@@ -66,7 +66,7 @@ class ManualSteps(Steps):
         self.accumulation.guard = self._may_step
         self.accumulation.adapt_closure = self._adapt_closure
         self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_pre_hook(self._on_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
 
@@ -93,10 +93,10 @@ class ManualSteps(Steps):
             self.metrics.weight = micro.samples  # type: ignore[union-attr]
             for hook in hooks.on_train_batch_start:
                 if hook(batch, index) == -1:
-                    self.skip_rest = True
+                    self.ends_epoch = True
             if self.voting:
                 self.vote_to_leave(index)  # before training_step, which steps the optimizers
-            if self.skip_rest:
+            if self.ends_epoch:
                 progress.phase = Phase.BETWEEN_STEPS
                 return
             self.agreement.next_place = progress.step + 1, progress.epoch, index
@@ -125,7 +125,7 @@ class ManualSteps(Steps):
         self.accumulation.sync_gradients = True
         self.strategy.backward_weight = self.cursor.micro.scale  # type: ignore[union-attr]
         self.stepping.clear()
-        self.values_before = None if self.has_stepped else self._fingerprint()
+        self.initial_values = None if self.has_stepped else self._fingerprint()
         try:
             yield
         finally:
@@ -134,11 +134,11 @@ class ManualSteps(Steps):
 
     def _count_step(self) -> bool:
         """Count the batch as a step if parameters were updated, and return whether they were."""
-        progress, before, self.counts = self.progress, self.counts, self._sum_counts()
-        self.stepped |= self.counts[0] != before[0]  # an optimizer whose class has no hooks
-        self.skipped |= self.counts[1] != before[1]
+        progress, previous_counts, self.counts = self.progress, self.counts, self._sum_counts()
+        self.stepped |= self.counts[0] != previous_counts[0]  # an optimizer whose class has no hooks
+        self.skipped |= self.counts[1] != previous_counts[1]
         self.has_stepped |= self.stepped  # by an optimizer
-        if not (self.stepped or self.skipped) and self.values_before is not None:
+        if not (self.stepped or self.skipped) and self.initial_values is not None:
             is_updated = self._is_updated_by_hand()
             if is_updated:
                 self.strategy.check_updates(self._list_trained())
@@ -149,10 +149,10 @@ class ManualSteps(Steps):
         return self.stepped
 
     def _is_updated_by_hand(self) -> bool:
-        before, after = self.values_before, self._fingerprint()
-        if before is None or before == after:
+        initial, current = self.initial_values, self._fingerprint()
+        if initial is None or initial == current:
             return False
-        if self.agreement.watch_finite and all(map(isfinite, before)) and not all(map(isfinite, after)):
+        if self.agreement.watch_finite and all(map(isfinite, initial)) and not all(map(isfinite, current)):
             raise ValueError(
                 f"{type(self.task).__name__} updated parameters without an optimizer in step {self.progress.step + 1}, "
                 "and they are not finite any more. Such an update can neither be checked before nor be skipped. Check "
@@ -191,7 +191,7 @@ class ManualSteps(Steps):
         """Run the backward pass of ``manual_backward``."""
         for hook in self.hooks.on_before_backward:
             hook(loss)
-        if not self.agreement.watch(loss):
+        if not self.agreement.record_loss(loss):
             self.note_batch(self.batch)
         self.checked = None
         weight, self.strategy.backward_weight = self.strategy.backward_weight, 1.0  # the loss itself is weighted
@@ -213,7 +213,7 @@ class ManualSteps(Steps):
         if self.votes:
             agreement.stop_vote = self.wants_to_stop()
             agreement.vote(None)
-            self.accumulation.agree()
+            self.accumulation.exchange_votes()
         if not agreement.finite:
             self.refuse(batch=self.batch)
         agreement.micro_batches = 0
@@ -262,7 +262,7 @@ class ManualSteps(Steps):
             self.parameters.update(dict.fromkeys(parameters))
         return not known.isdisjoint(parameters)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Prepare a step of any optimizer, and do what its wrapper has not done; see `PreparedOptimizer.step`."""
         is_wrapped, self.checked = optimizer is self.checked, None
         if not (is_wrapped or self._owns(optimizer)):

@@ -20,7 +20,7 @@ def save_and_leave(trainer: Trainer) -> NoReturn:
         Preempted: For every signal except Ctrl-C.
         KeyboardInterrupt: For Ctrl-C.
     """
-    caught = trainer.preemption.agree()
+    caught = trainer.preemption.agree_on_signal()
     assert caught is not None
     step = trainer.progress.step
     callbacks = trainer.checkpoint_callbacks
@@ -51,7 +51,7 @@ def leave_now(trainer: Trainer) -> NoReturn:
         Preempted: For every signal except Ctrl-C.
         KeyboardInterrupt: For Ctrl-C.
     """
-    caught = trainer.preemption.agree()
+    caught = trainer.preemption.agree_on_signal()
     assert caught is not None
     what = "the sanity check" if trainer.sanity_checking else f"the {trainer.stage} stage, whose results are lost"
     announce(f"{caught.name} ends {what}")

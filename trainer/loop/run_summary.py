@@ -163,7 +163,7 @@ class RunSummary:
         if not trainer.is_global_zero:
             return
         lines = [describe_compilations(since)] if trainer.accelerator.cursor.around is not None else []
-        lines = [*filter(None, lines), *(f"logs: {_make_absolute(place)}" for place in trainer.logbook.places())]
+        lines = [*filter(None, lines), *(f"logs: {_make_absolute(place)}" for place in trainer.logbook.locations())]
         for callback in trainer.callbacks:
             if isinstance(callback, RunReport) and callback.path is not None:
                 lines.append(f"report: {_make_absolute(str(callback.path))}")

@@ -215,7 +215,7 @@ class Stage:
         if failure is None and trainer.accelerator.saving is None:
             trainer.accelerator.world.release_background_world()
         try:
-            trainer.logbook.call("finalize", "success" if failure is None else "failed")
+            trainer.logbook.call_loggers("finalize", "success" if failure is None else "failed")
         except BaseException as error:  # raised by a strict logger
             self._note_in_teardown("the finalize method of a logger", error)
             errors.append(error)
@@ -227,7 +227,7 @@ class Stage:
             # A rank that left without an error would otherwise go unnoticed: torchrun takes its exit status, 0, for
             # success.
             trainer.accelerator.world.raise_together(first)
-            trainer.preemption.agree()  # about a signal that arrived after the last step
+            trainer.preemption.agree_on_signal()  # about a signal that arrived after the last step
 
     def _note_in_teardown(self, what: str, error: BaseException) -> None:
         if self.failure is not None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _ABSENT = object()
 _ACCELERATOR = {"save_state": "checkpoint"}
-_ACCUMULATION = {"backward": "backward", "agree": "agree"}
+_ACCUMULATION = {"backward": "backward", "exchange_votes": "agree"}
 _STRATEGY = {"clip_grad_norm_": "clip", "clip_grad_value_": "clip"}
 _LOGBOOK = {
     "write_step": "logging by step",
@@ -64,7 +64,7 @@ class Profiled:
         self.trainer = trainer
         self.profiler = _SafeProfiler(trainer.profiler)
         self.stage = stage
-        self._before: list[tuple[Any, str, Any]] = []
+        self._replaced: list[tuple[Any, str, Any]] = []
         accelerator, profiler = trainer.accelerator, trainer.profiler
         profiler.device, profiler.model = accelerator.device, trainer.task
         root = trainer.default_root_dir
@@ -94,12 +94,12 @@ class Profiled:
         Args:
             stage: Name of the stage.
         """
-        for owner, name, value in reversed(self._before):
+        for owner, name, value in reversed(self._replaced):
             if value is _ABSENT:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
-        self._before.clear()
+        self._replaced.clear()
         self.trainer.profiled = None
         profiler = self.trainer.profiler
         try:
@@ -114,7 +114,7 @@ class Profiled:
         self._replace(owner, method, measured(self.profiler, action, getattr(owner, method)))
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
-        self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
+        self._replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
 
     def _measure_method(self, find: Callable[..., Any], model: Any, name: str) -> Any:

@@ -75,7 +75,7 @@ class RunFolder:
         self.lock = lock
         self.companion: str | None = None
         self._facts = facts
-        self._before = float(facts.get("seconds", 0.0))
+        self._earlier_seconds = float(facts.get("seconds", 0.0))
         self._began = time.monotonic()
         self._previous_files: dict[str, bytes] | None = None  # the files of a continued run
         self._previous_config: Path | None = None  # where the configuration among them is saved
@@ -318,7 +318,7 @@ class RunFolder:
             return
         if facts.get("state") == "running":
             self._drop_error()  # the error of an earlier session no longer applies
-        spent = {"seconds": self._before + time.monotonic() - self._began, "updated": time.time()}
+        spent = {"seconds": self._earlier_seconds + time.monotonic() - self._began, "updated": time.time()}
         metrics = self._facts.get("metrics", {})
         self._facts.update({**facts, **spent})
         self._facts["metrics"] = {**metrics, **facts.get("metrics", {})}

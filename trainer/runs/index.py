@@ -260,8 +260,8 @@ def _parse_points(curve: Any) -> tuple[Points, int]:
     points = [(s, float(v)) for s, v in zip(steps, values, strict=True) if _is_number(s) and _is_number(v)]
     points = sorted((step, value) for step, value in points if abs(step) <= LARGEST and abs(value) <= LARGEST)
     missing = curve.get("missing", 0)
-    left = len(steps) - len(points) + (missing if _is_number(missing) else 0)
-    return ([step for step, _ in points], [value for _, value in points]), int(left)
+    omitted = len(steps) - len(points) + (missing if _is_number(missing) else 0)
+    return ([step for step, _ in points], [value for _, value in points]), int(omitted)
 
 
 def environment(run: Run) -> dict[str, str]:

@@ -164,17 +164,17 @@ class RunLock:
         # Not through a link: a foreign folder could make this truncate another file.
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
-            for rest in range(20, -1, -1):
+            for retries in range(20, -1, -1):
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    if not rest:
+                    if not retries:
                         raise make_in_use_error(self.folder, file, read_holder(file), certain=True) from None
                 time.sleep(0.025)  # a process that checks the lock holds it for a moment
-            before = read_holder(file)
-            if before is not None and before.by == "beat" and before.is_alive(file):
-                raise make_in_use_error(self.folder, file, before)  # the holder is on a machine without such locks
+            holder = read_holder(file)
+            if holder is not None and holder.by == "beat" and holder.is_alive(file):
+                raise make_in_use_error(self.folder, file, holder)  # the holder is on a machine without such locks
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, self._encode_holder(), 0)
         except OSError as error:
@@ -202,10 +202,10 @@ class RunLock:
         try:
             self._write(exclusive=True)
         except FileExistsError:
-            before = read_holder(self.file)
-            if before is not None and before.is_alive(self.file):
-                raise make_in_use_error(self.folder, self.file, before) from None
-            self._take_over(before)
+            holder = read_holder(self.file)
+            if holder is not None and holder.is_alive(self.file):
+                raise make_in_use_error(self.folder, self.file, holder) from None
+            self._take_over(holder)
         threading.Thread(target=self._beat, name="treadle-run-lock", daemon=True).start()
 
     def _write(self, exclusive: bool = False) -> None:
@@ -220,7 +220,7 @@ class RunLock:
         finally:
             part.unlink(missing_ok=True)
 
-    def _take_over(self, before: Holder | None) -> None:
+    def _take_over(self, holder: Holder | None) -> None:
         """Replace the file of a dead holder. If several jobs try, at most one succeeds."""
         if isinstance(self.file, RemotePath):
             self._write()
@@ -228,7 +228,7 @@ class RunLock:
             if (latest := read_holder(self.file)) != self.holder:
                 raise make_in_use_error(self.folder, self.file, latest)
             return
-        mark = self.file.with_name(f".{LOCK}-after-{before.token if before is not None else 'release'}")
+        mark = self.file.with_name(f".{LOCK}-after-{holder.token if holder is not None else 'release'}")
         try:
             os.mkdir(mark)
         except FileExistsError:
@@ -236,7 +236,7 @@ class RunLock:
                 f"{self.folder} is being taken over by another job. If no other job is running, delete {mark}."
             ) from None
         try:
-            if (latest := read_holder(self.file)) != before:
+            if (latest := read_holder(self.file)) != holder:
                 raise make_in_use_error(self.folder, self.file, latest)  # another job was faster
             self._write()
         finally:

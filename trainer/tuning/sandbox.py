@@ -109,11 +109,11 @@ def _copy_datamodule(trainer: Trainer) -> DataModule | None:
     memo[id(trainer.task)] = trainer.task
     copied = memo[id(datamodule)] = copy.copy(datamodule)
     for name, value in vars(datamodule).items():
-        ids_before = set(memo)
+        copied_ids = set(memo)
         try:
             copied.__dict__[name] = copy.deepcopy(value, memo)
         except Exception:
-            for half_copied in memo.keys() - ids_before:
+            for half_copied in memo.keys() - copied_ids:
                 del memo[half_copied]
     return copied
 
@@ -186,11 +186,11 @@ class Trial(Callback):
 
     def __init__(self, count: int) -> None:
         self.count, self.done = count, 0
-        self._done_before = 0
+        self._done_at_start = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Note how many steps earlier epochs took."""
-        self._done_before = self.done
+        self._done_at_start = self.done
 
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Count the step, and end the training after the last one."""
@@ -200,7 +200,7 @@ class Trial(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Raise a ValueError if the epoch took no step, because the training would never end."""
-        if self.done == self._done_before:
+        if self.done == self._done_at_start:
             raise ValueError(
                 "an epoch had no batch to train on, but a search needs at least one. Check the training dataloader, "
                 "and any on_train_batch_start hook that returns -1."

@@ -121,14 +121,14 @@ class Tuner:
                 f"the Trainer already has a {kind.__name__} in its callbacks. Remove the callback, or call "
                 f"trainer.{method}, which runs its search."
             )
-        before = trainer.callbacks
+        callbacks = trainer.callbacks
         finders = (LearningRateFinder, BatchSizeFinder)
-        trainer.callbacks = [finder, *(callback for callback in before if not isinstance(callback, finders))]
+        trainer.callbacks = [finder, *(callback for callback in callbacks if not isinstance(callback, finders))]
         try:
             with isolated_random_state():
                 Stage(trainer, method, model, loaders_by_kind, data).run(None)
         finally:
-            trainer.callbacks = before
+            trainer.callbacks = callbacks
 
 
 def _map_loaders(method: str, train: Any, val: Any, other: Any) -> dict[str, Any]:

@@ -75,8 +75,8 @@ def has_shape(value: Value, member: Any) -> bool:
     if isinstance(value.data, list):
         return kind in LISTS or kind is tuple
     if isinstance(value.data, dict):
-        others = (*PLAIN, *LISTS, *WRITTEN, tuple, type, collections.abc.Callable)
-        return isinstance(kind, type) and kind not in others and not issubclass(kind, enum.Enum)
+        kinds = (*PLAIN, *LISTS, *WRITTEN, tuple, type, collections.abc.Callable)
+        return isinstance(kind, type) and kind not in kinds and not issubclass(kind, enum.Enum)
     if isinstance(value.data, str):
         return kind is Literal or (isinstance(kind, type) and catalog.is_shelved(kind))
     return False
@@ -461,7 +461,7 @@ class Checker:
         ``supplied`` names arguments that are passed only when the object is built. ``partly`` allows required arguments
         to be missing.
         """
-        before = len(self.problems)
+        problem_count = len(self.problems)
         supplied = set(supplied)
         recipes: dict[str, Recipe | None] = {}
         for key, item in argument_values.items():
@@ -486,7 +486,7 @@ class Checker:
                 self.report(
                     value, path, f": {name} needs {argument.name!r}{describe_type(argument)}, which is missing."
                 )
-        if len(self.problems) > before:
+        if len(self.problems) > problem_count:
             return None
         return {key: recipe for key, recipe in recipes.items() if recipe is not None}
 

@@ -236,17 +236,17 @@ def _check_scheduler(checker: Checker, section: Value) -> tuple[ObjectRecipe | N
     schedule_options: dict[str, Any] = {}
     if isinstance(section.data, dict):
         annotations = signature(SchedulerConfig).arguments
-        rest = dict(section.data)
-        for name in [name for name in _SCHEDULE_OPTIONS if name in rest]:
-            recipe = checker.check(rest[name], annotations[name].type, (*path, name))
+        scheduler_data = dict(section.data)
+        for name in [name for name in _SCHEDULE_OPTIONS if name in scheduler_data]:
+            recipe = checker.check(scheduler_data[name], annotations[name].type, (*path, name))
             schedule_options[name] = None if recipe is None else recipe.make()
-            del rest[name]
+            del scheduler_data[name]
         if schedule_options.get("interval", "step") not in ("step", "epoch"):
             interval = section.data["interval"]
             checker.report(
                 interval, (*path, "interval"), f"={schedule_options['interval']!r} must be 'epoch' or 'step'."
             )
-        section = replace(section, data=rest)
+        section = replace(section, data=scheduler_data)
     scheduler = checker.check_object(section, LRScheduler, path, ("optimizer",))
     if scheduler is not None and scheduler.target is ReduceLROnPlateau and schedule_options.get("monitor") is None:
         checker.report(section, path, ": ReduceLROnPlateau needs a metric. Add one, such as 'monitor: val_loss'.")

@@ -9,7 +9,7 @@ from support.processes import run
 from torchmetrics import ConfusionMatrix, MeanMetric
 from treadle.engine import Metrics
 from treadle.engine.checkpoint.json_codec import decode, encode
-from treadle.engine.metrics import LateNumbers, read_numbers
+from treadle.engine.metrics import AsyncNumbers, read_numbers
 from treadle.strategies import World, open_world
 
 REDUCTIONS = ("mean", "sum", "min", "max")
@@ -226,6 +226,6 @@ def test_what_is_not_read_yet_is_the_same_once_it_is():
 
 
 def test_numbers_of_the_host_are_never_late():
-    numbers = LateNumbers()
+    numbers = AsyncNumbers()
     assert numbers.read({"loss": torch.tensor(1.5), "rate": 2}) == {"loss": 1.5, "rate": 2.0}
     assert numbers.read({"loss": torch.tensor(2.5)}) == {"loss": 2.5}

@@ -85,7 +85,7 @@ def trained(strategy, k, extra=False, voting=True, tokens=None, optimizer=sgd):
             start = accelerator.accumulation.agreement.count
             accelerator.accumulation.agreement.count = lambda start=start: summed.append(start()) or summed[-1]
             accelerator.accumulation.agreement.stop_vote = False
-            assert accelerator.accumulation.agree().finite
+            assert accelerator.accumulation.exchange_votes().finite
             del accelerator.accumulation.agreement.count
         stepper.step()
         stepper.zero_grad()
@@ -675,7 +675,7 @@ def post_local(every, start, voting, begin=0, end=9, state=None):
             accelerator.accumulation.agreement.stop_vote = number == 7 and accelerator.process_index == 1
             accelerator.backward(call(step[0, accelerator.process_index])["loss"])
         if voting:
-            assert accelerator.accumulation.agree().stop == (number == 7)
+            assert accelerator.accumulation.exchange_votes().stop == (number == 7)
         optimizer.step()
         optimizer.zero_grad()
         trace.append(weights(net))

@@ -5,7 +5,7 @@ import importlib
 from textwrap import dedent
 
 import pytest
-from treadle.common.peer_names import Elsewhere
+from treadle.common.peer_names import Answer
 from treadle.tools.migrate import counterparts
 from treadle.tools.migrate.python_source import migrate_source
 
@@ -437,7 +437,7 @@ def test_attributes_without_a_counterpart_are_named():
 @pytest.fixture
 def answers(monkeypatch):
     """Answers in the place of the tables'."""
-    answers = {"strategies": {"WarpStrategy": Elsewhere("use FSDP instead.")}}
+    answers = {"strategies": {"WarpStrategy": Answer("use FSDP instead.")}}
     monkeypatch.setattr(counterparts, "read_names", lambda path: answers.get(path, {}))
     counterparts.find_counterpart.cache_clear()
     yield
