@@ -145,7 +145,7 @@ class Checkpointer:
             content.check_part_names(parts or {})
             optimizers = [prepared.optimizer for prepared in accelerator.optimizers]
             model_check.refuse_not_finite(
-                accelerator.unwrapped_models, () if weights_only else optimizers, accelerator.steps, targets[0]
+                accelerator.unwrapped_models, () if weights_only else optimizers, info["step"], targets[0]
             )
             if choose_save is None and world.is_main:  # otherwise the `Save` decides
                 for target in targets:

@@ -70,10 +70,10 @@ def counted_exchanges(monkeypatch):
 
 def read_one_step_later(monkeypatch):
     """As on a GPU: votes are known when those of the next step are read, so two groups are read ahead."""
-    waiting, plain, agree = [], Outlook.store_votes, rank_shares.RankShares.agree
+    waiting, plain, exchange = [], Outlook.store_votes, rank_shares.RankShares.exchange_lengths
 
     def agree_on_two(shares, *args):
-        agree(shares, *args)
+        exchange(shares, *args)
         shares.depth *= 2
 
     def store_votes(*votes):
@@ -82,7 +82,7 @@ def read_one_step_later(monkeypatch):
             plain(*waiting.pop(0))
 
     monkeypatch.setattr(Outlook, "store_votes", store_votes)
-    monkeypatch.setattr(rank_shares.RankShares, "agree", agree_on_two)
+    monkeypatch.setattr(rank_shares.RankShares, "exchange_lengths", agree_on_two)
 
 
 def fit(depth, strategy, accumulate, lengths, workers, **flags):

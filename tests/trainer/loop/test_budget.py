@@ -17,7 +17,8 @@ import treadle
 from treadle.testing.faults import disk_points
 
 MOST_FRAMES, MOST_CALLS, MOST_CALLS_OWN_LOOP = 6, 32, 25
-MOST_CALLS_CHECKPOINT = {"file": 1850, "directory": 1225}
+# 9 of a file's calls are of view_bytes, which were in common, where calls are not counted.
+MOST_CALLS_CHECKPOINT = {"file": 1855, "directory": 1225}
 FOLDERS = tuple(
     str(Path(folder).resolve()) + os.sep
     for room in (treadle, treadle.trainer, treadle.engine, treadle.callbacks, treadle.loggers, treadle.strategies)
