@@ -122,10 +122,8 @@ class ZipWriter:
 
 def make_header(path: bytes, size: int, start: int) -> bytes:
     """Return the header of a record, padded so that the content begins at a multiple of 64 bytes."""
-    wide = b"".join(
-        struct.pack("<Q", value) for value, known in ((0, size), (0, size), (start, start)) if known >= _WIDE
-    )
-    wide = struct.pack("<HH", 1, len(wide)) + wide if wide else b""
+    values = [0, 0] * (size >= _WIDE) + [start] * (start >= _WIDE)
+    wide = struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
     padding = -(start + 30 + len(path) + len(wide) + 4) % ALIGNMENT
     extra = wide + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
     flags, later = (_SIZE_FOLLOWS if size else _EMPTY), (_WIDE if size >= _WIDE else 0)

@@ -397,9 +397,12 @@ def pack(content: TensorFile) -> tuple[bytes, dict[str, str]]:
 
 
 def unpack(packed: tuple[bytes, dict[str, str]]) -> TensorFile:
-    """Return the tensors that `pack` got."""
+    """Return the tensors that `pack` got, sorted by name.
+
+    safetensors returns them in an order that differs from call to call, and the order is seen in a checkpoint's bytes.
+    """
     data, notes = packed
-    return TensorFile(load(data), notes)
+    return TensorFile(dict(sorted(load(data).items())), notes)
 
 
 def has_part(files: Iterable[str], name: str) -> bool:

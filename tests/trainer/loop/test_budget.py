@@ -17,8 +17,7 @@ import treadle
 from treadle.testing.faults import disk_points
 
 MOST_FRAMES, MOST_CALLS, MOST_CALLS_OWN_LOOP = 6, 32, 25
-# 9 of a file's calls are of view_bytes, which were in common, where calls are not counted.
-MOST_CALLS_CHECKPOINT = {"file": 1855, "directory": 1225}
+MOST_CALLS_CHECKPOINT = {"file": 1835, "directory": 1225}
 FOLDERS = tuple(
     str(Path(folder).resolve()) + os.sep
     for room in (treadle, treadle.trainer, treadle.engine, treadle.callbacks, treadle.loggers, treadle.strategies)
@@ -180,6 +179,8 @@ def test_import():
     for attempt in range(4):  # the first one compiles, if need be, and keeps the bytecode whatever the environment says
         done = script(IMPORTS, env={"PYTHONDONTWRITEBYTECODE": ""}, fresh=True)
         assert done.returncode == 0, done.stderr
+        if not attempt:
+            continue
         result = json.loads(done.stdout.splitlines()[-1])
         assert result["seen"] == []
         assert result["threads"] == 0
@@ -188,7 +189,7 @@ def test_import():
         results.append(result["took"] / max(1.0, result["torch"] / 1.2))
         # 0.2 s on a quiet machine; a busy one shows in torch's own import, which takes 1.2 s of processor on a quiet
         # one.
-        if attempt and results[-1] <= 0.2 * 1.5:
+        if results[-1] <= 0.2 * 1.5:
             return
     pytest.fail(f"the imports took {results}")
 
