@@ -347,11 +347,12 @@ def test_each_disk_point(tmp_path, point):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_was_only_delayed_half_way_is_whole(tmp_path, operation, arguments):
-    sizes = []
-    with FaultPlan([Fault(f"disk:{operation}:half", lambda firing: sizes.append(os.path.getsize(firing.path)))]):
+    found = []
+    with FaultPlan([Fault(f"disk:{operation}:half", lambda firing: found.append(os.stat(firing.path)))]):
         entry = getattr(filesystem, operation)(tmp_path / "x", *arguments)
     written = filesystem.describe(tmp_path / "x")
-    assert sizes == [written["bytes"] // 2]
+    assert [half.st_size for half in found] == [written["bytes"] // 2]
+    assert found[0].st_ino == (tmp_path / "x").stat().st_ino  # by which a launcher knows whose half a file it removes
     assert entry in (None, written)
 
 

@@ -146,6 +146,13 @@ _BASE = clean_environment({"CUDA_VISIBLE_DEVICES": ""})
 _USUAL = early(_BASE)
 
 
+def heed_signals() -> None:
+    """Undo what a shell does to its background jobs, and nohup to all: they would ignore interrupts, or hangups."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 def share_fork_servers() -> None:
     """Start what all workers of this run of the tests fork their processes from: each pair costs 8 s of CPU."""
     if sys.platform == "linux":
