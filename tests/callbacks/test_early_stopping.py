@@ -8,7 +8,12 @@ import pytest
 import torch
 from support.callback_runs import Tiny, fit, loader, trainer
 from support.processes import run
+from support.trainers import make_trainer
 from treadle.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
+from treadle.callbacks.early_stopping import EarlyStoppingReason
+from treadle.compat.demos.boring_classes import (
+    BoringModel,
+)
 
 NAN = float("nan")
 
@@ -336,3 +341,28 @@ def test_a_criterion_that_is_written_out_is_ours(tmp_path, mode, values):
         for kind in (EarlyStopping, ByHand)
     ]
     assert [run.current_epoch for run in runs] == [3, 3]
+
+
+def test_why_a_run_was_stopped() -> None:
+    class Task(BoringModel):
+        def validation_step(self, batch, batch_idx):
+            self.log("x", 1.0)
+
+    for options, reason in (
+        ({"patience": 1}, EarlyStoppingReason.PATIENCE_EXHAUSTED),
+        ({"stopping_threshold": 2.0}, EarlyStoppingReason.STOPPING_THRESHOLD),
+        ({"divergence_threshold": 0.5}, EarlyStoppingReason.DIVERGENCE_THRESHOLD),
+        ({"patience": 9}, EarlyStoppingReason.NOT_STOPPED),
+    ):
+        stopping = EarlyStopping("x", **options)
+        make_trainer(
+            max_epochs=2,
+            limit_train_batches=1,
+            limit_val_batches=1,
+            num_sanity_val_steps=0,
+            callbacks=stopping,
+        ).fit(Task())
+        assert stopping.stopping_reason is reason
+        again = EarlyStopping("x")
+        again.load_state_dict(stopping.state_dict())
+        assert again.stopping_reason is reason

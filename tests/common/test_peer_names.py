@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from pathlib import Path
 
 import pytest
@@ -60,16 +59,3 @@ def test_fabrics_modules() -> None:
     assert (has_len([1]), sized_len(iter([1]))) == (True, None)
     with pytest.warns(UserWarning, match="length 0"):
         assert has_len([])
-
-
-def test_warnings_that_may_be_wrong() -> None:
-    from treadle.compat.fabric.utilities.warnings import PossibleUserWarning
-
-    from treadle.utilities import disable_possible_user_warnings
-
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        warnings.warn("shown", PossibleUserWarning, stacklevel=1)
-        disable_possible_user_warnings()
-        warnings.warn("hidden", PossibleUserWarning, stacklevel=1)
-    assert [str(warning.message) for warning in seen] == ["shown"]

@@ -7,12 +7,13 @@ import csv
 
 import pytest
 import torch
+from support.fabric_programs import Net
 from support.processes import run
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from treadle.compat.fabric.utilities.seed import reset_seed
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from treadle.compat.fabric import is_wrapped
 from treadle.compat.fabric.utilities.throughput import ThroughputMonitor
-from treadle.compat.utilities.model_summary.model_summary import UNKNOWN_SIZE, ModelSummary, summarize
+from treadle.compat.precision_plugins import HalfPrecision
 from treadle.loggers import CSVLogger
 
 import treadle
@@ -163,24 +164,6 @@ def test_inputs_are_cast_and_outputs_cast_back(precision, dtype, stored) -> None
         assert output.dtype == torch.float32
 
 
-def test_the_throughput_meter_of_a_loop(tmp_path) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1, loggers=CSVLogger(tmp_path))
-    meter = ThroughputMonitor(fabric, window_size=3)
-    for step in range(1, 5):
-        meter.update(time=step / 2, batches=step, samples=4 * step)
-    assert meter.compute_and_log() == {
-        "time": 2.0,
-        "batches": 4,
-        "samples": 16,
-        "device/batches_per_sec": 2.0,
-        "device/samples_per_sec": 8.0,
-    }
-    assert meter.step == 0
-    fabric.logger.save()
-    text = (tmp_path / "treadle_logs" / "version_0" / "metrics.csv").read_text()
-    assert text.splitlines()[1].split(",")[0] == "0"
-
-
 def on_two_ranks() -> tuple[object, ...]:
     notes = Notes()
     fabric = Fabric(accelerator="cpu", devices=2, callbacks=notes)
@@ -204,47 +187,87 @@ def test_two_ranks() -> None:
     ]
 
 
-def test_the_seed_is_in_the_environment(monkeypatch) -> None:
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    torch.manual_seed(1)
-    before = torch.initial_seed()
-    reset_seed()
-    assert torch.initial_seed() == before
-    treadle.seed_everything(3)
-    first = torch.rand(2)
-    reset_seed()
-    assert torch.equal(torch.rand(2), first)
-    assert treadle.seed_everything() == 3
+def made() -> Fabric:
+    return Fabric(accelerator="cpu", devices=1)
 
 
-class Own(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
-        self.scale = nn.Parameter(torch.ones(5))
-        self.net[0].bias.requires_grad = False
+def test_a_method_must_be_marked_where_precision_or_processes_need_it() -> None:
+    class Model(nn.Linear):
+        def score(self, x):
+            return self(x)
+
+        def words(self):
+            return "no layer"
+
+    model = Fabric(accelerator="cpu", precision="bf16-mixed").setup(Model(2, 2))
+    assert model.words() == "no layer"
+    with pytest.raises(RuntimeError, match=r"mark_forward_method\('score'\)"):
+        model.score(torch.ones(1, 2))
+    model.mark_forward_method(model.score if hasattr(model.score, "__self__") else "score")
+    assert model.score(torch.ones(1, 2)).dtype == torch.float32
+    assert model(torch.ones(1, 2)).dtype == torch.float32
+    with pytest.raises(AttributeError, match="no method 'scores'"):
+        model.mark_forward_method("scores")
+    assert made().setup(Model(2, 2)).score(torch.ones(1, 2)).shape == (1, 2)
 
 
-def test_the_table_of_layers() -> None:
-    for summary in (ModelSummary(Own(), max_depth=-1), summarize(Own(), max_depth=-1)):
-        assert summary.layer_names == ["net", "net.0", "net.1"]
-        assert summary.layer_types == ["Sequential", "Linear", "ReLU"]
-        assert summary.param_nums == [9, 9, 0]
-        assert (summary.total_parameters, summary.trainable_parameters, summary.total_layer_params) == (14, 11, 18)
-        assert summary.model_size == pytest.approx(14 * 4e-6)
-        assert summary.total_training_modes == {"train": 3, "eval": 0}
-        assert "(own)" in str(summary)
-        assert repr(summary) == str(summary)
-    assert ModelSummary(Own(), 0).layer_names == []
-    assert ModelSummary(Own()).layer_names == ["net"]
-    with pytest.raises(ValueError, match="max_depth"):
-        ModelSummary(Own(), -2)
+def test_half_precision_is_cast_at_the_borders() -> None:
+    fabric = Fabric(accelerator="cpu", plugins=HalfPrecision("bf16-true"))
+    model = fabric.setup(nn.Linear(2, 2))
+    assert (model.weight.dtype, model(torch.ones(1, 2)).dtype) == (torch.bfloat16, torch.float32)
+    with fabric.init_tensor():
+        assert torch.ones(1).dtype == torch.bfloat16
+    assert torch.ones(1).dtype == torch.float32
 
 
-def test_the_table_of_layers_has_the_modes_of_now_and_unknown_sizes() -> None:
-    task = Own()
-    summary = ModelSummary(task, max_depth=-1)
-    task.net[0].eval()
-    assert summary.total_training_modes == {"train": 2, "eval": 1}
-    summary.layers[1].in_size = []  # a call without inputs
-    assert summary.in_sizes == [UNKNOWN_SIZE] * 3
+def test_attributes_are_the_models_own() -> None:
+    module = Net()
+    model = made().setup(module)
+    model.epoch = 3
+    assert (module.epoch, model.module, list(model.state_dict())) == (3, module, list(module.state_dict()))
+    model.eval()
+    assert not module.net.training
+    assert is_wrapped(model)
+    assert not is_wrapped(module)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(3.0))
+
+
+class EveryOther(torch.utils.data.Sampler):
+    def __iter__(self):
+        return iter(range(0, 8, 2))
+
+    def __len__(self):
+        return 4
+
+
+def shares() -> list[list[float]]:
+    fabric = Fabric(accelerator="cpu", devices=2)
+    data = TensorDataset(torch.arange(8.0))
+    loaders = fabric.setup_dataloaders(
+        DataLoader(data, sampler=EveryOther()),
+        DataLoader(data, batch_sampler=BatchSampler(EveryOther(), 2, False)),
+        DataLoader(TensorDataset(torch.arange(3.0))),
+    )
+    seen = [torch.cat([x for (x,) in loader]).tolist() for loader in loaders]
+    return [*seen, torch.cat(list(fabric.setup_dataloaders(DataLoader(Stream())))).tolist()]
+
+
+def test_samples_are_shared_as_in_lightning() -> None:
+    first, second = run(shares, 2)
+    assert first == [[0.0, 4.0], [0.0, 4.0], [0.0, 2.0], [0.0, 1.0, 2.0]]
+    assert second == [[2.0, 6.0], [2.0, 6.0], [1.0, 0.0], [0.0, 1.0, 2.0]]
+
+
+def read_shares() -> list[int]:
+    fabric = Fabric(accelerator="cpu")
+    sampler = DistributedSampler(range(8), fabric.world_size, fabric.global_rank, shuffle=False)
+    loader = DataLoader(range(8), batch_sampler=BatchSampler(sampler, 2, False))
+    return [int(index) for batch in fabric.setup_dataloaders(loader) for index in batch]
+
+
+def test_a_batch_sampler_of_a_ranks_share_is_not_sharded_again() -> None:
+    assert run(read_shares, 2) == [[0, 2, 4, 6], [1, 3, 5, 7]]
