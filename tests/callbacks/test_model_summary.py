@@ -8,9 +8,7 @@ from support.callback_runs import Tiny, fit, trainer
 from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.callbacks import ModelSummary, RichModelSummary, RichProgressBar, summarize
-
-from treadle import Trainer
+from treadle.callbacks import ModelSummary, summarize
 
 
 class Parts(nn.Module):
@@ -135,22 +133,6 @@ def test_the_table_is_printed_when_fit_begins(tmp_path, capsys):
             ModelSummary(depth)
     fit(tmp_path, ModelSummary(), task=Example(), max_steps=1, precision="bf16-true")
     assert "12  [3, 2]  [3, 1]" in capsys.readouterr().err
-
-
-def test_rich(tmp_path, capsys):
-    fit(tmp_path, RichModelSummary(header_style="red"), task=Example(), max_steps=1)
-    text = capsys.readouterr().err
-    assert re.search(r"net\s+│ Linear │\s+3 │ train │\s+12 │ \[3, 2\] │ \[3, 1\]", text), text
-    assert "3 parameters: 3 trainable" in text
-
-
-def test_beside_a_rich_bar_the_default_is_a_rich_table():
-    def kinds(*callbacks):
-        trainer = Trainer(accelerator="cpu", devices=1, logger=False, callbacks=list(callbacks))
-        return [type(callback) for callback in trainer.callbacks if isinstance(callback, ModelSummary)]
-
-    assert kinds(RichProgressBar()) == [RichModelSummary]
-    assert kinds(RichProgressBar(), ModelSummary()) == kinds() == [ModelSummary]
 
 
 def test_whatever_fails_in_it_does_not_end_the_run(tmp_path):
