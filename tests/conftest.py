@@ -20,7 +20,7 @@ LONGEST_FIRST = (
     "trainer/loop/test_budget.py",
     "trainer/checkpointing/test_resume.py",
     "strategies/launch/test_supervisor.py",
-    "cli/commands/test_commands.py",
+    "cli/commands/test_stages.py",
     "engine/data/test_loader.py",
     "trainer/loop/test_preemption.py",
     "callbacks/test_model_checkpoint.py",

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import uuid
 import warnings
 from pathlib import Path
@@ -13,8 +12,8 @@ import cli_samples
 import pytest
 import torch
 from support import stored
-from support.processes import clean_environment, python, run, script
-from treadle.cli.commands import command_line
+from support.command_runs import RUN, by_hand, weights
+from support.processes import clean_environment, python, run
 from treadle.cli.commands.stages import _keep_predictions
 from treadle.cli.config.resolve import load
 from treadle.common.remote_path import RemotePath
@@ -23,22 +22,6 @@ from treadle.trainer.runs import CONFIG, RunFolder, index
 import treadle
 from treadle.__main__ import main
 
-RUN = """
-trainer:
-  max_epochs: 2
-  accelerator: cpu
-  enable_progress_bar: false
-  enable_model_summary: false
-  enable_report: false
-  logger: false
-model:
-  class: cli_samples.Line
-  lr: 0.02
-data:
-  class: cli_samples.Points
-  batch_size: 8
-"""
-
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
@@ -46,11 +29,6 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "run.yaml").write_text(RUN)
     return tmp_path
-
-
-def weights(folder):
-    (path,) = Path(folder, "checkpoints").glob("*.ckpt")
-    return cli_samples.Line.load_from_checkpoint(path).net.weight
 
 
 def test_fit_and_its_folder(here):
@@ -114,19 +92,6 @@ def test_a_run_that_saves_nothing_is_not_said_to_go_on(here, capsys):
     assert "logs:" not in printed  # in whose place nothing is kept
 
 
-def by_hand(lr=0.02, epochs=2):
-    """The same run in plain PyTorch."""
-    treadle.seed_everything(0)
-    task, data = cli_samples.Line(lr), cli_samples.Points(8)
-    optimizer = task.configure_optimizers()
-    for _ in range(epochs):
-        for batch in data.train_dataloader():
-            optimizer.zero_grad()
-            task.loss(batch).backward()
-            optimizer.step()
-    return task.net.weight
-
-
 def test_it_is_the_same_training_as_by_hand():
     assert main(["fit", "--config", "run.yaml"]) == 0
     assert torch.equal(weights("runs/default/1"), by_hand())
@@ -142,34 +107,6 @@ def test_a_run_is_repeated(source, here):
     assert torch.equal(weights("runs/default/2"), weights(first))
     assert main(["fit", "--from-run", str(first), "trainer.max_epochs=3"]) == 0
     assert torch.equal(weights("runs/default/3"), by_hand(0.03, 3))
-
-
-def test_every_command_takes_every_spelling_of_a_run(here, capsys):
-    for name in ("one", "two"):
-        assert main(["fit", "--config", "run.yaml", f"run.name={name}", "trainer.max_epochs=1"]) == 0
-    assert main(["fit", "--config", "run.yaml", "run.name=two", "model.lr=0.04", "trainer.max_epochs=1"]) == 0
-    (saved,) = (here / "runs" / "two" / "2" / "checkpoints").glob("*.ckpt")
-    for said in ("2", "two/2", "runs/two/2", "runs/two/2/", str(saved), "runs/two/2/config.yaml"):
-        capsys.readouterr()
-        assert main(["runs", "show", said]) == 0
-        assert capsys.readouterr().out.startswith("two/2  finished")
-        assert main(["fit", "--from-run", said, "--print-config"]) == 0
-        assert "lr: 0.04" in capsys.readouterr().out
-        assert main(["validate", "--from-run", said, "trainer.enable_progress_bar=false"]) == 0
-    for command in (["runs", "show", "1"], ["fit", "--from-run", "1"]):
-        assert main(command) == 2
-        assert (
-            "1 is the number of several runs: one/1, two/1. Also pass the name, as in one/1." in capsys.readouterr().err
-        )
-    assert main(["fit", "--from-run", "2", "ckpt_path=last", "trainer.max_epochs=2"]) == 0
-    assert sorted(str(path.relative_to(here)) for path in here.glob("runs/*/*")) == [
-        "runs/one/1",
-        "runs/two/1",
-        "runs/two/2",
-    ]
-    (here / "runs").rename(here / "elsewhere")
-    assert main(["fit", "--from-run", "two/2", "run.dir=elsewhere", "--print-config"]) == 0
-    assert "lr: 0.04" in capsys.readouterr().out
 
 
 def test_a_run_is_gone_on_with_in_its_own_folder(here):
@@ -363,141 +300,12 @@ def test_print_config_runs_nothing(here, capsys):
     assert torch.equal(weights("runs/default/1"), by_hand())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["model.lrr=1"], ["treadle fit: command line: model.lrr", "'lr'?"]),
-        (["trainer.max_epochs=-3"], ["treadle fit: command line: trainer.max_epochs", "max_epochs=-3", "-1"]),
-        (
-            ["trainer.callbacks+={class: EarlyStopping, monitor: a, mode: up}"],
-            ["trainer.callbacks.0: EarlyStopping", "'up'"],
-        ),
-        (["run.name=a/b"], ["command line: run: name='a/b'"]),
-        (["run.dir=/dev/null/runs"], ["command line: run: cannot create a run's folder"]),
-        (["trainer.devices=0"], ["command line: trainer.devices: devices=0"]),
-        (["trainer.default_root_dir=x"], ["trainer.default_root_dir", "the folder of this run"]),
-        (["model.lrr=1", "seed=x"], ["treadle fit: 2 problems:\n  command line: model.lrr", "\n  command line: seed"]),
-        (["ckpt_path=nowhere"], ["command line: ckpt_path: ckpt_path='nowhere' does not exist"]),
-        (["trainer.plugins=[1]"], ["command line: trainer.plugins: plugins="]),
-        (["--from-run", "nowhere"], ["--from-run nowhere", "no run 'nowhere'", "default/3"]),
-        (["--from-run", "7"], ["--from-run 7", "there are no runs in runs"]),
-        (["--from-run", "\x1b]0;title\x07"], ["--from-run ?]0;title?"]),
-    ],
-    ids=[
-        "argument",
-        "flag",
-        "callback",
-        "name",
-        "dir",
-        "devices",
-        "root",
-        "two",
-        "ckpt",
-        "plugins",
-        "from-run",
-        "number",
-        "bell",
-    ],
-)
-def test_errors_are_words_and_status_2(arguments, words, here, capsys):
-    assert main(["fit", "--config", "run.yaml", *arguments]) == 2
-    assert list(here.glob("runs/*/*")) == []
-    said = capsys.readouterr().err
-    assert [word for word in words if word not in said] == [], said
-    assert "Traceback" not in said
-
-
-def test_lightnings_spelling(here):
-    assert main(["fit", "--config=run.yaml", "--trainer.max_epochs", "1", "--model.lr=0.5", "--print_config"]) == 0
-    assert main(["fit", "--config", "run.yaml", "--trainer.max_epochs=1", "--model.init_args.lr", "0.02"]) == 0
-    assert torch.equal(weights("runs/default/1"), by_hand(epochs=1))
-
-
 def test_modules_of_the_working_directory(here):
     (here / "my_own_task.py").write_text("from cli_samples import Line\n\n\nclass Mine(Line):\n    pass\n")
     assert main(["fit", "--config", "run.yaml", "model.class=my_own_task.Mine", "trainer.fast_dev_run=true"]) == 0
 
 
-# -- help ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--help"], ["usage: treadle fit", "--config FILE", "--from-run RUN", "lr_scheduler", "~KEY"]),
-        (["--help", "trainer"], ["max_epochs: int or null; default null", "Epochs to train; -1 sets no limit"]),
-        (["--help", "EarlyStopping"], ["monitor: text; required", "treadle.callbacks.early_stopping", "patience: int"]),
-        (["--help", "cli_samples.Line"], ["Fits a line.", "lr: float; default 0.01\n      the learning rate."]),
-        (["--config", "run.yaml", "--help", "model"], ["cli_samples.Line", "backbone: Module or null"]),
-        (["optimizer=AdamW", "--help", "optimizer"], ["weight_decay: float", "default [0.9, 0.999]"]),
-        (["--help", "cli_samples.Many"], ["mode: 'min' or 'max'", "hidden: int; required", "color: 'RED' or 'BLUE'"]),
-    ],
-    ids=["fit", "trainer", "callback", "class", "model", "optimizer", "many"],
-)
-def test_help(arguments, words, capsys):
-    assert main(["fit", *arguments]) == 0
-    said = capsys.readouterr().out
-    assert [word for word in words if word not in said] == [], said
-    assert max(map(len, said.splitlines())) < 180
-
-
-@pytest.mark.parametrize("columns", [70, 80, 100])
-def test_help_fits_the_terminal(columns, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    assert main(["fit", "--help"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= columns
-    assert "lr_scheduler" in "".join(lines)
-
-
-@pytest.mark.parametrize(("wrong", "right"), [("train", "fit"), ("evaluate", "validate"), ("fti", "fit")])
-def test_a_command_of_another_name(wrong, right, capsys):
-    assert main([wrong]) == 2
-    assert f"unknown command {wrong!r}. Did you mean {right!r}?" in capsys.readouterr().err
-
-
-def test_help_about_nothing(capsys):
-    assert main(["fit", "--help", "EarlyStoping"]) == 2
-    assert "'EarlyStopping'?" in capsys.readouterr().err
-    assert main(["fit", "--help", "model"]) == 2
-    assert "names no class for 'model'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["fit", "--help"], ["fit", "--config", "none.yaml"]], ids=lambda a: a[0]
-)
-def test_words_come_at_once(arguments):
-    """Without torch, which alone takes a second and more."""
-    source = f"import sys; from treadle.__main__ import main; main({arguments!r}); assert 'torch' not in sys.modules"
-    began = time.perf_counter()
-    subprocess.run([sys.executable, "-c", source], check=True, capture_output=True)
-    assert time.perf_counter() - began < 5  # 0.1 s on an idle machine
-
-
 # -- scripts and processes -------------------------------------------------------------------------------------------
-
-
-def test_a_script_becomes_a_command_line(here, capsys):
-    done = treadle.cli.run(
-        cli_samples.Line,
-        cli_samples.Points,
-        defaults={"trainer": {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}},
-        arguments=["fit", "model.lr=0.02", "trainer.max_epochs=2"],
-    )
-    assert torch.equal(done.model.net.weight, by_hand())
-    assert done.trainer.current_epoch == 2
-    for arguments, status, words in (
-        (["fit", "model.lrr=1"], 2, "Line has no argument 'lrr'"),
-        (["fit", "--help"], 0, "usage: python"),
-        (["fit", "--help", "model"], 0, "Fits a line."),
-        (["fti"], 2, "'fti' is not one of fit, validate, test, predict"),
-        ([], 2, "a command is missing"),
-    ):
-        with pytest.raises(SystemExit) as raised:
-            treadle.cli.run(cli_samples.Line, cli_samples.Points, arguments=arguments)
-        assert raised.value.code == status
-        said = capsys.readouterr()
-        assert words in said.out + said.err
 
 
 def in_ranks(folder, arguments):
@@ -512,18 +320,6 @@ def test_ranks_that_others_started(here):
     found = run(in_ranks, 2, str(here), arguments)
     assert found == [(0, ["runs/default/1"])] * 2
     torch.testing.assert_close(weights("runs/default/1"), by_hand())
-
-
-def test_errors_are_said_once(monkeypatch, capsys):
-    """By rank zero; the others wait until their launcher ends them, and speak if it does not."""
-    waited = []
-    monkeypatch.setattr(command_line.time, "sleep", lambda seconds: waited.append(seconds or capsys.readouterr().err))
-    for rank, local_rank in (("0", "0"), ("1", "1"), ("2", "0"), (None, "1")):
-        for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank)):
-            monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
-        assert main(["fit", "--config", "none.yaml"]) == 2
-        assert "none.yaml: the file does not exist" in capsys.readouterr().err
-    assert waited == ["", 6.0, 3.0, 3.0]
 
 
 def test_a_launched_error_is_said_once(here):
@@ -544,27 +340,6 @@ def test_processes_that_it_starts(here):
     torch.testing.assert_close(weights("runs/default/1"), by_hand())
     config = load(["runs/default/1/config.yaml"])
     assert config.to_plain()["trainer"]["devices"] == 2
-
-
-@pytest.mark.slow
-def test_a_script_in_processes(here):
-    source = """
-    import sys
-    sys.path.insert(0, {folder!r})
-    from cli_samples import Line, Points
-    from treadle import cli
-
-    if __name__ == "__main__":
-        done = cli.run(Line, Points)
-        done.trainer.print("lr", done.model.lr)
-    """
-    folder = str(Path(cli_samples.__file__).parent)
-    text = "\n".join(line[4:] for line in source.format(folder=folder).splitlines())
-    path = here / "train.py"
-    path.write_text(text)
-    done = script(path, "fit", "trainer.devices=2", "trainer.accelerator=cpu", "trainer.max_epochs=1", "model.lr=0.5")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("lr 0.5") == 1
 
 
 def examples(folder, arguments):
