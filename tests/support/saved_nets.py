@@ -52,3 +52,8 @@ class Extra(Net):
 
     def set_extra_state(self, state):
         self.extra = state
+
+
+def snapshot(model, optimizer):
+    slots = {i: {k: v.clone() for k, v in s.items()} for i, s in optimizer.state_dict()["state"].items()}
+    return {name: value.clone() for name, value in model.state_dict().items()}, slots

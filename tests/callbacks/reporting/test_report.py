@@ -1,105 +1,21 @@
 """What the page about a run says of errors, hyperparameters, checkpoints and settings, and how its curves are told
 apart."""
 
-import html
 import json
 import math
 import re
 
 import pytest
 import torch
+from support.reports import Data, Task, page_of, section, trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint
 from treadle.callbacks.reporting.html import Chart
-from treadle.callbacks.reporting.report import format_user_frames
-from treadle.loggers import CSVLogger
-
-import treadle
-
-
-class Data(treadle.DataModule):
-    def __init__(self, batch_size=2):
-        super().__init__()
-        self.save_hyperparameters()
-
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=self.hparams.batch_size)
-
-    val_dataloader = train_dataloader
-
-
-class Task(treadle.TaskModule):
-    def __init__(self, lr=0.1, net=None, fails=False):
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = self.hparams.net or nn.Linear(2, 1)
-
-    def loss(self, batch):
-        return self.net(batch[0]).square().mean()
-
-    def training_step(self, batch, batch_idx):
-        if self.hparams.fails and self.trainer.global_step == 3:
-            self.helper()
-        return self.loss(batch)
-
-    def helper(self):
-        try:
-            raise KeyError("key")
-        except KeyError as error:
-            raise ValueError("first line <b>\nsecond line " + "x" * 300) from error
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.loss(batch))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
-
-
-def trainer(root, **flags):
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    return treadle.Trainer(logger=CSVLogger(root), **{"max_epochs": 2, **quiet, **flags})
-
-
-def section(page, name):
-    """The text of a section, and what is folded in it."""
-    found = re.search(rf"<section><h2>{re.escape(html.escape(name))}</h2>(.*?)</section>", page, re.DOTALL)[1]
-    return found.partition("<details>")[::2]
 
 
 def rows(content):
     return dict(re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td></tr>", content, re.DOTALL))
-
-
-def page_of(one):
-    with open(f"{one.log_dir}/report.html", encoding="utf-8") as file:
-        return file.read()
-
-
-def test_an_error_is_shown_whole_with_the_users_frames_before_all_others(tmp_path):
-    one = trainer(tmp_path)
-    with pytest.raises(ValueError, match="first line"):
-        one.fit(Task(fails=True), datamodule=Data())
-    page = page_of(one)
-    shown, folded = section(page, "What ended fit")
-    message = re.search(r'<p class="error">(.*?)</p>', shown, re.DOTALL)[1]
-    place = "in fit, epoch 0, after optimizer step 3, in batch 3\nthe batch: [Tensor (2, 2) float32]"
-    assert html.unescape(message) == "ValueError: first line <b>\nsecond line " + "x" * 300 + "\n" + place
-    frames = re.search(r"<pre>(.*?)</pre>", shown, re.DOTALL)[1]
-    assert re.findall(r"in (\w+)\n", frames) == ["helper"]  # of the first cause
-    assert "KeyError" in folded
-    assert "stage.py" in folded
-    assert "stage.py" not in shown
-    assert page.index("What ended fit") < page.index("Where the time went")
-    assert "pre-wrap" in page  # nothing is cut off at the right
-
-
-def test_the_users_frames_of_an_error_without_a_cause():
-    try:
-        Task().training_step([torch.ones(1, 3)], 0)
-    except RuntimeError as error:
-        lines = format_user_frames(error).splitlines()
-    assert [line.rpartition(" ")[2] for line in lines if line.startswith("  File")][-2:] == ["training_step", "loss"]
 
 
 def test_hyperparameters_of_what_was_trained_and_where_the_checkpoints_are(tmp_path):

@@ -6,7 +6,6 @@ import torch
 from support.configs import MANY, checked
 from torch import nn
 from treadle.cli.config.values import ConfigError
-from treadle.trainer.core.signatures import described
 
 import treadle
 
@@ -90,14 +89,3 @@ def test_nothing_is_built_to_check(monkeypatch):
 
     monkeypatch.setattr(cli_samples.Head, "__post_init__", refuse, raising=False)
     checked(MANY, "model.head={width: 3}")
-
-
-def test_words_of_docstrings():
-    words = described(cli_samples.Line)
-    assert words["backbone"] == "what maps four numbers to two; a linear layer by default."
-    assert described(torch.nn.Linear)["in_features"] == "size of each input sample"
-    assert "learning rate" in described(torch.optim.AdamW)["lr"]
-    assert (
-        described(treadle.Trainer)["limit_val_batches"]
-        == "Maximum number (int) or fraction (float) of batches of each validation dataloader. Default: all batches."
-    )
