@@ -31,6 +31,7 @@ LAUNCH_PREFIXES = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TREADLE_", "S
 # What is read after torch was imported: a rank with another value of these may be forked from a process with torch.
 READ_LATE = (
     *("GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR"),
+    "PL_",  # of seed_everything
     "KMP_",  # of another OpenMP than torch's; scikit-learn sets some
     *("AWS_", "FSSPEC_", "PYTEST_", "MLFLOW_", "_MLFLOW_", "WANDB_"),  # packages set some themselves
     *("AIM_", "CLEARML_", "COMET_", "GOODSEED_", "RAY_", "SWANLAB_", "TRACKIO_"),

@@ -1,6 +1,5 @@
 """`LightningCLI` runs the programs that were written for Lightning's, with the same settings and the same numbers."""
 
-import sys
 import textwrap
 from pathlib import Path
 
@@ -17,13 +16,6 @@ import treadle
 
 SAMPLES = str(Path(__file__).parents[2] / "support" / "samples")
 MODEL = "lightning_cli_samples.Model"
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    return tmp_path
 
 
 class WithOptimizer(LightningCLI):

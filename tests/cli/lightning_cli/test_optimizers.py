@@ -1,7 +1,5 @@
 """Optimizers in the settings of LightningCLI."""
 
-import sys
-
 import pytest
 import torch
 from lightning_cli_samples import Linked, Model
@@ -9,13 +7,6 @@ from support.lightning_cli_runs import build, execute
 from treadle.cli import LightningCLI
 
 import treadle
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    return tmp_path
 
 
 def test_settings_of_optimizers_go_into_the_model():

@@ -1,6 +1,5 @@
 """`LightningArgumentParser`: what it adds to jsonargparse, and hyperparameters in a checkpoint that name classes."""
 
-import sys
 import textwrap
 
 import pytest
@@ -12,13 +11,6 @@ from treadle.callbacks import EarlyStopping
 from treadle.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 import treadle
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    return tmp_path
 
 
 def parse(*words, **options):

@@ -12,14 +12,6 @@ from support.processes import run
 from treadle.cli import SaveConfigCallback
 from treadle.common.remote_path import RemotePath
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    return tmp_path
-
-
 LOGGED = {**DEFAULTS, "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": ".", "name": "logs"}}}
 
 

@@ -4,7 +4,6 @@ import copy
 import itertools
 
 import pytest
-import torch
 from support.language_model import EMBED, LAYER, MASK, POSITIONS, LanguageModel, empty, write
 from torch import nn
 from treadle.engine.big_models import (
@@ -15,12 +14,6 @@ from treadle.engine.big_models import (
     infer_auto_device_map,
     load_checkpoint_and_dispatch,
 )
-
-
-@pytest.fixture(scope="module")
-def plain():
-    torch.manual_seed(0)
-    return LanguageModel().eval()
 
 
 def test_devices_are_filled_in_order_and_tied_modules_stay_together():

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.language_model import EMBED, POSITIONS, LanguageModel, assert_same, empty, inputs, offloaded, write
+from support.language_model import EMBED, POSITIONS, assert_same, empty, inputs, offloaded, write
 from torch import nn
 from treadle.engine.big_models import (
     cpu_offload,
@@ -18,13 +18,6 @@ from treadle.engine.big_models import (
     load_checkpoint_in_model,
     remove_hook_from_submodules,
 )
-
-
-@pytest.fixture(scope="module")
-def plain():
-    torch.manual_seed(0)
-    return LanguageModel().eval()
-
 
 # -- loaded and run --------------------------------------------------------------------------------------------------
 

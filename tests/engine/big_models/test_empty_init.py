@@ -15,12 +15,6 @@ from treadle.engine.big_models import (
 )
 
 
-@pytest.fixture(scope="module")
-def plain():
-    torch.manual_seed(0)
-    return LanguageModel().eval()
-
-
 def test_parameters_are_empty_and_buffers_are_not(plain):
     model = empty()
     assert all(parameter.is_meta for parameter in model.parameters())

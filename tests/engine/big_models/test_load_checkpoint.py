@@ -15,12 +15,6 @@ from treadle.engine.big_models import (
 )
 
 
-@pytest.fixture(scope="module")
-def plain():
-    torch.manual_seed(0)
-    return LanguageModel().eval()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "float64"], ids=str)
 def test_a_dtype_for_all_or_nearly_all(plain, tmp_path, dtype):
     path = write(plain, tmp_path, "file")

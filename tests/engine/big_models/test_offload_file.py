@@ -20,12 +20,6 @@ from treadle.engine.big_models import (
 import treadle
 
 
-@pytest.fixture(scope="module")
-def plain():
-    torch.manual_seed(0)
-    return LanguageModel().eval()
-
-
 def test_memory_to_disk(plain, tmp_path):
     model = disk_offload(copy.deepcopy(plain), tmp_path / "new" / "folder")
     assert_same(model, plain)
