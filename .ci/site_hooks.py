@@ -3,7 +3,7 @@
 - The rooms are copied into one folder under their import name, where mkdocstrings finds them.
 - An entry of the nav with a ``*`` becomes the pages that match it.
 - Fences lose the words that only the tests read (```` ```python train.py ````), links out of `docs/` their targets.
-- benchmarks/RESULTS.md and the notebooks of `docs/tutorials` become pages.
+- benchmarks/RESULTS.md, CHANGELOG.md and the notebooks of `docs/tutorials` become pages.
 """
 
 import json
@@ -93,6 +93,8 @@ def on_files(files, config):
     last_in_search = "---\nsearch:\n  boost: 0.2\n---\n\n"
     results = last_in_search + RESULTS.read_text(encoding="utf-8")
     files.append(File.generated(config, "results.md", content=results))
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    files.append(File.generated(config, "changelog.md", content=changelog))
     for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
         notebook = json.loads(Path(file.abs_src_path).read_text(encoding="utf-8"))
         files.remove(file)
