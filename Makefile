@@ -103,7 +103,7 @@ types: wheel
 # The site, in build/html: strict, so a broken link is an error. Its code blocks are run by the tests.
 docs: $(VENV)/.docs
 	$(BIN)/python .ci/check_reference.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict  # not --quiet, which turns strict off
 $(VENV)/.docs: $(VENV)/.installed
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
