@@ -1,8 +1,8 @@
 """A committed checkpoint survives whatever happens later, a damaged one is noticed, and reading one runs nothing.
 
 The kill tests fork: the child runs the real code and gets SIGKILL at one disk operation; the parent then looks at what
-stands on the disk. All operations are tried in turn: before, half-way and after. ``tests/test_killed.py`` does so with
-whole runs.
+stands on the disk. All operations are tried in turn: before, half-way and after. ``fault_injection/test_killed.py``
+does so with whole runs.
 """
 
 import gc
