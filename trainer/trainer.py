@@ -641,9 +641,10 @@ class Trainer(LightningAliases, Copyable):
     @property
     def num_training_batches(self) -> int | float:
         """Number of micro-batches per epoch on this process; infinite if it is unknown or nothing is trained."""
-        if self.sources is None or (self.stage != "fit" and not self.sources.has_train):
+        if self.sources is None:
             return float("inf")
-        length = self.sources.train.length
+        loader = self.sources.train if self.stage == "fit" else self.sources.prepared_train
+        length = None if loader is None else loader.length
         return float("inf") if length is None else length
 
     @property

@@ -27,10 +27,9 @@ from . import content, filesystem, model_check, restore, store
 from .async_save import Copying, HostCopies, Job
 from .model_check import FrozenWeights
 from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together
-from .parts import MANIFEST, Files, Manifest
+from .parts import MANIFEST, STATE, Files, Manifest
 from .safetensors_file import UnreadTensor
 from .store import Save
-from .train_state import STATE
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator

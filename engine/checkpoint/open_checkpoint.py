@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from ...common.remote_path import AnyPath, RemotePath, StoreError, as_path
 from ...strategies import World
 from ...strategies.processes import identify_host
-from . import filesystem, remote, store
+from . import filesystem, remote
+from .atomic_swap import recover_interrupted
 from .parts import (
     MANIFEST,
     CheckpointNotFoundError,
@@ -51,7 +52,7 @@ class OpenCheckpoint:
     def __init__(self, path: AnyPath | str, manifest: Manifest | None = None) -> None:
         self.path = as_path(path)
         if manifest is None:
-            store.recover_interrupted(self.path)
+            recover_interrupted(self.path)
             manifest = read_manifest(self.path)
         self.manifest = manifest
         self.verified = False

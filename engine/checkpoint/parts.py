@@ -291,10 +291,35 @@ def _require(condition: bool, rule: str) -> None:
 
 # -- parts ---------------------------------------------------------------------------------------------------------
 
+STATE, HPARAMS, DATAMODULE_HPARAMS, CONFIG, ADDED = "state", "hparams", "datamodule_hparams", "config", "added"
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SHARD = re.compile(r"(.+)-shard-\d{5,}")
 _MODEL = re.compile(r"model(-\d+)?")
 _MAX_JSON_BYTES = 512 * 2**20  # far above any real state; limits what is read of a malicious file
+
+
+def rank_part(rank: int) -> str:
+    """Return the name of the part with the state of one rank, such as ``rank-00003``."""
+    return f"rank-{rank:05d}"
+
+
+def model_part(number: int) -> str:
+    """Return the name of the part with a model's tensors: ``model``, ``model-1``, ..."""
+    return "model" if number == 0 else f"model-{number}"
+
+
+def extra_part(number: int) -> str:
+    """Return the name of the part for values in a model's state that are not tensors: ``extra-model``, ..."""
+    return f"extra-{model_part(number)}"
+
+
+def optimizer_part(number: int, rank: int = 0) -> str:
+    """Return the name of the part with an optimizer's state: ``optimizer``, ``optimizer-1``, ...
+
+    With ``DDP(zero=True)``, each rank saves the state of different parameters. Any ``rank`` but 0 is part of the name.
+    """
+    name = "optimizer" if number == 0 else f"optimizer-{number}"
+    return f"{name}-rank-{rank:05d}" if rank else name
 
 
 def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] | None = None) -> Files:

@@ -21,18 +21,14 @@ from . import model_check
 from .content import list_scheduler_kinds, run_metadata, sort_loaders
 from .filesystem import RESTORE
 from .open_checkpoint import OpenCheckpoint
-from .parts import Manifest
+from .parts import Manifest, extra_part, model_part, optimizer_part, rank_part
 from .safetensors_file import Stored
 from .train_state import (
     OptimizerState,
     RankState,
     TrainState,
     check_form,
-    extra_part,
-    model_part,
     open_train_state,
-    optimizer_part,
-    rank_part,
 )
 
 if TYPE_CHECKING:

@@ -146,25 +146,6 @@ def discarding_on_failure(target: AnyPath | None) -> Iterator[None]:
         raise
 
 
-def recover_interrupted(path: AnyPath | str) -> None:
-    """Restore the checkpoint at a path if its replacement, or that of a directory above it, was interrupted.
-
-    Between the two renames of a replacement, no checkpoint exists at the path. A process that is replacing the
-    checkpoint gets two seconds to finish. After that, it is assumed to be dead: the newer version is put in place if it
-    is intact, and the older one otherwise.
-    """
-    target = absolute(path)
-    if isinstance(target, RemotePath):  # in a store nothing is renamed
-        return
-    for directory, old in reversed(atomic_swap.await_swap(target, [target, *target.parents])):
-        try:
-            warnings.warn(atomic_swap.finish(directory, old))
-        except OSError:
-            if not os.path.lexists(directory):
-                raise
-            # Another process was faster.
-
-
 def remove(path: AnyPath | str) -> None:
     """Delete a committed checkpoint so that a failure halfway leaves nothing that counts as a checkpoint.
 

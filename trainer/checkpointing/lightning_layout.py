@@ -87,7 +87,7 @@ def make_document(trainer: Trainer, task: TaskModule, progress: Progress, weight
         document["callbacks"] = dict(
             _translate_callback(callback) for callback in trainer.callbacks if callback.state_dict()
         )
-        document["optimizer_states"] = [optimizer.state_dict() for optimizer in trainer.optimizers]
+        document["optimizer_states"] = [prepared.optimizer.state_dict() for prepared in trainer.accelerator.optimizers]
         document["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
         if (scale := trainer.accelerator.accumulation.loss_scale) is not None:
             document["MixedPrecision"] = scale.state_dict()

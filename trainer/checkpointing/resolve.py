@@ -35,7 +35,7 @@ from ..core import load_checkpoint, overrides
 from ..runs import CHECKPOINTS, RECORD
 from ..runs import read as read_run
 from .lightning_layout import ENTRY, open_dict
-from .run_identity import configuration, differences, is_complete
+from .run_identity import differences, is_complete
 from .words import WORDS_FOR_CHECKPOINTS
 
 if TYPE_CHECKING:
@@ -100,9 +100,7 @@ class CheckpointResolver:
             ValueError: If ``ckpt_path`` is invalid for the stage or selects no intact checkpoint.
             TypeError: If ``ckpt_path`` is neither a string nor a path.
         """
-        trainer, ckpt_path = self.trainer, self.ckpt_path
-        assert trainer.task is not None
-        configuration(trainer.task, trainer.datamodule)  # recorded before any hook may change it
+        ckpt_path = self.ckpt_path
         if ckpt_path is None:
             return None
         self._check_arguments()
