@@ -70,14 +70,14 @@ def match_schedules(schedulers: list[Any], built: list[BuiltSchedule], state: Tr
     if not isinstance(arguments, list):
         arguments = []
     matched = []
-    for number, (scheduler, before) in enumerate(zip(schedulers, built, strict=True)):
+    for number, (scheduler, own) in enumerate(zip(schedulers, built, strict=True)):
         if number >= len(state["schedulers"]):
             break
         inner, saved = getattr(scheduler, "scheduler", scheduler), state["schedulers"][number]
         kind = type(inner).__qualname__
         if kind == state["scheduler_kinds"][number] and isinstance(saved, dict):
             saved_arguments = arguments[number] if number < len(arguments) else None
-            matched.append(SavedSchedule(inner, before, saved, kind, saved_arguments))
+            matched.append(SavedSchedule(inner, own, saved, kind, saved_arguments))
     return matched
 
 

@@ -278,10 +278,10 @@ class DictSave(JoinedSave):
         super().__init__(target, document is not None)
         self._write, self._document = write, document
 
-    def commit(self, files: Mapping[str, Any], info: Mapping[str, Any], others: bool) -> None:
+    def commit(self, files: Mapping[str, Any], info: Mapping[str, Any], hooked: bool) -> None:
         """Hand the dict to the function."""
         assert self._document is not None
-        assert not others
+        assert not hooked
         exact = {
             "info": json.dumps(encode(info, "info")[0]).encode(),
             "files": {name: c if isinstance(c, bytes) else {**c._asdict()} for name, c in self.join(files).items()},
