@@ -841,7 +841,7 @@ class Accelerator(Process):
             ...         if preemption.should_stop():
             ...             preemption.leave()
         """
-        return preemptible(self, grace, interrupts)
+        return preemptible(self.accumulation, self.watchdog, grace, interrupts)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 

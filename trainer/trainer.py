@@ -340,7 +340,8 @@ class Trainer(LightningAliases, Copyable):
             self.accelerator.watchdog.follow(self, locate, find_directory)
         arguments.set_sync_batchnorm(self.strategy, self.sync_batchnorm)
         self.strategy.checkpoint_io = self._plugged.writer
-        self.preemption = Preemption(self.accelerator, self.grace_seconds, self._plugged.requeue_signal)
+        accumulation, watchdog = self.accelerator.accumulation, self.accelerator.watchdog
+        self.preemption = Preemption(accumulation, watchdog, self.grace_seconds, self._plugged.requeue_signal)
         self.checkpointer = TrainerCheckpointer(self)
         if "logbook" in vars(self):  # in a copy
             self.logbook.move_to(self.accelerator)
