@@ -149,7 +149,7 @@ class Accelerator(Process):
         SystemExit: If this call has run the script again in several processes. It is raised once these processes have
             ended.
 
-    Example:
+    Examples:
         >>> import torch, treadle
         >>> from torch.utils.data import DataLoader, TensorDataset
         >>> accelerator = treadle.Accelerator(cpu=True)
@@ -571,7 +571,7 @@ class Accelerator(Process):
             ValueError: With several processes, if a model is not prepared, or if `backward` gets a ``weight`` for a
                 user-defined batch.
 
-        Example:
+        Examples:
             >>> import torch, treadle
             >>> accelerator = treadle.Accelerator(cpu=True)
             >>> model = torch.nn.Linear(4, 1)
@@ -833,7 +833,7 @@ class Accelerator(Process):
             ValueError: If ``grace`` is not a valid positive duration, or the process group does not support preemption.
             TypeError: If ``grace`` has the wrong type.
 
-        Example:
+        Examples:
             >>> import treadle as tl
             >>> accelerator = tl.Accelerator(cpu=True)
             >>> with accelerator.preemptible() as preemption:

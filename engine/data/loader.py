@@ -86,7 +86,7 @@ class Loader:
         TypeError: If the source is not iterable.
         ValueError: If a setting of the source is not supported.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> from torch.utils.data import DataLoader
         >>> accelerator = treadle.Accelerator(cpu=True)
