@@ -30,13 +30,7 @@ from .filesystem import RESTORE
 from .open_checkpoint import OpenCheckpoint
 from .parts import Manifest, extra_part, model_part, optimizer_part, rank_part
 from .safetensors_file import Stored
-from .train_state import (
-    OptimizerState,
-    RankState,
-    TrainState,
-    check_form,
-    open_train_state,
-)
+from .train_state import OptimizerState, RankState, TrainState, check_form, open_train_state
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
