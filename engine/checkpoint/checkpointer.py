@@ -134,7 +134,7 @@ class Checkpointer:
         content.check_places("save_state", {} if output_dir is None else {"output_dir": output_dir}, also)
         accelerator, world = self._accelerator, self._accelerator.world
         world.meet("accelerator.save_state")
-        accelerator.finish_saving()
+        self.finish_saving()
         project = accelerator.project_configuration
         numbering = project if output_dir is None else None
         with world.together():
@@ -248,7 +248,7 @@ class Checkpointer:
         """Restore a checkpoint and return its ``info``; see `Accelerator.load_state`."""
         accelerator, world = self._accelerator, self._accelerator.world
         project = accelerator.project_configuration
-        accelerator.finish_saving()
+        self.finish_saving()
         check_schedule(schedule)
         if not isinstance(input_dir, str | os.PathLike | RemotePath | OpenCheckpoint | None):
             raise TypeError(f"load_state(input_dir={input_dir!r:.100}) must be a path or a URL.")

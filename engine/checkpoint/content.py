@@ -342,7 +342,7 @@ def collect_train_state(accelerator: Accelerator, registered: dict[str, Any], co
         scaler=scale,
         loaders=loaders[False],
         evaluation_loaders=loaders[True],
-        stream=None if accelerator.stream is None else accelerator.stream.get_state(),
+        stream=None if accelerator.rng.stream is None else accelerator.rng.stream.get_state(),
         reduction_orders=[accelerator.strategy.reduction_order(model) for model in accelerator.models],
         counts_calls=accumulation.counts_calls,
         registered=registered,
@@ -384,14 +384,14 @@ def describe_save(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, A
             ".item() or .tolist(), or save it with save_state(parts=...)."
         )
     training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
-    counts = {"step": accelerator.steps, "epoch": 0 if training is None else training.epoch}
+    counts = {"step": accelerator.accumulation.steps, "epoch": 0 if training is None else training.epoch}
     return {**metadata, **counts, **decode(document, {})}
 
 
 def run_metadata(accelerator: Accelerator) -> dict[str, Any]:
     """Return the run's metadata for the manifest, such as world size, precision, batch sizes and fingerprints."""
     training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
-    accumulate = accelerator.gradient_accumulation_steps
+    accumulate = accelerator.accumulation.micro_batches
     batch = None if training is None else training.total_batch_size
     return {
         "world_size": accelerator.world.size,
