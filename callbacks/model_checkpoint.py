@@ -301,7 +301,7 @@ class ModelCheckpoint(Checkpoint):
         self._continues = False
         if self._clock is not None:
             self._clock.restart(progress.step)
-        with world.together():
+        with world.failing_together():
             if world.is_main and self.saves:
                 store = checkpoint.CheckpointStore(self._directory)
                 if not self.enable_version_counter:  # otherwise another name is chosen
@@ -539,7 +539,7 @@ class ModelCheckpoint(Checkpoint):
             top_k.restore(previous_record)
             raise
         if paths != names:
-            with trainer.accelerator.world.together():
+            with trainer.accelerator.world.failing_together():
                 if trainer.is_global_zero:
                     checkpoint.link(*names)
         top_k.saved_step = trainer.progress.step

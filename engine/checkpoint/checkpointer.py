@@ -137,7 +137,7 @@ class Checkpointer:
         self.finish_saving()
         project = accelerator.project_configuration
         numbering = project if output_dir is None else None
-        with world.together():
+        with world.failing_together():
             info = content.describe_save(accelerator, info or {})
             path = output_dir if output_dir is not None else _choose_next_target(project)
             targets = [absolute(target) for target in (path, *also)]
@@ -155,8 +155,8 @@ class Checkpointer:
                 "save_state(also=...) can't be combined with a save_state pre-hook, whose files would be in only one "
                 "of the checkpoints. Save to one directory at a time."
             )
-        copying = None
-        with store.discarding_on_failure(targets[0] if world.is_main and self.save_hooks else None), world.together():
+        copying, staged = None, targets[0] if world.is_main and self.save_hooks else None
+        with store.discarding_on_failure(staged), world.failing_together():
             frozen = self.find_frozen(world) if trainable_only else ()
             files = content.collect(accelerator, targets[0], parts or {}, weights_only, frozen)
             make_save = None if choose_save is None else choose_save(files, frozen[0] if frozen else ())
@@ -187,7 +187,7 @@ class Checkpointer:
             for target in targets:
                 store.write_and_commit(world, target, files, info, hooked, make_save)
             if numbering is not None and numbering.total_limit is not None:
-                with world.together():
+                with world.failing_together():
                     if world.is_main:
                         _drop_oldest(targets[0].parent, numbering.total_limit)
 
@@ -197,7 +197,7 @@ class Checkpointer:
         world = self._accelerator.world.background_world()
 
         def work() -> None:
-            with world.together():
+            with world.failing_together():
                 copying.finish()
             save_to_all(world)
 
@@ -378,7 +378,7 @@ def _find_newest(
     """
     skipped: list[str] = []
     opened = find_first_intact(world, _open_from_highest(project, resumable, skipped), skipped)
-    with world.together():
+    with world.failing_together():
         if opened is None and world.is_main:
             folder = _require_folder(project, "load_state", "input_dir")
             text = f"{folder} has no checkpoint that can be loaded. Pass input_dir, the path of a checkpoint."

@@ -286,7 +286,7 @@ def _collect_weights(accelerator: Accelerator, target: AnyPath, errors: ErrorCol
     if not accelerator.checkpointer.save_hooks:
         states = (accelerator.strategy.model_state(model) for model in models)
         return [{strip_compile_prefix(name): value for name, value in state.items()} for state in states]
-    with accelerator.world.together():
+    with accelerator.world.failing_together():
         if accelerator.world.is_main:
             store.begin(target)
     staging = str(store.get_staging_path(target, accelerator.world.broadcast(identify_process())))

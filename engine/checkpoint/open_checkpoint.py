@@ -223,7 +223,7 @@ def open_together(world: World, path: AnyPath | str | os.PathLike[str]) -> OpenC
     If there is nothing at the path, all ranks raise the same error, so that each can start from scratch.
     """
     opened: OpenCheckpoint | CheckpointNotFoundError | None = None
-    with world.together():
+    with world.failing_together():
         if world.is_main:
             try:
                 opened = OpenCheckpoint(as_path(path))
@@ -240,7 +240,7 @@ def find_first_intact(world: World, candidates: Iterator[OpenCheckpoint], skippe
     """Verify rank zero's candidates until one is intact, and return it on every process, or None if none is."""
     while True:
         candidate: OpenCheckpoint | None = None
-        with world.together():
+        with world.failing_together():
             if world.is_main:
                 candidate = next(candidates, None)
         candidate = world.broadcast(candidate)
@@ -269,7 +269,7 @@ def _run_on_every_rank(world: World | None, work: Callable[[], T]) -> list[T]:
         return [work()]
     result: T | None = None
     problem: tuple[type[Exception], str] | None = None
-    with world.together():  # the other ranks also learn of any other failure, such as a lack of memory
+    with world.failing_together():  # the other ranks also learn of any other failure, such as a lack of memory
         try:
             result = work()
         except StoreError as error:

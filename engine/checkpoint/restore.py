@@ -150,7 +150,7 @@ def _load_training(
 @contextmanager
 def _read_together(world: World, opened: OpenCheckpoint) -> Iterator[None]:
     """Return a context for reading a checkpoint; all processes fail if one fails or the checkpoint is replaced."""
-    with world.together():
+    with world.failing_together():
         error: ValueError | None = None
         try:
             yield
@@ -196,7 +196,7 @@ def _check_not_replaced(accelerator: Accelerator, opened: OpenCheckpoint) -> Non
 def _choose_models(accelerator: Accelerator, path: AnyPath) -> list[nn.Module]:
     """Call the load hooks, which may remove models from the list, and return the models to load."""
     chosen = list(accelerator.models)
-    with accelerator.world.together():
+    with accelerator.world.failing_together():
         for hook in accelerator.checkpointer.load_hooks.values():
             hook(chosen, str(path))
     return chosen

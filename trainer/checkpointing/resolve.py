@@ -106,7 +106,7 @@ class CheckpointResolver:
         self._check_arguments()
         if not (isinstance(ckpt_path, str) and ckpt_path in WORDS_FOR_CHECKPOINTS):
             self._check_exists(as_path(ckpt_path))
-            with self.world.together():
+            with self.world.failing_together():
                 if self.world.is_main:
                     self._check_is_checkpoint(as_path(ckpt_path))
             return self._open(as_path(ckpt_path))
@@ -143,7 +143,7 @@ class CheckpointResolver:
     def _open_dict(self, path: Path) -> OpenCheckpoint:
         """Open a file that a `CheckpointIO` plugin or another library has written, on each rank by itself."""
         plugin = self.trainer.checkpointer.plugin
-        with self.world.together():
+        with self.world.failing_together():
             try:
                 if plugin is None:
                     self._compare_names(path)
@@ -188,7 +188,7 @@ class CheckpointResolver:
     def _check_exists(self, path: AnyPath) -> None:
         """Raise a CheckpointNotFoundError on every rank if there is nothing at a path."""
         exists = True
-        with self.world.together():
+        with self.world.failing_together():
             if self.world.is_main:
                 recover_interrupted(path)
                 exists = path.is_dir() or path.is_file()
@@ -232,7 +232,7 @@ class CheckpointResolver:
             raise self._none_intact()
         self._check_callbacks()
         latest = self._latest(resumable=self.stage == "fit")
-        with self.world.together():
+        with self.world.failing_together():
             if self.world.is_main and latest is None:
                 self._refuse_plugin_files()
                 # A fresh start in the folder of a recorded run would mix two runs.
@@ -340,7 +340,7 @@ class CheckpointResolver:
         self._check_callbacks()
         callback, stage, is_main = self.trainer.checkpoint_callback, self.stage, self.world.is_main
         assert callback is not None
-        with self.world.together():
+        with self.world.failing_together():
             run_folders = self._folders()[0] if is_main and not callback.best_model_path else []
             has_run = any(map(_run_record, run_folders))
             if is_main and not callback.best_model_path and stage != "fit" and not has_run:
@@ -352,7 +352,7 @@ class CheckpointResolver:
         latest = None
         if not self.world.broadcast(callback.best_model_path):
             latest = self._latest(resumable=True)
-        with self.world.together():
+        with self.world.failing_together():
             best: AnyPath = self._path_of_best(callback, latest) if is_main else Path()
             if is_main and stage == "fit":
                 self.report.steps_reached = _steps_reached(best.parent)

@@ -164,7 +164,7 @@ class TrainerCheckpointer:
                 "checkpoint. Save directly after fit, or pass weights_only=True."
             )
             weights_only = True
-        with accelerator.world.together():
+        with accelerator.world.failing_together():
             hooked = self.call_save_hooks(task, trainer.progress, weights_only)
         with trainer.history.spending("checkpoints"), self.applying(hooked, task, weights_only) as parts:
             accelerator.checkpointer.save_state(
@@ -463,7 +463,7 @@ class TrainerCheckpointer:
             return None
         world = self._trainer.accelerator.world
         opened.verify(world)
-        with world.together():
+        with world.failing_together():
             checkpoint = read_hook_entries(opened)
             if hparams := self._get_hparams():
                 checkpoint["hyper_parameters"] = hparams | checkpoint.get("hyper_parameters", {})
@@ -489,7 +489,7 @@ class TrainerCheckpointer:
             accelerator.load_state(opened, state=False)
             return
         opened.verify(accelerator.world)
-        with accelerator.world.together():
+        with accelerator.world.failing_together():
             weights = weights or read_weights(opened)
             if any(getattr(value, "is_meta", False) for value in weights.values()):
                 own = task.state_dict()  # a hook inserted the task's own values before the strategy created them
@@ -506,7 +506,7 @@ class TrainerCheckpointer:
             opened: The opened checkpoint.
         """
         datamodule = self._trainer.datamodule
-        with self._trainer.accelerator.world.together():
+        with self._trainer.accelerator.world.failing_together():
             registered = open_registered(opened)
             if datamodule is not None and "datamodule" in registered:
                 datamodule.load_state_dict(load_into_memory(registered["datamodule"], {}, {}))

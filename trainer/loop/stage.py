@@ -148,7 +148,7 @@ class Stage:
         trainer.sources = sources = Sources(task, datamodule, self.loaders, accelerator, limits, shard, one_order)
         trainer.logbook.agree_on_versions()
         stage_profiler.begin(trainer, hooks, self.name)
-        with accelerator.world.together():
+        with accelerator.world.failing_together():
             for owner in (datamodule, task):
                 if owner is None:
                     continue
