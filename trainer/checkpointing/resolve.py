@@ -167,7 +167,7 @@ class CheckpointResolver:
         hooked = overrides(task, "on_load_checkpoint") or overrides(task, "load_state_dict")
         if task.strict_loading and not hooked:
             with open_source(path) as source:
-                compare_names(task, source.weights | source.others, path, is_complete(trainer, task))
+                compare_names(task, source.weights | source.extras, path, is_complete(trainer, task))
 
     def _check_arguments(self) -> None:
         stage, ckpt_path = self.stage, self.ckpt_path
