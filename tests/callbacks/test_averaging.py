@@ -4,13 +4,7 @@ import pytest
 import torch
 from support.averaged_runs import Task, by_hand, fit, flat
 from torch import nn
-from treadle.callbacks import (
-    Callback,
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    WeightAveraging,
-    averaged_weights,
-)
+from treadle.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, WeightAveraging, averaged_weights
 
 
 def test_the_mean_and_functions_of_ones_own(tmp_path):

@@ -2,9 +2,7 @@
 
 import pytest
 from support.callback_runs import fit
-from treadle.callbacks import (
-    ThroughputMonitor,
-)
+from treadle.callbacks import ThroughputMonitor
 
 
 def test_a_function_that_fails_does_not_end_the_run(tmp_path):

@@ -4,13 +4,7 @@ import os
 
 import pytest
 from support.callback_runs import Rows, Tiny, fit
-from treadle.callbacks import (
-    HOOKS,
-    BatchSizeFinder,
-    Callback,
-    LearningRateFinder,
-    ModelCheckpoint,
-)
+from treadle.callbacks import HOOKS, BatchSizeFinder, Callback, LearningRateFinder, ModelCheckpoint
 from treadle.trainer.loop import fit_loop
 
 

@@ -10,9 +10,7 @@ from support.processes import run
 from support.trainers import make_trainer
 from treadle.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 from treadle.callbacks.early_stopping import EarlyStoppingReason
-from treadle.compat.demos.boring_classes import (
-    BoringModel,
-)
+from treadle.compat.demos.boring_classes import BoringModel
 
 NAN = float("nan")
 

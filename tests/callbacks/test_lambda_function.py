@@ -2,9 +2,7 @@
 
 import pytest
 from support.callback_runs import fit
-from treadle.callbacks import (
-    LambdaCallback,
-)
+from treadle.callbacks import LambdaCallback
 
 
 def test_functions_as_a_callback(tmp_path):

@@ -10,12 +10,7 @@ import torch
 from support.callback_runs import Tiny, fit
 from support.failing_runs import Fails, Task, loaders, made, saver
 from support.processes import run
-from treadle.callbacks import (
-    Callback,
-    LambdaCallback,
-    ModelCheckpoint,
-    OnExceptionCheckpoint,
-)
+from treadle.callbacks import Callback, LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from treadle.engine.checkpoint import store
 
 import treadle

@@ -3,10 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from treadle.callbacks import (
-    Throughput,
-    measure_flops,
-)
+from treadle.callbacks import Throughput, measure_flops
 from treadle.callbacks._throughput import look_up_peak_flops
 
 

@@ -7,12 +7,7 @@ import torch
 from support.callback_runs import Rows, Tiny, fit, loader, trainer
 from support.processes import run
 from torch.utils.data import DataLoader
-from treadle.callbacks import (
-    DeviceStatsMonitor,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    ThroughputMonitor,
-)
+from treadle.callbacks import DeviceStatsMonitor, LearningRateMonitor, ModelCheckpoint, ThroughputMonitor
 
 
 class Works(Tiny):

@@ -6,11 +6,7 @@ from datetime import timedelta
 import pytest
 from support.callback_runs import Tiny, fit, loader, trainer
 from support.processes import run
-from treadle.callbacks import (
-    Callback,
-    ModelCheckpoint,
-    Timer,
-)
+from treadle.callbacks import Callback, ModelCheckpoint, Timer
 from treadle.callbacks.prediction_writer import WriteInterval
 from treadle.callbacks.timer import Interval
 

@@ -1,12 +1,6 @@
 """Accelerate's enums."""
 
-from treadle.utils.dataclasses import (
-    ComputeEnvironment,
-    DynamoBackend,
-    LoggerType,
-    PrecisionType,
-    RNGType,
-)
+from treadle.utils.dataclasses import ComputeEnvironment, DynamoBackend, LoggerType, PrecisionType, RNGType
 
 import treadle
 

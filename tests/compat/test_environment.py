@@ -4,11 +4,7 @@ import os
 
 import pytest
 from torch import nn
-from treadle.utils.environment import (
-    get_int_from_env,
-    parse_flag_from_env,
-    str_to_bool,
-)
+from treadle.utils.environment import get_int_from_env, parse_flag_from_env, str_to_bool
 from treadle.utils.launch import PrepareForLaunch
 from treadle.utils.memory import should_reduce_batch_size
 from treadle.utils.other import (

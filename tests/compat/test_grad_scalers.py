@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from treadle.compat.utils.fsdp_utils import (
-    get_fsdp2_grad_scaler,
-)
-from treadle.compat.utils.modeling import (
-    get_grad_scaler,
-)
+from treadle.compat.utils.fsdp_utils import get_fsdp2_grad_scaler
+from treadle.compat.utils.modeling import get_grad_scaler
 
 from treadle.utils import DistributedType
 

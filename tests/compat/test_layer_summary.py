@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from treadle.compat.demos.boring_classes import (
-    BoringModel,
-)
+from treadle.compat.demos.boring_classes import BoringModel
 from treadle.compat.utilities.model_summary.model_summary import UNKNOWN_SIZE, ModelSummary, summarize
 
 import treadle

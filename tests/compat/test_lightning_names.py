@@ -6,10 +6,7 @@ import torch
 from support.trainers import make_trainer
 from treadle.compat.core.hooks import DataHooks, ModelHooks
 from treadle.compat.core.optimizer import LightningOptimizer
-from treadle.compat.demos.boring_classes import (
-    BoringModel,
-    ManualOptimBoringModel,
-)
+from treadle.compat.demos.boring_classes import BoringModel, ManualOptimBoringModel
 
 import treadle
 from treadle import LightningDataModule, LightningModule

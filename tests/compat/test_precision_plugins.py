@@ -6,9 +6,7 @@ import pytest
 import torch
 from support.trainers import NO_OUTPUT, make_trainer
 from torch import nn
-from treadle.compat.demos.boring_classes import (
-    BoringModel,
-)
+from treadle.compat.demos.boring_classes import BoringModel
 from treadle.compat.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from treadle.compat.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 

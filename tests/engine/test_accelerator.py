@@ -13,11 +13,7 @@ import torch.distributed as dist
 from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
-from treadle.data_loader import (
-    DataLoaderDispatcher,
-    DataLoaderShard,
-    DataLoaderStateMixin,
-)
+from treadle.data_loader import DataLoaderDispatcher, DataLoaderShard, DataLoaderStateMixin
 from treadle.strategies import DDP
 
 import treadle

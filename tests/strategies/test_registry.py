@@ -3,15 +3,7 @@
 import sys
 
 import pytest
-from treadle.strategies import (
-    DDP,
-    SingleDevice,
-    World,
-    register_strategy,
-    registry,
-    resolve_strategy,
-    strategy_names,
-)
+from treadle.strategies import DDP, SingleDevice, World, register_strategy, registry, resolve_strategy, strategy_names
 
 import treadle
 

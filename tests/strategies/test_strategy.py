@@ -3,10 +3,7 @@
 import pytest
 import torch
 from support.trainers import NO_OUTPUT
-from treadle.strategies import (
-    SingleDevice,
-    resolve_devices,
-)
+from treadle.strategies import SingleDevice, resolve_devices
 
 import treadle
 

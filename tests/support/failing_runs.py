@@ -6,11 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from treadle.callbacks import (
-    Callback,
-    EarlyStopping,
-    ModelCheckpoint,
-)
+from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
 import treadle
 

@@ -5,9 +5,7 @@ import json
 import torch
 from safetensors.torch import save_file, save_model
 from torch import nn
-from treadle.engine.big_models import (
-    init_empty_weights,
-)
+from treadle.engine.big_models import init_empty_weights
 
 from support import stored
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.trainers import make_trainer
-from treadle.compat.demos.boring_classes import (
-    BoringModel,
-)
+from treadle.compat.demos.boring_classes import BoringModel
 from treadle.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 
 

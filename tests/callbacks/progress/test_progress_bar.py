@@ -5,11 +5,7 @@ import re
 import pytest
 from support.callback_runs import Tiny, fit, loader, trainer
 from support.processes import run
-from treadle.callbacks import (
-    LambdaCallback,
-    ProgressBar,
-    TQDMProgressBar,
-)
+from treadle.callbacks import LambdaCallback, ProgressBar, TQDMProgressBar
 
 
 def test_without_a_terminal_there_are_plain_lines(tmp_path, capsys):

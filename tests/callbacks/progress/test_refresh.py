@@ -5,10 +5,7 @@ import time
 
 import pytest
 from support.callback_runs import fit
-from treadle.callbacks import (
-    LambdaCallback,
-    TQDMProgressBar,
-)
+from treadle.callbacks import LambdaCallback, TQDMProgressBar
 
 
 @pytest.mark.parametrize("limit", [{"max_epochs": 300}, {"max_epochs": -1, "max_steps": 900}])

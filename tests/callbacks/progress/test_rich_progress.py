@@ -7,11 +7,7 @@ import pytest
 from support.callback_runs import Tiny, fit, loader, trainer
 from support.screens import PAUSE, Screen, Stream, often, screen
 from torch.utils.data import DataLoader
-from treadle.callbacks import (
-    LambdaCallback,
-    RichProgressBar,
-    RichProgressBarTheme,
-)
+from treadle.callbacks import LambdaCallback, RichProgressBar, RichProgressBarTheme
 
 
 def test_rich(tmp_path, monkeypatch, capsys):

@@ -16,12 +16,7 @@ from support.callback_runs import Tiny, fit, loader, trainer
 from support.screens import PAUSE, Screen, Stream, often, screen
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from treadle.callbacks import (
-    LambdaCallback,
-    ModelCheckpoint,
-    RichProgressBar,
-    TQDMProgressBar,
-)
+from treadle.callbacks import LambdaCallback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from treadle.callbacks.progress.tqdm_progress import _fit_postfix
 from treadle.common.messages import announce
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from treadle.compat.demos.boring_classes import (
-    BoringModel,
-)
+from treadle.compat.demos.boring_classes import BoringModel
 from treadle.compat.utilities.compile import from_compiled, to_uncompiled
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from treadle.compat.demos.boring_classes import (
-    BoringModel,
-)
+from treadle.compat.demos.boring_classes import BoringModel
 from treadle.compat.utilities.signature_utils import is_param_in_hook_signature
 
 

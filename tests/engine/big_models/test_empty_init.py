@@ -9,10 +9,7 @@ from safetensors.torch import save_file
 from support.language_model import LanguageModel, empty
 from support.processes import script
 from torch import nn
-from treadle.engine.big_models import (
-    init_empty_weights,
-    init_on_device,
-)
+from treadle.engine.big_models import init_empty_weights, init_on_device
 
 
 def test_parameters_are_empty_and_buffers_are_not(plain):

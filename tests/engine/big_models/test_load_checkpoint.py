@@ -9,10 +9,7 @@ import torch
 from safetensors.torch import save_file
 from support.language_model import LanguageModel, assert_same, empty, inputs, offloaded, write
 from torch import nn
-from treadle.engine.big_models import (
-    load_checkpoint_and_dispatch,
-    load_checkpoint_in_model,
-)
+from treadle.engine.big_models import load_checkpoint_and_dispatch, load_checkpoint_in_model
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "float64"], ids=str)

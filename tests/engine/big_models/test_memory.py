@@ -2,10 +2,7 @@
 
 import pytest
 from support.language_model import LanguageModel
-from treadle.engine.big_models import (
-    get_max_memory,
-    infer_auto_device_map,
-)
+from treadle.engine.big_models import get_max_memory, infer_auto_device_map
 
 
 def test_devices_that_are_not_there_are_an_error():

@@ -3,9 +3,7 @@
 import pytest
 import torch
 from support.language_model import EMBED, LAYER, MASK, POSITIONS, LanguageModel, empty
-from treadle.engine.big_models import (
-    compute_module_sizes,
-)
+from treadle.engine.big_models import compute_module_sizes
 
 
 def test_module_sizes():

@@ -4,11 +4,7 @@ import json
 import os
 
 import pytest
-from support.stored_states import (
-    ENTRY,
-    assert_holds,
-    save,
-)
+from support.stored_states import ENTRY, assert_holds, save
 from treadle.engine.checkpoint import filesystem
 from treadle.engine.checkpoint import store as checkpoint
 from treadle.engine.checkpoint.store import CheckpointStore

@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support.loader_ranks import Ranks, Seat, flat, plain_list, seed
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    Subset,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from treadle.engine.data.loader import Cursor, Loader
 from treadle.engine.rng import RandomStream, random_state
 

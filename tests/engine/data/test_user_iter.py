@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    DataLoader,
-)
+from torch.utils.data import DataLoader
 from treadle.engine.checkpoint.json_codec import decode, encode
 from treadle.engine.data.loader import Cursor, Loader
 from treadle.engine.rng import ProcessStream

@@ -4,16 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.processes import run
-from support.weight_files import (
-    SOURCES,
-    Task,
-    digest,
-    filled,
-    lightning_file,
-    net,
-    pt,
-    same,
-)
+from support.weight_files import SOURCES, Task, digest, filled, lightning_file, net, pt, same
 from torch import nn
 from treadle.engine.checkpoint.safetensors_file import read_tensor
 from treadle.engine.weights.sources import open_source

@@ -12,12 +12,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from support.weight_files import (
-    Task,
-    lightning_file,
-    net,
-    same,
-)
+from support.weight_files import Task, lightning_file, net, same
 
 import treadle
 

@@ -3,9 +3,7 @@
 import pytest
 import torch
 from support.failing_runs import Fails, Task, loaders, made, saver
-from treadle.callbacks import (
-    Callback,
-)
+from treadle.callbacks import Callback
 
 
 class Half(torch.optim.SGD):
