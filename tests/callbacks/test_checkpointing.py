@@ -10,25 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.callback_runs import Tiny, fit, loader, trainer
+from support.callback_runs import Steps, Tiny, fit, loader, trainer
 from support.processes import RankError, run
 from torch import nn
-from treadle.callbacks import Callback, ModelCheckpoint
+from treadle.callbacks import ModelCheckpoint
 from treadle.engine.checkpoint import filesystem, store
 
 
 def names(folder):
     return sorted(path.name for path in Path(folder).iterdir())
-
-
-class Steps(Callback):
-    """Notes the weights after each optimizer step."""
-
-    def __init__(self):
-        self.weights = {0: None}
-
-    def on_step_end(self, trainer, pl_module):
-        self.weights[trainer.global_step] = pl_module.net.weight.detach().clone()
 
 
 def test_a_time_interval_asks_seldom_and_saves_when_it_is_over(tmp_path):

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from support.callback_runs import Tiny, fit, loader, trainer
+from support.callback_runs import ByEpoch, Tiny, fit, loader, trainer
 from support.processes import run
 from support.trainers import make_trainer
 from treadle.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
@@ -136,13 +136,6 @@ def test_resumed_it_goes_on_counting(tmp_path):
         _, _, path = go(9), *go_steps(tmp_path, cut)
         stop, epochs, _ = go(9, path)
         assert (epochs, stop.wait_count) == (5, 4)
-
-
-class ByEpoch(Tiny):
-    """What a validation logs depends on the epoch alone, so a resumed run sees what another one saw."""
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.values[self.trainer.current_epoch])
 
 
 def go_steps(root, steps):

@@ -15,11 +15,11 @@ import pytest
 import torch
 import yaml
 from support import stored
-from support.callback_runs import Tiny, fit, loader, trainer
+from support.callback_runs import Steps, Tiny, fit, loader, trainer
 from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
-from treadle.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from treadle.callbacks import LambdaCallback, ModelCheckpoint
 from treadle.callbacks._checkpointing import finish_removing
 from treadle.engine.checkpoint import store
 
@@ -28,16 +28,6 @@ NAN = float("nan")
 
 def names(folder):
     return sorted(path.name for path in Path(folder).iterdir())
-
-
-class Steps(Callback):
-    """Notes the weights after each optimizer step."""
-
-    def __init__(self):
-        self.weights = {0: None}
-
-    def on_step_end(self, trainer, pl_module):
-        self.weights[trainer.global_step] = pl_module.net.weight.detach().clone()
 
 
 # -- when ----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from support.callback_runs import Tiny, fit
+from support.callback_runs import ByEpoch, fit
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
 
 
@@ -23,13 +23,6 @@ def test_a_value_that_was_never_logged(tmp_path, flags):
 
 def test_no_check_before_the_first_validation(tmp_path):
     assert fit(tmp_path, EarlyStopping("val_loss"), values=[1.0], max_steps=3).global_step == 3
-
-
-class ByEpoch(Tiny):
-    """What a validation logs depends on the epoch alone, so a resumed run sees what another one saw."""
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.values[self.trainer.current_epoch])
 
 
 @pytest.mark.parametrize("cut", [2, *(pytest.param(cut, marks=pytest.mark.exhaustive) for cut in (3, 4))])

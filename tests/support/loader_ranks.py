@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 from treadle.engine.checkpoint.json_codec import decode, encode
 from treadle.engine.data.loader import Cursor, Loader
 from treadle.engine.rng import ProcessStream, RandomStream, random_state
@@ -72,3 +73,9 @@ class Ranks:
 
     def ids(self, stop=None, noise=False):
         return [flat(parts) for parts, _ in self.epoch(stop, noise)]
+
+
+class Negated(DataLoader):
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield -batch

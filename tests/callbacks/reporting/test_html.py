@@ -1,16 +1,10 @@
 """The parts of pages: charts, colours and text."""
 
-import html
 import re
 
+from support.reports import section
 from treadle.callbacks.reporting.html import Chart, Page, choose_styles
 from treadle.callbacks.reporting.report import judge_times
-
-
-def section(page, name):
-    """The text of a section, and what is folded in it."""
-    found = re.search(rf"<section><h2>{re.escape(html.escape(name))}</h2>(.*?)</section>", page, re.DOTALL)[1]
-    return found.partition("<details>")[::2]
 
 
 def test_the_last_label_of_a_chart_is_inside_of_it():

@@ -11,7 +11,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from support.loader_ranks import Ranks, Seat, flat, plain_list, seed
+from support.loader_ranks import Negated, Ranks, Seat, flat, plain_list, seed
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -792,12 +792,6 @@ def test_iterables_of_batches():
         assert flat(Ranks(lambda: iter([[0], [1]]), size).ids()) == [0, 1]
     with pytest.raises(TypeError, match="int"):
         Ranks(lambda: 3, 1)
-
-
-class Negated(DataLoader):
-    def __iter__(self):
-        for batch in super().__iter__():
-            yield -batch
 
 
 class Noisy(IterableDataset):

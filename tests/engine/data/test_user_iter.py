@@ -1,35 +1,14 @@
 """Loaders with an iteration of their own."""
 
 import itertools
-import random
-from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
+from support.loader_ranks import Negated, Seat, seed
 from torch.utils.data import DataLoader
 from treadle.engine.checkpoint.json_codec import decode, encode
 from treadle.engine.data.loader import Cursor, Loader
 from treadle.engine.rng import ProcessStream
-
-
-@dataclass
-class Seat:
-    rank: int
-    size: int
-    device = torch.device("cpu")
-
-
-def seed(value):
-    random.seed(value)
-    np.random.seed(value)
-    torch.manual_seed(value)
-
-
-class Negated(DataLoader):
-    def __iter__(self):
-        for batch in super().__iter__():
-            yield -batch
 
 
 class Joined(DataLoader):
