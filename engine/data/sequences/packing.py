@@ -39,7 +39,7 @@ Document = tuple[np.ndarray, np.ndarray]
 
 @dataclass(slots=True, frozen=True)
 class Layout:
-    """Form of the rows; see `pack`."""
+    """Form of the rows; see `PackedDataset`."""
 
     length: int
     cut: bool
@@ -95,20 +95,7 @@ def pack(
     lengths: Any = None,
     buffer: int | None = None,
 ) -> PackedDataset | PackedStream:
-    """Return a dataset whose samples are rows of several documents, for use in a ``DataLoader``.
-
-    Each row is a dict of tensors with ``length`` elements, under the names that Hugging Face Transformers uses:
-
-    - ``input_ids``: The tokens of the documents one after the other, then ``pad_id``.
-    - ``labels``: The labels, which are the tokens unless the dataset has other ones. The label of a document's first
-      token, and of padding, is -100. As in Transformers, the logits at a position predict the label at the next one:
-      ``cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())``.
-    - ``position_ids``: The position of each token in its document. It starts again at 0 in the padding.
-    - ``seq_idx``: The number of each token's document in the row, from 0; -1 for padding. See `make_sdpa_mask` and
-      `make_flex_mask`.
-
-    Rows are composed by best-fit decreasing. In each epoch (``set_epoch``, which Treadle calls), documents of equal
-    length change places. The number of rows stays the same.
+    """Return a dataset whose samples are rows of several documents, for use in a ``DataLoader``; see `PackedDataset`.
 
     Args:
         dataset: Documents: a dataset with a length, a list, or an ``IterableDataset``. A document is a sequence of
@@ -129,18 +116,6 @@ def pack(
     Raises:
         TypeError: If ``dataset`` is neither a dataset with a length nor an ``IterableDataset``.
         ValueError: If an argument or a document is invalid.
-
-    Example:
-        >>> from treadle.data import pack
-        >>> rows = pack([[1, 2, 3], [4, 5], [6, 7, 8, 9]], length=5)
-        >>> rows
-        PackedDataset(3 documents in 2 rows of 5 tokens, 90.0 % filled)
-        >>> for name, values in rows[0].items():
-        ...     print(name, values.tolist())
-        input_ids [1, 2, 3, 4, 5]
-        labels [-100, 2, 3, -100, 5]
-        position_ids [0, 1, 2, 0, 1]
-        seq_idx [0, 0, 0, 1, 1]
     """
     cut = choose("too_long", too_long, ("raise", "cut")) == "cut"
     layout = Layout(check_int("length", length, 1), cut, int(pad_id), check_int("seed", seed, 0))
@@ -197,7 +172,32 @@ class Documents(Dataset[Document]):
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
-    """Dataset with a length whose samples are rows of several documents. `pack` creates it and describes the rows."""
+    """Dataset with a length whose samples are rows of several documents. `pack` creates it.
+
+    Rows are composed by best-fit decreasing. In each epoch (``set_epoch``, which Treadle calls), documents of equal
+    length change places. The number of rows stays the same. Each row is a dict of tensors with ``length`` elements,
+    under the names that Hugging Face Transformers uses:
+
+    - ``input_ids``: The tokens of the documents one after the other, then ``pad_id``.
+    - ``labels``: The labels, which are the tokens unless the documents have other ones. The label of a document's first
+      token, and of padding, is -100. As in Transformers, the logits at a position predict the label at the next one:
+      ``cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())``.
+    - ``position_ids``: The position of each token in its document. It starts again at 0 in the padding.
+    - ``seq_idx``: The number of each token's document in the row, from 0; -1 for padding. See `make_sdpa_mask` and
+      `make_flex_mask`.
+
+    Example:
+        >>> from treadle.data import pack
+        >>> rows = pack([[1, 2, 3], [4, 5], [6, 7, 8, 9]], length=5)
+        >>> rows
+        PackedDataset(3 documents in 2 rows of 5 tokens, 90.0 % filled)
+        >>> for name, values in rows[0].items():
+        ...     print(name, values.tolist())
+        input_ids [1, 2, 3, 4, 5]
+        labels [-100, 2, 3, -100, 5]
+        position_ids [0, 1, 2, 0, 1]
+        seq_idx [0, 0, 0, 1, 1]
+    """
 
     def __init__(self, documents: Documents, layout: Layout) -> None:
         self.documents = documents
@@ -253,13 +253,23 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
 
 class PackedStream(IterableDataset[dict[str, Tensor]]):
-    """Stream whose samples are rows of several documents. `pack` creates it and describes the rows.
+    """Stream whose samples are rows of several documents, in the form of `PackedDataset`. `pack` creates it.
 
     The rows are composed in chunks: documents are read until they fill ``buffer`` rows. With workers, each worker packs
     its own share of the documents, so their dataset must divide them among the workers.
 
     Attributes:
         packed_source: The stream of documents.
+
+    Example:
+        >>> from torch.utils.data import DataLoader, IterableDataset
+        >>> from treadle.data import pack
+        >>> class Numbers(IterableDataset):
+        ...     def __iter__(self):
+        ...         yield from ([1], [2, 3], [4, 5, 6])
+        >>> for batch in DataLoader(pack(Numbers(), length=3), batch_size=2):
+        ...     print(batch["input_ids"].tolist())
+        [[4, 5, 6], [2, 3, 1]]
     """
 
     def __init__(self, packed_source: Any, layout: Layout, buffer: int) -> None:
