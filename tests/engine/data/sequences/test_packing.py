@@ -14,6 +14,7 @@ from support.trainers import make_trainer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 from treadle.engine.data.dataset_check import fingerprint
 from treadle.engine.data.sequences.packing import fit
 
@@ -316,3 +317,81 @@ def test_packed_rows_train_like_padded_documents_and_resume(world, runs, tmp_pat
             assert ("must be read again" in said) == (kind == "stream" and rank == 0), (case, said)
             if kind == "stateful stream":
                 assert read < len(make_documents())  # not the documents before the saved position
+
+
+# -- sources -----------------------------------------------------------------------------------------------------------
+
+
+def make_table():
+    from datasets import Dataset as Table
+
+    return Table.from_dict({"input_ids": make_documents(80)})
+
+
+class SplitStream(StatefulStream):
+    """Divides its documents among the workers."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        documents = self.documents if info is None else self.documents[info.id :: info.num_workers]
+        start, self.at = self.at, 0
+        for at, document in enumerate(documents[start:], start + 1):
+            self.at = at
+            yield document
+        self.at = 0
+
+
+SOURCES = {
+    "table": lambda: DataLoader(pack(make_table(), LENGTH), 2, shuffle=True),
+    "table, workers": lambda: DataLoader(
+        pack(make_table(), LENGTH), 2, shuffle=True, num_workers=2, persistent_workers=True
+    ),
+    "HF stream": lambda: DataLoader(pack(make_table().to_iterable_dataset(4), LENGTH, buffer=5), 2),
+    "HF stream, shuffled": lambda: DataLoader(
+        pack(make_table().to_iterable_dataset(4).shuffle(seed=1, buffer_size=20), LENGTH, buffer=5), 2
+    ),
+    "HF stream, workers": lambda: DataLoader(
+        pack(make_table().to_iterable_dataset(4), LENGTH, buffer=5), 2, num_workers=2, persistent_workers=True
+    ),
+    "HF stream, StatefulDataLoader": lambda: StatefulDataLoader(
+        pack(make_table().to_iterable_dataset(4), LENGTH, buffer=5), 2, num_workers=2
+    ),
+    "stateful stream, StatefulDataLoader": lambda: StatefulDataLoader(
+        pack(SplitStream(make_documents(80)), LENGTH, buffer=5), 2, num_workers=2
+    ),
+}
+READ_AGAIN = {"HF stream, shuffled", "HF stream, workers"}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_sources_are_packed_whole_and_resumed(name, tmp_path):
+    def train(save_at, load=None):
+        accelerator = treadle.Accelerator(cpu=True)
+        torch.manual_seed(1 if load is None else 2)
+        loader = accelerator.prepare_data_loader(SOURCES[name]())
+        if load is not None:
+            accelerator.load_state(tmp_path / load)
+        epochs = []
+        for _ in range(1 if load is not None else 2):
+            epochs.append([])
+            for batch in loader:
+                epochs[-1].append(
+                    [unpack({key: values[i] for key, values in batch.items()}) for i in range(len(batch["labels"]))]
+                )
+                if len(epochs) == 2 and len(epochs[-1]) in save_at:
+                    accelerator.save_state(tmp_path / str(len(epochs[-1])))
+        loader.close()
+        return epochs
+
+    pytest.importorskip("datasets")
+    saved = 1, 9
+    first, second = train(saved)
+    for epoch in (first, second):
+        documents = [tuple(document) for batch in epoch for row in batch for document in row]
+        assert sorted(documents) == sorted(map(tuple, make_documents(80)))
+    assert first != second
+    for at in saved:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert train((), load=str(at)) == [second[at:]]
+        assert any("read again" in str(each.message) for each in caught) == (name in READ_AGAIN)
