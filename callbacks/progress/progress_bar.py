@@ -19,7 +19,7 @@ class ProgressBar(BestEffortCallback):
     A subclass that overrides ``__init__`` or ``setup`` must call the base class's version of it. If ``callbacks``
     contains such a bar, the Trainer does not add another one.
 
-    Example:
+    Examples:
         >>> import treadle as tl
         >>> from treadle.callbacks import ProgressBar
         >>> from treadle.compat.demos.boring_classes import BoringModel
@@ -111,8 +111,8 @@ class ProgressBar(BestEffortCallback):
         """
         logbook = trainer.logbook
         names = [entry.name for entry in trainer.metrics.entries]
-        if logbook.watch.step is not None and logbook.watch.step > first_step:
-            measured = logbook.watch.names
+        if logbook.latest_validation.step is not None and logbook.latest_validation.step > first_step:
+            measured = logbook.latest_validation.names
             twins = {name for name in measured if name.endswith("_epoch") and name.removesuffix("_epoch") in measured}
             names += sorted(measured - twins)
         values = {name: logbook.callback_values[name] for name in names if name in logbook.callback_values}

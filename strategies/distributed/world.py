@@ -74,7 +74,7 @@ class World:
             different versions of torch or Treadle.
         RuntimeError: If the other processes do not connect within the timeout.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from treadle.strategies import World
         >>> world = World()
@@ -483,7 +483,7 @@ class World:
         return not self.any(not flag)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def failing_together(self) -> Iterator[None]:
         """Return a context that makes a block succeed or fail on all processes together.
 
         Every process must run the block. If the block fails on a process, all processes raise an error; see

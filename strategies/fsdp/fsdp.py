@@ -65,7 +65,7 @@ class FSDP(Strategy):
     Raises:
         TypeError, ValueError: If an argument is invalid, or if arguments contradict each other.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> from treadle.strategies import FSDP
         >>> strategy = FSDP(auto_wrap_policy="auto", activation_checkpointing_policy=True)
