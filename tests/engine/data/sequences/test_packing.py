@@ -299,7 +299,6 @@ ONE = [("dataset", "auto", 1), ("dataset", "auto", 4), ("stream", "auto", 2), ("
 TWO = [(kind, "ddp", 2) for kind in KINDS] + [("dataset", "fsdp", 1)]
 
 
-@pytest.mark.guarantee
 @pytest.mark.parametrize(("world", "runs"), [(1, ONE), (2, TWO)])
 def test_packed_rows_train_like_padded_documents_and_resume(world, runs, tmp_path):
     expected = {kind: train_by_hand(kind) for kind in KINDS}
