@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import warnings
 from pathlib import Path
 
 import numpy as np
