@@ -520,7 +520,10 @@ class Trainer(LightningAliases, Copyable):
                 f"{stage} has no dataloader. Pass dataloaders or a datamodule, or define {kind}_dataloader in the task."
             )
         check_step(task, stage)
-        place = partial(self.accelerator.prepare_model, task, evaluation_mode=True, by_parts=True)
+        manual = not task.automatic_optimization
+        place = partial(
+            self.accelerator.prepare_model, task, evaluation_mode=True, manual_optimization=manual, by_parts=True
+        )
         place_and_load(self, task, place)
         return EvaluationLoop(self, task, hooks, loaders, stage, within_fit=False, keep_predictions=keep).run()
 
