@@ -349,9 +349,14 @@ class ManualSteps(Steps):
 
 def _refuse_flags(trainer: Any) -> None:
     """Raise a ValueError for flags that have no effect with manual optimization."""
+    clip, count = trainer.gradient_clip_val, trainer.accumulate_grad_batches
+    accumulate = (
+        f"call self.manual_backward(loss / {count}) for each batch, and step the optimizer if (batch_idx + 1) % "
+        f"{count} == 0 or self.trainer.is_last_batch,"
+    )
     conflicts = {
-        "gradient_clip_val": (trainer.gradient_clip_val, None, "call self.clip_gradients(optimizer, ...)"),
-        "accumulate_grad_batches": (trainer.accumulate_grad_batches, 1, "accumulate gradients"),
+        "gradient_clip_val": (clip, None, f"call self.clip_gradients(optimizer, {clip}) before optimizer.step()"),
+        "accumulate_grad_batches": (count, 1, accumulate),
     }
     for flag, (value, default, fix) in conflicts.items():
         if value != default:
