@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +123,6 @@ class FSDP(Strategy):
         self._tapes: list[Tape] = []
         self._recording = False
         self._roots: WeakSet[Any] = WeakSet()
-        self._weighed: Any = WeakIdKeyDictionary()  # gathered parameters whose gradients are weighted
         # For optimizers that were created before: the parameters before and after sharding.
         self._moved: Any = WeakIdKeyDictionary()
 
@@ -221,6 +221,7 @@ class FSDP(Strategy):
         elif root not in self._roots:
             _start_anew(root)  # an earlier run may have failed before its end
         self._roots.add(root)
+        root._strategy = ref(self)  # that of this run
         return root
 
     def place(self, module: nn.Module) -> nn.Module:
@@ -251,6 +252,11 @@ class FSDP(Strategy):
             blocks = self._choose_blocks(module, apart)  # the hook may have inserted other submodules
         if apart:
             check_covered(module, blocks)
+            if self.reshard_after_forward is not True:
+                announce(
+                    f"FSDP: reshard_after_forward={self.reshard_after_forward} has no effect with "
+                    "automatic_optimization=False, where training_step must see shards between the forward passes."
+                )
         else:
             self._explain(module, blocks)
         recompute = Recompute.parse(self.activation_checkpointing_policy)
@@ -258,23 +264,23 @@ class FSDP(Strategy):
             recompute.apply(module, blocks)
         for block in blocks:
             self._build(block, unbuilt)
-            self._fully_shard(block, self.reshard_after_forward)
+            self._fully_shard(block, apart or self.reshard_after_forward)
         self._build(module, unbuilt)
         # If activations are recomputed, autocast alone would keep a cast copy of the whole model until the backward
         # pass.
         precision = self.precision if recompute is None else replace(self.precision, cached=False)
         router = _ShardedRouter(module, precision.context(self.world.device), precision.compute is not None)
         router._is_apart = apart
-        if apart:
-            for block in blocks:
-                block.register_forward_pre_hook(self._weigh_gradients)  # after FSDP's own, which gathers
-        else:
+        if not apart:
             self._fully_shard(router, False)
+        elif self.world.size > 1:
+            for block in blocks:  # after FSDP's own hook, which gathers
+                block.register_forward_pre_hook(partial(_weigh_gradients, router))
         if self.world.size > 1:
             router.register_forward_pre_hook(self._count_step, prepend=True)  # before FSDP's own hook, which may wait
         unblocked = [part for part in module.modules() if part not in blocks and hasattr(part, "reshard")]
-        kept = [*unblocked, *(blocks if self.reshard_after_forward is not True else ())]
-        router._parts_to_reshard = kept if apart else [router, *kept]  # type: ignore[assignment]
+        kept = blocks if not apart and self.reshard_after_forward is not True else ()
+        router._parts_to_reshard = [*(() if apart else (router,)), *unblocked, *kept]  # type: ignore[assignment]
         after = dict(module.named_parameters(remove_duplicate=False))
         for name, parameter in before.items():
             if name in after:  # otherwise the model's `parallelize` has replaced it
@@ -292,15 +298,6 @@ class FSDP(Strategy):
                 dict.fromkeys((*blocks, *(p for p in direct_parts(module) if any(True for _ in p.parameters()))))
             )
         return self_contained(module, blocks)
-
-    def _weigh_gradients(self, block: Any, *_: Any) -> None:
-        """Weight the gradients of ``loss.backward()`` by the rank's share of an uneven batch; see `Strategy`."""
-        if self.backward_weight != 1.0:
-            for _, group in _iterate_groups_of(block):
-                for parameter in (fsdp_parameter.unsharded_param for fsdp_parameter in group.fsdp_params):
-                    if parameter.requires_grad and parameter not in self._weighed:
-                        self._weighed[parameter] = None
-                        parameter.register_hook(lambda gradient: gradient * self.backward_weight)
 
     def _explain(self, module: nn.Module, blocks: list[nn.Module]) -> None:
         """Log if the policy selects no module, or if selected modules are gathered with the rest of the model."""
@@ -715,6 +712,11 @@ class _ShardedRouter(Router):
     """
 
     _is_apart: bool
+    _strategy: ref[FSDP]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._weighted: Any = WeakIdKeyDictionary()  # gathered parameters with a hook of `_weigh_gradients`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Afterwards, reshard its parameters if gradients are disabled."""
@@ -734,6 +736,19 @@ class _ShardedRouter(Router):
                 return super().__call__(*args, **kwargs)
             finally:
                 _reshard_parameters(self)
+
+
+def _weigh_gradients(root: Any, block: Any, *_: Any) -> None:
+    """Weight the gradients of ``loss.backward()`` by the rank's share of an uneven batch; see `Strategy`."""
+
+    def weigh(gradient: Tensor) -> Tensor:
+        return gradient * root._strategy().backward_weight
+
+    if root._strategy().backward_weight != 1.0:
+        for _, group in _iterate_groups_of(block):
+            for parameter in (fsdp_parameter.unsharded_param for fsdp_parameter in group.fsdp_params):
+                if parameter.requires_grad and parameter not in root._weighted:
+                    root._weighted[parameter] = parameter.register_hook(weigh)
 
 
 def _reshard_parameters(root: Any) -> None:
