@@ -65,7 +65,7 @@ class TransformersTask(TaskModule):
         TypeError, ValueError: If an argument is invalid.
 
 
-    Example:
+    Examples:
         >>> import torch
         >>> import treadle as tl
         >>> from transformers import LlamaConfig, LlamaForCausalLM
