@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .accumulation import Accumulation, PreparedOptimizer, can_skip_on_device
     from .agreement import Agreement
     from .batch_size import attempt, find_executable_batch_size, is_out_of_memory
+    from .chunked_loss import chunked_cross_entropy
     from .forgotten_objects import LoopCheck
     from .join import join_uneven_inputs
     from .loss_scaling import LossScale

@@ -31,6 +31,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def gather_parameters(module: nn.Module) -> None:
+    """Gather the parameters of a module that FSDP shards as a unit, for a use other than a call of the module.
+
+    FSDP reduces their gradients and shards them again at the end of the backward pass. Other modules are unchanged.
+    """
+    if hasattr(module, "unshard"):
+        module.unshard()  # type: ignore[operator]
+
+
 def whole(value: Any, keep: bool) -> Any:
     """Return a nested state with sharded tensors gathered in host memory. Must be called on all ranks.
 

@@ -9,6 +9,8 @@ from support.processes import run
 from torch import nn
 from treadle.strategies import BALLOT_SIZE, DDP, FSDP, Precision, SingleDevice, open_world
 
+import treadle
+
 WIDTH, LAYERS, CLASSES = 12, 3, 5  # 5 and 12 are cut unevenly by 4 and 2
 
 
@@ -256,6 +258,42 @@ def test_a_big_model_is_cut_as_by_hand():
     # each tensor is padded to 1,024 rows before it is gathered
     block = 1024 * (WIDTH + 1 + 4 * WIDTH + 1)
     assert plan.traffic.size["reduce_scatter"] == 4 * (LAYERS * block + 1024 * (WIDTH + 1))
+
+
+class Language(nn.Module):
+    """Its logits are 64 times as large as their inputs."""
+
+    def __init__(self, chunked):
+        super().__init__()
+        self.blocks, self.head, self.chunked = nn.Sequential(Block(), Block()), nn.Linear(WIDTH, 64 * WIDTH), chunked
+
+    def training_step(self, batch):
+        hidden = self.blocks(batch[0])
+        if self.chunked:
+            return treadle.chunked_cross_entropy(hidden, self.head, batch[1])
+        return nn.functional.cross_entropy(self.head(hidden).float(), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("precision", "own"), [("32-true", False), ("32-true", True), ("bf16-mixed", True)], ids=["torch", "own", "half"]
+)
+@pytest.mark.parametrize("strategy", [SingleDevice, FSDP])
+def test_a_chunked_loss_has_no_logits(precision, own, strategy, monkeypatch):
+    from treadle.tools.plan.simulation import simulate
+
+    if own:
+        monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
+    plain, chunked = (
+        simulate(
+            partial(Language, chunked), batch_of, lambda step, batch: step(batch), ADAMW, step="training_step",
+            world_size=1 if strategy is SingleDevice else 2, strategy=strategy(), precision=precision, micro_batch=2048,
+        )
+        for chunked in (False, True)
+    )  # fmt: skip
+    logits, product = 2048 * 64 * WIDTH * 4, 2 * 2048 * WIDTH * 64 * WIDTH
+    assert plain.peak - chunked.peak > 1.5 * logits
+    recomputes = own or not hasattr(torch.nn, "LinearCrossEntropyOptions")  # torch computes gradients with the loss
+    assert chunked.flops - plain.flops == product * recomputes
 
 
 def by_branch(model, batch):
