@@ -45,7 +45,6 @@ class ManualSteps(Steps):
             warn(f"{hooks} {verb} never called with automatic_optimization=False. Move the code to training_step.")
         self.step = self._bind(self.accelerator.local_method(self.task, "training_step"))
         self.strategy = self.accelerator.strategy
-        self.optimizers = self.accelerator.optimizers
         self.parameters = dict.fromkeys(p for optimizer in self.optimizers for p in list_parameters(optimizer))
         self.strategy.reduce_gradients(self.parameters)  # includes tensors that are no parameters of the task
         self.batch: Any = None  # the batch of the current training_step
