@@ -53,7 +53,8 @@ class TransformersTask(TaskModule):
             step. ``"reduce_lr_on_plateau"`` and ``"greedy"`` advance after each epoch, based on ``val_loss``. Default:
             ``"linear"``.
         warmup_steps: Length of the warmup in optimizer steps. A value below 1 is a fraction of all steps. Default: 0.
-        scheduler_options: Further arguments of the scheduler, such as ``{"num_cycles": 2}``.
+        scheduler_options: Further arguments of the scheduler, such as ``{"num_cycles": 2}``. For
+            ``"warmup_stable_decay"``, ``num_decay_steps`` may also be a fraction of all steps; its default is 0.2.
         metrics: torchmetrics objects by name. `update_metrics` updates them in validation and testing.
         generation: Arguments of ``model.generate`` for predictions, such as ``{"max_new_tokens": 50}``.
         adapter: A peft configuration, as an object or a dict. The model's own weights are frozen and adapters are
@@ -313,6 +314,8 @@ class TransformersTask(TaskModule):
                 f"warmup_steps={warmup} is a fraction of the run, whose length is unknown. Set Trainer(max_steps=...), "
                 "or pass an integer."
             )
+        if name == "warmup_stable_decay" and 0 < (decay := extra.setdefault("num_decay_steps", 0.2)) < 1 and has_length:
+            extra["num_decay_steps"] = math.ceil(decay * steps)
         if not has_length and name not in _WITHOUT_LENGTH and "num_stable_steps" not in extra:
             raise ValueError(
                 f"lr_scheduler={name!r} needs the length of the run, which is unknown. Set Trainer(max_steps=...), or "

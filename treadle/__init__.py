@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         engine,
         integrations,
         loggers,
+        optim,
         plugins,
         profilers,
         runs,

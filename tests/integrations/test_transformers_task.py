@@ -433,6 +433,8 @@ def test_a_schedule_is_as_long_as_the_run():
     assert rates("constant") == [1.0] * 6
     assert rates("constant_with_warmup", warmup=2) == [0.0, 0.5, 1.0, 1.0, 1.0, 1.0]
     assert rates("reduce_lr_on_plateau") == [1.0] * 6
+    decaying = [1.0] * 5 + [0.5]  # over the last fifth of the run, rounded up
+    assert rates("warmup_stable_decay", max_steps=6, max_epochs=-1) == pytest.approx(decaying)
     for schedule, warmup, words in (
         ("linear", 0, "lr_scheduler='linear' needs the length of the run, which is unknown"),
         ("cosine", 2, "lr_scheduler='cosine' needs the length of the run, which is unknown"),
