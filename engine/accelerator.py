@@ -367,7 +367,8 @@ class Accelerator(Process):
         if self.cursor.around is None and is_compiled(model):
             self._refuse_graphs_under_accumulation()
             self.cursor.around = CompiledBatches(self.dynamo_plugin.uses_cuda_graphs(self.device))
-        if evaluation_mode:  # one rank alone may prepare a model for evaluation
+        if evaluation_mode and not (manual_optimization and self.strategy.sharded):  # which a later fit may train
+            # One rank alone may prepare a model for evaluation.
             wrapped = self.strategy.place(model)
         else:
             if trained or step:

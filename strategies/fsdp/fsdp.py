@@ -122,6 +122,7 @@ class FSDP(Strategy):
         self._tapes: list[Tape] = []
         self._recording = False
         self._roots: WeakSet[Any] = WeakSet()
+        self._weighed: Any = WeakIdKeyDictionary()  # gathered parameters whose gradients are weighted
         # For optimizers that were created before: the parameters before and after sharding.
         self._moved: Any = WeakIdKeyDictionary()
 
@@ -186,9 +187,24 @@ class FSDP(Strategy):
         Raises:
             ValueError, TypeError: If the model or a policy is not supported.
         """
+        return self._find_or_shard(module, False)
+
+    def replicate(self, module: nn.Module) -> nn.Module:
+        """Shard each submodule of a task for manual optimization; see `Strategy.replicate`.
+
+        The parameters of a submodule are gathered only while its ``forward`` or its backward pass runs. Therefore,
+        ``training_step`` always sees shards, which a backward pass leaves with their averaged gradients.
+
+        Raises:
+            ValueError, TypeError: If the model or a policy is not supported.
+        """
+        return self._find_or_shard(module, True)
+
+    def _find_or_shard(self, module: nn.Module, apart: bool | None) -> Any:
+        """Return the root of a model, which is sharded if it is not yet; None for ``apart`` accepts both kinds."""
         root = module.__dict__.get(_ROOT)
         if root is None:
-            root = self._shard(module)
+            root = self._shard(module, bool(apart))
             self._tapes = [tape for tape in self._tapes if not tape.is_done()]
             root._layout, root._syncs = self._describe(), True
             object.__setattr__(module, _ROOT, root)  # not registered as a submodule
@@ -197,6 +213,11 @@ class FSDP(Strategy):
                 f"an earlier run sharded this {type(module).__name__} over {root._layout}, but this run needs "
                 f"{self._describe()}. Build a new model and load the weights."
             )
+        elif apart is not None and apart is not root._is_apart:
+            raise ValueError(
+                f"an earlier run sharded this {type(module).__name__} with automatic_optimization={apart}, and a model "
+                "that is sharded for the one can't be trained with the other. Build a new model and load the weights."
+            )
         elif root not in self._roots:
             _start_anew(root)  # an earlier run may have failed before its end
         self._roots.add(root)
@@ -204,11 +225,11 @@ class FSDP(Strategy):
 
     def place(self, module: nn.Module) -> nn.Module:
         """See `Strategy.place`. A model that is only evaluated is also sharded."""
-        return self.wrap(module)
+        return self._find_or_shard(module, None)
 
     def local_method(self, module: nn.Module, name: str) -> Any:
         """See `Strategy.local_method`. The returned function may gather parameters, so all ranks must call it."""
-        return self.method(self.wrap(self.unwrap(module)), name)
+        return self.method(self.place(self.unwrap(module)), name)
 
     def compiled_parts(self, module: nn.Module, blocks: bool | None = None) -> tuple[list[nn.Module], bool]:
         """See `Strategy.compiled_parts`. Modules that are gathered as one unit are always compiled separately."""
@@ -218,17 +239,20 @@ class FSDP(Strategy):
     def _describe(self) -> str:
         return f"the mesh {self._mesh.mesh.tolist()} with precision={self.precision.name!r}"
 
-    def _shard(self, module: nn.Module) -> Any:
+    def _shard(self, module: nn.Module, apart: bool) -> Any:
         before = dict(module.named_parameters(remove_duplicate=False))
         unbuilt = {(part, name): tensor for part in module.modules() for name, tensor in _iterate_tensors(part)}
         unbuilt = {place: tensor for place, tensor in unbuilt.items() if tensor.is_meta}
-        blocks = self._choose_blocks(module)
+        blocks = self._choose_blocks(module, apart)
         check_parameters(module, blocks, self.precision.storage)
         self._start_alike(module)
         if self.layout.tensor > 1:
             self._parallelize(module)
-            blocks = self._choose_blocks(module)  # the hook may have inserted other submodules
-        self._explain(module, blocks)
+            blocks = self._choose_blocks(module, apart)  # the hook may have inserted other submodules
+        if apart:
+            check_covered(module, blocks)
+        else:
+            self._explain(module, blocks)
         recompute = Recompute.parse(self.activation_checkpointing_policy)
         if recompute is not None:
             recompute.apply(module, blocks)
@@ -240,11 +264,17 @@ class FSDP(Strategy):
         # pass.
         precision = self.precision if recompute is None else replace(self.precision, cached=False)
         router = _ShardedRouter(module, precision.context(self.world.device), precision.compute is not None)
-        self._fully_shard(router, False)
+        router._is_apart = apart
+        if apart:
+            for block in blocks:
+                block.register_forward_pre_hook(self._weigh_gradients)  # after FSDP's own, which gathers
+        else:
+            self._fully_shard(router, False)
         if self.world.size > 1:
             router.register_forward_pre_hook(self._count_step, prepend=True)  # before FSDP's own hook, which may wait
         unblocked = [part for part in module.modules() if part not in blocks and hasattr(part, "reshard")]
-        router._parts_to_reshard = [router, *unblocked, *(blocks if self.reshard_after_forward is not True else ())]  # type: ignore
+        kept = [*unblocked, *(blocks if self.reshard_after_forward is not True else ())]
+        router._parts_to_reshard = kept if apart else [router, *kept]  # type: ignore[assignment]
         after = dict(module.named_parameters(remove_duplicate=False))
         for name, parameter in before.items():
             if name in after:  # otherwise the model's `parallelize` has replaced it
@@ -255,8 +285,22 @@ class FSDP(Strategy):
         if torch.is_grad_enabled():  # an evaluation gathers too, but a training step is what other ranks may miss
             self.world.advance()
 
-    def _choose_blocks(self, module: nn.Module) -> list[nn.Module]:
-        return self_contained(module, chosen_blocks(module, self.auto_wrap_policy, "auto_wrap_policy"))
+    def _choose_blocks(self, module: nn.Module, apart: bool = False) -> list[nn.Module]:
+        blocks = chosen_blocks(module, self.auto_wrap_policy, "auto_wrap_policy")
+        if apart:  # the submodules that contain the blocks come after them
+            blocks = list(
+                dict.fromkeys((*blocks, *(p for p in direct_parts(module) if any(True for _ in p.parameters()))))
+            )
+        return self_contained(module, blocks)
+
+    def _weigh_gradients(self, block: Any, *_: Any) -> None:
+        """Weight the gradients of ``loss.backward()`` by the rank's share of an uneven batch; see `Strategy`."""
+        if self.backward_weight != 1.0:
+            for _, group in _iterate_groups_of(block):
+                for parameter in (fsdp_parameter.unsharded_param for fsdp_parameter in group.fsdp_params):
+                    if parameter.requires_grad and parameter not in self._weighed:
+                        self._weighed[parameter] = None
+                        parameter.register_hook(lambda gradient: gradient * self.backward_weight)
 
     def _explain(self, module: nn.Module, blocks: list[nn.Module]) -> None:
         """Log if the policy selects no module, or if selected modules are gathered with the rest of the model."""
@@ -354,6 +398,20 @@ class FSDP(Strategy):
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
+    def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """See `Strategy.reduce_gradients`. Backward passes have reduced the gradients of shards.
+
+        Raises:
+            ValueError: If a parameter with a gradient is not sharded, for example in a module created in a step.
+        """
+        others = [p for p in parameters if p.grad is not None and not is_sharded(p)] if self.world.size > 1 else []
+        if others:
+            raise ValueError(
+                f"an optimizer is about to step a parameter of shape {tuple(others[0].shape)} that FSDP has not "
+                "sharded, so its gradient is that of one rank. Create modules in __init__ or configure_model, or use "
+                "strategy='ddp'."
+            )
+
     def decisions(self, module: nn.Module) -> list[str]:
         """See `Strategy.decisions`."""
         if self.mixed_precision is not None or self.precision.compute is None or self.world.size == 1:
@@ -373,7 +431,15 @@ class FSDP(Strategy):
 
     @contextmanager
     def no_sync(self, module: Any) -> Iterator[None]:
-        """See `Strategy.no_sync`."""
+        """See `Strategy.no_sync`. In manual optimization, every backward pass reduces the gradients all the same.
+
+        The result is the same: the sum of means is the mean of sums. torch would keep a local sum outside ``p.grad``,
+        which neither clipping nor ``zero_grad`` would find.
+        """
+        module = module.__dict__.get(_ROOT, module)
+        if module._is_apart:
+            yield
+            return
         before = module._syncs
         self.set_gradient_sync(module, False)
         try:
@@ -588,6 +654,19 @@ def check_parameters(module: nn.Module, blocks: list[nn.Module], storage: torch.
             )
 
 
+def check_covered(module: nn.Module, blocks: list[nn.Module]) -> None:
+    """Check that each trained parameter belongs to one of the submodules that manual optimization shards."""
+    covered = {parameter for block in blocks for parameter in block.parameters()}
+    others = [name for name, p in module.named_parameters() if p.requires_grad and p not in covered]
+    if others:
+        raise ValueError(
+            f"{', '.join(others[:8])} can't be sharded with automatic_optimization=False, where FSDP gathers each "
+            f"submodule of {type(module).__name__} for its own forward pass. Move a parameter of "
+            f"{type(module).__name__} itself, or one that several submodules share, into one submodule whose forward "
+            "uses it, or use strategy='ddp'."
+        )
+
+
 def check_parallelized(module: nn.Module, size: int) -> None:
     """Check that the model's ``parallelize(mesh)`` has sharded parameters."""
     if not any(is_sharded(parameter) for parameter in module.parameters()):
@@ -608,15 +687,46 @@ def check_unchanged(tape: Tape, tensor: Tensor, words: str) -> None:
         )
 
 
+_OUTSIDE = (
+    "with FSDP and automatic_optimization=False, a parameter was used outside of the forward pass of its submodule, "
+    "which gathers it. Call the submodule itself, as in self.generator(x). For another method, call "
+    "torch.distributed.fsdp.register_fsdp_forward_method(self.generator, 'method') at the start of "
+    "configure_optimizers. To call a part of a submodule, name the part's class in auto_wrap_policy."
+)
+_MANUAL_RULES = {  # by words of torch's error (2.13)
+    "mixed torch.Tensor and DTensor": _OUTSIDE,
+    "placement": _OUTSIDE,
+    "not have been used in the graph": "with FSDP and automatic_optimization=False, torch.autograd.grad can't compute "
+    "gradients with respect to parameters, which are shards. Call self.manual_backward, which leaves the gradients in "
+    "parameter.grad, or use strategy='ddp'.",
+    "storage of size 0": "with FSDP and automatic_optimization=False, a gradient was differentiated again "
+    "(create_graph=True, as in a gradient penalty), but FSDP frees the gathered parameters after the first backward "
+    "pass. Use strategy='ddp'.",
+}
+
+
 class _ShardedRouter(Router):
     """Root module of a sharded model.
 
     After a forward pass without gradients, the model's parameters are resharded. Such a pass does not run in torch's
     inference mode, because parameters first gathered in that mode could not be trained (torch 2.13).
+
+    In manual optimization, the root itself is not sharded, but each submodule of the task is.
     """
+
+    _is_apart: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Afterwards, reshard its parameters if gradients are disabled."""
+        try:
+            return self._run(*args, **kwargs)
+        except RuntimeError as error:
+            rules = [rule for words, rule in _MANUAL_RULES.items() if words in str(error)]
+            if not (self._is_apart and rules):
+                raise
+            raise ValueError(f"{rules[0]} ({str(error).splitlines()[0]})") from error
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             return super().__call__(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
@@ -635,6 +745,11 @@ def _reshard_parameters(root: Any) -> None:
 def _start_anew(root: Any) -> None:
     """Reset FSDP2's state after an error has interrupted a forward or backward pass."""
     _forget_gradients(root)
+    if getattr(root, "_is_apart", False):
+        for part in root.module.modules():
+            if hasattr(part, "_get_fsdp_state") and part._get_fsdp_state()._is_root:
+                _start_anew(part)
+        return
     if hasattr(root, "reset_iter_state"):  # torch 2.13
         root.reset_iter_state()
         return
@@ -673,11 +788,15 @@ def _gathered_parameters(root: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
 def _iterate_sharded_groups(root: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Yield FSDP2's internal state of each module, together with each of the module's parameter groups."""
     for part in root.modules():
-        get_state: Any = getattr(part, "_get_fsdp_state", None)
-        if get_state is not None:
-            state = get_state()
-            groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:  # older versions (2.6) have one group each
-                groups = [group for group in (state._fsdp_param_group,) if group is not None]
-            for group in groups:
-                yield state, group
+        yield from _iterate_groups_of(part)
+
+
+def _iterate_groups_of(part: Any) -> Iterator[tuple[Any, Any]]:
+    get_state: Any = getattr(part, "_get_fsdp_state", None)
+    if get_state is not None:
+        state = get_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # older versions (2.6) have one group each
+            groups = [group for group in (state._fsdp_param_group,) if group is not None]
+        for group in groups:
+            yield state, group

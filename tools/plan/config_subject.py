@@ -124,10 +124,11 @@ class _PlannedRun:
         devices, nodes = flags.get("devices", 1), flags.get("num_nodes", 1)
         count = len(devices) if isinstance(devices, list) else devices
         count = max(1, int(count)) if isinstance(count, int) or str(count).isdecimal() else 1
+        clip = flags.get("gradient_clip_val")
         self.settings: dict[str, Any] = {
             "world_size": self.options.world_size or count * nodes,
             "precision": flags.get("precision") or "32-true",
-            "clip": flags.get("gradient_clip_val"),
+            "clip": max(filter(None, clip.values()), default=None) if isinstance(clip, dict) else clip,
             "compiled": bool(flags.get("compile")),
         }
         if nodes > 1 and self.options.world_size is None:

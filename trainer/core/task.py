@@ -20,6 +20,7 @@ from ...engine import collectives
 from ...engine.metrics import Metrics
 from ...strategies import apply_nested
 from .export import Exports
+from .gradient_clipping import split_by_limit
 from .hooks import TaskHooks
 from .hparams import HyperparametersMixin
 
@@ -141,7 +142,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, Exports, nn.Module):
     def configure_gradient_clipping(
         self,
         optimizer: torch.optim.Optimizer,
-        gradient_clip_val: float | None = None,
+        gradient_clip_val: float | Mapping[str, float] | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the gradients before an optimizer step. Default: call `clip_gradients` with these arguments.
@@ -158,15 +159,15 @@ class TaskModule(HyperparametersMixin, TaskHooks, Exports, nn.Module):
     def clip_gradients(
         self,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        gradient_clip_val: float | None = None,
+        gradient_clip_val: float | Mapping[str, float] | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the gradients of an optimizer's parameters.
 
         Args:
             optimizer: Optimizer whose gradients are clipped, or a list of optimizers to clip by one norm.
-            gradient_clip_val: Maximum total norm of the gradients, or maximum absolute value of their elements. None or
-                0 disables clipping. Default: None.
+            gradient_clip_val: Maximum total norm of the gradients, or maximum absolute value of their elements. A dict
+                has a limit for each part of the task; see `Trainer`. None or 0 disables clipping. Default: None.
             gradient_clip_algorithm: ``"norm"`` or ``"value"``. Default: ``"norm"``.
 
         Raises:
@@ -180,10 +181,14 @@ class TaskModule(HyperparametersMixin, TaskHooks, Exports, nn.Module):
         for one in (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer:
             parameters += [p for group in one.param_groups for p in group["params"]]
             accelerator.unscale_gradients(one)
+        clip: Any = accelerator.strategy.clip_grad_norm_
         if algorithm == "value":
-            accelerator.strategy.clip_grad_value_(parameters, gradient_clip_val)
-        else:
-            accelerator.strategy.clip_grad_norm_(parameters, gradient_clip_val)
+            clip = accelerator.strategy.clip_grad_value_
+        if not isinstance(gradient_clip_val, Mapping):
+            clip(parameters, gradient_clip_val)
+            return
+        for limit, chosen in split_by_limit(self, parameters, gradient_clip_val):
+            clip(chosen, limit)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass. ``loss`` is already scaled for accumulation, world size and the gradient scaler.

@@ -15,7 +15,16 @@ from ...callbacks import LatestValidation
 from ...common.messages import closest_name, warn
 from ...engine import isolated_random_state, list_unused
 from ..checkpointing import LastStep, explain_need_of_all_ranks
-from ..core import SchedulerConfig, TaskModule, check_disjoint, check_ownership, endless, overrides, parse_optimizers
+from ..core import (
+    SchedulerConfig,
+    TaskModule,
+    check_disjoint,
+    check_limits,
+    check_ownership,
+    endless,
+    overrides,
+    parse_optimizers,
+)
 from ..preflight import check_monitors, check_optimizers_match, check_storable, warn_of_untrained
 from ..profiling import measured_in
 from .dataloaders import LOADER_NAMES, Sources
@@ -216,6 +225,8 @@ def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
                 f"{type(config.scheduler).__name__}({name}=inf) would never change the learning rate: "
                 + _why_endless(trainer)
             )
+    if isinstance(trainer.gradient_clip_val, dict):
+        check_limits(task, trainer.gradient_clip_val)
     check_optimizers_match(task, optimizers, schedulers, accelerator.world)
     trainer.lr_scheduler_configs = schedulers
     for optimizer in optimizers:
