@@ -80,8 +80,8 @@ class GradientAccumulationScheduler(Callback):
             )
         if trainer.accumulate_grad_batches != 1:
             raise ValueError(
-                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and {type(self).__name__} both set "
-                "the number of micro-batches per optimizer step. Remove one of them."
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and {type(self).__name__} both "
+                "set the number of micro-batches per optimizer step. Remove one of them."
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from .chunked_loss import chunked_cross_entropy
     from .forgotten_objects import LoopCheck
     from .join import join_uneven_inputs
-    from .lr_schedules import lr_schedule
     from .loss_scaling import LossScale
+    from .lr_schedules import lr_schedule
+    from .muon import muon_with_adamw
     from .nonfinite import GradientGuard
     from .optimizer_state import BuiltSchedule, list_parameters
     from .prepared_scheduler import PreparedScheduler

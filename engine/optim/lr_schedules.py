@@ -86,7 +86,7 @@ def lr_schedule(
     )
     if warmup < 0 or decaying < 0 or warmup + decaying > steps:
         raise ValueError(
-            f"warmup_steps={warmup_steps} and decay_steps={decay_steps} must fit into steps={steps}. Reduce one of them."
+            f"warmup_steps={warmup_steps} and decay_steps={decay_steps} must fit into steps={steps}. Reduce one."
         )
     end = int(steps) if needs_length else 0
     if kind == "warmup_stable_decay":

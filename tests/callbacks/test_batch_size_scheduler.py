@@ -112,7 +112,7 @@ def test_errors(tmp_path):
         BatchSizeScheduler({2: 4})
     with pytest.raises(ValueError, match=r"scheduling\[0\]=4 must be a multiple of 3, the samples of a micro-batch"):
         train(tmp_path, size=3)
-    with pytest.raises(ValueError, match="accumulate_grad_batches=2.* and BatchSizeScheduler both set"):
+    with pytest.raises(ValueError, match=r"accumulate_grad_batches=2.* and BatchSizeScheduler both set"):
         train(tmp_path, accumulate_grad_batches=2)
     with pytest.raises(ValueError, match="needs a dataloader with a fixed batch size"):
         train(tmp_path, size=None)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from treadle.optim import lr_schedule
 
 

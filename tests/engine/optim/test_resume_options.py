@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint
-from treadle.optim import lr_schedule
 
 import treadle
 from treadle import Accelerator
+from treadle.optim import lr_schedule
 
 BEFORE, AFTER, SHORT, LONG = 6, 9, 15, 30
 
