@@ -148,7 +148,11 @@ class TransformersTask(TaskModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model and return its output. A single positional mapping is unpacked into keyword arguments."""
         if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
-            return self.model(**args[0])
+            kwargs, args = {**args[0]}, ()
+            # transformers finds the documents of a packed row by their position ids only if it creates no cache;
+            # otherwise tokens attend to other documents.
+            if "position_ids" in kwargs and _predicts_next_token(self.model):
+                kwargs.setdefault("use_cache", False)
         return self.model(*args, **kwargs)
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:

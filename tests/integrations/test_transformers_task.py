@@ -15,6 +15,7 @@ from treadle.engine.checkpoint import OpenCheckpoint
 from treadle.integrations import TransformersTask
 
 import treadle
+from treadle.data import pack
 
 transformers = pytest.importorskip("transformers")
 
@@ -206,6 +207,19 @@ def test_models_whose_loss_is_another_are_refused(build, reason):
         model = build()
     with pytest.raises(ValueError, match=f"can't replace the loss of {type(model).__name__}, which {reason}"):
         TransformersTask(model, loss="chunked")
+
+
+def test_packed_rows_train_like_texts_alone():
+    """Although the configuration asks for a cache, with which transformers lets the texts of a row see each other."""
+    task = PlainTask(causal().eval())
+    task.eval()
+    rows = pack(texts(), 24)
+    assert len(rows) < len(texts()) / 2
+    trainer = treadle.Trainer(max_epochs=1, precision="64-true", accumulate_grad_batches=99, **NO_OUTPUT)
+    trainer.fit(task, DataLoader(rows, 2))
+    wanted = whole_gradient_step("causal")
+    for name, weight in task.model.named_parameters():
+        torch.testing.assert_close(weight.detach(), wanted.get(name, weight.detach()), atol=1e-8, rtol=0)
 
 
 @pytest.mark.parametrize("loss", ["model", "chunked"])
