@@ -28,6 +28,8 @@ IGNORED = -100
 
 
 _BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+# The model returns the inputs of its head for all tokens, and the logits of the last ones only.
+_WITHOUT_LOGITS = {"output_hidden_states": True, "logits_to_keep": 1}
 _WITHOUT_LENGTH = ("constant", "constant_with_warmup", "inverse_sqrt", *_BY_METRIC)
 
 
@@ -293,7 +295,8 @@ class TransformersTask(TaskModule):
         targets = self._select_targets(batch)
         if targets is None:
             raise ValueError("loss='chunked' needs 'input_ids' and 'labels' with a label per token in each batch.")
-        hidden, _ = _run_without_logits(self.model, batch)
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        hidden = self({**inputs, **_WITHOUT_LOGITS}).hidden_states[-1]
         total = chunked_cross_entropy(
             hidden[:, : targets.shape[1]], self.model.get_output_embeddings(), targets, reduction="sum"
         )
@@ -357,13 +360,6 @@ def _predicts_next_token(model: Any) -> bool:
     return causal and not model.config.is_encoder_decoder
 
 
-def _run_without_logits(model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the inputs of the head for all tokens, and the logits of the last tokens."""
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    outputs = model(**inputs, output_hidden_states=True, logits_to_keep=1)
-    return outputs.hidden_states[-1], outputs.logits
-
-
 def _check_head(model: Any) -> None:
     """Raise an error unless the model's loss is the cross-entropy of a linear head on the last hidden states.
 
@@ -389,8 +385,10 @@ def _check_head(model: Any) -> None:
         hook = head.register_forward_hook(replace)
         try:
             with torch.no_grad():
-                hidden, logits = _run_without_logits(model.eval(), {"input_ids": tokens})
-                if not (torch.equal(hidden[:, -1:], seen[0]) and torch.equal(logits, seen[1])):
+                outputs = model.eval()(input_ids=tokens, **_WITHOUT_LOGITS)
+                if not (
+                    torch.equal(outputs.hidden_states[-1][:, -1:], seen[0]) and torch.equal(outputs.logits, seen[1])
+                ):
                     reason = "computes more than the head's product from the last hidden state"
                 loss = model(input_ids=tokens, labels=tokens).loss.float()
                 if not torch.allclose(loss, nn.functional.cross_entropy(seen[1][0, :1].float(), tokens[0, :1])):

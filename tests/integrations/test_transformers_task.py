@@ -209,9 +209,10 @@ def test_models_whose_loss_is_another_are_refused(build, reason):
         TransformersTask(model, loss="chunked")
 
 
-def test_packed_rows_train_like_texts_alone():
+@pytest.mark.parametrize("loss", ["model", "chunked"])
+def test_packed_rows_train_like_texts_alone(loss):
     """Although the configuration asks for a cache, with which transformers lets the texts of a row see each other."""
-    task = PlainTask(causal().eval())
+    task = PlainTask(causal().eval(), loss=loss)
     task.eval()
     rows = pack(texts(), 24)
     assert len(rows) < len(texts()) / 2
