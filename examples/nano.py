@@ -1,12 +1,12 @@
 """Train a small language model by the recipe of nanochat, on the source text of Python's own standard library.
 
-    python examples/nano.py                    2 M parameters, in a few minutes on two CPU cores
-    python examples/nano.py --optimizer adamw  the same with AdamW alone
+    python examples/nano.py          2 M parameters, in a few minutes on two CPU cores
+    python examples/nano.py --adamw  the same with AdamW alone
     torchrun --nproc-per-node 8 examples/nano.py --depth 12 --length 2048 --strategy fsdp
 
-Muon trains the matrices of the blocks, and AdamW the embedding and the head. Functions are packed into rows in which tokens
-attend only to their own function. The learning rate warms up, stays and decays. The logits of the whole vocabulary are
-never in memory at once.
+Muon trains the matrices of the blocks, and AdamW the embedding and the head. Functions and classes are packed into rows
+in which tokens attend only to their own function. The learning rate warms up, stays and decays. The logits of the whole
+vocabulary are never in memory at once.
 """
 
 import argparse
@@ -30,8 +30,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = angles.cos(), angles.sin()
+    (first, second), cos, sin = x.chunk(2, dim=-1), angles.cos(), angles.sin()
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
 
@@ -53,16 +52,14 @@ class Block(nn.Module):
 
 
 class Nano(tl.TaskModule):
-    def __init__(self, depth: int, vocabulary: int, optimizer: str, lr: float) -> None:
+    def __init__(self, depth: int, vocabulary: int, lr: float, adamw: bool = False) -> None:
         super().__init__()
         self.save_hyperparameters()
-        width = 32 * depth
-        self.embedding, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary, bias=False)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.embedding, self.head = nn.Embedding(vocabulary, 32 * depth), nn.Linear(32 * depth, vocabulary, bias=False)
+        self.blocks = nn.ModuleList(Block(32 * depth) for _ in range(depth))
         nn.init.zeros_(self.head.weight)
 
     def compute_loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the mean loss of the next tokens, and their number."""
         frequencies = 10_000 ** (-torch.arange(16, device=self.device) / 16)
         angles = (batch["position_ids"][..., None] * frequencies)[:, None]
         x, mask = norm(self.embedding(batch["input_ids"])), make_sdpa_mask(batch["seq_idx"])
@@ -81,13 +78,10 @@ class Nano(tl.TaskModule):
         self.log("test_loss", loss, batch_size=int(count))
 
     def configure_optimizers(self):
-        options, length = {"betas": (0.8, 0.95)}, self.trainer.estimated_stepping_batches
-        if self.hparams.optimizer == "muon":
-            optimizers = muon_with_adamw(self, self.hparams.lr, adamw_options=options)
-        else:
-            optimizers = [torch.optim.AdamW(self.parameters(), self.hparams.lr, weight_decay=0.0, **options)]
-        shape = {"warmup_steps": 0.05, "decay_steps": 0.4}
-        schedules = [lr_schedule("warmup_stable_decay", o, length, **shape) for o in optimizers]
+        lr, shape = self.hparams.lr, {"warmup_steps": 0.05, "decay_steps": 0.4}
+        optimizers = [torch.optim.AdamW(self.parameters(), lr)] if self.hparams.adamw else muon_with_adamw(self, lr)
+        steps = self.trainer.estimated_stepping_batches
+        schedules = [lr_schedule("warmup_stable_decay", optimizer, steps, **shape) for optimizer in optimizers]
         return optimizers, [{"scheduler": schedule, "interval": "step"} for schedule in schedules]
 
 
@@ -96,27 +90,26 @@ def read_documents(vocabulary: int, files: int) -> list[list[int]]:
     paths = sorted(Path(os.__file__).parent.glob("*.py"))[:files]
     texts = [text for path in paths for text in re.split(r"\n(?=def |class )", path.read_text(encoding="utf-8"))]
     words = [re.findall(r" +|\w+|\s|[^\w\s]", text) for text in texts]
-    frequent = Counter(word for text in words for word in text).most_common(vocabulary - 1)
-    numbers = {word: number for number, (word, _) in enumerate(frequent, 1)}
+    counts = Counter(word for text in words for word in text).most_common(vocabulary - 1)
+    numbers = {word: number for number, (word, _) in enumerate(counts, 1)}
     return [[numbers.get(word, 0) for word in text] for text in words]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
-    parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--adamw", action="store_true", help="train all parameters with AdamW")
     parser.add_argument("--strategy", default="auto", help="auto, single, ddp or fsdp")
-    numbers = {"depth": 4, "steps": 300, "batch-size": 4, "length": 256, "vocabulary": 4096, "files": 999}
+    numbers = {"lr": 0.01, "depth": 4, "steps": 200, "batch-size": 4, "length": 256, "vocabulary": 4096, "files": 999}
     for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     args = parser.parse_args()
 
     tl.seed_everything(0)
     documents = read_documents(args.vocabulary, args.files)
     parts = documents[len(documents) // 10 :], documents[: len(documents) // 10]
     train, test = (pack(part, args.length, too_long="cut") for part in parts)
+    task = Nano(args.depth, args.vocabulary, args.lr, args.adamw)
     trainer = tl.Trainer(max_steps=args.steps, max_epochs=-1, strategy=args.strategy, gradient_clip_val=1.0)
-    task = Nano(args.depth, args.vocabulary, args.optimizer, args.lr)
     trainer.fit(task, DataLoader(train, args.batch_size, shuffle=True))
     (result,) = trainer.test(task, DataLoader(test, args.batch_size), verbose=False)
     trainer.print(f"Test loss {result['test_loss']:.3f}")
