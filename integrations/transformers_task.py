@@ -267,7 +267,7 @@ class TransformersTask(TaskModule):
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _evaluate(self, batch: Mapping[str, Any], stage: str, metrics: nn.ModuleDict) -> None:
-        outputs = None if self._is_chunked and not metrics else self(batch)
+        outputs: Any = None if self._is_chunked and not metrics else self(batch)
         count = self.count_targets(batch)
         weight = None if count is None else int(count)  # one synchronization per batch; training has none
         self.log(f"{stage}_loss", self._get_loss(outputs, batch, count), prog_bar=True, batch_size=weight)

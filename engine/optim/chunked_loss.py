@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ...common.messages import name_type
-from ...strategies.distributed import gather_parameters, is_sharded
+from ...strategies.distributed import count_shards, gather_parameters, is_sharded
 
 _FEWEST_ROWS = 256  # smaller chunks would spend more time on reading the weight than on arithmetic
 
@@ -101,7 +101,7 @@ def _get_weights(head: nn.Module | Tensor) -> tuple[Tensor, Tensor | None]:
         raise TypeError(f"head={name_type(head)} must be an nn.Linear, an nn.Embedding or a weight.")
     if is_sharded(weight):
         raise ValueError(
-            f"the head's weight is sharded over {weight.device_mesh.size()} processes. Pass the module instead of its "
+            f"the head's weight is sharded over {count_shards(weight)} processes. Pass the module instead of its "
             "weight, call the loss in training_step or forward, and exclude the head from tensor parallelism."
         )
     return weight, bias

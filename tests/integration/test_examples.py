@@ -14,9 +14,9 @@ from safetensors import safe_open
 from support.processes import clean_environment, programs, run, script
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from treadle.data import pack
 
 import treadle
+from treadle.data import pack
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EPOCHS, BATCH, ACCUMULATE = 2, 64, 4
@@ -217,9 +217,10 @@ def test_nano_is_the_loop_by_hand_on_one_and_two_processes(tmp_path, monkeypatch
 
     trained = evaluate(expected)
     assert trained < evaluate(import_nano().Nano(depth=2, vocabulary=300, lr=0.01).state_dict()) - 2
-    for strategy, (weights, is_same) in {"one": (weights, True), **run(train_nano_on_two, 2, str(tmp_path))[0]}.items():
+    results = {"one": (weights, True), **run(train_nano_on_two, 2, str(tmp_path))[0]}
+    for strategy, (trained_weights, is_same) in results.items():
         assert is_same, strategy  # a run that resumed in the middle, bit for bit
-        assert evaluate(weights) == pytest.approx(trained, rel=1e-4), strategy
+        assert evaluate(trained_weights) == pytest.approx(trained, rel=1e-4), strategy
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--adamw",), marks=pytest.mark.exhaustive)])
