@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # 6 MB. The dependencies it names would replace NumPy, transformers and torch by older ones, and bring torchvision.
 STREAMING := mosaicml-streaming Brotli catalogue cramjam python-snappy zstd
 
-.PHONY: install demo test quick test-all test-slow test-resume test-faults test-elastic test-soak test-slurm test-browser test-gpu lint types docs compat wheel bench bench-gpu clean
+.PHONY: install demo test quick test-all test-slow test-resume test-faults test-elastic test-soak test-slurm test-browser test-gpu lint types docs compat wheel release-check test-torch bench bench-gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/digits.py
@@ -38,6 +38,19 @@ QUICK := -m 'not exhaustive and not slow and not faults' tests/common tests/engi
 # The same, and every variant of what the tests above show with one.
 test-all: install
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)
+
+# The tests of CI beside another torch, in an environment of its own; TORCH=newest takes what pip finds.
+TORCH ?= 2.14.1
+OTHER := .venv-torch-$(TORCH)
+test-torch: $(OTHER)/.installed
+	$(OTHER)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not exhaustive and not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)
+$(OTHER)/.installed: pyproject.toml constraints.txt
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/python -m pip install --quiet --upgrade pip
+	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	PYTHONWARNINGS=ignore $(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt --editable '.[test,examples]' torch$(if $(filter-out newest,$(TORCH)),==$(TORCH))
+	$(OTHER)/bin/python -m pip install --quiet --no-deps --constraint constraints.txt $(STREAMING)
+	touch $@
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow --timeout 3600
@@ -80,6 +93,7 @@ test-gpu:
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/zizmor --offline --quiet .github
 
 # Type checkers do not follow an editable install's import hook, so the types are checked on the installed wheel.
 types: wheel
@@ -89,7 +103,7 @@ types: wheel
 # The site, in build/html: strict, so a broken link is an error. Its code blocks are run by the tests.
 docs: $(VENV)/.docs
 	$(BIN)/python .ci/check_reference.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict  # not --quiet, which turns strict off
 $(VENV)/.docs: $(VENV)/.installed
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
@@ -104,6 +118,12 @@ wheel: install
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist . > build.log 2>&1 || (cat build.log; exit 1)
 	rm build.log
 	$(BIN)/python .ci/check_wheel.py dist/*.whl
+
+# Both distributions as their users get them: contents, metadata, and the demo of each in a fresh environment.
+release-check: wheel
+	$(BIN)/python -m build --sdist --no-isolation --outdir dist . > build.log 2>&1 || (cat build.log; exit 1)
+	rm build.log
+	$(BIN)/python .ci/check_release.py dist
 
 bench: $(BENCH)/.installed
 	$(BENCH)/bin/python benchmarks/overhead.py

@@ -3,10 +3,12 @@
 - The rooms are copied into one folder under their import name, where mkdocstrings finds them.
 - An entry of the nav with a ``*`` becomes the pages that match it.
 - Fences lose the words that only the tests read (```` ```python train.py ````), links out of `docs/` their targets.
-- benchmarks/RESULTS.md and the notebooks of `docs/tutorials` become pages.
+- An example that is not rendered as code fails the build.
+- benchmarks/RESULTS.md, CHANGELOG.md and the notebooks of `docs/tutorials` become pages.
 """
 
 import json
+import logging
 import posixpath
 import re
 import shutil
@@ -93,11 +95,26 @@ def on_files(files, config):
     last_in_search = "---\nsearch:\n  boost: 0.2\n---\n\n"
     results = last_in_search + RESULTS.read_text(encoding="utf-8")
     files.append(File.generated(config, "results.md", content=results))
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    files.append(File.generated(config, "changelog.md", content=changelog))
     for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
         notebook = json.loads(Path(file.abs_src_path).read_text(encoding="utf-8"))
         files.remove(file)
         files.append(File.generated(config, _page(file.src_uri), content=convert_notebook(notebook)))
     return files
+
+
+def on_page_content(html, page, **_):
+    """Warn of examples in the API reference that lost their lines, which makes a strict build fail."""
+    if page.file.src_uri.startswith("reference/api/") and (lost := find_lost_code(html)):
+        logging.getLogger("mkdocs.site_hooks").warning("%s: not rendered as code: %s", page.file.src_uri, lost)
+
+
+def find_lost_code(html):
+    """Return the beginning of an indented quote, or of a prompt outside a block of code, in a page; "" without one."""
+    prose = re.sub(r"<(pre|code)\b.*?</\1>", "", html, flags=re.DOTALL)
+    found = re.search(r"(<blockquote>|&gt;&gt;&gt;).{0,80}", prose, re.DOTALL)
+    return found[0] if found else ""
 
 
 def convert_notebook(notebook):

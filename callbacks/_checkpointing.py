@@ -33,7 +33,7 @@ class AgreedInterval:
     Args:
         interval: Time after which `is_over` returns True.
 
-    Example:
+    Examples:
         >>> from datetime import timedelta
         >>> from treadle.callbacks import AgreedInterval
         >>> interval = AgreedInterval(timedelta(minutes=10))

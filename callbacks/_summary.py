@@ -59,7 +59,7 @@ class Summary:
             (``"eval"``), not counting the model itself.
         total_flops: Number of FLOPs in the run with the example input; 0 if they were not counted.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from treadle.callbacks import summarize
         >>> summary = summarize(torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()))

@@ -34,7 +34,7 @@ class Throughput:
         Model FLOPs utilization (MFU): Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022,
         https://arxiv.org/abs/2204.02311.
 
-    Example:
+    Examples:
         >>> from treadle.callbacks import Throughput
         >>> throughput = Throughput(window_size=2)
         >>> throughput.update(time=0.0, batches=0, samples=0)

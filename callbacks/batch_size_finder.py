@@ -49,7 +49,7 @@ class BatchSizeFinder(Callback):
         ValueError, TypeError: If an argument is invalid. At the start of a stage, if the search cannot run.
         MemoryError: At the start of a stage, if none of the sizes that were tried fits.
 
-    Example:
+    Examples:
         >>> from treadle.callbacks import BatchSizeFinder
         >>> finder = BatchSizeFinder(mode="binsearch", margin=0.0)
         >>> finder.search(lambda size: 1000 if size <= 100 else None, limit=1000)  # sizes up to 100 fit

@@ -27,7 +27,7 @@ class Callback:
         exchanges: True if the callback's hooks use collectives. Every rank must have the same callbacks of this kind,
             in the same order. Default: False.
 
-    Example:
+    Examples:
         >>> import treadle as tl
         >>> from treadle.compat.demos.boring_classes import BoringModel
         >>> class StepCounter(tl.Callback):

@@ -12,7 +12,7 @@ class Checkpoint(Callback):
         keeper: Name of the external system that stores the checkpoints. If it is not empty, the Trainer calls
             `resume_path` to find the latest checkpoint. Default: "".
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import treadle as tl
         >>> from treadle.callbacks import Checkpoint

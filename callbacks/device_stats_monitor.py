@@ -30,7 +30,7 @@ class DeviceStatsMonitor(BestEffortCallback):
         ModuleNotFoundError: If CPU statistics are to be logged and the package ``psutil`` is not installed.
         ValueError: In ``fit``, if the Trainer does not have a logger or ``log_every_n_steps`` is 0.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import treadle as tl
         >>> from treadle.callbacks import DeviceStatsMonitor

@@ -75,7 +75,7 @@ class EarlyStopping(Callback):
         ValueError, TypeError: If an argument is invalid. In ``fit``, if ``strict`` is set and ``monitor`` was not
             logged.
 
-    Example:
+    Examples:
         >>> import treadle as tl
         >>> from treadle.callbacks import EarlyStopping
         >>> from treadle.compat.demos.boring_classes import BoringModel

@@ -42,7 +42,7 @@ class BaseFinetuning(Callback):
             builds parameter groups that differ from the corresponding groups in the checkpoint.
         NotImplementedError: In ``fit``, if one of the two methods is not overridden.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import treadle as tl
         >>> from treadle.callbacks import BaseFinetuning
@@ -277,7 +277,7 @@ class BackboneFinetuning(BaseFinetuning):
         ValueError: In ``fit``, if the task does not have a backbone, or if ``configure_optimizers`` returns several
             optimizers. `BaseFinetuning` lists further cases.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import treadle as tl
         >>> from treadle.callbacks import BackboneFinetuning

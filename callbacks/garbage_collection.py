@@ -27,7 +27,7 @@ class GarbageCollection(Callback):
     Raises:
         ValueError: If an argument is invalid.
 
-    Example:
+    Examples:
         >>> import treadle as tl
         >>> from treadle.callbacks import GarbageCollection
         >>> from treadle.compat.demos.boring_classes import BoringModel

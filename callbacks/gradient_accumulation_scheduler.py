@@ -25,7 +25,7 @@ class GradientAccumulationScheduler(Callback):
         ValueError: In ``fit``, if the Trainer's ``accumulate_grad_batches`` is not 1, or if the task uses manual
             optimization.
 
-    Example:
+    Examples:
         >>> from treadle.callbacks import GradientAccumulationScheduler
         >>> scheduler = GradientAccumulationScheduler({0: 1, 4: 8})
         >>> scheduler.get_accumulate_grad_batches(epoch=5)

@@ -19,7 +19,7 @@ class LambdaCallback(Callback):
     Raises:
         TypeError: If a hook does not exist, or a value is neither callable nor None.
 
-    Example:
+    Examples:
         >>> import treadle as tl
         >>> from treadle.callbacks import LambdaCallback
         >>> from treadle.compat.demos.boring_classes import BoringModel

@@ -37,7 +37,7 @@ class _LRFinder:
             The smoothed loss is a bias-corrected exponential moving average with decay 0.98. A loss that is not finite
             becomes NaN and is excluded from the average.
 
-    Example:
+    Examples:
         >>> from treadle.callbacks import _LRFinder
         >>> finder = _LRFinder("exponential", lr_min=0.001, lr_max=1.0, num_training=4)
         >>> for step, loss in enumerate([2.0, 1.9, 1.0, 0.9]):
@@ -224,7 +224,7 @@ class LearningRateFinder(Callback):
     References:
         Smith, "Cyclical Learning Rates for Training Neural Networks", 2017, https://arxiv.org/abs/1506.01186.
 
-    Example:
+    Examples:
         >>> import treadle as tl
         >>> from treadle.callbacks import LearningRateFinder
         >>> from treadle.compat.demos.boring_classes import BoringModel

@@ -41,7 +41,7 @@ class LearningRateMonitor(BestEffortCallback):
         ValueError, TypeError: If an argument is invalid.
         ValueError: In ``fit``, if the rates cannot be logged, for example because there is no logger.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import treadle as tl
         >>> from treadle.callbacks import LearningRateMonitor

@@ -121,7 +121,7 @@ class ModelCheckpoint(Checkpoint):
             needed but not logged, or if the state cannot be saved, for example because a weight is not finite.
         OSError: In ``fit``, if a checkpoint cannot be written.
 
-    Example:
+    Examples:
         >>> import os, tempfile
         >>> import treadle as tl
         >>> from treadle.callbacks import ModelCheckpoint

@@ -25,7 +25,7 @@ class ModelSummary(BestEffortCallback):
     Raises:
         ValueError: If ``max_depth`` is invalid.
 
-    Example:
+    Examples:
         >>> import treadle as tl
         >>> from treadle.callbacks import ModelSummary
         >>> from treadle.compat.demos.boring_classes import BoringModel

@@ -29,7 +29,7 @@ class LatestValidation:
     Attributes:
         step: Number of optimizer steps taken before the latest validation; None before the first validation.
 
-    Example:
+    Examples:
         >>> from treadle.callbacks import LatestValidation
         >>> LatestValidation().state_dict()
         {'step': None, 'names': []}

@@ -35,7 +35,7 @@ class NonFiniteWatch(Callback):
         ValueError, TypeError: If an argument is invalid or both checks are disabled.
         ValueError: During training, if a value is not finite. The error names the tensor and the step.
 
-    Example:
+    Examples:
         >>> import treadle as tl
         >>> from treadle.callbacks import NonFiniteWatch
         >>> from treadle.compat.demos.boring_classes import BoringModel

@@ -24,7 +24,7 @@ class OnExceptionCheckpoint(ModelCheckpoint):
     Raises:
         ValueError, TypeError: If an argument is invalid.
 
-    Example:
+    Examples:
         >>> import os
         >>> from treadle.callbacks import OnExceptionCheckpoint
         >>> os.path.basename(OnExceptionCheckpoint("checkpoints").ckpt_path)

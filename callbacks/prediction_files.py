@@ -51,7 +51,7 @@ class PredictionWriter(BasePredictionWriter):
         ValueError, TypeError: If an argument is invalid or, in ``predict``, a prediction cannot be stored.
         OSError: In ``predict``, if a file cannot be written.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import treadle as tl
         >>> from treadle.callbacks import PredictionWriter

@@ -48,7 +48,7 @@ class BasePredictionWriter(Callback):
     Raises:
         ValueError: If the interval is unknown, or if no method that it calls is overridden.
 
-    Example:
+    Examples:
         >>> import treadle as tl
         >>> from treadle.callbacks import BasePredictionWriter
         >>> from treadle.compat.demos.boring_classes import BoringModel

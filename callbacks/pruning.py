@@ -77,7 +77,7 @@ class ModelPruning(Callback):
         Frankle and Carbin, "The Lottery Ticket Hypothesis: Finding Sparse, Trainable Neural Networks", 2019,
         https://arxiv.org/abs/1803.03635.
 
-    Example:
+    Examples:
         >>> import treadle as tl
         >>> from treadle.callbacks import ModelPruning
         >>> from treadle.compat.demos.boring_classes import BoringModel

@@ -20,7 +20,7 @@ class RichModelSummary(ModelSummary):
         ModuleNotFoundError: If ``rich`` is not installed.
         ValueError: If ``max_depth`` is invalid.
 
-    Example:
+    Examples:
         >>> from treadle.callbacks import RichModelSummary
         >>> RichModelSummary(max_depth=2, header_style="bold").max_depth
         2

@@ -59,7 +59,7 @@ class SpikeWatch(Callback):
         ValueError, TypeError: If an argument is invalid.
         ValueError: With ``action="raise"``, if a spike is detected.
 
-    Example:
+    Examples:
         >>> import treadle as tl
         >>> from treadle.callbacks import SpikeWatch
         >>> from treadle.compat.demos.boring_classes import BoringModel

@@ -56,7 +56,7 @@ class StochasticWeightAveraging(Averaging):
         Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", 2018,
         https://arxiv.org/abs/1803.05407.
 
-    Example:
+    Examples:
         >>> import treadle as tl
         >>> from treadle.callbacks import StochasticWeightAveraging
         >>> from treadle.compat.demos.boring_classes import BoringModel

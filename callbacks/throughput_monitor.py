@@ -44,7 +44,7 @@ class ThroughputMonitor(BestEffortCallback):
         ValueError: In any stage, if ``available_flops`` is set but the task has no attribute ``flops_per_batch``. In
             ``fit``, if the Trainer's ``log_every_n_steps`` is 0.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import treadle as tl
         >>> from treadle.callbacks import ThroughputMonitor

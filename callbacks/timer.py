@@ -43,7 +43,7 @@ class Timer(Callback):
     Raises:
         ValueError, TypeError: If an argument is invalid.
 
-    Example:
+    Examples:
         >>> import treadle as tl
         >>> from treadle.callbacks import Timer
         >>> from treadle.compat.demos.boring_classes import BoringModel

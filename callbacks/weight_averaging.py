@@ -54,7 +54,7 @@ class WeightAveraging(Averaging):
         Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", SIAM Journal on Control and
         Optimization, 1992.
 
-    Example:
+    Examples:
         >>> import treadle as tl
         >>> from treadle.callbacks import WeightAveraging
         >>> from treadle.compat.demos.boring_classes import BoringModel
@@ -202,7 +202,7 @@ class EMAWeightAveraging(WeightAveraging):
         Morales-Brotons et al., "Exponential Moving Average of Weights in Deep Learning: Dynamics and Benefits", 2024,
         https://arxiv.org/abs/2411.18704.
 
-    Example:
+    Examples:
         >>> import treadle as tl
         >>> from treadle.callbacks import EMAWeightAveraging
         >>> from treadle.compat.demos.boring_classes import BoringModel

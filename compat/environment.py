@@ -24,7 +24,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
     Args:
         **kwargs: Values of the variables, keyed by name. Names are converted to upper case, and values to strings.
 
-    Example:
+    Examples:
         >>> import os
         >>> with patch_environment(treadle_example=1):
         ...     os.environ["TREADLE_EXAMPLE"]

@@ -149,7 +149,7 @@ class Accelerator(Process):
         SystemExit: If this call has run the script again in several processes. It is raised once these processes have
             ended.
 
-    Example:
+    Examples:
         >>> import torch, treadle
         >>> from torch.utils.data import DataLoader, TensorDataset
         >>> accelerator = treadle.Accelerator(cpu=True)
@@ -358,17 +358,16 @@ class Accelerator(Process):
             )
         if not (self.device_placement if device_placement is None else device_placement):
             self._check_device(module)
-        if index is None and self.precision.float8 and not evaluation_mode:
-            convert_to_float8(module, self.device)
         if index is None:
+            if self.precision.float8 and not evaluation_mode:
+                convert_to_float8(module, self.device)
             (self.dynamo_plugin.compile_parts if by_parts else self.dynamo_plugin.compile)(module, self.strategy)
         elif model is self.models[index]:
             model = module
         if self.cursor.around is None and is_compiled(model):
             self._refuse_graphs_under_accumulation()
             self.cursor.around = CompiledBatches(self.dynamo_plugin.uses_cuda_graphs(self.device))
-        if evaluation_mode and not (manual_optimization and self.strategy.sharded):  # which a later fit may train
-            # One rank alone may prepare a model for evaluation.
+        if evaluation_mode and not (manual_optimization and self.strategy.sharded):  # one rank alone may do this
             wrapped = self.strategy.place(model)
         else:
             if trained or step:
@@ -572,7 +571,7 @@ class Accelerator(Process):
             ValueError: With several processes, if a model is not prepared, or if `backward` gets a ``weight`` for a
                 user-defined batch.
 
-        Example:
+        Examples:
             >>> import torch, treadle
             >>> accelerator = treadle.Accelerator(cpu=True)
             >>> model = torch.nn.Linear(4, 1)
@@ -834,7 +833,7 @@ class Accelerator(Process):
             ValueError: If ``grace`` is not a valid positive duration, or the process group does not support preemption.
             TypeError: If ``grace`` has the wrong type.
 
-        Example:
+        Examples:
             >>> import treadle as tl
             >>> accelerator = tl.Accelerator(cpu=True)
             >>> with accelerator.preemptible() as preemption:

@@ -34,7 +34,7 @@ class DataLoaderConfiguration:
         non_blocking: No effect, because copies to a CUDA device are always asynchronous where possible.
         use_stateful_dataloader: No effect, because every prepared dataloader has a ``state_dict`` method.
 
-    Example:
+    Examples:
         >>> from treadle.engine import Accelerator, DataLoaderConfiguration
         >>> accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(data_seed=1))
     """
@@ -74,7 +74,7 @@ class ProjectConfiguration:
     Raises:
         ValueError: If ``total_limit`` is not an integer of at least 1.
 
-    Example:
+    Examples:
         >>> from treadle.engine import Accelerator, ProjectConfiguration
         >>> project = ProjectConfiguration("run", automatic_checkpoint_naming=True, total_limit=2)
         >>> Accelerator(cpu=True, project_config=project).logging_dir
@@ -107,7 +107,7 @@ class ProjectConfiguration:
 class KwargsHandler:
     """Base class of settings classes that have the same names as in Accelerate, such as `AutocastKwargs`.
 
-    Example:
+    Examples:
         >>> from treadle.engine import AutocastKwargs, KwargsHandler
         >>> handler = AutocastKwargs(enabled=False)
         >>> isinstance(handler, KwargsHandler), handler.to_kwargs()
@@ -134,7 +134,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     Raises:
         ValueError: If ``num_steps`` is not an integer of at least 1.
 
-    Example:
+    Examples:
         >>> from treadle.engine import Accelerator, GradientAccumulationPlugin
         >>> plugin = GradientAccumulationPlugin(num_steps=4)
         >>> Accelerator(cpu=True, gradient_accumulation_plugin=plugin).gradient_accumulation_steps
@@ -158,7 +158,7 @@ class AutocastKwargs(KwargsHandler):
         enabled: Whether autocast is enabled. Default: True.
         cache_enabled: Whether autocast caches the weights that it has cast. Default: torch's default.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> accelerator = treadle.Accelerator(cpu=True, mixed_precision="bf16")
         >>> with accelerator.autocast(treadle.AutocastKwargs(enabled=False)):
@@ -194,7 +194,7 @@ class GradScalerKwargs(KwargsHandler):
         growth_interval: Number of consecutive steps without overflow before the scale grows. Default: 2000.
         enabled: Whether to scale the loss. Default: True.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> handler = treadle.GradScalerKwargs(init_scale=1024.0)
         >>> accelerator = treadle.Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler])
@@ -224,7 +224,7 @@ class InitProcessGroupKwargs(KwargsHandler):
         ValueError: If ``init_method`` or ``timeout`` is invalid.
         TypeError: If ``timeout`` has the wrong type.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> handler = treadle.InitProcessGroupKwargs(timeout="00:00:10:00")
         >>> handler.timeout.total_seconds()
@@ -267,7 +267,7 @@ class ProfileKwargs(KwargsHandler):
         output_trace_dir: Directory into which each process writes its traces for ``chrome://tracing``. The first trace
             of a process is named ``profile_RANK.json``.
 
-    Example:
+    Examples:
         >>> import torch, treadle
         >>> accelerator = treadle.Accelerator(cpu=True)
         >>> with accelerator.profile(treadle.ProfileKwargs(activities=["cpu"])) as profiler:
@@ -306,7 +306,7 @@ class TorchDynamoPlugin(KwargsHandler):
             if the blocks have the same structure. Default: None, which enables this only in the Trainer, and only if
             enough blocks have the same structure.
 
-    Example:
+    Examples:
         >>> from treadle.engine import Accelerator, TorchDynamoPlugin
         >>> accelerator = Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager"))
     """
@@ -416,7 +416,7 @@ class _Refused:
 class DeepSpeedPlugin(_Refused):
     """Accelerate class that Treadle does not support. Creating an instance raises an error.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> treadle.DeepSpeedPlugin()  # doctest: +ELLIPSIS
         Traceback (most recent call last):
@@ -429,7 +429,7 @@ class DeepSpeedPlugin(_Refused):
 class MegatronLMPlugin(_Refused):
     """Accelerate class that Treadle does not support. Creating an instance raises an error.
 
-    Example:
+    Examples:
         >>> from treadle.engine import MegatronLMPlugin
         >>> MegatronLMPlugin()  # doctest: +ELLIPSIS
         Traceback (most recent call last):
@@ -442,7 +442,7 @@ class MegatronLMPlugin(_Refused):
 class TorchTensorParallelPlugin(_Refused):
     """Accelerate class that Treadle does not support. Creating an instance raises an error.
 
-    Example:
+    Examples:
         >>> from treadle.engine import TorchTensorParallelPlugin
         >>> TorchTensorParallelPlugin()
         Traceback (most recent call last):
@@ -455,7 +455,7 @@ class TorchTensorParallelPlugin(_Refused):
 class FP8RecipeKwargs(_Refused):
     """Accelerate class that Treadle does not support. Creating an instance raises an error.
 
-    Example:
+    Examples:
         >>> from treadle.engine import FP8RecipeKwargs
         >>> FP8RecipeKwargs()  # doctest: +ELLIPSIS
         Traceback (most recent call last):
@@ -468,7 +468,7 @@ class FP8RecipeKwargs(_Refused):
 class AORecipeKwargs(FP8RecipeKwargs):
     """Accelerate class that Treadle does not support.
 
-    Example:
+    Examples:
         >>> from treadle.engine import AORecipeKwargs
         >>> AORecipeKwargs()  # doctest: +ELLIPSIS
         Traceback (most recent call last):
@@ -479,7 +479,7 @@ class AORecipeKwargs(FP8RecipeKwargs):
 class TERecipeKwargs(FP8RecipeKwargs):
     """Accelerate class that Treadle does not support.
 
-    Example:
+    Examples:
         >>> from treadle.engine import TERecipeKwargs
         >>> TERecipeKwargs()  # doctest: +ELLIPSIS
         Traceback (most recent call last):
@@ -490,7 +490,7 @@ class TERecipeKwargs(FP8RecipeKwargs):
 class MSAMPRecipeKwargs(FP8RecipeKwargs):
     """Accelerate class that Treadle does not support.
 
-    Example:
+    Examples:
         >>> from treadle.engine import MSAMPRecipeKwargs
         >>> MSAMPRecipeKwargs()  # doctest: +ELLIPSIS
         Traceback (most recent call last):

@@ -413,7 +413,7 @@ class PartialState(Process):
         TypeError: If a keyword argument is unknown, or if ``timeout`` has the wrong type.
         ValueError: If a value or the launcher's environment is invalid.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> state = treadle.PartialState(cpu=True)
         >>> state.process_index, state.num_processes
@@ -513,7 +513,7 @@ class AcceleratorState(PartialState):
     Raises:
         TypeError, ValueError: As for `PartialState`.
 
-    Example:
+    Examples:
         >>> from treadle.engine import Accelerator, AcceleratorState
         >>> accelerator = Accelerator(cpu=True, mixed_precision="bf16")
         >>> AcceleratorState().mixed_precision
@@ -592,7 +592,7 @@ class GradientState:
     Args:
         gradient_accumulation_plugin: Settings that apply to all instances while no Accelerator exists.
 
-    Example:
+    Examples:
         >>> from treadle.engine import Accelerator, GradientState
         >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
         >>> GradientState().num_steps

@@ -88,7 +88,7 @@ class RandomStream:
     Args:
         state: A state that `random_state` returned.
 
-    Example:
+    Examples:
         >>> import random, treadle
         >>> from treadle.engine import RandomStream, random_state
         >>> _ = treadle.seed_everything(0)

@@ -36,7 +36,7 @@ class GeneralTracker:
     Raises:
         NotImplementedError: If a subclass lacks ``name``, ``requires_logging_directory`` or ``tracker``.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> from treadle.engine import GeneralTracker
         >>> class ListTracker(GeneralTracker):

@@ -35,7 +35,7 @@ class PruningCallback(Callback):
         ModuleNotFoundError: If Optuna is not installed.
         TypeError, ValueError: If an argument is invalid or, during training, if the value was never logged.
 
-    Example:
+    Examples:
         >>> import optuna
         >>> import torch
         >>> import treadle as tl

@@ -99,7 +99,7 @@ class RayTrainReportCallback(_ReportedCheckpoint):
         ValueError: If ``every_n_train_steps`` is not a positive integer, or if ``checkpoint_upload_mode`` is NO_UPLOAD
             and Treadle cannot write to the storage.
 
-    Example:
+    Examples:
         >>> from treadle.integrations import RayTrainReportCallback
         >>> def train_function():
         ...     trainer = Trainer(max_epochs=10, callbacks=[RayTrainReportCallback()])
@@ -288,7 +288,7 @@ class TuneReportCheckpointCallback(_ReportedCheckpoint):
         RuntimeError: When a stage begins, if the process does not run a Ray Tune trial.
 
 
-    Example:
+    Examples:
         >>> from treadle.integrations import TuneReportCheckpointCallback
         >>> report = TuneReportCheckpointCallback({"loss": "val_loss"}, on="train_epoch_end")
         >>> report.state_key

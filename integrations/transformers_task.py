@@ -74,7 +74,7 @@ class TransformersTask(TaskModule):
         TypeError, ValueError: If an argument is invalid.
 
 
-    Example:
+    Examples:
         >>> import torch
         >>> import treadle as tl
         >>> from transformers import LlamaConfig, LlamaForCausalLM

@@ -47,7 +47,7 @@ class ClearMLLogger(ServiceLogger):
         ModuleNotFoundError: If ClearML is not installed.
         TypeError, ValueError: If an argument is invalid.
 
-    Example:
+    Examples:
         >>> from treadle.loggers import ClearMLLogger
         >>> ClearMLLogger("digits", task_name="baseline", offline=True).name
         'digits'

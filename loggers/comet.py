@@ -47,7 +47,7 @@ class CometLogger(ServiceLogger):
         ModuleNotFoundError: If comet_ml is not installed.
         TypeError, ValueError: If an argument is invalid.
 
-    Example:
+    Examples:
         >>> from treadle.loggers import CometLogger
         >>> logger = CometLogger(project="digits", online=False)  # opens no experiment before something is logged
         >>> logger.name

@@ -38,7 +38,7 @@ class CSVLogger(DirectoryLogger):
     Raises:
         TypeError, ValueError: If an argument is invalid.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from treadle.loggers import CSVLogger
         >>> with tempfile.TemporaryDirectory() as folder:

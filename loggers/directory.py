@@ -34,7 +34,7 @@ class DirectoryLogger(Logger):
     Raises:
         TypeError, ValueError: If an argument is invalid.
 
-    Example:
+    Examples:
         >>> import os, tempfile
         >>> from treadle.loggers import DirectoryLogger
         >>> class TextLogger(DirectoryLogger):

@@ -28,7 +28,7 @@ class NullExperiment:
     Accessing an ordinary attribute, calling the object and indexing it all return the object itself. The object is
     falsy and empty, and it can be used as a context manager.
 
-    Example:
+    Examples:
         >>> from treadle.loggers import NullExperiment
         >>> experiment = NullExperiment()
         >>> experiment.add_image("samples", None).anything is experiment
@@ -98,7 +98,7 @@ class Logger(ABC):
     Attributes:
         strict: Raise errors from the logger instead of disabling it with a warning. Default: False.
 
-    Example:
+    Examples:
         >>> from treadle.loggers import Logger
         >>> class PrintLogger(Logger):
         ...     def log_metrics(self, metrics, step=None):

@@ -50,7 +50,7 @@ class MLFlowLogger(UploadingLogger):
         TypeError, ValueError: If an argument is invalid, or if the installed version of MLflow disables file storage
             and the tracking URI requires it.
 
-    Example:
+    Examples:
         >>> from treadle.loggers import MLFlowLogger
         >>> logger = MLFlowLogger("digits", tracking_uri="http://localhost:5000", run_name="baseline")
         >>> logger.name

@@ -45,7 +45,7 @@ class SwanLabLogger(ServiceLogger):
         ModuleNotFoundError: If SwanLab is not installed.
         TypeError, ValueError: If an argument is invalid.
 
-    Example:
+    Examples:
         >>> from treadle.loggers import SwanLabLogger
         >>> logger = SwanLabLogger("digits", mode="offline", save_dir="logs")
         >>> logger.name, logger.save_dir

@@ -45,7 +45,7 @@ class TensorBoardLogger(DirectoryLogger):
     Raises:
         TypeError, ValueError: If an argument is invalid.
 
-    Example:
+    Examples:
         >>> import os, tempfile
         >>> from treadle.loggers import TensorBoardLogger
         >>> with tempfile.TemporaryDirectory() as folder:

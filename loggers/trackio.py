@@ -32,7 +32,7 @@ class TrackioLogger(ServiceLogger):
         ModuleNotFoundError: If Trackio is not installed.
         TypeError, ValueError: If an argument is invalid.
 
-    Example:
+    Examples:
         >>> from treadle.loggers import TrackioLogger
         >>> logger = TrackioLogger("digits", name="baseline")
         >>> logger.name, logger.version

@@ -49,7 +49,7 @@ class WandbLogger(UploadingLogger):
         ModuleNotFoundError: If wandb is not installed.
         TypeError, ValueError: If an argument is invalid, or arguments contradict each other.
 
-    Example:
+    Examples:
         >>> from treadle.loggers import WandbLogger
         >>> logger = WandbLogger(project="digits", id="baseline", offline=True, save_dir="logs")
         >>> logger.name, logger.version, logger.log_dir

@@ -21,7 +21,7 @@ from .strategy import Strategy
 class DDPCommunicationHookType(StrEnum):
     """Compression method for the gradients that processes exchange.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> treadle.DistributedDataParallelKwargs(comm_hook=treadle.DDPCommunicationHookType.BF16).comm_hook
         <DDPCommunicationHookType.BF16: 'bf16'>
@@ -54,7 +54,7 @@ class DistributedDataParallelKwargs:
         comm_state_option: Arguments of torch's ``PowerSGDState``, or the first argument of a function passed as
             ``comm_hook``.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> handler = treadle.DistributedDataParallelKwargs(find_unused_parameters=True)
         >>> treadle.Accelerator(cpu=True, kwargs_handlers=[handler]).strategy.name
@@ -131,7 +131,7 @@ class ParallelismConfig:
     Raises:
         ValueError: If an argument has an invalid or unsupported value.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> treadle.ParallelismConfig(dp_replicate_size=2, dp_shard_size=4).total_size
         8
@@ -321,7 +321,7 @@ class FullyShardedDataParallelPlugin:
     Raises:
         ValueError, TypeError: If a value is not supported, or if values contradict each other.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> plugin = treadle.FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap="Block,Head")
         >>> sorted(plugin.strategy(treadle.PartialState(cpu=True).world).auto_wrap_policy)

@@ -43,7 +43,7 @@ class Precision:
         cached: Whether autocast caches the weights that it has cast.
         float8: Whether linear layers of suitable sizes compute matrix products in float8.
 
-    Example:
+    Examples:
         >>> from treadle.strategies import Precision
         >>> Precision.parse("bf16").compute
         torch.bfloat16

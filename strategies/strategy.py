@@ -47,7 +47,7 @@ class Strategy(StrategyAliases):
         backward_note: In manual optimization, a function whose result, a 0-d tensor, is averaged with the gradients.
         agreed_note: The latest average of these results; None if there is none.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> from treadle.strategies import SingleDevice, Strategy
         >>> class Logged(SingleDevice):
@@ -528,7 +528,7 @@ class SingleDevice(Strategy):
     Raises:
         RuntimeError, TypeError: If torch does not accept the device.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> from treadle.strategies import SingleDevice
         >>> treadle.Accelerator(strategy=SingleDevice("cpu")).device

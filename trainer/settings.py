@@ -25,7 +25,7 @@ Limit = int | float | None
 class TrainerSettings:
     """Dataclass of the flags of `Trainer`. They are documented in `Trainer`, which also validates them.
 
-    Example:
+    Examples:
         >>> import treadle as tl
         >>> settings = tl.TrainerSettings(max_epochs=3, accelerator="cpu", devices=1, barebones=True)
         >>> trainer = tl.Trainer(**settings.flags())

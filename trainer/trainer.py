@@ -166,7 +166,7 @@ class Trainer(LightningAliases, Copyable):
         SystemExit: If the constructor has run the script again in one process per device. It is raised once these
             processes have ended.
 
-    Example:
+    Examples:
         >>> import treadle as tl
         >>> from treadle.compat.demos.boring_classes import BoringModel
         >>> trainer = tl.Trainer(max_steps=2, accelerator="cpu", devices=1, barebones=True)

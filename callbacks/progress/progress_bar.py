@@ -19,7 +19,7 @@ class ProgressBar(BestEffortCallback):
     A subclass that overrides ``__init__`` or ``setup`` must call the base class's version of it. If ``callbacks``
     contains such a bar, the Trainer does not add another one.
 
-    Example:
+    Examples:
         >>> import treadle as tl
         >>> from treadle.callbacks import ProgressBar
         >>> from treadle.compat.demos.boring_classes import BoringModel

@@ -37,7 +37,7 @@ class RichProgressBarTheme:
         metrics_text_delimiter: Text between two logged values. Default: a space.
         metrics_format: Format of a logged floating-point number. Default: ``".3f"``.
 
-    Example:
+    Examples:
         >>> from treadle.callbacks import RichProgressBarTheme
         >>> RichProgressBarTheme(progress_bar="green", metrics_format=".2e").metrics_format
         '.2e'
@@ -81,7 +81,7 @@ class RichProgressBar(DrawnBar):
         ModuleNotFoundError: If ``rich`` is not installed.
         ValueError, TypeError: If an argument is invalid.
 
-    Example:
+    Examples:
         >>> from treadle.callbacks import RichProgressBar, RichProgressBarTheme
         >>> bar = RichProgressBar(leave=True, theme=RichProgressBarTheme(metrics_format=".2e"))
         >>> bar.is_enabled

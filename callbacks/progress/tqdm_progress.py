@@ -51,7 +51,7 @@ class TQDMProgressBar(DrawnBar):
     Raises:
         ValueError, TypeError: If an argument is invalid.
 
-    Example:
+    Examples:
         >>> import treadle as tl
         >>> from treadle.callbacks import TQDMProgressBar
         >>> bar = TQDMProgressBar(refresh_rate=10, leave=True)

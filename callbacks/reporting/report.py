@@ -41,7 +41,7 @@ class RunReport(BestEffortCallback):
     Raises:
         ValueError, TypeError: If ``every_seconds`` is invalid.
 
-    Example:
+    Examples:
         >>> import os, tempfile
         >>> import treadle as tl
         >>> from treadle.callbacks import RunReport

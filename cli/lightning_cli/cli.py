@@ -83,7 +83,7 @@ class LightningCLI:
             is no data module.
         subcommand: Name of the subcommand to run; None with ``run=False``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from treadle import TaskModule
         >>> class Model(TaskModule):

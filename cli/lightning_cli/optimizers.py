@@ -26,7 +26,7 @@ class ReduceLROnPlateau(schedulers.ReduceLROnPlateau):
         min_lr: Lower bound of the learning rates, or a list with one bound per parameter group. Default: 0.
         eps: Minimum change of a learning rate. Smaller changes are not applied. Default: 1e-8.
 
-    Example:
+    Examples:
         >>> import torch
         >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
         >>> ReduceLROnPlateau(optimizer, monitor="val_loss", patience=2).monitor
@@ -67,7 +67,7 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
     Returns:
         An instance of the class that ``class_path`` names. If it names a function, the function's return value.
 
-    Example:
+    Examples:
         >>> import torch
         >>> init = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
         >>> instantiate_class(torch.nn.Linear(2, 1).parameters(), init).defaults["lr"]

@@ -56,7 +56,7 @@ class LightningArgumentParser(ArgumentParser):
     Raises:
         ModuleNotFoundError: If jsonargparse is not installed.
 
-    Example:
+    Examples:
         >>> parser = LightningArgumentParser()
         >>> _ = parser.add_argument("--batch_size", type=int, default=32)
         >>> parser.parse_args(["--batch_size=64"]).batch_size

@@ -33,7 +33,7 @@ class SaveConfigCallback(Callback):
     Raises:
         ValueError: If ``save_to_log_dir`` is False and ``save_config`` is not overridden.
 
-    Example:
+    Examples:
         >>> parser = LightningArgumentParser(dump_header=["my run"])
         >>> _ = parser.add_argument("--width", type=int, default=8)
         >>> callback = SaveConfigCallback(parser, parser.parse_args(["--width=4"]), config_filename="run.yaml")

@@ -434,7 +434,7 @@ class CheckpointStore:
         ValueError: If the URL is invalid or its scheme is read-only.
         TypeError: If ``directory`` is neither a path nor a URL.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> from treadle.engine import CheckpointStore
         >>> accelerator = treadle.Accelerator(cpu=True)

@@ -47,7 +47,7 @@ class CombinedLoader:
         ValueError: If ``mode`` is unknown, or if ``iterables`` is empty.
         TypeError: If an entry of ``iterables`` is not iterable.
 
-    Example:
+    Examples:
         >>> from treadle.engine import CombinedLoader
         >>> loader = CombinedLoader({"a": [1, 2, 3], "b": [4, 5]}, mode="max_size_cycle")
         >>> [batch for batch, batch_idx, dataloader_idx in loader]
@@ -364,7 +364,7 @@ class JointLoader(Loader):
         TypeError: If the `CombinedLoader` contains a prepared dataloader.
         ValueError: If one of the dataloaders cannot be combined or prepared.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> from torch.utils.data import DataLoader
         >>> from treadle.engine import CombinedLoader

@@ -45,6 +45,7 @@ from .workers import (
     SeededCollate,
     SeededSamples,
     SeededStream,
+    WorkerMemory,
     end_workers,
     iterate_in_process,
     known_epoch,
@@ -86,7 +87,7 @@ class Loader:
         TypeError: If the source is not iterable.
         ValueError: If a setting of the source is not supported.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> from torch.utils.data import DataLoader
         >>> accelerator = treadle.Accelerator(cpu=True)
@@ -129,6 +130,7 @@ class Loader:
         # The last micro-batch of this epoch, the position of a copy of the stream there, and the indices of its group.
         self._last: tuple[Micro, Draw | None, GroupIndices | None] | None = None
         self._reads: list[Any] = []  # the dataset's own generators, if this process reads the dataset
+        self._worker_memory: WorkerMemory | None = None
         self._known_epoch: KnownEpoch | None = None  # what the dataset's copies in new workers have received
         self._repeats = False  # whether each epoch has the first one's order
         self._first: dict[str, Any] | None = None  # the state that this order was drawn from
@@ -163,7 +165,8 @@ class Loader:
         settings["_iterator"] = None
         workers = source.num_workers > 0
         if workers:
-            settings["worker_init_fn"] = LiveWithRank(source.worker_init_fn)
+            settings["worker_init_fn"] = init = LiveWithRank(source.worker_init_fn, source.num_workers)
+            self._worker_memory = init.memory
         if isinstance(source.dataset, IterableDataset):
             self._prepare_stream(source, planner)
             return
@@ -371,6 +374,8 @@ class Loader:
     def end_epoch(self) -> None:
         """End the epoch, even if it was left early. A full iteration calls this method."""
         if self._position.order is not None:
+            if self._worker_memory is not None:
+                self._worker_memory.warn_of_copies(self.epoch)
             self._first = self._first or self._position.order
             self._last = None
             self._position.end()

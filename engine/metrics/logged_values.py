@@ -35,7 +35,7 @@ class Metrics:
         place: The current batch of an evaluation, as (dataloader index, batch index).
         evaluation: The values of the evaluation that is running within this stage; None at other times.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> from treadle.engine import Metrics
         >>> world = treadle.PartialState(cpu=True).world
@@ -532,7 +532,7 @@ class Entry:
     Attributes:
         wide: Whether the values may have more than float32's precision; see `is_wide`.
 
-    Example:
+    Examples:
         >>> from treadle.engine import Entry
         >>> options = dict(reduction="mean", prog_bar=False, logger=True)
         >>> Entry("loss", None, on_step=True, on_epoch=True, **options).label("step")

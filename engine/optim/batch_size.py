@@ -75,7 +75,7 @@ def find_executable_batch_size(
         RuntimeError: If ``function`` fails on another process for a reason other than a lack of memory, or if another
             process does not respond.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> @treadle.find_executable_batch_size(starting_batch_size=64)
         ... def train(batch_size):

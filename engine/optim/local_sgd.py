@@ -29,7 +29,7 @@ class LocalSGD:
         ValueError: If ``local_sgd_steps`` is invalid. With several processes, the ``with`` statement also raises
             this error if the strategy does not support local SGD.
 
-    Example:
+    Examples:
         >>> import torch, treadle
         >>> accelerator = treadle.Accelerator(cpu=True)
         >>> model = torch.nn.Linear(4, 1)

@@ -45,7 +45,7 @@ class Preempted(SystemExit):
     saves a full checkpoint before it raises this exception. The exit status is 143 for SIGTERM and SIGUSR1, and 129 for
     SIGHUP.
 
-    Example:
+    Examples:
         >>> from treadle.engine import Preempted
         >>> try:
         ...     raise Preempted(143)
@@ -76,7 +76,7 @@ class Preemption:
         caught: The first signal that asked this process to end, or None.
         abandoned: Whether a second Ctrl-C arrived. In that case, nothing more is saved.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> accelerator = treadle.Accelerator(cpu=True)
         >>> with accelerator.preemptible() as preemption:

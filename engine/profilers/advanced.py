@@ -27,7 +27,7 @@ class AdvancedProfiler(Profiler):
         TypeError: If an argument has the wrong type.
         ValueError: If ``line_count_restriction`` is negative, or a float above 1.0.
 
-    Example:
+    Examples:
         >>> from treadle.profilers import AdvancedProfiler
         >>> profiler = AdvancedProfiler(line_count_restriction=5)
         >>> with profiler.profile("sort"):

@@ -37,7 +37,7 @@ class Profiler:
     Raises:
         TypeError: If ``dirpath`` or ``filename`` is neither a string nor a path.
 
-    Example:
+    Examples:
         >>> import time
         >>> from treadle.profilers import Profiler
         >>> class Counter(Profiler):
@@ -188,7 +188,7 @@ class Profiler:
 class PassThroughProfiler(Profiler):
     """Profiler that measures nothing. It is the Trainer's default.
 
-    Example:
+    Examples:
         >>> from treadle.profilers import PassThroughProfiler
         >>> with PassThroughProfiler().profile("anything") as name:
         ...     print(name)

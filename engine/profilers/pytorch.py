@@ -47,7 +47,7 @@ class PyTorchProfiler(Profiler):
         ValueError: If a sort key or an argument is unknown.
         TypeError: If ``schedule``, ``dirpath`` or ``filename`` has the wrong type.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> from treadle.profilers import PyTorchProfiler
         >>> profiler = PyTorchProfiler(row_limit=10, profile_memory=True)

@@ -45,7 +45,7 @@ class SimpleProfiler(Profiler):
     Raises:
         TypeError: If ``dirpath`` or ``filename`` is neither a string nor a path.
 
-    Example:
+    Examples:
         >>> import time
         >>> from treadle.profilers import SimpleProfiler
         >>> profiler = SimpleProfiler()

@@ -20,7 +20,7 @@ _REPLACEABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class TorchSyncBatchNorm:
     """Trainer plugin that is equivalent to ``sync_batchnorm=True``.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> from treadle.strategies import TorchSyncBatchNorm
         >>> trainer = treadle.Trainer(plugins=[TorchSyncBatchNorm()], logger=False)

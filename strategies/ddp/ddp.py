@@ -191,7 +191,7 @@ class DDP(Strategy):
     Raises:
         TypeError, ValueError: If an argument is invalid, or if arguments contradict each other.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> from treadle.strategies import DDP
         >>> trainer = treadle.Trainer(strategy=DDP(gradient_as_bucket_view=True), accelerator="cpu", logger=False)

@@ -71,7 +71,7 @@ class LaunchEnvironment:
             MASTER_PORT.
         run_id: Identifier that distinguishes this run from others that might use the same address, or "".
 
-    Example:
+    Examples:
         >>> from treadle.strategies import LaunchEnvironment
         >>> variables = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
         >>> launched = LaunchEnvironment.read(variables)

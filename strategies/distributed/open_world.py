@@ -152,7 +152,7 @@ class DistributedType(StrEnum):
 
     The other values exist only for comparisons in scripts.
 
-    Example:
+    Examples:
         >>> import treadle as tl
         >>> from treadle.utils import DistributedType
         >>> tl.Accelerator(cpu=True).distributed_type == DistributedType.NO

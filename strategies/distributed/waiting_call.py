@@ -37,7 +37,7 @@ _ADVICE = (
 class DistributedOperationException(RuntimeError):
     """Error raised if collective calls of the processes do not match, or if they cannot be compared.
 
-    Example:
+    Examples:
         >>> from treadle.strategies import DistributedOperationException
         >>> issubclass(DistributedOperationException, RuntimeError)
         True

@@ -74,7 +74,7 @@ class World:
             different versions of torch or Treadle.
         RuntimeError: If the other processes do not connect within the timeout.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from treadle.strategies import World
         >>> world = World()

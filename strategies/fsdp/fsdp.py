@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,14 @@ from ..strategy import Strategy, make_group_options
 from ..wrap_policy import Policy, check_policy, chosen_blocks, direct_parts, self_contained
 from .deferred_init import Tape, get_generator
 from .recompute import Recompute
+from .sharded_router import (
+    ShardedRouter,
+    forget_gradients,
+    gathered_parameters,
+    reshard_parameters,
+    start_anew,
+    weigh_gradients,
+)
 
 _ROOT = "_sharded_root"
 
@@ -45,7 +54,7 @@ class FSDP(Strategy):
             `Recompute`. Default: none.
         reshard_after_forward: Free a block's parameters after the forward pass and gather them again in the backward
             pass. False keeps them, which is faster but uses more memory. A number reshards them over groups of that
-            many processes.
+            many processes. In manual optimization, parameters are always freed.
         cpu_offload: Keep parameters, gradients and optimizer state in host memory.
         gather_dtype: Dtype in which parameters are gathered. Default: their storage dtype. ``torch.bfloat16`` also
             rounds the weights of normalization layers. If ``gather_dtype`` is set, gradients are reduced in float32.
@@ -65,7 +74,7 @@ class FSDP(Strategy):
     Raises:
         TypeError, ValueError: If an argument is invalid, or if arguments contradict each other.
 
-    Example:
+    Examples:
         >>> import treadle
         >>> from treadle.strategies import FSDP
         >>> strategy = FSDP(auto_wrap_policy="auto", activation_checkpointing_policy=True)
@@ -122,7 +131,6 @@ class FSDP(Strategy):
         self._tapes: list[Tape] = []
         self._recording = False
         self._roots: WeakSet[Any] = WeakSet()
-        self._weighed: Any = WeakIdKeyDictionary()  # gathered parameters whose gradients are weighted
         # For optimizers that were created before: the parameters before and after sharding.
         self._moved: Any = WeakIdKeyDictionary()
 
@@ -219,8 +227,9 @@ class FSDP(Strategy):
                 "that is sharded for the one can't be trained with the other. Build a new model and load the weights."
             )
         elif root not in self._roots:
-            _start_anew(root)  # an earlier run may have failed before its end
+            start_anew(root)  # an earlier run may have failed before its end
         self._roots.add(root)
+        root._strategy = ref(self)  # that of this run
         return root
 
     def place(self, module: nn.Module) -> nn.Module:
@@ -251,6 +260,11 @@ class FSDP(Strategy):
             blocks = self._choose_blocks(module, apart)  # the hook may have inserted other submodules
         if apart:
             check_covered(module, blocks)
+            if self.reshard_after_forward is not True:
+                announce(
+                    f"FSDP: reshard_after_forward={self.reshard_after_forward} has no effect with "
+                    "automatic_optimization=False, where training_step must see shards between the forward passes."
+                )
         else:
             self._explain(module, blocks)
         recompute = Recompute.parse(self.activation_checkpointing_policy)
@@ -258,23 +272,23 @@ class FSDP(Strategy):
             recompute.apply(module, blocks)
         for block in blocks:
             self._build(block, unbuilt)
-            self._fully_shard(block, self.reshard_after_forward)
+            self._fully_shard(block, apart or self.reshard_after_forward)
         self._build(module, unbuilt)
         # If activations are recomputed, autocast alone would keep a cast copy of the whole model until the backward
         # pass.
         precision = self.precision if recompute is None else replace(self.precision, cached=False)
-        router = _ShardedRouter(module, precision.context(self.world.device), precision.compute is not None)
+        router = ShardedRouter(module, precision.context(self.world.device), precision.compute is not None)
         router._is_apart = apart
-        if apart:
-            for block in blocks:
-                block.register_forward_pre_hook(self._weigh_gradients)  # after FSDP's own, which gathers
-        else:
+        if not apart:
             self._fully_shard(router, False)
+        elif self.world.size > 1:
+            for block in blocks:  # after FSDP's own hook, which gathers
+                block.register_forward_pre_hook(partial(weigh_gradients, router))
         if self.world.size > 1:
             router.register_forward_pre_hook(self._count_step, prepend=True)  # before FSDP's own hook, which may wait
         unblocked = [part for part in module.modules() if part not in blocks and hasattr(part, "reshard")]
-        kept = [*unblocked, *(blocks if self.reshard_after_forward is not True else ())]
-        router._parts_to_reshard = kept if apart else [router, *kept]  # type: ignore[assignment]
+        kept = blocks if not apart and self.reshard_after_forward is not True else ()
+        router._parts_to_reshard = [*(() if apart else (router,)), *unblocked, *kept]  # type: ignore[assignment]
         after = dict(module.named_parameters(remove_duplicate=False))
         for name, parameter in before.items():
             if name in after:  # otherwise the model's `parallelize` has replaced it
@@ -292,15 +306,6 @@ class FSDP(Strategy):
                 dict.fromkeys((*blocks, *(p for p in direct_parts(module) if any(True for _ in p.parameters()))))
             )
         return self_contained(module, blocks)
-
-    def _weigh_gradients(self, block: Any, *_: Any) -> None:
-        """Weight the gradients of ``loss.backward()`` by the rank's share of an uneven batch; see `Strategy`."""
-        if self.backward_weight != 1.0:
-            for _, group in _iterate_groups_of(block):
-                for parameter in (fsdp_parameter.unsharded_param for fsdp_parameter in group.fsdp_params):
-                    if parameter.requires_grad and parameter not in self._weighed:
-                        self._weighed[parameter] = None
-                        parameter.register_hook(lambda gradient: gradient * self.backward_weight)
 
     def _explain(self, module: nn.Module, blocks: list[nn.Module]) -> None:
         """Log if the policy selects no module, or if selected modules are gathered with the rest of the model."""
@@ -459,11 +464,11 @@ class FSDP(Strategy):
 
     def graph_leaves(self, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """See `Strategy.graph_leaves`."""
-        return itertools.chain(super().graph_leaves(module), _gathered_parameters(module))
+        return itertools.chain(super().graph_leaves(module), gathered_parameters(module))
 
     def drop_gradients(self, module: nn.Module) -> None:
         """See `Strategy.drop_gradients`."""
-        _forget_gradients(module)
+        forget_gradients(module)
 
     def agree_on_overflow(self, overflow: Tensor) -> None:
         """See `Strategy.agree_on_overflow`."""
@@ -473,7 +478,7 @@ class FSDP(Strategy):
     def explain(self, error: BaseException) -> BaseException:
         """See `Strategy.explain`. FSDP2's state is reset, because another backward pass may follow the failed one."""
         for root in self._roots:
-            _start_anew(root)
+            start_anew(root)
         return error
 
     def start_agreement(self, votes: Tensor) -> None:
@@ -515,7 +520,7 @@ class FSDP(Strategy):
 
         def use_the_shards(*_: Any) -> None:
             for root in roots:
-                _reshard_parameters(root)
+                reshard_parameters(root)
 
         optimizer.register_step_pre_hook(use_the_shards)
         return optimizer
@@ -685,118 +690,3 @@ def check_unchanged(tape: Tape, tensor: Tensor, words: str) -> None:
             "inside init_module() or configure_model, load weights with load_state_dict(..., assign=True), or write "
             "them after the model is prepared."
         )
-
-
-_OUTSIDE = (
-    "with FSDP and automatic_optimization=False, a parameter was used outside of the forward pass of its submodule, "
-    "which gathers it. Call the submodule itself, as in self.generator(x). For another method, call "
-    "torch.distributed.fsdp.register_fsdp_forward_method(self.generator, 'method') at the start of "
-    "configure_optimizers. To call a part of a submodule, name the part's class in auto_wrap_policy."
-)
-_MANUAL_RULES = {  # by words of torch's error (2.13)
-    "mixed torch.Tensor and DTensor": _OUTSIDE,
-    "placement": _OUTSIDE,
-    "not have been used in the graph": "with FSDP and automatic_optimization=False, torch.autograd.grad can't compute "
-    "gradients with respect to parameters, which are shards. Call self.manual_backward, which leaves the gradients in "
-    "parameter.grad, or use strategy='ddp'.",
-    "storage of size 0": "with FSDP and automatic_optimization=False, a gradient was differentiated again "
-    "(create_graph=True, as in a gradient penalty), but FSDP frees the gathered parameters after the first backward "
-    "pass. Use strategy='ddp'.",
-}
-
-
-class _ShardedRouter(Router):
-    """Root module of a sharded model.
-
-    After a forward pass without gradients, the model's parameters are resharded. Such a pass does not run in torch's
-    inference mode, because parameters first gathered in that mode could not be trained (torch 2.13).
-
-    In manual optimization, the root itself is not sharded, but each submodule of the task is.
-    """
-
-    _is_apart: bool
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model. Afterwards, reshard its parameters if gradients are disabled."""
-        try:
-            return self._run(*args, **kwargs)
-        except RuntimeError as error:
-            rules = [rule for words, rule in _MANUAL_RULES.items() if words in str(error)]
-            if not (self._is_apart and rules):
-                raise
-            raise ValueError(f"{rules[0]} ({str(error).splitlines()[0]})") from error
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            return super().__call__(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            try:
-                return super().__call__(*args, **kwargs)
-            finally:
-                _reshard_parameters(self)
-
-
-def _reshard_parameters(root: Any) -> None:
-    """Free the gathered parameters that a forward pass has kept, because they would miss optimizer steps."""
-    for part in root._parts_to_reshard:
-        part.reshard()
-
-
-def _start_anew(root: Any) -> None:
-    """Reset FSDP2's state after an error has interrupted a forward or backward pass."""
-    _forget_gradients(root)
-    if getattr(root, "_is_apart", False):
-        for part in root.module.modules():
-            if hasattr(part, "_get_fsdp_state") and part._get_fsdp_state()._is_root:
-                _start_anew(part)
-        return
-    if hasattr(root, "reset_iter_state"):  # torch 2.13
-        root.reset_iter_state()
-        return
-    for state, group in _iterate_sharded_groups(root):
-        for record in (state, group):
-            record._training_state = type(record._training_state).IDLE
-        state._state_ctx.iter_forward_root = None
-        state._state_ctx.post_backward_final_callback_queued = False
-        group._all_gather_result = None  # it may contain old values
-        group._post_forward_indices.clear()
-        group.comm_ctx.post_forward_order.clear()
-        group.comm_ctx.reduce_scatter_state = None
-        group._to_sharded()
-
-
-def _forget_gradients(root: nn.Module) -> None:
-    """Discard the unreduced gradients of gathered parameters.
-
-    An optimizer's ``zero_grad`` resets only the gradients of shards.
-    """
-    for _, group in _iterate_sharded_groups(root):
-        for fsdp_parameter in group.fsdp_params:
-            fsdp_parameter.unsharded_accumulated_grad = None
-            if hasattr(fsdp_parameter, "_unsharded_param"):  # it exists after the first gathering
-                fsdp_parameter._unsharded_param.grad = None
-
-
-def _gathered_parameters(root: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the unsharded and the sharded tensor of each parameter that has been gathered."""
-    for _, group in _iterate_sharded_groups(root):
-        for fsdp_parameter in group.fsdp_params:
-            if hasattr(fsdp_parameter, "_unsharded_param"):
-                yield fsdp_parameter._unsharded_param, fsdp_parameter.sharded_param
-
-
-def _iterate_sharded_groups(root: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield FSDP2's internal state of each module, together with each of the module's parameter groups."""
-    for part in root.modules():
-        yield from _iterate_groups_of(part)
-
-
-def _iterate_groups_of(part: Any) -> Iterator[tuple[Any, Any]]:
-    get_state: Any = getattr(part, "_get_fsdp_state", None)
-    if get_state is not None:
-        state = get_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # older versions (2.6) have one group each
-            groups = [group for group in (state._fsdp_param_group,) if group is not None]
-        for group in groups:
-            yield state, group

@@ -37,7 +37,7 @@ class Recompute:
     Raises:
         ValueError, TypeError: If an argument is invalid, or if arguments contradict each other.
 
-    Example:
+    Examples:
         >>> from treadle.strategies import FSDP, Recompute
         >>> strategy = FSDP(activation_checkpointing_policy=Recompute(every=2, keep="products"))
 

@@ -67,7 +67,7 @@ def test_a_wrong_example_is_reported():
     def wrong():
         """Return nothing.
 
-        Example:
+        Examples:
             >>> 1 + 1
             3
         """

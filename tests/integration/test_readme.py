@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.house import ALL_ROOMS
 from support.processes import clean_environment, programs, python, run, script
 from treadle.common.peer_names import Answer
 from treadle.engine.checkpoint import store
@@ -52,7 +53,7 @@ check_reference = load_script(".ci/check_reference.py")
 make_images = load_script("docs/make_images.py")
 make_migration = load_script(".ci/make_migration.py")
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(<!-- (?:not run: *(.*?)|make test-all) *-->\n+)?```(\w+)([^\n]*)\n(.*?)```", re.DOTALL)
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -301,6 +302,22 @@ def test_named_files_exist():
             assert (ROOT / name).exists(), f"{document.name} names {name}"
         for name in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text):
             assert (document.parent / name).exists(), f"{document.name} links to {name}"
+
+
+def test_what_agents_are_told_exists():
+    """AGENTS.md is short, its targets and files exist, and its order of the rooms is that of the layers."""
+    text = (ROOT / "AGENTS.md").read_text()
+    assert len(text.splitlines()) <= 60
+    named = set(re.findall(r"`([^`\n]+)`", text))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    made = {name.split()[1] for name in named if name.startswith("make ")}
+    assert {"install", "quick", "test"} <= made <= targets
+    paths = {word for name in named for word in name.split() if "/" in word and not word.startswith(".venv")}
+    assert len(paths) > 10
+    for path in paths:
+        assert (ROOT / path).exists(), path
+    order = re.search(r"`compat` > [`\w >]+", " ".join(text.split()))[0]
+    assert re.findall(r"`(\w+)`", order) == [room for room in reversed(ALL_ROOMS) if f"`{room}`" in order]
 
 
 def test_folders_are_the_installed_packages():

@@ -89,5 +89,20 @@ def test_every_page_is_in_the_nav():
     nav = yaml.safe_load(re.search(r"^nav:\n(.*)", text, re.MULTILINE | re.DOTALL)[0])["nav"]
     entries = list(hooks._entries(nav))
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    assert {page for page in entries if "*" not in page} - {"results.md"} <= pages
+    assert {page for page in entries if "*" not in page} - {"results.md", "changelog.md"} <= pages
     assert {page for page in pages if not any(hooks._matches(page, entry) for entry in entries)} == set()
+
+
+@pytest.mark.parametrize(
+    ("html", "lost"),
+    [
+        ("<p>Adds.</p><pre><span>&gt;&gt;&gt; 1 + 1</span>\n2</pre>", ""),
+        ("<p>A prompt is <code>&gt;&gt;&gt;</code>.</p>", ""),
+        ("<blockquote><blockquote><p>1 + 1 2</p></blockquote></blockquote>", "<blockquote>"),
+        ("<p>&gt;&gt;&gt; 1 + 1 2</p>", "&gt;&gt;&gt; 1 + 1 2"),
+    ],
+)
+def test_examples_that_lost_their_lines_are_found(html, lost, caplog):
+    hooks.on_page_content(html, SimpleNamespace(file=SimpleNamespace(src_uri="reference/api/data.md")))
+    assert hooks.find_lost_code(html).startswith(lost)
+    assert bool(lost) == bool(caplog.records)

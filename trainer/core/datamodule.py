@@ -109,7 +109,7 @@ class DataModule(HyperparametersMixin, DataHooks):
         allow_zero_length_dataloader_with_multiple_devices: Ignored. If sharding leaves a process without samples, the
             process takes part in the step with weight 0.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import treadle as tl
         >>> class Numbers(tl.DataModule):

@@ -44,7 +44,7 @@ _NOTHING: Any = object()
 class AttributeDict(dict[str, Any]):
     """Dict whose keys are also attributes.
 
-    Example:
+    Examples:
         >>> from treadle.utilities import AttributeDict
         >>> hparams = AttributeDict(lr=0.1)
         >>> hparams.width = 8

@@ -172,7 +172,7 @@ def load_checkpoint(
         TypeError, ValueError: If an argument is invalid, or the checkpoint cannot be loaded.
         OSError: If a download fails.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import treadle as tl
         >>> from treadle.compat.demos.boring_classes import BoringModel

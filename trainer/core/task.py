@@ -39,7 +39,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, Exports, nn.Module):
         example_input_array: Example input of ``forward`` for the model summary, graph logging and export. Default:
             None.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import treadle as tl
         >>> class Line(tl.TaskModule):

@@ -40,7 +40,7 @@ class Progress:
             created; -1 if they were created before an epoch without validation.
         phase: Current phase of the loop; see `Phase`.
 
-    Example:
+    Examples:
         >>> from treadle.trainer import Progress
         >>> progress = Progress(epoch=1, step=128, batch=10)
         >>> progress.next_epoch()

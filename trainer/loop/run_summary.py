@@ -67,9 +67,9 @@ class RunSummary:
         else:
             lines.append(self._describe_steps() if task.automatic_optimization else self._describe_manual_steps())
         if len(accelerator.optimizers) > 1 and task.automatic_optimization:
-            names = ", ".join(type(prepared.optimizer).__name__ for prepared in accelerator.optimizers)
+            kinds = ", ".join(type(prepared.optimizer).__name__ for prepared in accelerator.optimizers)
             lines.append(
-                f"{len(accelerator.optimizers)} optimizers ({names}) step together after one backward pass; optimizers "
+                f"{len(accelerator.optimizers)} optimizers ({kinds}) step together after one backward pass; optimizers "
                 "that take turns, as in a GAN, need automatic_optimization=False"
             )
         if _can_use_tf32(accelerator.device, accelerator.precision):

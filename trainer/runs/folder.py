@@ -55,7 +55,7 @@ class RunFolder:
         companion: Path of the function that returns a callback for this run, recorded by the program that prepared the
             run (see `prepare`); None if there is none.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import treadle as tl
         >>> from treadle.compat.demos.boring_classes import BoringModel

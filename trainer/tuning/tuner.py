@@ -20,7 +20,7 @@ class Tuner:
     Args:
         trainer: Trainer whose settings, processes and precision the searches use.
 
-    Example:
+    Examples:
         >>> import treadle as tl
         >>> from treadle.compat.demos.boring_classes import BoringModel
         >>> from treadle.tuner import Tuner

@@ -285,7 +285,7 @@ class Fault:
     Raises:
         TypeError, ValueError: If an argument is invalid.
 
-    Example:
+    Examples:
         >>> Fault("backward:after", "raise:ValueError", rank=1, step=3)
         Fault(point='backward:after', action='raise:ValueError', rank=1, step=3)
     """
@@ -408,7 +408,7 @@ class FaultPlan:
     Raises:
         TypeError, ValueError: If an argument is invalid.
 
-    Example:
+    Examples:
         >>> with FaultPlan([Fault("disk:fsync", "delay:0.0")], record=None) as plan:
         ...     from treadle.engine.checkpoint import filesystem
         ...     filesystem.fsync(Path("."))

@@ -111,7 +111,7 @@ def by_hand():
 def fit(task, processes, dtype=torch.float64, **flags):
     trainer = make_trainer(**{"max_epochs": EPOCHS, "precision": "64-true", "devices": processes} | flags)
     trainer.fit(task, DataLoader(TensorDataset(data().to(dtype)), BATCH // processes))
-    return {name: p.full_tensor() for name, p in task.named_parameters()}
+    return {name: getattr(p, "full_tensor", p.clone)().detach() for name, p in task.named_parameters()}
 
 
 def variants():
@@ -121,6 +121,19 @@ def variants():
         "recomputed": FSDP(activation_checkpointing_policy=True),
         "chosen": FSDP(auto_wrap_policy={nn.Linear}),
     }
+
+
+class Raw(Deep):
+    """Calls ``loss.backward()``, whose gradients the strategy of each run weights by the ranks' shares."""
+
+    def manual_backward(self, loss, *args, **kwargs):
+        loss.backward(*args, **kwargs)
+
+
+def fit_twice(processes, **flags):
+    task = Raw()
+    fit(task, processes, **flags)
+    return fit(task, processes, **flags)
 
 
 class Encodes(Deep):
@@ -157,13 +170,15 @@ def on_two_processes():
     registered.registers = True
     fit(registered, 2, strategy=FSDP())
     fit(Deep(), 2, torch.float32, strategy=FSDP(), precision="bf16-mixed", max_epochs=1)
-    return found
+    return found, fit_twice(2, strategy=FSDP())
 
 
 def test_two_processes():
-    right = by_hand()
-    for rank in run(on_two_processes, 2):
-        for name, found in rank.items():
+    right, twice = by_hand(), fit_twice(1)
+    for variant, found_twice in run(on_two_processes, 2):
+        for key, value in twice.items():
+            torch.testing.assert_close(found_twice[key], value, rtol=1e-9, atol=1e-12, msg=f"twice: {key}")
+        for name, found in variant.items():
             for key, value in right.items():
                 torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12, msg=f"{name}: {key}")
 
