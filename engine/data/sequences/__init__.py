@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ....common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from .budget import BudgetBatchSampler, OverBudgetError
     from .masks import make_flex_mask, make_sdpa_mask
     from .packing import PackedDataset, PackedStream, pack
 

@@ -73,11 +73,13 @@ class Layout:
         """Return a row with these pieces of documents, followed by padding."""
         sizes = [len(tokens) for tokens, _ in pieces]
         rest = self.length - sum(sizes)
-        labels = np.concatenate([*(labels for _, labels in pieces), np.full(rest, IGNORED)])
+        labels = np.concatenate([*(labels for _, labels in pieces), np.full(rest, IGNORED)], dtype=np.int64)
         labels[np.cumsum([0, *sizes[:-1]])] = IGNORED
         numbers = np.array([*range(len(sizes)), PADDING], dtype=np.int32)
         row = {
-            "input_ids": np.concatenate([*(tokens for tokens, _ in pieces), np.full(rest, self.pad_id)]),
+            "input_ids": np.concatenate(
+                [*(tokens for tokens, _ in pieces), np.full(rest, self.pad_id)], dtype=np.int64
+            ),
             "labels": labels,
             "position_ids": np.concatenate([np.arange(size) for size in (*sizes, rest)]),
             "seq_idx": np.repeat(numbers, [*sizes, rest]),
@@ -421,4 +423,4 @@ def _read_integers(value: Any, number: int, meaning: str) -> np.ndarray:
             f"the {meaning} of document {number} are {name_type(value)} of shape {values.shape} and type "
             f"{values.dtype}, but must be a sequence of integers. Tokenize the dataset before it is packed."
         )
-    return values.astype(np.int64, copy=False)
+    return values
