@@ -66,29 +66,46 @@ def chunked_cross_entropy(
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(device))
-    exact = hidden.dtype in (torch.float32, torch.float64)
     rows = max(_FEWEST_ROWS, hidden.numel() // len(weight))  # a chunk's logits are as large as ``hidden``
-    options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
     with torch.autocast(device, enabled=False):
-        if exact and not label_smoothing and hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        if _is_exact(hidden) and not label_smoothing and hasattr(torch.nn, "LinearCrossEntropyOptions"):
             chunks = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None)
-            return F.linear_cross_entropy(hidden, weight, targets, linear_bias=bias, options=chunks, **options)
-        options.update(label_smoothing=label_smoothing, reduction="sum")
-        if not exact:  # so that the gradients of the chunks are summed in float32
-            weight, bias = weight.float(), None if bias is None else bias.float()
-        total = sum(
-            checkpoint(_sum_losses, *chunk, weight, bias, options, use_reentrant=False, preserve_rng_state=False)
-            for chunk in zip(hidden.split(rows), targets.split(rows), strict=True)
-        )
-        return total if reduction == "sum" else total / (targets != ignore_index).sum()
+            return F.linear_cross_entropy(
+                hidden,
+                weight,
+                targets,
+                linear_bias=bias,
+                ignore_index=ignore_index,
+                reduction=reduction,
+                options=chunks,
+            )
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "sum"}
+        total = _recompute_chunks(hidden, targets, weight, bias, rows, options)
+    return total if reduction == "sum" else total / (targets != ignore_index).sum()
+
+
+def _recompute_chunks(
+    hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, rows: int, options: dict[str, Any]
+) -> Tensor:
+    """Return the sum of the losses of chunks, whose logits are recomputed in the backward pass."""
+    if not _is_exact(hidden):  # so that the gradients of the chunks are summed in float32
+        weight, bias = weight.float(), None if bias is None else bias.float()
+    losses = [
+        checkpoint(_sum_losses, *chunk, weight, bias, options, use_reentrant=False, preserve_rng_state=False)
+        for chunk in zip(hidden.split(rows), targets.split(rows), strict=True)
+    ]
+    return torch.stack(losses).sum()
+
+
+def _is_exact(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float32, torch.float64)
 
 
 def _sum_losses(
     hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
     logits = F.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
-    exact = logits.dtype in (torch.float32, torch.float64)
-    return F.cross_entropy(logits if exact else logits.float(), targets, **options)
+    return F.cross_entropy(logits if _is_exact(logits) else logits.float(), targets, **options)
 
 
 def _get_weights(head: nn.Module | Tensor) -> tuple[Tensor, Tensor | None]:

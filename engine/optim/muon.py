@@ -75,11 +75,11 @@ def muon_with_adamw(
 
     Return the list from ``configure_optimizers``. AdamW trains embeddings, the head (also if it shares its weight with
     an embedding), biases, norms, convolutions and other parameters that are not matrices. A linear layer is a head if
-    it is called ``head``, ``lm_head``, ``classifier`` or ``score``, or if it stands outside of the repeated blocks and
-    has as many outputs as the largest embedding has rows. The split is logged once, on rank zero.
+    it is called ``head``, ``lm_head``, ``classifier`` or ``score``, or if it is outside the repeated blocks and has as
+    many outputs as the largest embedding has rows. The split is logged once, on rank zero.
 
-    With FSDP, Muon's momentum is sharded. Each process orthogonalizes all matrices, and the results equal those of one
-    process within the rounding of Newton-Schulz iterations in bfloat16.
+    With FSDP, Muon's momentum is sharded. The results equal those of one process within the rounding of Newton-Schulz
+    iterations in bfloat16.
 
     Args:
         module: The task or model, before or after it was sharded.
@@ -93,7 +93,7 @@ def muon_with_adamw(
         adamw_options: Further arguments of `torch.optim.AdamW`, such as ``{"betas": (0.9, 0.95)}``.
 
     Returns:
-        Muon and AdamW; only one of them if no parameter is left for AdamW.
+        Muon and AdamW, or only Muon if no parameter is left for AdamW.
 
     Raises:
         RuntimeError: If torch has no Muon, which came with torch 2.9.
@@ -110,21 +110,21 @@ def muon_with_adamw(
     """
     if _Muon is Optimizer:
         raise RuntimeError(f"Muon needs torch 2.9 or newer, but this is torch {torch.__version__}. Upgrade torch.")
-    matrices, others = split_parameters(module, list(adamw))
+    matrices, others = split_parameters(module, adamw)
     if not matrices:
         raise ValueError(f"{type(module).__name__} has no hidden matrix that is trained. Use torch.optim.AdamW.")
     announce(f"Muon: {_describe(matrices)}; AdamW: {_describe(others)}")
     options = {"adjust_lr_fn": "match_rms_adamw", **(muon_options or {})}
     optimizers: list[Optimizer] = [Muon(list(matrices.values()), lr=lr, weight_decay=weight_decay, **options)]
     decayed = [parameter for parameter in others.values() if parameter.ndim > 1]
-    kept = [parameter for parameter in others.values() if parameter.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    vectors = [parameter for parameter in others.values() if parameter.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     if groups := [group for group in groups if group["params"]]:
         optimizers.append(AdamW(groups, lr=lr if adamw_lr is None else adamw_lr, **(adamw_options or {})))
     return optimizers
 
 
-def split_parameters(module: nn.Module, adamw: list[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def split_parameters(module: nn.Module, adamw: Iterable[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the hidden matrices of ``module`` that are trained, and its other trained parameters, by name."""
     embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
     excluded = {part.weight for part in embeddings}
