@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class Nano(tl.TaskModule):
-    def __init__(self, depth: int, vocabulary: int, lr: float, adamw: bool = False) -> None:
+    def __init__(self, depth: int, vocabulary: int, lr: float, adamw: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.embedding, self.head = nn.Embedding(vocabulary, 32 * depth), nn.Linear(32 * depth, vocabulary, bias=False)
@@ -78,11 +78,11 @@ class Nano(tl.TaskModule):
         self.log("test_loss", loss, batch_size=int(count))
 
     def configure_optimizers(self):
-        lr, shape = self.hparams.lr, {"warmup_steps": 0.05, "decay_steps": 0.4}
-        optimizers = [torch.optim.AdamW(self.parameters(), lr)] if self.hparams.adamw else muon_with_adamw(self, lr)
+        options = {"adamw": self.hparams.adamw, "adamw_options": {"betas": (0.9, 0.95)}}
+        optimizers = muon_with_adamw(self, self.hparams.lr, **options)
         steps = self.trainer.estimated_stepping_batches
-        schedules = [lr_schedule("warmup_stable_decay", optimizer, steps, **shape) for optimizer in optimizers]
-        return optimizers, [{"scheduler": schedule, "interval": "step"} for schedule in schedules]
+        rates = [lr_schedule("warmup_stable_decay", o, steps, warmup_steps=0.05, decay_steps=0.4) for o in optimizers]
+        return optimizers, [{"scheduler": rate, "interval": "step"} for rate in rates]
 
 
 def read_documents(vocabulary: int, files: int) -> list[list[int]]:
@@ -108,7 +108,7 @@ def main() -> None:
     documents = read_documents(args.vocabulary, args.files)
     parts = documents[len(documents) // 10 :], documents[: len(documents) // 10]
     train, test = (pack(part, args.length, too_long="cut") for part in parts)
-    task = Nano(args.depth, args.vocabulary, args.lr, args.adamw)
+    task = Nano(args.depth, args.vocabulary, args.lr, ("*",) if args.adamw else ())
     trainer = tl.Trainer(max_steps=args.steps, max_epochs=-1, strategy=args.strategy, gradient_clip_val=1.0)
     trainer.fit(task, DataLoader(train, args.batch_size, shuffle=True))
     (result,) = trainer.test(task, DataLoader(test, args.batch_size), verbose=False)

@@ -26,18 +26,13 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Return the cross-entropy of a linear head, as ``F.cross_entropy(head(hidden), targets)`` does, in less memory.
 
-    The logits are computed, and recomputed in the backward pass, for a chunk of the samples at a time. In float32 and
-    float64, `torch.nn.functional.linear_cross_entropy` does so without a second computation, if torch has it (2.13).
-    Its results for lower precision are not used, because it rounds the loss and the factors of accumulation to that
-    precision. Here, the loss and the sum of the weight's gradients over the chunks are in float32.
-
-    Under autocast, the logits are computed in its dtype. With FSDP, call this function in ``training_step`` or
-    ``forward``. A head that is split by tensor parallelism is not supported.
+    The logits are computed for some of the samples at a time, and again in the backward pass. In float32 and float64,
+    torch's ``linear_cross_entropy`` does so without a second computation, if torch has it (2.13). With FSDP, call this
+    function in ``training_step`` or ``forward``.
 
     Args:
         hidden: Inputs of the head, of shape ``(..., features)``.
-        head: ``nn.Linear``, an ``nn.Embedding`` whose weight is the head's, or a weight of shape
-            ``(classes, features)``.
+        head: ``nn.Linear``, an ``nn.Embedding`` whose weight is the head's, or a weight ``(classes, features)``.
         targets: Class indices, of shape ``(...)``.
         ignore_index: Target that does not contribute to the loss. Default: -100.
         label_smoothing: Share of the target that is spread over all classes. Default: 0.0.
@@ -67,18 +62,12 @@ def chunked_cross_entropy(
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(device))
     rows = max(_FEWEST_ROWS, hidden.numel() // len(weight))  # a chunk's logits are as large as ``hidden``
+    # In lower precision, torch's function (2.13) rounds the loss, and factors such as 1 / count, to that precision.
     with torch.autocast(device, enabled=False):
         if _is_exact(hidden) and not label_smoothing and hasattr(torch.nn, "LinearCrossEntropyOptions"):
+            options: dict[str, Any] = {"linear_bias": bias, "ignore_index": ignore_index, "reduction": reduction}
             chunks = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None)
-            return F.linear_cross_entropy(
-                hidden,
-                weight,
-                targets,
-                linear_bias=bias,
-                ignore_index=ignore_index,
-                reduction=reduction,
-                options=chunks,
-            )
+            return F.linear_cross_entropy(hidden, weight, targets, options=chunks, **options)
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "sum"}
         total = _recompute_chunks(hidden, targets, weight, bias, rows, options)
     return total if reduction == "sum" else total / (targets != ignore_index).sum()

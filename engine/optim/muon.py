@@ -13,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 
 from ...common.messages import announce, format_count
 from ...strategies import repeated_blocks
-from ...strategies.distributed import cut_like, is_sharded
+from ...strategies.distributed import is_sharded, replicate_like
 from ..parameter_names import strip_compile_prefix
 
 _Muon: Any = getattr(torch.optim, "Muon", Optimizer)
@@ -53,11 +53,12 @@ class Muon(_Muon):  # type: ignore[misc]
             for matrix, gradient, buffer in zip(matrices, gradients, buffers, strict=True):
                 if is_sharded(matrix):
                     buffer.lerp_(gradient, 1 - group["momentum"])
-                    update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+                    update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer.clone()
                     update = update.bfloat16().full_tensor()
-                    change = torch.zeros(matrix.shape, dtype=torch.float32, device=update.device)
+                    dtype = torch.promote_types(matrix.dtype, torch.float32)
+                    change = torch.zeros(matrix.shape, dtype=dtype, device=update.device)
                     muon([change], [update], [update], **alone)
-                    matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(cut_like(change, matrix))
+                    matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(replicate_like(change, matrix))
         return loss
 
 
@@ -71,15 +72,13 @@ def muon_with_adamw(
     muon_options: Mapping[str, Any] | None = None,
     adamw_options: Mapping[str, Any] | None = None,
 ) -> list[Optimizer]:
-    """Return Muon for the hidden matrices of a module, and AdamW for its other trainable parameters.
+    """Return Muon for the hidden matrices of a module, and AdamW for its other trainable parameters, if it has any.
 
     Return the list from ``configure_optimizers``. AdamW trains embeddings, the head (also if it shares its weight with
     an embedding), biases, norms, convolutions and other parameters that are not matrices. A linear layer is a head if
     it is called ``head``, ``lm_head``, ``classifier`` or ``score``, or if it is outside the repeated blocks and has as
-    many outputs as the largest embedding has rows. The split is logged once, on rank zero.
-
-    With FSDP, Muon's momentum is sharded. The results equal those of one process within the rounding of Newton-Schulz
-    iterations in bfloat16.
+    many outputs as the largest embedding has rows. The split is logged once, on rank zero. With FSDP, Muon's momentum
+    is sharded.
 
     Args:
         module: The task or model, before or after it was sharded.
@@ -88,15 +87,13 @@ def muon_with_adamw(
             for AdamW is suitable.
         adamw_lr: AdamW's learning rate. Default: ``lr``.
         weight_decay: Weight decay of both, except for parameters with fewer than two dimensions. Default: 0.0.
-        adamw: Names of further parameters for AdamW, with wildcards, such as ``"*.router.weight"``.
+        adamw: Names of further parameters for AdamW, with wildcards, such as ``"*.router.weight"``. For a comparison,
+            ``["*"]`` trains all parameters with AdamW.
         muon_options: Further arguments of `torch.optim.Muon`, such as ``{"adjust_lr_fn": "original"}``.
         adamw_options: Further arguments of `torch.optim.AdamW`, such as ``{"betas": (0.9, 0.95)}``.
 
-    Returns:
-        Muon and AdamW, or only Muon if no parameter is left for AdamW.
-
     Raises:
-        RuntimeError: If torch has no Muon, which came with torch 2.9.
+        RuntimeError: If torch is older than 2.9, which has no Muon.
         ValueError: If the module has no hidden matrix that is trained, or if a name in ``adamw`` matches nothing.
 
     Example:
@@ -110,12 +107,14 @@ def muon_with_adamw(
     """
     if _Muon is Optimizer:
         raise RuntimeError(f"Muon needs torch 2.9 or newer, but this is torch {torch.__version__}. Upgrade torch.")
-    matrices, others = split_parameters(module, adamw)
-    if not matrices:
+    matrices, others = split_parameters(module, patterns := list(adamw))
+    if not matrices and not patterns:
         raise ValueError(f"{type(module).__name__} has no hidden matrix that is trained. Use torch.optim.AdamW.")
     announce(f"Muon: {_describe(matrices)}; AdamW: {_describe(others)}")
     options = {"adjust_lr_fn": "match_rms_adamw", **(muon_options or {})}
-    optimizers: list[Optimizer] = [Muon(list(matrices.values()), lr=lr, weight_decay=weight_decay, **options)]
+    optimizers: list[Optimizer] = []
+    if matrices:
+        optimizers.append(Muon(list(matrices.values()), lr=lr, weight_decay=weight_decay, **options))
     decayed = [parameter for parameter in others.values() if parameter.ndim > 1]
     vectors = [parameter for parameter in others.values() if parameter.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         keep_random_state,
         local,
         piece_of,
+        replicate_like,
         whole,
     )
     from .launch_environment import (

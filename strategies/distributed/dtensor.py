@@ -143,6 +143,13 @@ def cut_like(full: Whole, like: Any) -> Tensor:
     )
 
 
+def replicate_like(full: Tensor, like: Any) -> Tensor:
+    """Return a tensor that all processes have as one that is replicated on the mesh of a sharded tensor."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(full, like.device_mesh, run_check=False)
+
+
 def fill(part: Tensor, full: Whole, like: Any) -> None:
     """Copy this process's shard of ``full`` into ``part``. The layout is that of the sharded tensor ``like``."""
     shape, offset = _place(like)

@@ -69,6 +69,9 @@ def run_on_two(root):
     made, _, resumed = train(root, size=1, shuffle=True, strategy="ddp", ckpt_path=f"{root}/c/step=6.ckpt")
     assert made.global_step == 10
     assert torch.equal(resumed, whole)
+    for stream in (False, True):  # each process reads all of the data, so there are twice as many samples
+        _, notes, _ = train(root, size=1, stream=stream, strategy="ddp", use_distributed_sampler=False)
+        assert notes.samples == [*GROUPS, *[12] * 6, 8]
     return [(notes.samples, notes.estimated, weight) for _, notes, weight in runs]
 
 

@@ -68,6 +68,12 @@ def test_hidden_matrices_get_muon():
     assert split_names(Language(tied=True), adamw=["*.up.weight"]) == [HIDDEN - up, {"tokens.weight"} | up, VECTORS]
 
 
+def test_all_parameters_in_adamw_for_a_comparison():
+    (adamw,) = muon_with_adamw(Language(), 0.1, adamw=["*"])
+    assert type(adamw) is torch.optim.AdamW
+    assert sum(len(group["params"]) for group in adamw.param_groups) == len(list(Language().parameters()))
+
+
 def test_names_and_shapes_that_are_no_hidden_matrix():
     class Parts(nn.Module):
         def __init__(self):

@@ -312,6 +312,21 @@ def test_a_chunked_loss_has_no_logits(precision, own, strategy, monkeypatch):
     assert chunked.flops - plain.flops == product * recomputes
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
+def test_muon_gathers_each_matrix_once():
+    from treadle.engine.optim.muon import Muon
+    from treadle.tools.plan.simulation import simulate
+
+    def build(parameters):
+        return Muon([parameter for parameter in parameters if parameter.ndim == 2])
+
+    gathers = [
+        simulate(Net, batch_of, loss, optimizer, world_size=2, strategy=FSDP(), precision="32-true").traffic.count
+        for optimizer in (ADAMW, build)
+    ]
+    assert gathers[1]["all_gather"] - gathers[0]["all_gather"] == 2 * LAYERS + 1
+
+
 def by_branch(model, batch):
     value = loss(model, batch)
     return value if value > 0 else -value
