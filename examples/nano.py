@@ -78,7 +78,7 @@ class Nano(tl.TaskModule):
         self.log("test_loss", loss, batch_size=int(count))
 
     def configure_optimizers(self):
-        options = {"adamw": self.hparams.adamw, "adamw_options": {"betas": (0.9, 0.95)}}
+        options = {"adamw": self.hparams.adamw, "adamw_options": {"betas": (0.8, 0.95)}}
         optimizers = muon_with_adamw(self, self.hparams.lr, **options)
         steps = self.trainer.estimated_stepping_batches
         rates = [lr_schedule("warmup_stable_decay", o, steps, warmup_steps=0.05, decay_steps=0.4) for o in optimizers]

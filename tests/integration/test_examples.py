@@ -190,7 +190,7 @@ def train_nano_by_hand(monkeypatch):
     treadle.seed_everything(0)
     model = nano.Nano(depth=2, vocabulary=300, lr=0.01)
     muon = torch.optim.Muon(model.blocks.parameters(), 0.01, 0.0, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW([model.embedding.weight, model.head.weight], 0.01, (0.9, 0.95), weight_decay=0.0)
+    adamw = torch.optim.AdamW([model.embedding.weight, model.head.weight], 0.01, (0.8, 0.95), weight_decay=0.0)
     losses = []
     for step, batch in enumerate(itertools.islice(DataLoader(read_nano_rows(), 8), NANO_STEPS)):
         loss, _ = model.compute_loss(batch)
