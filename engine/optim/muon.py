@@ -13,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 
 from ...common.messages import announce, format_count
 from ...strategies import repeated_blocks
-from ...strategies.distributed import is_sharded, replicate_like
+from ...strategies.distributed import is_sharded, map_whole
 from ..parameter_names import strip_compile_prefix
 
 _Muon: Any = getattr(torch.optim, "Muon", Optimizer)
@@ -23,11 +23,11 @@ _OPTIONS = ("weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps
 
 
 class Muon(_Muon):  # type: ignore[misc]
-    """`torch.optim.Muon`, which gathers each sharded matrix once per step.
+    """`torch.optim.Muon`, with which processes take turns at matrices that FSDP shards.
 
-    torch's own step is also correct for matrices that FSDP shards, but communicates in each of its Newton-Schulz
-    iterations, ten times per matrix. Here, the momentum stays sharded. The update is gathered in bfloat16, in which
-    torch computes these iterations, and each process computes them for all matrices.
+    torch's own step is also correct for sharded matrices, but communicates in each of its Newton-Schulz iterations, ten
+    times per matrix, and all processes compute the same. Here, the momentum stays sharded. Each update is sent to one
+    process, in bfloat16, in which torch computes these iterations, and the result is sent back.
 
     Source: https://kellerjordan.github.io/posts/muon/
     """
@@ -49,17 +49,29 @@ class Muon(_Muon):  # type: ignore[misc]
             options = {"lr": group["lr"], "has_complex": False, **{name: group[name] for name in _OPTIONS}}
             plain = [number for number, matrix in enumerate(matrices) if not is_sharded(matrix)]
             muon(*([values[number] for number in plain] for values in (matrices, gradients, buffers)), **options)
-            alone = {**options, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
-            for matrix, gradient, buffer in zip(matrices, gradients, buffers, strict=True):
-                if is_sharded(matrix):
-                    buffer.lerp_(gradient, 1 - group["momentum"])
-                    update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer.clone()
-                    update = update.bfloat16().full_tensor()
-                    dtype = torch.promote_types(matrix.dtype, torch.float32)
-                    change = torch.zeros(matrix.shape, dtype=dtype, device=update.device)
-                    muon([change], [update], [update], **alone)
-                    matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(replicate_like(change, matrix))
+            parts = [part for part in zip(matrices, gradients, buffers, strict=True) if is_sharded(part[0])]
+            if parts:
+                self._step_sharded(parts, options)
         return loss
+
+    def _step_sharded(self, parts: list[tuple[Any, Any, Any]], options: dict[str, Any]) -> None:
+        from torch.optim._muon import muon
+
+        updates = []
+        for _, gradient, buffer in parts:
+            buffer.lerp_(gradient, 1 - options["momentum"])
+            update = gradient.lerp(buffer, options["momentum"]) if options["nesterov"] else buffer
+            updates.append(update.bfloat16())
+        dtype = torch.promote_types(parts[0][0].dtype, torch.float32)
+        alone = {**options, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+
+        def compute_change(update: Tensor) -> Tensor:
+            change = torch.zeros(update.shape, dtype=dtype, device=update.device)
+            muon([change], [update], [update], **alone)
+            return change
+
+        for (matrix, *_), change in zip(parts, map_whole(compute_change, updates, dtype), strict=True):
+            matrix.mul_(1 - options["lr"] * options["weight_decay"]).add_(change)
 
 
 def muon_with_adamw(

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
         is_sharded,
         keep_random_state,
         local,
+        map_whole,
         piece_of,
-        replicate_like,
         whole,
     )
     from .launch_environment import (

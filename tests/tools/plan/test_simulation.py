@@ -313,18 +313,20 @@ def test_a_chunked_loss_has_no_logits(precision, own, strategy, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
-def test_muon_gathers_each_matrix_once():
+def test_processes_take_turns_at_the_matrices_of_muon():
     from treadle.engine.optim.muon import Muon
     from treadle.tools.plan.simulation import simulate
 
     def build(parameters):
         return Muon([parameter for parameter in parameters if parameter.ndim == 2])
 
-    gathers = [
-        simulate(Net, batch_of, loss, optimizer, world_size=2, strategy=FSDP(), precision="32-true").traffic.count
-        for optimizer in (ADAMW, build)
-    ]
-    assert gathers[1]["all_gather"] - gathers[0]["all_gather"] == 2 * LAYERS + 1
+    one, adamw, muon = (
+        simulate(Net, batch_of, loss, optimizer, world_size=size, strategy=FSDP(), precision="32-true")
+        for size, optimizer in ((1, build), (2, ADAMW), (2, build))
+    )
+    turns = 2 + 2 + 1  # of two processes, at three matrices of a shape, three of another, and the head
+    assert muon.traffic.count == {**adamw.traffic.count, "all_to_all": 2 * turns}
+    assert (muon.flops - adamw.flops) / (one.flops - adamw.flops) == pytest.approx(0.6, abs=0.1)
 
 
 def by_branch(model, batch):
