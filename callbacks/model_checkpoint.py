@@ -301,7 +301,7 @@ class ModelCheckpoint(Checkpoint):
         self._continues = False
         if self._clock is not None:
             self._clock.restart(progress.step)
-        with world.together():
+        with world.failing_together():
             if world.is_main and self.saves:
                 store = checkpoint.CheckpointStore(self._directory)
                 if not self.enable_version_counter:  # otherwise another name is chosen
@@ -444,11 +444,11 @@ class ModelCheckpoint(Checkpoint):
 
     def _serve(self, trainer: Trainer, epoch_is_over: bool) -> None:
         """Perform a triggered save. If ``monitor`` has no current value yet, the ranked checkpoint is saved later."""
-        measured = epoch_is_over or trainer.logbook.watch.step == trainer.progress.step
+        measured = epoch_is_over or trainer.logbook.latest_validation.step == trainer.progress.step
         if not self._save_requested and not (self._waiting and measured):
             return
         ranked = bool(self.save_top_k)
-        values = read_logged_metrics(trainer, keep=trainer.logbook.watch.just_measured(trainer))
+        values = read_logged_metrics(trainer, keep=trainer.logbook.latest_validation.just_measured(trainer))
         if ranked and self.monitor is not None:
             ranked = self._has_current_value(trainer, self.monitor, values, epoch_is_over)
             self._waiting = not ranked
@@ -460,13 +460,12 @@ class ModelCheckpoint(Checkpoint):
         """Return whether ``name`` has a value for the current weights."""
         if name in ("step", "epoch") or name in trainer.logbook.agreed_names:
             return True
+        validation = trainer.logbook.latest_validation
         if name in values:
-            just_measured = name in trainer.logbook.watch.just_measured(trainer) or name in trainer.metrics.latest()
+            just_measured = name in validation.just_measured(trainer) or name in trainer.metrics.latest()
             # Otherwise it is of an epoch, of part of one (a limit ended the run within it) or of an older validation.
-            return just_measured or (
-                trainer.progress.epoch_is_over and name not in trainer.logbook.watch.stale(trainer)
-            )
-        if epoch_is_over and trainer.logbook.watch.step is not None:
+            return just_measured or (trainer.progress.epoch_is_over and name not in validation.stale(trainer))
+        if epoch_is_over and validation.step is not None:
             raise make_never_logged_error(trainer, name, "ModelCheckpoint's monitor", values)
         if epoch_is_over and not trainer.has_validation:
             words = make_never_logged_error(trainer, name, "ModelCheckpoint's monitor", values)
@@ -540,7 +539,7 @@ class ModelCheckpoint(Checkpoint):
             top_k.restore(previous_record)
             raise
         if paths != names:
-            with trainer.accelerator.world.together():
+            with trainer.accelerator.world.failing_together():
                 if trainer.is_global_zero:
                     checkpoint.link(*names)
         top_k.saved_step = trainer.progress.step

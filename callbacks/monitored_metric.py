@@ -147,12 +147,13 @@ def read_new_value(trainer: Trainer, name: str, consumer: str, strict: bool = Tr
     Raises:
         NeverLoggedError: If ``strict`` is set and the name was never logged.
     """
-    watch = trainer.logbook.watch
-    if name in watch.stale(trainer):
+    validation = trainer.logbook.latest_validation
+    if name in validation.stale(trainer):
         return None
-    values = read_logged_metrics(trainer, keep=watch.just_measured(trainer))
+    values = read_logged_metrics(trainer, keep=validation.just_measured(trainer))
     value = values.get(name)
-    if value is None and not (trainer.has_validation and watch.step is None):  # otherwise no validation has run yet
+    is_pending = trainer.has_validation and validation.step is None  # no validation has run yet
+    if value is None and not is_pending:
         if strict:
             raise make_never_logged_error(trainer, name, f"{consumer}'s monitor", values)
         warn(f"{consumer}(strict=False) skips a check, because {name!r} was never logged.")

@@ -124,7 +124,7 @@ def load_fsdp_model(
     options = StateDictOptions(full_state_dict=full, ignore_frozen_params=adapter_only)
     state = {} if full else get_model_state_dict(module, options=options)
     state = _read(accelerator, state, Path(input_dir), _MODEL, model_index, full)
-    with current_world().together():
+    with current_world().failing_together():
         if full and accelerator.is_main_process:
             if not adapter_only:
                 _refuse_missing(module, state)
@@ -194,7 +194,7 @@ def merge_fsdp_weights(
         ValueError: If the folder is not a checkpoint of a model's weights.
     """
     world = current_world()
-    with world.together():
+    with world.failing_together():
         if world.rank == 0:
             _merge(Path(checkpoint_dir), Path(output_path), safe_serialization)
             if remove_checkpoint_dir:
@@ -278,7 +278,7 @@ def _name_file(stem: str, index: int) -> str:
 
 
 def _write(accelerator: Any, state: dict[str, Any], folder: Path, stem: str, index: int, full: bool) -> None:
-    with current_world().together():
+    with current_world().failing_together():
         filesystem.make_directory(folder)
         if full and accelerator.is_main_process:
             torch.save(state, folder / _name_file(stem, index))
@@ -293,7 +293,7 @@ def _read(accelerator: Any, state: dict[str, Any], folder: Path, stem: str, inde
         inside = f"{stem}_{index}"
         checkpoint.load({_KEYS[stem]: state}, checkpoint_id=folder if folder.name == inside else folder / inside)
         return state
-    with current_world().together():
+    with current_world().failing_together():
         if accelerator.is_main_process:
             state = torch.load(folder / _name_file(stem, index), map_location="cpu", weights_only=True)
     return state

@@ -253,7 +253,7 @@ class Accelerator(Process):
         )
         self._gradient_guard = GradientGuard(self.on_nonfinite, self.loaders, on_host=self.device.type == "cpu")
         self.accumulation.guard = None if self.on_nonfinite == "ignore" else self._gradient_guard
-        self.loop_check = LoopCheck(self)
+        self.loop_check = LoopCheck(self.accumulation)
         self.accumulation.check_models = self.loop_check.check_models
         self.checkpointer = Checkpointer(self)
         self.tracking = trackers
@@ -438,7 +438,7 @@ class Accelerator(Process):
                 return prepared
         prepared = PreparedOptimizer(self.strategy.wrap_optimizer(optimizer), self.accumulation, self.optimizers)
         self.optimizers.append(prepared)
-        replica_check.watch_replicas(self, prepared.optimizer)
+        replica_check.watch_replicas(self.accumulation, prepared.optimizer)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -582,7 +582,7 @@ class Accelerator(Process):
             ...         optimizer.step()
             ...         optimizer.zero_grad()
         """
-        return join_uneven_inputs(self, joinables, even_batches)
+        return join_uneven_inputs(self.accumulation, self.schedulers, joinables, even_batches)
 
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[Any]:
         """Return a context in which a model's parameters are created on the run's device and in the run's dtype.
@@ -841,7 +841,7 @@ class Accelerator(Process):
             ...         if preemption.should_stop():
             ...             preemption.leave()
         """
-        return preemptible(self, grace, interrupts)
+        return preemptible(self.accumulation, self.watchdog, grace, interrupts)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -946,7 +946,7 @@ class Accelerator(Process):
             TypeError: If an argument has the wrong type, or a state contains something that cannot be saved.
             OSError: If a disk operation or an upload fails.
         """
-        self.loop_check.warn_if_nothing_is_saved()
+        self.loop_check.warn_if_nothing_is_saved(self.registered)
         return self.checkpointer.save_state(
             output_dir,
             safe_serialization,

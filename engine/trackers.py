@@ -603,7 +603,7 @@ class Trackers:
 
     def finish(self) -> None:
         """Finish all trackers. Must be called on all ranks."""
-        with self._world.together():
+        with self._world.failing_together():
             for tracker in self._on_this_rank():
                 tracker.finish()
         self.started = []

@@ -99,7 +99,7 @@ class PruningCallback(Callback):
         """Reset the callback before ``fit``, and raise an error if rank zero does not have the trial."""
         if stage == "fit":
             self._validations, self.pruned = 0, None
-            with trainer.accelerator.world.together():
+            with trainer.accelerator.world.failing_together():
                 if trainer.is_global_zero and self._trial is None:
                     raise ValueError(
                         "PruningCallback(trial=None, ...) is allowed only on ranks other than zero. Pass the trial on "
@@ -125,7 +125,7 @@ class PruningCallback(Callback):
         self._validations += 1
         world = trainer.accelerator.world
         prunes = False
-        with world.together():
+        with world.failing_together():
             if world.is_main:
                 prunes = self._ask_pruner(trainer, value, number)
         self._note(trainer, value, number)

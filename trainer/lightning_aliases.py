@@ -222,7 +222,7 @@ class LightningAliases:
     def train_dataloader(self) -> Any:
         """The user's training dataloader, or the dict or list of several; None if there is none."""
         sources = self._trainer.sources
-        if sources is None or (self._trainer.latest_stage != "fit" and not sources.has_train):
+        if sources is None or (self._trainer.latest_stage != "fit" and sources.prepared_train is None):
             return None
         source = sources.train.source
         return source.iterables if isinstance(source, CombinedLoader) else source

@@ -101,7 +101,8 @@ class EpochLoopView(LoopView):
         progress, sources = self._trainer.progress, self._trainer.sources
         in_step = progress.phase is Phase.IN_STEP
         # While the optimizer steps, the loop has already counted the batch, which Lightning counts after the step.
-        counted = in_step and sources is not None and sources.has_train and sources.train.batches <= progress.batch
+        train = None if sources is None else sources.prepared_train
+        counted = in_step and train is not None and train.batches <= progress.batch
         begun, over = in_step and not counted, -1 if counted else 0
         total = _count(progress.batches + progress.refused + begun, progress.batches + over)
         if progress.epoch_is_over or not (progress.batch or begun):  # Lightning resets these before the next batch

@@ -342,7 +342,8 @@ class Trainer(LightningAliases, Copyable):
             self.accelerator.watchdog.follow(self, locate, find_directory)
         arguments.set_sync_batchnorm(self.strategy, self.sync_batchnorm)
         self.strategy.checkpoint_io = self._plugged.writer
-        self.preemption = Preemption(self.accelerator, self.grace_seconds, self._plugged.requeue_signal)
+        accumulation, watchdog = self.accelerator.accumulation, self.accelerator.watchdog
+        self.preemption = Preemption(accumulation, watchdog, self.grace_seconds, self._plugged.requeue_signal)
         self.checkpointer = TrainerCheckpointer(self)
         if "logbook" in vars(self):  # in a copy
             self.logbook.move_to(self.accelerator)
@@ -646,9 +647,10 @@ class Trainer(LightningAliases, Copyable):
     @property
     def num_training_batches(self) -> int | float:
         """Number of micro-batches per epoch on this process; infinite if it is unknown or nothing is trained."""
-        if self.sources is None or (self.stage != "fit" and not self.sources.has_train):
+        if self.sources is None:
             return float("inf")
-        length = self.sources.train.length
+        loader = self.sources.train if self.stage == "fit" else self.sources.prepared_train
+        length = None if loader is None else loader.length
         return float("inf") if length is None else length
 
     @property

@@ -111,8 +111,8 @@ class ProgressBar(BestEffortCallback):
         """
         logbook = trainer.logbook
         names = [entry.name for entry in trainer.metrics.entries]
-        if logbook.watch.step is not None and logbook.watch.step > first_step:
-            measured = logbook.watch.names
+        if logbook.latest_validation.step is not None and logbook.latest_validation.step > first_step:
+            measured = logbook.latest_validation.names
             twins = {name for name in measured if name.endswith("_epoch") and name.removesuffix("_epoch") in measured}
             names += sorted(measured - twins)
         values = {name: logbook.callback_values[name] for name in names if name in logbook.callback_values}

@@ -82,7 +82,7 @@ class TQDMProgressBar(DrawnBar):
         if self._epoch_bar is not None:
             return self._epoch_bar
         trainer = self._trainer
-        if trainer is None or trainer.sources is None or not trainer.sources.has_train:
+        if trainer is None or trainer.sources is None or trainer.sources.prepared_train is None:
             return _make_disabled()
         return _make_disabled(trainer.progress.batch, drop_infinite(self.total_train_batches))
 

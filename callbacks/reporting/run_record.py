@@ -61,7 +61,7 @@ class RunRecord(BestEffortCallback):
                 for owner, module in owners.items()
                 for name, text in collect_hyperparameters(module).items()
             }
-            self._safely(self._tell, trainer, {"hyperparameters": hyperparameters, "flags": changed})
+            self._safely(self._report_state, trainer, {"hyperparameters": hyperparameters, "flags": changed})
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Record that training has begun."""
@@ -70,7 +70,7 @@ class RunRecord(BestEffortCallback):
     def on_step_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Report the run's state if a report is due."""
         if time.monotonic() >= self._due:
-            self._safely(self._tell, trainer, {})
+            self._safely(self._report_state, trainer, {})
 
     on_validation_end = on_train_epoch_end = on_step_end
 
@@ -84,10 +84,10 @@ class RunRecord(BestEffortCallback):
         self._broken = False  # try to report the end, even after an error
         if trainer.is_global_zero:
             end = self._end or {"state": "finished", "note": describe_ending(trainer, stage)}
-            self._safely(self._tell, trainer, {**end, "ended": time.time()})
+            self._safely(self._report_state, trainer, {**end, "ended": time.time()})
             self._due = math.inf
 
-    def _tell(self, trainer: Trainer, facts: dict[str, Any]) -> None:
+    def _report_state(self, trainer: Trainer, facts: dict[str, Any]) -> None:
         """Report the entries in ``facts`` and the metrics and, in ``fit``, the progress and the charts."""
         began, progress = time.monotonic(), trainer.progress
         facts["metrics"] = dict(trainer.logbook.callback_values)

@@ -501,7 +501,7 @@ class Fabric:
                 f"filter has keys that are not in state: {unknown}. Rename or remove them. The keys of state are "
                 f"{sorted(state)}."
             )
-        with self._accelerator.world.together():
+        with self._accelerator.world.failing_together():
             plain = {name: self._to_state(name, value) for name, value in state.items()}
             for name, keeps in filters.items():
                 if not isinstance(plain[name], Mapping):

@@ -9,7 +9,7 @@ from ...common.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from . import atomic_swap, content, filesystem, store
     from .async_save import Job
-    from .atomic_swap import forget_saved
+    from .atomic_swap import forget_saved, recover_interrupted
     from .checkpointer import Checkpointer
     from .content import check_places
     from .filesystem import CODES, Files, TensorFile
@@ -18,13 +18,20 @@ if TYPE_CHECKING:
     from .one_file import is_checkpoint_file, lay_out
     from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together, read_part
     from .parts import (
+        ADDED,
+        CONFIG,
+        DATAMODULE_HPARAMS,
+        HPARAMS,
         MANIFEST,
+        STATE,
         CheckpointNotFoundError,
         Manifest,
         check_files,
         encode_part,
+        extra_part,
         has_part,
         is_checkpoint,
+        model_part,
         read_manifest,
     )
     from .restore import compare_weights, load_into_memory
@@ -42,20 +49,13 @@ if TYPE_CHECKING:
         read_tensor,
         read_whole_model,
     )
-    from .store import CheckpointStore, FileSave, JoinedSave, Save, recover_interrupted
+    from .store import CheckpointStore, FileSave, JoinedSave, Save
     from .train_state import (
-        ADDED,
-        CONFIG,
-        DATAMODULE_HPARAMS,
-        HPARAMS,
-        STATE,
         CallbackStates,
         OptimizerState,
         TrainerStates,
         TrainState,
         check_form,
-        extra_part,
-        model_part,
         open_added,
         open_callback_states,
         open_registered,

@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...common.messages import abbreviate
-from ...common.remote_path import AnyPath
+from ...common.remote_path import AnyPath, RemotePath, absolute
 from ...strategies.processes import IDENTITY, has_ended, identify_process, is_unfinished
 from . import filesystem
 from .one_file import is_checkpoint_file, is_replaceable_file, is_unfinished_file
@@ -216,6 +216,25 @@ def await_swap(path: Path, directories: Iterable[Path]) -> list[tuple[Path, Path
             return [(directory, old) for directory, old, writer in versions if not _runs(writer)]
         time.sleep(_PAUSE)
     return []
+
+
+def recover_interrupted(path: AnyPath | str) -> None:
+    """Restore the checkpoint at a path if its replacement, or that of a directory above it, was interrupted.
+
+    Between the two renames of a replacement, no checkpoint exists at the path. A process that is replacing the
+    checkpoint gets two seconds to finish. After that, it is assumed to be dead: the newer version is put in place if it
+    is intact, and the older one otherwise.
+    """
+    target = absolute(path)
+    if isinstance(target, RemotePath):  # in a store nothing is renamed
+        return
+    for directory, old in reversed(await_swap(target, [target, *target.parents])):
+        try:
+            warnings.warn(finish(directory, old))
+        except OSError:
+            if not os.path.lexists(directory):
+                raise
+            # Another process was faster.
 
 
 def finish(target: Path, old: Path) -> str:

@@ -27,10 +27,9 @@ from . import content, filesystem, model_check, restore, store
 from .async_save import Copying, HostCopies, Job
 from .model_check import FrozenWeights
 from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together
-from .parts import MANIFEST, Files, Manifest
+from .parts import MANIFEST, STATE, Files, Manifest
 from .safetensors_file import UnreadTensor
 from .store import Save
-from .train_state import STATE
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
@@ -135,10 +134,10 @@ class Checkpointer:
         content.check_places("save_state", {} if output_dir is None else {"output_dir": output_dir}, also)
         accelerator, world = self._accelerator, self._accelerator.world
         world.meet("accelerator.save_state")
-        accelerator.finish_saving()
+        self.finish_saving()
         project = accelerator.project_configuration
         numbering = project if output_dir is None else None
-        with world.together():
+        with world.failing_together():
             info = content.describe_save(accelerator, info or {})
             path = output_dir if output_dir is not None else _choose_next_target(project)
             targets = [absolute(target) for target in (path, *also)]
@@ -156,8 +155,8 @@ class Checkpointer:
                 "save_state(also=...) can't be combined with a save_state pre-hook, whose files would be in only one "
                 "of the checkpoints. Save to one directory at a time."
             )
-        copying = None
-        with store.discarding_on_failure(targets[0] if world.is_main and self.save_hooks else None), world.together():
+        copying, staged = None, targets[0] if world.is_main and self.save_hooks else None
+        with store.discarding_on_failure(staged), world.failing_together():
             frozen = self.find_frozen(world) if trainable_only else ()
             files = content.collect(accelerator, targets[0], parts or {}, weights_only, frozen)
             make_save = None if choose_save is None else choose_save(files, frozen[0] if frozen else ())
@@ -188,7 +187,7 @@ class Checkpointer:
             for target in targets:
                 store.write_and_commit(world, target, files, info, hooked, make_save)
             if numbering is not None and numbering.total_limit is not None:
-                with world.together():
+                with world.failing_together():
                     if world.is_main:
                         _drop_oldest(targets[0].parent, numbering.total_limit)
 
@@ -198,7 +197,7 @@ class Checkpointer:
         world = self._accelerator.world.background_world()
 
         def work() -> None:
-            with world.together():
+            with world.failing_together():
                 copying.finish()
             save_to_all(world)
 
@@ -249,7 +248,7 @@ class Checkpointer:
         """Restore a checkpoint and return its ``info``; see `Accelerator.load_state`."""
         accelerator, world = self._accelerator, self._accelerator.world
         project = accelerator.project_configuration
-        accelerator.finish_saving()
+        self.finish_saving()
         check_schedule(schedule)
         if not isinstance(input_dir, str | os.PathLike | RemotePath | OpenCheckpoint | None):
             raise TypeError(f"load_state(input_dir={input_dir!r:.100}) must be a path or a URL.")
@@ -379,7 +378,7 @@ def _find_newest(
     """
     skipped: list[str] = []
     opened = find_first_intact(world, _open_from_highest(project, resumable, skipped), skipped)
-    with world.together():
+    with world.failing_together():
         if opened is None and world.is_main:
             folder = _require_folder(project, "load_state", "input_dir")
             text = f"{folder} has no checkpoint that can be loaded. Pass input_dir, the path of a checkpoint."

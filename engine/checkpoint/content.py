@@ -22,18 +22,8 @@ from ..parameter_names import make_view_key, strip_compile_prefix
 from ..rng import random_state
 from . import model_check, store
 from .json_codec import decode, encode
-from .parts import Files, TensorFile, encode_part
-from .train_state import (
-    STATE,
-    OptimizerState,
-    RandomState,
-    RankState,
-    TrainState,
-    extra_part,
-    model_part,
-    optimizer_part,
-    rank_part,
-)
+from .parts import STATE, Files, TensorFile, encode_part, extra_part, model_part, optimizer_part, rank_part
+from .train_state import OptimizerState, RandomState, RankState, TrainState
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
@@ -176,7 +166,7 @@ def collect(
             "save_state was called during gradient accumulation, but a checkpoint does not contain accumulated "
             "gradients. Call save_state when accelerator.sync_gradients is True, after optimizer.step()."
         )
-    rank, files, errors = accelerator.process_index, dict[str, Any](), ErrorCollector()
+    rank, files, errors = accelerator.world.rank, dict[str, Any](), ErrorCollector()
     weights = _collect_weights(accelerator, target, errors)
     for number, (model, state) in enumerate(zip(accelerator.models, weights, strict=True)):
         with errors:
@@ -219,7 +209,7 @@ def _collect_model_files(
 
 def encode_optimizers(accelerator: Accelerator) -> Files:
     """Return the files of the optimizers' states that this process writes. Call this function on all ranks."""
-    rank, strategy, errors = accelerator.process_index, accelerator.strategy, ErrorCollector()
+    rank, strategy, errors = accelerator.world.rank, accelerator.strategy, ErrorCollector()
     files: Files = {}
     for number, prepared in enumerate(accelerator.optimizers):
         with errors:
@@ -296,8 +286,8 @@ def _collect_weights(accelerator: Accelerator, target: AnyPath, errors: ErrorCol
     if not accelerator.checkpointer.save_hooks:
         states = (accelerator.strategy.model_state(model) for model in models)
         return [{strip_compile_prefix(name): value for name, value in state.items()} for state in states]
-    with accelerator.world.together():
-        if accelerator.is_main_process:
+    with accelerator.world.failing_together():
+        if accelerator.world.is_main:
             store.begin(target)
     staging = str(store.get_staging_path(target, accelerator.world.broadcast(identify_process())))
     whole = [accelerator.get_state_dict(model) for model in models]
@@ -352,7 +342,7 @@ def collect_train_state(accelerator: Accelerator, registered: dict[str, Any], co
         scaler=scale,
         loaders=loaders[False],
         evaluation_loaders=loaders[True],
-        stream=None if accelerator.stream is None else accelerator.stream.get_state(),
+        stream=None if accelerator.rng.stream is None else accelerator.rng.stream.get_state(),
         reduction_orders=[accelerator.strategy.reduction_order(model) for model in accelerator.models],
         counts_calls=accumulation.counts_calls,
         registered=registered,
@@ -394,14 +384,14 @@ def describe_save(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, A
             ".item() or .tolist(), or save it with save_state(parts=...)."
         )
     training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
-    counts = {"step": accelerator.steps, "epoch": 0 if training is None else training.epoch}
+    counts = {"step": accelerator.accumulation.steps, "epoch": 0 if training is None else training.epoch}
     return {**metadata, **counts, **decode(document, {})}
 
 
 def run_metadata(accelerator: Accelerator) -> dict[str, Any]:
     """Return the run's metadata for the manifest, such as world size, precision, batch sizes and fingerprints."""
     training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
-    accumulate = accelerator.gradient_accumulation_steps
+    accumulate = accelerator.accumulation.micro_batches
     batch = None if training is None else training.total_batch_size
     return {
         "world_size": accelerator.world.size,

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from ...common.remote_path import AnyPath, RemotePath, StoreError, as_path
 from ...strategies import World
 from ...strategies.processes import identify_host
-from . import filesystem, remote, store
+from . import filesystem, remote
+from .atomic_swap import recover_interrupted
 from .parts import (
     MANIFEST,
     CheckpointNotFoundError,
@@ -51,7 +52,7 @@ class OpenCheckpoint:
     def __init__(self, path: AnyPath | str, manifest: Manifest | None = None) -> None:
         self.path = as_path(path)
         if manifest is None:
-            store.recover_interrupted(self.path)
+            recover_interrupted(self.path)
             manifest = read_manifest(self.path)
         self.manifest = manifest
         self.verified = False
@@ -222,7 +223,7 @@ def open_together(world: World, path: AnyPath | str | os.PathLike[str]) -> OpenC
     If there is nothing at the path, all ranks raise the same error, so that each can start from scratch.
     """
     opened: OpenCheckpoint | CheckpointNotFoundError | None = None
-    with world.together():
+    with world.failing_together():
         if world.is_main:
             try:
                 opened = OpenCheckpoint(as_path(path))
@@ -239,7 +240,7 @@ def find_first_intact(world: World, candidates: Iterator[OpenCheckpoint], skippe
     """Verify rank zero's candidates until one is intact, and return it on every process, or None if none is."""
     while True:
         candidate: OpenCheckpoint | None = None
-        with world.together():
+        with world.failing_together():
             if world.is_main:
                 candidate = next(candidates, None)
         candidate = world.broadcast(candidate)
@@ -268,7 +269,7 @@ def _run_on_every_rank(world: World | None, work: Callable[[], T]) -> list[T]:
         return [work()]
     result: T | None = None
     problem: tuple[type[Exception], str] | None = None
-    with world.together():  # the other ranks also learn of any other failure, such as a lack of memory
+    with world.failing_together():  # the other ranks also learn of any other failure, such as a lack of memory
         try:
             result = work()
         except StoreError as error:

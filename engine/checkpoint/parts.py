@@ -62,7 +62,7 @@ class Manifest:
         files: Size and digest by file name, each as ``{"bytes": ..., "xxh3_128": ...}``.
         info: Metadata that the caller of `commit` passed, including the four counts above.
         sequence: Number that orders checkpoints of the same step by commit.
-        others: Entries of files that hooks wrote, by path, such as ``unet/config.json``.
+        hooked: Entries of files that hooks wrote, by path, such as ``unet/config.json``.
         folder: The folder in the checkpoint that contains all these files; empty if they are next to the manifest.
         records: The records of a checkpoint that is one file, among which ``files`` are distributed; None for a
             directory.
@@ -78,7 +78,7 @@ class Manifest:
     info: dict[str, Any]
     format: int = FORMAT
     sequence: int = 0
-    others: dict[str, dict[str, Any]] = field(default_factory=dict)
+    hooked: dict[str, dict[str, Any]] = field(default_factory=dict)
     folder: str = ""
     records: Records | None = None
     source: bytes = field(default=b"", repr=False, compare=False)
@@ -86,12 +86,12 @@ class Manifest:
     @cached_property
     def checked(self) -> Mapping[str, dict[str, Any]]:
         """Size and digest of all that `check_files` reads: files, or the records of a checkpoint that is one file."""
-        return self.files | self.others if self.records is None else list_checked(self.records)
+        return self.files | self.hooked if self.records is None else list_checked(self.records)
 
     @property
     def names(self) -> set[str]:
         """Paths of all listed files, relative to the checkpoint."""
-        return {self.path_of(name) for name in (*self.files, *self.others)}
+        return {self.path_of(name) for name in (*self.files, *self.hooked)}
 
     def path_of(self, name: str) -> str:
         """Return the path of a file, relative to the checkpoint."""
@@ -103,7 +103,7 @@ class Manifest:
         files: dict[str, dict[str, Any]],
         info: Mapping[str, Any],
         sequence: int,
-        others: dict[str, dict[str, Any]] | None = None,
+        hooked: dict[str, dict[str, Any]] | None = None,
         folder: str = "",
         records: Records | None = None,
     ) -> Manifest:
@@ -111,7 +111,7 @@ class Manifest:
         info = {"step": 0, "epoch": 0, "samples": 0, "world_size": 1, **info}
         counts = {name: info[name] for name in _COUNTS}
         return cls(
-            **counts, files=files, info=info, sequence=sequence, others=others or {}, folder=folder, records=records
+            **counts, files=files, info=info, sequence=sequence, hooked=hooked or {}, folder=folder, records=records
         )
 
     def to_json(self) -> bytes:
@@ -130,9 +130,9 @@ class Manifest:
             )
         counts = {name: getattr(self, name) for name in (*_COUNTS, "sequence")}
         folder = {"folder": self.folder} if self.folder else {}
-        others = {"others": self.others} if self.others else {}
+        hooked = {"others": self.hooked} if self.hooked else {}
         records = {} if self.records is None else {"records": self.records.to_json()}
-        document = {"format": self.format, **counts, **folder, "files": self.files, **others, **records, "info": info}
+        document = {"format": self.format, **counts, **folder, "files": self.files, **hooked, **records, "info": info}
         _parse(document)
         return json.dumps(document, indent=None if records else 1, allow_nan=False).encode()
 
@@ -239,7 +239,7 @@ def check_files(path: Path, manifest: Manifest, digests: bool = True, names: Ite
         return
     for name in names:
         filesystem.check_file(
-            path / manifest.folder, name, manifest.checked[name], digests, links=name in manifest.others
+            path / manifest.folder, name, manifest.checked[name], digests, links=name in manifest.hooked
         )
 
 
@@ -260,19 +260,19 @@ def _parse(document: Any) -> Manifest:
         isinstance(folder, str) and (not folder or re.fullmatch(FOLDER, folder) is not None),
         f"its folder {folder!r:.40} is not a valid folder name",
     )
-    others = document.get("others", {})
-    _require(isinstance(others, dict), "its entry 'others' is not an object")
+    hooked = document.get("others", {})
+    _require(isinstance(hooked, dict), "its entry 'others' is not an object")
     for name in files:
         _require(
             name != MANIFEST and bool(filesystem.FILE.fullmatch(name)),
             f"{name!r:.80} is not a valid checkpoint file name",
         )
-    for name in others:
+    for name in hooked:
         _require(
             name not in files and name != MANIFEST and filesystem.is_inside(name),
             f"{name!r:.80} is not a valid file name",
         )
-    for name, entry in (*files.items(), *others.items()):
+    for name, entry in (*files.items(), *hooked.items()):
         _require(isinstance(entry, dict), f"the entry of {name} is not an object")
         size, digest = entry.get("bytes"), entry.get(filesystem.DIGEST)
         _require(type(size) is int and size >= 0, f"the size of {name} is not an integer of at least 0")
@@ -281,7 +281,7 @@ def _parse(document: Any) -> Manifest:
     info = decode(document.get("info"), {})
     _require(isinstance(info, dict), "it has no info")
     info = {name: counts[name] for name in _COUNTS} | info
-    return Manifest(**counts, files=files, info=info, format=version, others=others, folder=folder, records=records)
+    return Manifest(**counts, files=files, info=info, format=version, hooked=hooked, folder=folder, records=records)
 
 
 def _require(condition: bool, rule: str) -> None:
@@ -291,10 +291,35 @@ def _require(condition: bool, rule: str) -> None:
 
 # -- parts ---------------------------------------------------------------------------------------------------------
 
+STATE, HPARAMS, DATAMODULE_HPARAMS, CONFIG, ADDED = "state", "hparams", "datamodule_hparams", "config", "added"
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SHARD = re.compile(r"(.+)-shard-\d{5,}")
 _MODEL = re.compile(r"model(-\d+)?")
 _MAX_JSON_BYTES = 512 * 2**20  # far above any real state; limits what is read of a malicious file
+
+
+def rank_part(rank: int) -> str:
+    """Return the name of the part with the state of one rank, such as ``rank-00003``."""
+    return f"rank-{rank:05d}"
+
+
+def model_part(number: int) -> str:
+    """Return the name of the part with a model's tensors: ``model``, ``model-1``, ..."""
+    return "model" if number == 0 else f"model-{number}"
+
+
+def extra_part(number: int) -> str:
+    """Return the name of the part for values in a model's state that are not tensors: ``extra-model``, ..."""
+    return f"extra-{model_part(number)}"
+
+
+def optimizer_part(number: int, rank: int = 0) -> str:
+    """Return the name of the part with an optimizer's state: ``optimizer``, ``optimizer-1``, ...
+
+    With ``DDP(zero=True)``, each rank saves the state of different parameters. Any ``rank`` but 0 is part of the name.
+    """
+    name = "optimizer" if number == 0 else f"optimizer-{number}"
+    return f"{name}-rank-{rank:05d}" if rank else name
 
 
 def encode_part(name: str, state: Any, rank: int = 0, notes: Mapping[str, str] | None = None) -> Files:

@@ -273,7 +273,7 @@ class Upload:
 
         return dict(zip(files, _run_concurrently(transfer, list(files)), strict=True))
 
-    def commit(self, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool) -> None:
+    def commit(self, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], hooked: bool) -> None:
         """Commit the files that all processes have uploaded; see `store.DiskSave.commit`.
 
         Raises:
@@ -285,7 +285,7 @@ class Upload:
         target = self._target
         check_target(target)
         entries = {name: dict(files[name]) for name in sorted(files)}
-        written = self._upload_others(set(files)) if others else {}
+        written = self._upload_hook_files(set(files)) if hooked else {}
         manifest = Manifest.build(entries, info, _find_next_sequence(target.parent), written, self._folder)
         data = manifest.to_json()
         check_files(target, manifest, "Save again, to a URL that no other job writes to.")
@@ -306,7 +306,7 @@ class Upload:
         except ValueError:
             return False
 
-    def _upload_others(self, files: set[str]) -> dict[str, filesystem.Entry]:
+    def _upload_hook_files(self, files: set[str]) -> dict[str, filesystem.Entry]:
         """Upload the files that hooks wrote in addition to ``files``, and return their entries for a manifest."""
         names = [name for name in filesystem.list_leaves(self.staging) if name not in files and name != UNFINISHED]
         for name in names:

@@ -14,26 +14,23 @@ from ...common.messages import abbreviate, announce, format_count, warn
 from ...common.remote_path import AnyPath, absolute
 from ...strategies import World
 from ...strategies.distributed import cut_like, is_sharded
-from ..optim import LoadedOptimizer, PreparedOptimizer, PreparedScheduler, optimizer_state, resume_options
+from ..optim import (
+    LoadedOptimizer,
+    PreparedOptimizer,
+    PreparedScheduler,
+    SavedSchedule,
+    optimizer_state,
+    resume_options,
+)
 from ..parameter_names import strip_compile_prefix
 from ..rng import isolated_random_state, set_random_state
 from . import model_check
 from .content import list_scheduler_kinds, run_metadata, sort_loaders
 from .filesystem import RESTORE
 from .open_checkpoint import OpenCheckpoint
-from .parts import Manifest
+from .parts import Manifest, extra_part, model_part, optimizer_part, rank_part
 from .safetensors_file import Stored
-from .train_state import (
-    OptimizerState,
-    RankState,
-    TrainState,
-    check_form,
-    extra_part,
-    model_part,
-    open_train_state,
-    optimizer_part,
-    rank_part,
-)
+from .train_state import OptimizerState, RankState, TrainState, check_form, open_train_state
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
@@ -75,7 +72,9 @@ def restore(
     shared: TrainState | None = None
     of_rank: RankState | None = None
     optimizers: list[LoadedOptimizer] = []
-    by_models = all(getattr(model, "strict_loading", True) for model in accelerator.unwrapped_models)
+    schedules: list[SavedSchedule] = []
+    unwrapped = accelerator.unwrapped_models
+    by_models = all(getattr(model, "strict_loading", True) for model in unwrapped)
     exactly = by_models if strict is None else strict
     opened.verify(world)
     with _read_together(world, opened):
@@ -88,22 +87,21 @@ def restore(
     with _read_together(world, opened):
         weights = _select_fitting_weights(accelerator, opened, chosen, strict)
         if shared is not None:
-            optimizers = _select_fitting_optimizers(
-                accelerator.optimizers, accelerator.unwrapped_models, opened, exactly
-            )
+            optimizers = _select_fitting_optimizers(accelerator.optimizers, unwrapped, opened, exactly)
             shared = cast(TrainState, load_into_memory(shared, {"registered": layouts}, {}))
-            _choose_schedule(accelerator, opened.path, optimizers, shared, schedule)
+            schedules = resume_options.match_schedules(accelerator.schedulers, accelerator.schedules_built, shared)
+            _choose_schedule(opened.path, optimizers, accelerator.schedulers, schedules, schedule)
             for loader, saved in zip(_list_loaders(accelerator, False), shared["loaders"], strict=False):
                 loader.check(saved)
-            if accelerator.process_index < manifest.world_size:  # a rank that was not saved keeps its own state
-                of_rank = _read_rank_state(accelerator.process_index, opened)
+            if world.rank < manifest.world_size:  # a rank that was not saved keeps its own state
+                of_rank = _read_rank_state(world.rank, opened)
     _check_frozen(accelerator, opened, chosen, strict)
     for model, values, fully in weights:
         accelerator.strategy.load_model_state(model, values, fully)
         accelerator.checkpointer.loaded_from[model] = str(absolute(opened.path)), manifest, accelerator.steps
     if shared is not None:
         _load_training(accelerator, manifest, shared, of_rank, optimizers)
-        resume_options.hold(accelerator, optimizers, shared, script=schedule == "script")
+        resume_options.hold(optimizers, schedules, script=schedule == "script")
     accelerator.accumulation.drop_gradients()
     return _finish_epoch(_list_loaders(accelerator, False), manifest.info) if state and finish_epoch else manifest.info
 
@@ -131,9 +129,9 @@ def _load_training(
     of_rank: RankState | None,
     optimizers: list[LoadedOptimizer],
 ) -> None:
-    for optimizer, saved, *_ in optimizers:
-        accelerator.strategy.load_optimizer_state(optimizer, saved)
-        optimizer_state.keep_formats(optimizer, saved)
+    for prepared, saved, *_ in optimizers:
+        accelerator.strategy.load_optimizer_state(prepared.optimizer, saved)
+        optimizer_state.keep_formats(prepared.optimizer, saved)
     _load_shared_state(accelerator, shared, manifest)
     world_unchanged = accelerator.world.size == manifest.world_size
     _load_buffers(accelerator, manifest, of_rank["buffers"] if of_rank is not None and world_unchanged else [])
@@ -152,7 +150,7 @@ def _load_training(
 @contextmanager
 def _read_together(world: World, opened: OpenCheckpoint) -> Iterator[None]:
     """Return a context for reading a checkpoint; all processes fail if one fails or the checkpoint is replaced."""
-    with world.together():
+    with world.failing_together():
         error: ValueError | None = None
         try:
             yield
@@ -198,7 +196,7 @@ def _check_not_replaced(accelerator: Accelerator, opened: OpenCheckpoint) -> Non
 def _choose_models(accelerator: Accelerator, path: AnyPath) -> list[nn.Module]:
     """Call the load hooks, which may remove models from the list, and return the models to load."""
     chosen = list(accelerator.models)
-    with accelerator.world.together():
+    with accelerator.world.failing_together():
         for hook in accelerator.checkpointer.load_hooks.values():
             hook(chosen, str(path))
     return chosen
@@ -345,7 +343,7 @@ def _select_fitting_optimizers(
         options = saved.get("built")
         state = optimizer_state.decode_by_name(saved, optimizer, names)
         groups = len(saved["groups"])
-        loads.append(LoadedOptimizer(optimizer, state, options if isinstance(options, list) else None, groups))
+        loads.append(LoadedOptimizer(prepared, state, options if isinstance(options, list) else None, groups))
     return loads
 
 
@@ -360,23 +358,27 @@ def _merge_optimizer_state(opened: OpenCheckpoint, number: int) -> OptimizerStat
 
 
 def _choose_schedule(
-    accelerator: Accelerator, path: AnyPath, optimizers: list[LoadedOptimizer], state: TrainState, schedule: str | None
+    path: AnyPath,
+    optimizers: list[LoadedOptimizer],
+    schedulers: list[Any],
+    saved_schedules: list[SavedSchedule],
+    schedule: str | None,
 ) -> None:
     if schedule == "script":
-        resume_options.follow_script(accelerator, optimizers, state)
+        resume_options.follow_script(optimizers, saved_schedules)
         return
     # If a mismatch is allowed: a schedule keeps values for each group of parameters, so the saved one cannot continue
     # with other groups.
-    regrouped = [loaded for loaded in optimizers if loaded.groups != len(loaded.optimizer.param_groups)]
-    if regrouped := [loaded for loaded in regrouped if resume_options.is_scheduled(accelerator, loaded.optimizer)]:
-        saved, current = regrouped[0].groups, len(regrouped[0].optimizer.param_groups)
+    regrouped = [loaded for loaded in optimizers if loaded.groups != len(loaded.prepared.param_groups)]
+    if regrouped := [loaded for loaded in regrouped if resume_options.is_scheduled(loaded.prepared, schedulers)]:
+        saved, current = regrouped[0].groups, len(regrouped[0].prepared.param_groups)
         warn(
             f"an optimizer has {format_count(saved, 'parameter group')} in {path}, but {current} in the script, so "
             "its learning rates and schedule come from the script."
         )
-        resume_options.follow_script(accelerator, regrouped, state)
+        resume_options.follow_script(regrouped, saved_schedules)
     if schedule is None:
-        resume_options.compare(accelerator, path, [loaded for loaded in optimizers if loaded not in regrouped], state)
+        resume_options.compare(path, [loaded for loaded in optimizers if loaded not in regrouped], saved_schedules)
 
 
 def _restore_compiled_names(names: Iterable[str], weights: dict[str, Any]) -> dict[str, Any]:

@@ -146,25 +146,6 @@ def discarding_on_failure(target: AnyPath | None) -> Iterator[None]:
         raise
 
 
-def recover_interrupted(path: AnyPath | str) -> None:
-    """Restore the checkpoint at a path if its replacement, or that of a directory above it, was interrupted.
-
-    Between the two renames of a replacement, no checkpoint exists at the path. A process that is replacing the
-    checkpoint gets two seconds to finish. After that, it is assumed to be dead: the newer version is put in place if it
-    is intact, and the older one otherwise.
-    """
-    target = absolute(path)
-    if isinstance(target, RemotePath):  # in a store nothing is renamed
-        return
-    for directory, old in reversed(atomic_swap.await_swap(target, [target, *target.parents])):
-        try:
-            warnings.warn(atomic_swap.finish(directory, old))
-        except OSError:
-            if not os.path.lexists(directory):
-                raise
-            # Another process was faster.
-
-
 def remove(path: AnyPath | str) -> None:
     """Delete a committed checkpoint so that a failure halfway leaves nothing that counts as a checkpoint.
 
@@ -209,7 +190,7 @@ class Save(Protocol):
     def write(self, files: Files) -> dict[str, Any]:
         """Write this process's files, and return what `commit` must know of each."""
 
-    def commit(self, files: dict[str, Any], info: Mapping[str, Any], others: bool) -> None:
+    def commit(self, files: dict[str, Any], info: Mapping[str, Any], hooked: bool) -> None:
         """Commit the checkpoint, with the results of `write` on all processes."""
 
     def discard(self, is_main: bool) -> None:
@@ -231,7 +212,7 @@ class DiskSave:
         """Write this process's files, fsync them, and return their entries for the manifest."""
         return write_files(self.staging, files)
 
-    def commit(self, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], others: bool) -> None:
+    def commit(self, files: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any], hooked: bool) -> None:
         """Commit the written files as a checkpoint by one rename, after all processes have written theirs.
 
         An existing checkpoint at the target is replaced; at every moment, at least one of the two is complete on the
@@ -240,7 +221,7 @@ class DiskSave:
         Args:
             files: The results of `write` on all processes.
             info: Metadata for the manifest.
-            others: Make the other files in `staging` part of the checkpoint. If False, they are deleted.
+            hooked: Make the files that hooks wrote to `staging` part of the checkpoint. If False, they are deleted.
 
         Raises:
             ValueError: If a listed file is missing or has the wrong size, or the manifest, a file of a hook or the
@@ -252,16 +233,16 @@ class DiskSave:
         atomic_swap.check_target(target)
         sequence = _find_next_sequence(target.parent)
         entries = {name: dict(files[name]) for name in sorted(files)}
-        written = _sync_added_files(source, set(files)) if others else {}
+        written = _sync_added_files(source, set(files)) if hooked else {}
         data = Manifest.build(entries, info, sequence, written).to_json()
         for name, entry in entries.items():
             filesystem.check_file(source, name, entry, digests=False, fix=atomic_swap.SHARE_TARGET)
         for stray in sorted(set(os.listdir(source)) - set(files)):  # left by a killed attempt, such as its manifest
-            if not others:
+            if not hooked:
                 filesystem.delete(source / stray)
         filesystem.write_bytes(source / MANIFEST, data)
         filesystem.fsync(source / MANIFEST)
-        if others:
+        if hooked:
             filesystem.delete(source / UNFINISHED)
         filesystem.fsync(source)
         _put_in_place(source, target, sequence)
@@ -307,10 +288,10 @@ class FileSave(JoinedSave):
         super().__init__(get_staging_path(target, writer), layout is not None)
         self._target, self._layout = target, layout
 
-    def commit(self, files: Mapping[str, Any], info: Mapping[str, Any], others: bool) -> None:
+    def commit(self, files: Mapping[str, Any], info: Mapping[str, Any], hooked: bool) -> None:
         """Write the checkpoint with ``files`` of the other ranks, and put it in place; see `DiskSave.commit`."""
         assert self._layout is not None
-        assert not others  # files of hooks need a directory
+        assert not hooked  # files of hooks need a directory
         target, source = self._target, self.staging
         atomic_swap.check_target(target)
         if target.is_dir() and not atomic_swap.is_empty(target):
@@ -344,7 +325,7 @@ def write_and_commit(
     target: AnyPath,
     files: Files,
     info: dict[str, Any],
-    others: bool = False,
+    hooked: bool = False,
     make_save: Callable[[Path, str], Save] | None = None,
 ) -> None:
     """Write the files of `content.collect`, wait for all processes, and commit the checkpoint. Call it on all ranks.
@@ -354,9 +335,9 @@ def write_and_commit(
     If a disk operation or a request to the store fails, an earlier checkpoint remains, unless the store's response to
     the commit was lost. If someone deletes the directory during the save, it is created and written again, once.
     """
-    error, is_deleted = _try_to_commit(world, target, files, info, others, make_save)
-    if any(world.gather_objects(is_deleted)) and not others:
-        error, _ = _try_to_commit(world, target, files, info, others, make_save)
+    error, is_deleted = _try_to_commit(world, target, files, info, hooked, make_save)
+    if any(world.gather_objects(is_deleted)) and not hooked:
+        error, _ = _try_to_commit(world, target, files, info, hooked, make_save)
     world.raise_together(error)
 
 
@@ -365,7 +346,7 @@ def _try_to_commit(
     target: AnyPath,
     files: Files,
     info: dict[str, Any],
-    others: bool,
+    hooked: bool,
     make_save: Callable[[Path, str], Save] | None,
 ) -> tuple[Exception | None, bool]:
     """Return the error of this process, if any, and whether the reason is that its files have been deleted."""
@@ -375,7 +356,7 @@ def _try_to_commit(
     name = world.broadcast(identify_process() if isinstance(target, Path) else remote.Upload.new_folder())
     save: Save = (make_save or DiskSave)(target, name) if isinstance(target, Path) else remote.Upload(target, name)
     try:
-        if others and (clashing := [name for name in files if os.path.lexists(save.staging / name)]):
+        if hooked and (clashing := [name for name in files if os.path.lexists(save.staging / name)]):
             raise ValueError(
                 f"a save_state pre-hook wrote {clashing[0]}, but this name is reserved for the checkpoint's own file. "
                 "Use another name."
@@ -388,7 +369,7 @@ def _try_to_commit(
         try:
             if all(written for _, written in of_ranks):
                 merged = {name: entry for written, _ in of_ranks for name, entry in written.items()}
-                save.commit(merged, info, others)
+                save.commit(merged, info, hooked)
         except Exception as caught:
             error = error or _explain_error(caught, target, files)
     is_deleted = (

@@ -1,6 +1,6 @@
-"""Parts of a checkpoint, and the keys of the dicts that they contain.
+"""Forms of a checkpoint's parts: the keys of the dicts that they contain.
 
-A checkpoint may contain these parts and those of ``save_state(parts=...)`` (see `parts` for their files):
+A checkpoint may contain these parts and those of ``save_state(parts=...)`` (see `parts` for their names and files):
 
 =================================  ==================================================================================
 ``model``, ``model-1``, ...        tensors of each prepared model
@@ -28,32 +28,7 @@ from torch import Tensor
 from ...common.remote_path import AnyPath
 from . import filesystem
 from .open_checkpoint import OpenCheckpoint
-
-STATE, HPARAMS, DATAMODULE_HPARAMS, CONFIG, ADDED = "state", "hparams", "datamodule_hparams", "config", "added"
-
-
-def rank_part(rank: int) -> str:
-    """Return the name of the part with the state of one rank, such as ``rank-00003``."""
-    return f"rank-{rank:05d}"
-
-
-def model_part(number: int) -> str:
-    """Return the name of the part with a model's tensors: ``model``, ``model-1``, ..."""
-    return "model" if number == 0 else f"model-{number}"
-
-
-def extra_part(number: int) -> str:
-    """Return the name of the part for values in a model's state that are not tensors: ``extra-model``, ..."""
-    return f"extra-{model_part(number)}"
-
-
-def optimizer_part(number: int, rank: int = 0) -> str:
-    """Return the name of the part with an optimizer's state: ``optimizer``, ``optimizer-1``, ...
-
-    With ``DDP(zero=True)``, each rank saves the state of different parameters. Any ``rank`` but 0 is part of the name.
-    """
-    name = "optimizer" if number == 0 else f"optimizer-{number}"
-    return f"{name}-rank-{rank:05d}" if rank else name
+from .parts import ADDED, STATE
 
 
 class TrainState(TypedDict):

@@ -20,6 +20,6 @@ if TYPE_CHECKING:
     from .nonfinite import GradientGuard
     from .optimizer_state import BuiltSchedule, list_parameters
     from .prepared_scheduler import PreparedScheduler
-    from .resume_options import SCHEDULES, LoadedOptimizer, check_schedule
+    from .resume_options import SCHEDULES, LoadedOptimizer, SavedSchedule, check_schedule
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

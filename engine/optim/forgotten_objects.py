@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
 from weakref import WeakSet, proxy
 
 from torch import Tensor, nn
@@ -12,11 +11,9 @@ from torch.optim import Optimizer
 
 from ...common.messages import format_count, name_type, warn
 from ...strategies import is_wrapped_by_user
+from .accumulation import Accumulation
 from .nonfinite import iter_leaves
 from .optimizer_state import list_parameters
-
-if TYPE_CHECKING:
-    from ..accelerator import Accelerator
 
 _SEARCHED_PASSES = 3
 _WATCHED_PASSES = 8  # several steps of loops with two or three models in turn
@@ -35,8 +32,8 @@ class LoopCheck:
 
     method = "prepare"
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = proxy(accelerator)  # whose objects are freed as soon as it is dropped
+    def __init__(self, accumulation: Accumulation) -> None:
+        self._accumulation = proxy(accumulation)  # whose objects are freed as soon as it is dropped
         self.set_up: WeakSet[nn.Module] = WeakSet()
         self.reset()
 
@@ -56,7 +53,7 @@ class LoopCheck:
         """
         prepared = self._list_prepared()
         for model in models:
-            trained = [p for p in self._accelerator.strategy.unwrap(model).parameters() if p.requires_grad]
+            trained = [p for p in self._accumulation.strategy.unwrap(model).parameters() if p.requires_grad]
             if any(id(p) not in prepared for p in trained) and not is_wrapped_by_user(trained):
                 self._report(
                     "model",
@@ -80,22 +77,22 @@ class LoopCheck:
         if not models_only:
             self._check_accumulation()
             self._check_optimizer()
-        if self._passes >= _WATCHED_PASSES + self._accelerator.gradient_accumulation_steps:
+        if self._passes >= _WATCHED_PASSES + self._accumulation.micro_batches:
             self.active = False
             self._optimizer, self._marks = None, []
 
     def _check_reach(self, loss: Tensor, models_only: bool) -> None:
-        accelerator = self._accelerator
+        accumulation = self._accumulation
         prepared = self._list_prepared()
         optimized = [p for p in self._list_optimized() if p.grad is not None and isinstance(p, nn.Parameter)]
         stray = [p for p in optimized if id(p) not in prepared]
         is_reached = any(p.grad is not None for p in prepared.values())
-        if stray and is_reached and accelerator.world.size == 1:
+        if stray and is_reached and accumulation.world.size == 1:
             return  # for example a registered loss module
         if not (stray or is_reached):
             # The graph shows parameters whose gradients were used and removed in hooks.
             leaves = list({id(leaf): leaf for leaf, _ in iter_leaves(loss)}.values())
-            known = {id(leaf) for model in self._list_models() for leaf, _ in accelerator.strategy.graph_leaves(model)}
+            known = {id(leaf) for model in self._list_models() for leaf, _ in accumulation.strategy.graph_leaves(model)}
             if not any(id(leaf) in known for leaf in leaves):
                 stray = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
             if models_only and _find_optimizer({id(p): p for p in stray}) is None:
@@ -112,10 +109,10 @@ class LoopCheck:
             )
 
     def _check_accumulation(self) -> None:
-        accelerator = self._accelerator
-        count = accelerator.gradient_accumulation_steps
-        steps = sum(optimizer.steps_taken + optimizer.skipped for optimizer in accelerator.optimizers)
-        if count > 1 and not accelerator.accumulation.entered and self._passes > 2 and steps >= self._passes - 1:
+        accumulation = self._accumulation
+        count = accumulation.micro_batches
+        steps = sum(optimizer.steps_taken + optimizer.skipped for optimizer in accumulation.optimizers)
+        if count > 1 and not accumulation.entered and self._passes > 2 and steps >= self._passes - 1:
             self._report(
                 "accumulate",
                 f"gradient_accumulation_steps={count}, but the loop does not enter accumulate, so each batch is an "
@@ -124,7 +121,7 @@ class LoopCheck:
             )
 
     def _check_optimizer(self) -> None:
-        accelerator = self._accelerator
+        accumulation = self._accumulation
         covered = set(map(id, self._list_optimized()))
         trained = {key: p for key, p in self._list_prepared().items() if p.grad is not None and key not in covered}
         if self._optimizer is None and trained and self._passes <= _SEARCHED_PASSES:
@@ -135,16 +132,15 @@ class LoopCheck:
         fix = "Pass the optimizer to prepare, and use the optimizer that prepare returns."
         if any(p._version != version for p, version in self._marks):
             self._report("step", f"{subject} it steps inside an accumulation group. {fix}", diverges=True)
-        self._marks = [] if accelerator.sync_gradients else [(p, p._version) for p in trained.values()]
+        self._marks = [] if accumulation.sync_gradients else [(p, p._version) for p in trained.values()]
         lost = "its steps are not counted, and save_state does not contain its state"
-        if accelerator.accumulation.loss_scale is not None:
+        if accumulation.loss_scale is not None:
             lost += ", and its gradients stay multiplied by the float16 loss scale"
         self._report("optimizer", f"{subject} {lost}. {fix}")
 
-    def warn_if_nothing_is_saved(self) -> None:
-        """Warn if a checkpoint of a loop would contain no model and no optimizer."""
-        accelerator = self._accelerator
-        if not (accelerator.models or accelerator.optimizers or accelerator.registered):
+    def warn_if_nothing_is_saved(self, registered: Collection[str]) -> None:
+        """Warn if a checkpoint of a loop would contain no model, no optimizer and no ``registered`` object."""
+        if not (self._accumulation.models or self._accumulation.optimizers or registered):
             self._report(
                 "save",
                 "save_state saves no model and no optimizer, because none is prepared. Pass them to prepare before the "
@@ -152,23 +148,23 @@ class LoopCheck:
             )
 
     def _list_optimized(self) -> list[Tensor]:
-        return [p for optimizer in self._accelerator.optimizers for p in list_parameters(optimizer)]
+        return [p for optimizer in self._accumulation.optimizers for p in list_parameters(optimizer)]
 
     def _list_models(self) -> list[nn.Module]:
-        return [*self._accelerator.models, *self.set_up]
+        return [*self._accumulation.models, *self.set_up]
 
     def _list_prepared(self) -> dict[int, Tensor]:
-        unwrap = self._accelerator.strategy.unwrap
+        unwrap = self._accumulation.strategy.unwrap
         return {id(p): p for model in self._list_models() for p in unwrap(model).parameters()}
 
     def _consequence(self) -> str:
-        size = self._accelerator.world.size
+        size = self._accumulation.world.size
         if size > 1:
             return f"its gradients are not averaged over the {size} processes, whose models would diverge"
         return "save_state does not contain it, and several processes would train different models"
 
     def _report(self, kind: str, text: str, diverges: bool = False) -> None:
-        if diverges and self._accelerator.world.size > 1:
+        if diverges and self._accumulation.world.size > 1:
             raise ValueError(text)
         if kind not in self._reported:
             self._reported.add(kind)

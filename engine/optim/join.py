@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from ...common.messages import name_type, warn
+from .accumulation import Accumulation
 from .prepared_scheduler import PreparedScheduler
-
-if TYPE_CHECKING:
-    from ..accelerator import Accelerator
 
 
 @contextmanager
 def join_uneven_inputs(
-    accelerator: Accelerator, joinables: Iterable[Any], even_batches: bool | None = None
+    accumulation: Accumulation, schedulers: list[Any], joinables: Iterable[Any], even_batches: bool | None = None
 ) -> Iterator[None]:
     """Return a context in which ranks may have different numbers of batches; see `Accelerator.join_uneven_inputs`.
 
@@ -33,28 +31,27 @@ def join_uneven_inputs(
             raise TypeError(
                 f"joinables contains {name_type(value)}, but may contain only prepared models and optimizers."
             )
-    if even_batches or accelerator.world.size == 1:
+    if even_batches or accumulation.world.size == 1:
         yield
         return
-    agreement = accelerator.accumulation.agreement
-    agreement.joined = True
+    accumulation.agreement.joined = True
     try:
-        with accelerator.strategy.join([value for value in joinables if isinstance(value, nn.Module)]):
+        with accumulation.strategy.join([value for value in joinables if isinstance(value, nn.Module)]):
             yield
     finally:
-        agreement.joined = False
-    _catch_up(accelerator)
+        accumulation.agreement.joined = False
+    _catch_up(accumulation, schedulers)
 
 
-def _catch_up(accelerator: Accelerator) -> None:
+def _catch_up(accumulation: Accumulation, schedulers: list[Any]) -> None:
     """Copy the states of optimizers, schedulers and the scaler from the rank that took the most steps to other ranks.
 
     torch synchronizes only parameters and buffers. Different optimizer moments would make the replicas diverge at the
     next step.
     """
-    optimizers, schedulers = accelerator.optimizers, accelerator.schedulers
+    world, optimizers = accumulation.world, accumulation.optimizers
     local_steps = [o.steps_taken for o in optimizers]
-    counts = accelerator.world.gather_objects((local_steps, accelerator.accumulation.position))
+    counts = world.gather_objects((local_steps, accumulation.position))
     if all(of_rank == counts[0] for of_rank in counts):
         return
     if any(position for _, position in counts):
@@ -62,19 +59,19 @@ def _catch_up(accelerator: Accelerator) -> None:
             "join_uneven_inputs: on at least one rank, the batches ended inside an accumulation group. The gradients "
             "of this unfinished group are dropped."
         )
-        accelerator.accumulation.drop_gradients()
+        accumulation.drop_gradients()
     steps_by_rank = [of_rank for of_rank, _ in counts]
     if all(of_rank == steps_by_rank[0] for of_rank in steps_by_rank):
         return
     source = max(range(len(steps_by_rank)), key=lambda rank: sum(steps_by_rank[rank]))
-    state, loss_scale = None, accelerator.accumulation.loss_scale
-    if accelerator.process_index == source:
+    state, loss_scale = None, accumulation.loss_scale
+    if world.rank == source:
         state = {
             "optimizers": [(o.steps_taken, o.skipped, o.state_dict()) for o in optimizers],
             "schedulers": [(s.state_dict(), getattr(s, "since", None)) for s in schedulers],
             "scaler": None if loss_scale is None else loss_scale.state_dict(),
         }
-    state = accelerator.world.broadcast(state, source)
+    state = world.broadcast(state, source)
     if local_steps == steps_by_rank[source]:
         return
     for optimizer, (count, skipped, values) in zip(optimizers, state["optimizers"], strict=True):

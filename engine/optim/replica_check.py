@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,7 @@ from torch.optim import Optimizer
 from ...strategies import World
 from ...strategies.distributed import is_sharded
 from ..data import digest
-
-if TYPE_CHECKING:
-    from ..accelerator import Accelerator
+from .accumulation import Accumulation
 
 
 class ReplicasDiffer(RuntimeError):
@@ -63,23 +61,24 @@ def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> N
     )
 
 
-def watch_replicas(accelerator: Accelerator, optimizer: Optimizer) -> None:
+def watch_replicas(accumulation: Accumulation, optimizer: Optimizer) -> None:
     """In debug mode, compare the replicas after the first step of ``optimizer`` and then periodically.
 
     The comparison is skipped in `join_uneven_inputs` and while ``DDP(local_sgd_steps=...)`` lets each process step
     separately.
     """
-    debug = accelerator.world.debug
-    if debug is None or not debug.replicas or accelerator.world.size == 1:
+    world, strategy = accumulation.world, accumulation.strategy
+    debug = world.debug
+    if debug is None or not debug.replicas or world.size == 1:
         return
     every, step_count = debug.replicas, 0
 
     def check_replicas(*_: Any) -> None:
         nonlocal step_count
-        if accelerator.accumulation.agreement.joined:
+        if accumulation.agreement.joined:
             return  # within join_uneven_inputs, where a process may have no more steps to take
-        if step_count % every == 0 and accelerator.strategy.replicas_equal:
-            accelerator.check_replicas()
+        if step_count % every == 0 and strategy.replicas_equal:
+            check((strategy.unwrap(model) for model in accumulation.models), world)
         step_count += 1
 
     optimizer.register_step_post_hook(check_replicas)

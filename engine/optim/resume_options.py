@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
@@ -17,9 +16,6 @@ from ...common.validation import choose
 from ..checkpoint import TrainState
 from .accumulation import PreparedOptimizer
 from .optimizer_state import BuiltSchedule, State, to_plain
-
-if TYPE_CHECKING:
-    from ..accelerator import Accelerator
 
 SCHEDULES = ("saved", "script")
 """Values of ``schedule=`` in a resume."""
@@ -32,16 +28,57 @@ class LoadedOptimizer(NamedTuple):
     """Optimizer whose state is about to be loaded.
 
     Attributes:
-        optimizer: The user's optimizer.
+        prepared: The optimizer.
         state: The state to pass to its ``load_state_dict``.
         options: The saved `PreparedOptimizer.effective_options`, if the checkpoint contains them.
         groups: The number of the optimizer's parameter groups in the checkpoint.
     """
 
-    optimizer: Optimizer
+    prepared: PreparedOptimizer
     state: State
     options: list[State] | None
     groups: int
+
+
+class SavedSchedule(NamedTuple):
+    """Scheduler whose state is about to be loaded.
+
+    Attributes:
+        scheduler: The user's scheduler.
+        built: Its state and arguments before the resume.
+        state: The saved state.
+        kind: The name of its class, which is also that of the saved one.
+        arguments: The saved arguments; None if the checkpoint does not contain them.
+    """
+
+    scheduler: Any
+    built: BuiltSchedule
+    state: State
+    kind: str
+    arguments: Any
+
+
+def match_schedules(schedulers: list[Any], built: list[BuiltSchedule], state: TrainState) -> list[SavedSchedule]:
+    """Return the schedulers whose class is the same in the checkpoint.
+
+    Args:
+        schedulers: The prepared schedulers.
+        built: Their states and arguments before the resume.
+        state: The checkpoint's state.
+    """
+    arguments = state.get("schedules_built")
+    if not isinstance(arguments, list):
+        arguments = []
+    matched = []
+    for number, (scheduler, own) in enumerate(zip(schedulers, built, strict=True)):
+        if number >= len(state["schedulers"]):
+            break
+        inner, saved = getattr(scheduler, "scheduler", scheduler), state["schedulers"][number]
+        kind = type(inner).__qualname__
+        if kind == state["scheduler_kinds"][number] and isinstance(saved, dict):
+            saved_arguments = arguments[number] if number < len(arguments) else None
+            matched.append(SavedSchedule(inner, own, saved, kind, saved_arguments))
+    return matched
 
 
 def _to_numbers(value: Any) -> list[int | float]:
@@ -53,21 +90,20 @@ def _to_numbers(value: Any) -> list[int | float]:
 # -- differences ---------------------------------------------------------------------------------------------------
 
 
-def compare(accelerator: Accelerator, path: AnyPath, optimizers: list[LoadedOptimizer], state: TrainState) -> None:
+def compare(path: AnyPath, optimizers: list[LoadedOptimizer], schedules: list[SavedSchedule]) -> None:
     """Warn if the options of the script's optimizers or schedules differ from those at the start of the saved run.
 
     Raises:
         ValueError: If a saved ``OneCycleLR`` schedule ends before that of the script, because torch would end the run
             with an error.
     """
-    lines = _compare_options(accelerator, optimizers)
-    schedules, rates = _compare_schedules(accelerator, state)
-    lines += schedules
+    of_schedules, rates = _compare_schedules(schedules)
+    lines = _compare_options(optimizers) + of_schedules
     if not (lines or rates):
         return
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     text = "\n  ".join([*lines[:_SHOWN], *more, *rates])
-    if _ends_early(accelerator, state):
+    if _ends_early(schedules):
         raise ValueError(
             f"{path} was saved with a schedule that ends before this script's:\n  {text}\nOneCycleLR can't be stepped "
             "beyond its total_steps. Resume with schedule='script' to follow the script's schedule from here on, or "
@@ -78,10 +114,10 @@ def compare(accelerator: Accelerator, path: AnyPath, optimizers: list[LoadedOpti
     warn(f"{path} was saved by a run with a different optimizer configuration or schedule:\n  {text}")
 
 
-def _compare_options(accelerator: Accelerator, optimizers: list[LoadedOptimizer]) -> list[str]:
+def _compare_options(optimizers: list[LoadedOptimizer]) -> list[str]:
     lines = []
-    for optimizer, _, saved, _ in optimizers:
-        groups = _find_prepared(accelerator, optimizer).built
+    for prepared, _, saved, _ in optimizers:
+        groups, optimizer = prepared.built, prepared.optimizer
         if saved is None or len(saved) != len(groups):
             continue
         for number, (old, new) in enumerate(zip(saved, groups, strict=True)):
@@ -96,13 +132,9 @@ def _compare_options(accelerator: Accelerator, optimizers: list[LoadedOptimizer]
     return lines
 
 
-def _find_prepared(accelerator: Accelerator, optimizer: Optimizer) -> PreparedOptimizer:
-    return next(prepared for prepared in accelerator.optimizers if prepared.optimizer is optimizer)
-
-
-def _compare_schedules(accelerator: Accelerator, state: TrainState) -> tuple[list[str], list[str]]:
+def _compare_schedules(schedules: list[SavedSchedule]) -> tuple[list[str], list[str]]:
     lines, rates = [], []
-    for scheduler, built, saved, kind, arguments in _iter_schedulers(accelerator, state):
+    for scheduler, built, saved, kind, arguments in schedules:
         new, old = built.arguments, arguments if isinstance(arguments, dict) else {}
         lines += [
             f"{kind}: {name.replace('_milestones', 'milestones')} {_format(old[name])} in the checkpoint, "
@@ -134,30 +166,11 @@ def _compare_rates(scheduler: LambdaLR, saved: State) -> list[str]:
     ]
 
 
-def _iter_schedulers(
-    accelerator: Accelerator, state: TrainState
-) -> Iterator[tuple[Any, BuiltSchedule, State, str, Any]]:
-    """Yield data of each scheduler whose class is the same in the checkpoint.
-
-    Each item consists of the scheduler, its `BuiltSchedule`, its saved state, the name of its class, and its saved
-    arguments (None if the checkpoint does not contain them).
-    """
-    saved_arguments = state.get("schedules_built")
-    arguments = saved_arguments if isinstance(saved_arguments, list) else []
-    for number, (scheduler, built) in enumerate(zip(accelerator.schedulers, accelerator.schedules_built, strict=True)):
-        if number >= len(state["schedulers"]):
-            return
-        inner = getattr(scheduler, "scheduler", scheduler)
-        kind = type(inner).__qualname__
-        if kind == state["scheduler_kinds"][number] and isinstance(saved := state["schedulers"][number], dict):
-            yield inner, built, saved, kind, arguments[number] if number < len(arguments) else None
-
-
-def _ends_early(accelerator: Accelerator, state: TrainState) -> bool:
+def _ends_early(schedules: list[SavedSchedule]) -> bool:
     return any(
         kind == "OneCycleLR"
         and any(end < built.state["total_steps"] for end in _to_numbers([saved.get("total_steps")]))
-        for _, built, saved, kind, _ in _iter_schedulers(accelerator, state)
+        for _, built, saved, kind, _ in schedules
     )
 
 
@@ -174,16 +187,15 @@ def _format(value: Any) -> str:
     return repr(value)
 
 
-def is_scheduled(accelerator: Accelerator, optimizer: Optimizer) -> bool:
+def is_scheduled(prepared: PreparedOptimizer, schedulers: list[Any]) -> bool:
     """Return whether a scheduler sets the learning rate of an optimizer."""
-    prepared = _find_prepared(accelerator, optimizer)
-    return any(getattr(scheduler, "optimizer", None) in (optimizer, prepared) for scheduler in accelerator.schedulers)
+    return any(getattr(scheduler, "optimizer", None) in (prepared.optimizer, prepared) for scheduler in schedulers)
 
 
 # -- the script's schedule -----------------------------------------------------------------------------------------
 
 
-def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: TrainState) -> None:
+def follow_script(optimizers: list[LoadedOptimizer], schedules: list[SavedSchedule]) -> None:
     """Replace learning rates and schedules in the saved states with the script's, before these states are loaded.
 
     A copy of each of the script's schedules is stepped as many times as the saved schedule was. An optimizer with a
@@ -192,11 +204,10 @@ def follow_script(accelerator: Accelerator, optimizers: list[LoadedOptimizer], s
     Raises:
         ValueError: If the script's schedule cannot be applied to the saved state.
     """
-    pairs = list(_iter_schedulers(accelerator, state))
-    for optimizer, saved, *_ in optimizers:
-        prepared = _find_prepared(accelerator, optimizer)
-        driving = [pair for pair in pairs if getattr(pair[0], "optimizer", None) in (optimizer, prepared)]
-        groups, options = saved["param_groups"], driving[-1][1].options if driving else prepared.built
+    for prepared, saved, *_ in optimizers:
+        optimizer = prepared.optimizer
+        driving = [s for s in schedules if getattr(s.scheduler, "optimizer", None) in (optimizer, prepared)]
+        groups, options = saved["param_groups"], driving[-1].built.options if driving else prepared.built
         if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler, *_ in driving):
             warn(
                 f"schedule='script': ReduceLROnPlateau depends on past metrics, so {_name_class(optimizer)} keeps the "
@@ -273,19 +284,18 @@ def _name_class(optimizer: Optimizer) -> str:
     return type(optimizer).__name__
 
 
-def hold(accelerator: Accelerator, optimizers: list[LoadedOptimizer], state: TrainState, script: bool) -> None:
+def hold(optimizers: list[LoadedOptimizer], schedules: list[SavedSchedule], script: bool) -> None:
     """Record the options and arguments that are in effect after the resume, so that later checkpoints contain them.
 
     If ``script``, the learning rates and schedules are those of the script. Other options are those of the checkpoint.
     """
-    for optimizer, _, options, _ in optimizers:
-        prepared = _find_prepared(accelerator, optimizer)
+    for prepared, _, options, _ in optimizers:
         if options is not None and len(options) == len(prepared.built):
             rates = [{name: group[name] for name in group if script and name in _RATES} for group in prepared.built]
             prepared.effective_options = [
                 {**saved, **of_script} for saved, of_script in zip(options, rates, strict=True)
             ]
-    for _, built, _, _, arguments in _iter_schedulers(accelerator, state):
+    for _, built, _, _, arguments in schedules:
         built.effective_arguments = arguments if isinstance(arguments, dict) and not script else built.arguments
 
 

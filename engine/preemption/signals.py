@@ -13,19 +13,17 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from ...common.durations import parse_duration
 from ...common.messages import write_stderr
-from ...strategies.distributed import PeerFailed
+from ...strategies.distributed import PeerFailed, Watchdog
 from ...strategies.processes import end_by_signal, mark_leaving, mark_stage
+from ..optim import Accumulation
 from .deadline import Deadline
 from .departure import Departure
-
-if TYPE_CHECKING:
-    from ..accelerator import Accelerator
 
 # SIGHUP means that the terminal was closed. If processes get different signals, the last one in this list counts.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
@@ -68,7 +66,8 @@ class Preemption:
     it must not cost the save. A second Ctrl-C is not delayed.
 
     Args:
-        accelerator: The Accelerator of the run. Its ranks agree on when to leave.
+        accumulation: The accumulation of the run, whose `Agreement` is the ranks' vote on when to leave.
+        watchdog: The watchdog of the run; None if it has none.
         grace: Maximum time from the signal to the end of each process, in seconds. Default: no limit.
         requeue_signal: The signal after which the job is requeued; None for none. Default: SIGUSR1.
 
@@ -85,17 +84,21 @@ class Preemption:
     """
 
     def __init__(
-        self, accelerator: Accelerator, grace: float | None = None, requeue_signal: int | None = _REQUEUE_SIGNAL
+        self,
+        accumulation: Accumulation,
+        watchdog: Watchdog | None,
+        grace: float | None = None,
+        requeue_signal: int | None = _REQUEUE_SIGNAL,
     ) -> None:
+        self._accumulation, self._watchdog = accumulation, watchdog
+        self._agreement, self._world = accumulation.agreement, accumulation.world
         self._grace = grace
         self._requeue_signal = requeue_signal
         self._deadline: Deadline | None = None
         self.caught: signal.Signals | None = None
         self._agreed: signal.Signals | None = None
         self.interrupts = self.abandoned = False
-        self._accelerator = accelerator
-        self._agreement = accelerator.accumulation.agreement
-        self.departure = Departure(accelerator.process_index, accelerator.num_processes)
+        self.departure = Departure(self._world.rank, self._world.size)
         self._replaced: dict[signal.Signals, Callable[..., Any] | int] = {}
         self._pid = os.getpid()
         self._interrupted_at: float | None = None  # time of the first Ctrl-C that did not raise immediately
@@ -103,7 +106,7 @@ class Preemption:
         self._ignored: list[int] = []
         self._held = self._at_once = self._failing = False
         self._steps = 0  # number of times that a user-defined loop has asked
-        self._speaks = accelerator.is_main_process
+        self._speaks = self._world.is_main
 
     @contextmanager
     def watching(self) -> Iterator[Preemption]:
@@ -116,7 +119,7 @@ class Preemption:
         self.caught, self._agreed, self._pid, self._interrupted_at = None, None, os.getpid(), None
         self.interrupts = self.abandoned = self._held = self._at_once = self._failing = self._raises_later = False
         self._agreement.signal_vote = self._agreement.signaled = False
-        self.departure.begin_stage(self._accelerator.watchdog, self._start_deadline)
+        self.departure.begin_stage(self._watchdog, self._start_deadline)
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -233,36 +236,33 @@ class Preemption:
                     self._ignored.append(number)
 
     def _set_interruptible(self, interruptible: bool) -> None:
-        watchdog = self._accelerator.watchdog
-        if watchdog is not None:
-            watchdog.exit.interruptible = interruptible
-            watchdog.exit.interrupted = False
+        if self._watchdog is not None:
+            self._watchdog.exit.interruptible = interruptible
+            self._watchdog.exit.interrupted = False
 
     def _interruption(self) -> int | None:
         """Return a rank that has ended while this rank waits to leave after a signal; else None."""
-        watchdog = self._accelerator.watchdog
+        watchdog = self._watchdog
         return watchdog.exit.ended if watchdog is not None and watchdog.exit.interruptible else None
 
     def _raise_interruption(self) -> None:
         """Raise `PeerFailed` if `_interruption` returns a rank, because this rank's step cannot finish without it."""
-        rank, watchdog = self._interruption(), self._accelerator.watchdog
+        rank, watchdog = self._interruption(), self._watchdog
         if rank is None or watchdog is None:
             return
         watchdog.exit.interrupted = True
         if not (self._held or self._failing):
             self._failing = True
-            raise PeerFailed(
-                f"rank {rank} of {self._accelerator.num_processes} has ended, so this rank can't finish its step."
-            )
+            raise PeerFailed(f"rank {rank} of {self._world.size} has ended, so this rank can't finish its step.")
 
     def _leave_if_caught(self) -> None:
         if not self._at_once or self._held or self.caught is None:
             return
         self._at_once = False  # another signal must not interrupt the cleanup
-        if self._accelerator.watchdog is not None:
-            self._accelerator.watchdog.exit.awaits_others = False
+        if self._watchdog is not None:
+            self._watchdog.exit.awaits_others = False
         # Other ranks may not get the signal.
-        self._speaks = self._accelerator.world.claim("leaves before the first step")
+        self._speaks = self._world.claim("leaves before the first step")
         if self._speaks:
             write_stderr(f"{self.caught.name} ends the run before its first step, so there is nothing to save")
         self._agreed = self.caught
@@ -278,7 +278,7 @@ class Preemption:
         elif self._interrupted_at is None:
             self._interrupted_at = time.monotonic()
             self._raises_later = self.caught is None
-            if self._accelerator.is_main_process:
+            if self._world.is_main:
                 ending = "is saved and ends after this step" if self.interrupts else "ends after this save"
                 if self.caught is not None:
                     ending = f"already ends because of {self.caught.name}"
@@ -288,7 +288,7 @@ class Preemption:
             handler = self._replaced[signal.SIGINT]
             if callable(handler) and handler is not signal.default_int_handler:
                 handler(number, frame)
-        elif self._accelerator.num_processes == 1 or time.monotonic() - self._interrupted_at > _ECHO:
+        elif self._world.size == 1 or time.monotonic() - self._interrupted_at > _ECHO:
             self.abandoned = True
             self._raise_interrupt(frame)
 
@@ -315,7 +315,7 @@ class Preemption:
         Every rank must call this method the same number of times, ideally once per batch. While
         ``accelerator.sync_gradients`` is False, the result is False, because accumulated gradients are not saved.
         """
-        if not self._accelerator.sync_gradients:
+        if not self._accumulation.sync_gradients:
             return False
         self._steps += 1
         leaves = self.departure.must_leave(self._steps)
@@ -329,7 +329,7 @@ class Preemption:
         """Return the signal that ends the run; None if no rank received one. Must be called on all ranks."""
         self._set_interruptible(False)
         rating = torch.tensor(-1 if self.caught is None else _SIGNALS.index(self.caught), device="cpu")
-        index = int(self._accelerator.world.all_reduce(rating, "max"))
+        index = int(self._world.all_reduce(rating, "max"))
         self._agreed = _SIGNALS[index] if index >= 0 else None
         return self._agreed
 
@@ -360,16 +360,18 @@ def _is_in_finalizer(frame: FrameType | None) -> bool:
 
 
 @contextmanager
-def preemptible(accelerator: Accelerator, grace: Any, interrupts: bool) -> Iterator[Preemption]:
+def preemptible(
+    accumulation: Accumulation, watchdog: Watchdog | None, grace: Any, interrupts: bool
+) -> Iterator[Preemption]:
     """Return a context that handles signals in a user-defined loop; see `Accelerator.preemptible`."""
-    if accelerator.num_processes > 1 and accelerator.watchdog is None:
+    if accumulation.world.size > 1 and watchdog is None:
         raise ValueError(
-            f"preemptible() with {accelerator.num_processes} processes needs a process group with a TCP store, or "
+            f"preemptible() with {accumulation.world.size} processes needs a process group with a TCP store, or "
             f"torch 2.8 or newer. This is torch {torch.__version__}, and the script created the group with another "
             "store. Upgrade torch, or let the Accelerator create the group."
         )
     seconds = None if grace is None else parse_duration("grace", grace).total_seconds()
-    preemption = Preemption(accelerator, seconds)
+    preemption = Preemption(accumulation, watchdog, seconds)
     with preemption.watching(), preemption.catching_interrupts() if interrupts else nullcontext():
         preemption.departure.begin_loop()
         try:

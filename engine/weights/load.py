@@ -217,7 +217,7 @@ def _warn_left_out(place: str, *left: tuple[str, ...]) -> None:
 
 
 def _rename_weights(source: Opened, prefix: str | None, rename: Rename | None, model_names: set[str]) -> dict[str, Any]:
-    values = source.weights | {name: value for name, value in source.others.items() if name.endswith("_extra_state")}
+    values = source.weights | {name: value for name, value in source.extras.items() if name.endswith("_extra_state")}
     values |= {name: _LeftOut(digest) for name, digest in source.frozen.items()}
     change = _make_renaming(rename)
     result: dict[str, Any] = {}

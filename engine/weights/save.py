@@ -99,13 +99,13 @@ def write_atomically(path: AnyPath, write: Callable[[str], object]) -> None:
             path.upload(file)
         return
     path = Path(os.path.abspath(path))
-    beside = choose_part(path)
+    temporary = choose_part(path)
     try:
-        write(str(beside))
-        filesystem.fsync(beside)
-        filesystem.replace(beside, path)
+        write(str(temporary))
+        filesystem.fsync(temporary)
+        filesystem.replace(temporary, path)
     except BaseException:
-        _clear([beside])
+        _clear([temporary])
         raise
     filesystem.fsync(path.parent)
 
@@ -205,7 +205,7 @@ def write_weights(
             part = {name: tensors[name] for name in shard}
             write_atomically(directory / file, partial(_write, tensors=part, aliases=aliases, safe=safe))
         if len(files) > 1:
-            write_atomically(index, lambda beside: filesystem.write_bytes(Path(beside), text))
+            write_atomically(index, lambda temporary: filesystem.write_bytes(Path(temporary), text))
     except BaseException:
         if len(files) > 1 and not (index.is_file() and index.read_bytes() == text):  # the index would name them
             _clear(directory / file for file in files)

@@ -48,7 +48,7 @@ class Opened:
     Attributes:
         place: The path or URL of the source, for errors.
         weights: The unread tensors by name.
-        others: Values of the state dict that are not tensors, by name, such as extra state of modules.
+        extras: Values of the state dict that are not tensors, by name, such as extra state of modules.
         file: The `TorchFile`, if the source is a single file of ``torch.save``.
         checkpoint: The Treadle checkpoint that contains the weights, if any.
         frozen: The digests, by name, of weights that a checkpoint omits because they were not trained.
@@ -56,7 +56,7 @@ class Opened:
 
     place: str
     weights: dict[str, Any]
-    others: dict[str, Any] = field(default_factory=dict)
+    extras: dict[str, Any] = field(default_factory=dict)
     file: TorchFile | None = None
     checkpoint: OpenCheckpoint | None = None
     frozen: dict[str, str] = field(default_factory=dict)
@@ -163,10 +163,10 @@ def _open_checkpoint(path: AnyPath, digests: bool) -> Opened:
         saved.verify()
     else:
         check_files(path, saved.manifest, digests=False)
-    others = saved.read_part(extra) if saved.has(extra) else {}
+    extras = saved.read_part(extra) if saved.has(extra) else {}
     model = saved.part(model_part(0))
     frozen = read_frozen_note(model.notes, path)
-    return Opened(str(path), model.unread(), others, checkpoint=saved, frozen=frozen)
+    return Opened(str(path), model.unread(), extras, checkpoint=saved, frozen=frozen)
 
 
 def _open_folder(path: AnyPath, digests: bool) -> Opened:
@@ -206,7 +206,7 @@ def _open_index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             f"it is a JSON file without a valid 'weight_map', so it is not an index of weights. {_ACCEPTED_SOURCES}"
         )
     weights: dict[str, Any] = {}
-    others: dict[str, Any] = {}
+    extras: dict[str, Any] = {}
     names_by_file: dict[str, set[str]] = {}
     for file in dict.fromkeys(places.values()):
         if file != os.path.basename(file) or file in ("", ".", "..") or "\\" in file or "\0" in file:
@@ -220,16 +220,16 @@ def _open_index(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 f"it lists {file[:80]} for {abbreviate(lost)}, but this file is missing from the folder. Copy or "
                 "download the file"
             )
-        inside, beside, _ = _open_file(path.parent / file)
+        inside, extra, _ = _open_file(path.parent / file)
         names_by_file[file] = set(inside)
         weights |= {name: piece for name, piece in inside.items() if places.get(name) == file}
-        others |= beside
+        extras |= extra
     lost = [name for name, file in places.items() if name not in names_by_file[file]]
     if lost:
         raise ValueError(
             f"it lists tensors that are not in the listed files: {abbreviate(lost)}. Copy or download the folder again"
         )
-    return weights, others
+    return weights, extras
 
 
 def _open_file(path: Path) -> tuple[dict[str, Any], dict[str, Any], TorchFile | None]:
@@ -267,11 +267,11 @@ def read_state_dict(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
     before = set(file.reader.dropped)
     state = file.reader.mapping(document[key] if key else document, key)
     weights = {str(name): file.piece(value) for name, value in state.items() if isinstance(value, View)}
-    others = {str(name): value for name, value in state.items() if not isinstance(value, View)}
+    extras = {str(name): value for name, value in state.items() if not isinstance(value, View)}
     bad = {place: name for place, name in file.reader.dropped.items() if place not in before}
-    if (bad or others) and (key or weights):
+    if (bad or extras) and (key or weights):
         wrong = [f"{place} is {name}" for place, name in bad.items()]
-        wrong += [f"{n} is {name_type(v)}" for n, v in others.items() if not n.endswith("_extra_state")]
+        wrong += [f"{n} is {name_type(v)}" for n, v in extras.items() if not n.endswith("_extra_state")]
         if wrong:
             raise ValueError(
                 f"it contains values that are not plain tensors: {abbreviate([w[:120] for w in wrong])}. Save only "
@@ -283,7 +283,7 @@ def read_state_dict(file: TorchFile) -> tuple[dict[str, Any], dict[str, Any]]:
             f"{', '.join(map(repr, _STATE_KEYS[:-1]))} or {_STATE_KEYS[-1]!r}. It {_describe_entries(document)}. Save "
             "model.state_dict()"
         )
-    return weights, others
+    return weights, extras
 
 
 def _name_kind(document: Any) -> str:

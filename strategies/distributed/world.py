@@ -483,7 +483,7 @@ class World:
         return not self.any(not flag)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def failing_together(self) -> Iterator[None]:
         """Return a context that makes a block succeed or fail on all processes together.
 
         Every process must run the block. If the block fails on a process, all processes raise an error; see

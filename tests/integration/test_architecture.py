@@ -39,12 +39,15 @@ def test_every_file_and_folder_that_is_named_exists():
 
 # Files of Treadle whose functions run in one optimizer step, in one save, and in the start of a resumed fit beyond
 # those of a new one. They may only fall.
-MOST_RUN = {"step": 8, "save": 44, "resume": 16}
+MOST_RUN = {"step": 8, "save": 36, "resume": 14}
 
 
 class Watched(BoringModel):
     def train_dataloader(self):
         return DataLoader(TensorDataset(torch.ones(8, 32)), 2)
+
+    def val_dataloader(self):  # the length of the demo's own dataset would count as a file of Treadle
+        return DataLoader(torch.ones(8, 32), 2)
 
     def training_step(self, batch, batch_idx):
         return self.layer(batch[0]).sum()

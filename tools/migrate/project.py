@@ -50,19 +50,19 @@ class Change:
         """Replace the file atomically, and keep its mode and, as far as permitted, its owner."""
         target = Path(os.path.realpath(self.file))
         status = target.stat()
-        handle, beside = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".treadle", dir=target.parent)
+        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".treadle", dir=target.parent)
         try:
             with os.fdopen(handle, "wb") as stream:
                 stream.write(self.new)
                 stream.flush()
                 os.fsync(stream.fileno())
             with suppress(PermissionError):
-                os.chown(beside, status.st_uid, status.st_gid)
-            os.chmod(beside, status.st_mode & 0o7777)
-            os.replace(beside, target)
+                os.chown(temporary, status.st_uid, status.st_gid)
+            os.chmod(temporary, status.st_mode & 0o7777)
+            os.replace(temporary, target)
         except BaseException:
             with suppress(FileNotFoundError):
-                os.unlink(beside)
+                os.unlink(temporary)
             raise
 
 

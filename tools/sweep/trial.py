@@ -75,7 +75,7 @@ class TrialCallback(PruningCallback):
         """Reset the callback's state before ``fit`` and, with a pruner, open the study's trial on rank zero."""
         if stage == "fit":
             self._validations, self._value, self.pruned = 0, None, None
-            with trainer.accelerator.world.together():
+            with trainer.accelerator.world.failing_together():
                 if trainer.is_global_zero:
                     self._trial = self._open_trial()
 

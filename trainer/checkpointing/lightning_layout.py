@@ -87,7 +87,7 @@ def make_document(trainer: Trainer, task: TaskModule, progress: Progress, weight
         document["callbacks"] = dict(
             _translate_callback(callback) for callback in trainer.callbacks if callback.state_dict()
         )
-        document["optimizer_states"] = [optimizer.state_dict() for optimizer in trainer.optimizers]
+        document["optimizer_states"] = [prepared.optimizer.state_dict() for prepared in trainer.accelerator.optimizers]
         document["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
         if (scale := trainer.accelerator.accumulation.loss_scale) is not None:
             document["MixedPrecision"] = scale.state_dict()
@@ -278,10 +278,10 @@ class DictSave(JoinedSave):
         super().__init__(target, document is not None)
         self._write, self._document = write, document
 
-    def commit(self, files: Mapping[str, Any], info: Mapping[str, Any], others: bool) -> None:
+    def commit(self, files: Mapping[str, Any], info: Mapping[str, Any], hooked: bool) -> None:
         """Hand the dict to the function."""
         assert self._document is not None
-        assert not others
+        assert not hooked
         exact = {
             "info": json.dumps(encode(info, "info")[0]).encode(),
             "files": {name: c if isinstance(c, bytes) else {**c._asdict()} for name, c in self.join(files).items()},

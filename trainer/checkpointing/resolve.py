@@ -35,7 +35,7 @@ from ..core import load_checkpoint, overrides
 from ..runs import CHECKPOINTS, RECORD
 from ..runs import read as read_run
 from .lightning_layout import ENTRY, open_dict
-from .run_identity import configuration, differences, is_complete
+from .run_identity import differences, is_complete
 from .words import WORDS_FOR_CHECKPOINTS
 
 if TYPE_CHECKING:
@@ -100,15 +100,13 @@ class CheckpointResolver:
             ValueError: If ``ckpt_path`` is invalid for the stage or selects no intact checkpoint.
             TypeError: If ``ckpt_path`` is neither a string nor a path.
         """
-        trainer, ckpt_path = self.trainer, self.ckpt_path
-        assert trainer.task is not None
-        configuration(trainer.task, trainer.datamodule)  # recorded before any hook may change it
+        ckpt_path = self.ckpt_path
         if ckpt_path is None:
             return None
         self._check_arguments()
         if not (isinstance(ckpt_path, str) and ckpt_path in WORDS_FOR_CHECKPOINTS):
             self._check_exists(as_path(ckpt_path))
-            with self.world.together():
+            with self.world.failing_together():
                 if self.world.is_main:
                     self._check_is_checkpoint(as_path(ckpt_path))
             return self._open(as_path(ckpt_path))
@@ -145,7 +143,7 @@ class CheckpointResolver:
     def _open_dict(self, path: Path) -> OpenCheckpoint:
         """Open a file that a `CheckpointIO` plugin or another library has written, on each rank by itself."""
         plugin = self.trainer.checkpointer.plugin
-        with self.world.together():
+        with self.world.failing_together():
             try:
                 if plugin is None:
                     self._compare_names(path)
@@ -169,7 +167,7 @@ class CheckpointResolver:
         hooked = overrides(task, "on_load_checkpoint") or overrides(task, "load_state_dict")
         if task.strict_loading and not hooked:
             with open_source(path) as source:
-                compare_names(task, source.weights | source.others, path, is_complete(trainer, task))
+                compare_names(task, source.weights | source.extras, path, is_complete(trainer, task))
 
     def _check_arguments(self) -> None:
         stage, ckpt_path = self.stage, self.ckpt_path
@@ -190,7 +188,7 @@ class CheckpointResolver:
     def _check_exists(self, path: AnyPath) -> None:
         """Raise a CheckpointNotFoundError on every rank if there is nothing at a path."""
         exists = True
-        with self.world.together():
+        with self.world.failing_together():
             if self.world.is_main:
                 recover_interrupted(path)
                 exists = path.is_dir() or path.is_file()
@@ -234,7 +232,7 @@ class CheckpointResolver:
             raise self._none_intact()
         self._check_callbacks()
         latest = self._latest(resumable=self.stage == "fit")
-        with self.world.together():
+        with self.world.failing_together():
             if self.world.is_main and latest is None:
                 self._refuse_plugin_files()
                 # A fresh start in the folder of a recorded run would mix two runs.
@@ -342,7 +340,7 @@ class CheckpointResolver:
         self._check_callbacks()
         callback, stage, is_main = self.trainer.checkpoint_callback, self.stage, self.world.is_main
         assert callback is not None
-        with self.world.together():
+        with self.world.failing_together():
             run_folders = self._folders()[0] if is_main and not callback.best_model_path else []
             has_run = any(map(_run_record, run_folders))
             if is_main and not callback.best_model_path and stage != "fit" and not has_run:
@@ -354,7 +352,7 @@ class CheckpointResolver:
         latest = None
         if not self.world.broadcast(callback.best_model_path):
             latest = self._latest(resumable=True)
-        with self.world.together():
+        with self.world.failing_together():
             best: AnyPath = self._path_of_best(callback, latest) if is_main else Path()
             if is_main and stage == "fit":
                 self.report.steps_reached = _steps_reached(best.parent)

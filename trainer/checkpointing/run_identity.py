@@ -61,10 +61,9 @@ def configuration(task: TaskModule, datamodule: DataModule | None) -> dict[str, 
     values: dict[str, Any] = {}
     for owner, prefix in ((task, ""), (datamodule, "data.")):
         if owner is not None:
-            initial_values = owner.__dict__.setdefault(
-                "_configuration", dict(_iterate_plain_values(owner.plain_hparams()))
-            )
-            values |= {f"{prefix}{name}": value for name, value in initial_values.items()}
+            if "_configuration" not in owner.__dict__:
+                owner.__dict__["_configuration"] = dict(_iterate_plain_values(owner.plain_hparams()))
+            values |= {f"{prefix}{name}": value for name, value in owner.__dict__["_configuration"].items()}
     return values
 
 

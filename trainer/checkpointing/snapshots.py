@@ -206,7 +206,7 @@ class LastStep:
             files |= encode_part(STATE, shared)
             files |= content.encode_rank_state(0, state["random"], [])
         # It lacks the other processes' state, so a resume treats it as that of one process.
-        info = {**content.run_metadata(accelerator), **trainer.checkpointer.info(state["progress"], task)}
+        info = {**content.run_metadata(accelerator), **trainer.checkpointer.info(state["progress"])}
         info |= {"world_size": 1, "saved_by": accelerator.num_processes}
         make_save = None
         if trainer.checkpointer.is_one_file(form, [str(path)]):

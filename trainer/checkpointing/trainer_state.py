@@ -114,6 +114,7 @@ class TrainerCheckpointer:
         self.earlier_callback_states: dict[str, Any] = {}
         self._origin = ""  # see `remember`
         self._owners: tuple[Any, Any] = (None, None)  # its task and data module
+        self._identity: dict[str, Any] = {}  # their class and hyperparameters, by which a search knows the run
         self._left_out: dict[str, dict[str, str]] = {}  # what the last save left out: words by name, by part
         self._added: dict[str, Any] | None = None  # entries that hooks add to the checkpoint being saved
 
@@ -163,12 +164,12 @@ class TrainerCheckpointer:
                 "checkpoint. Save directly after fit, or pass weights_only=True."
             )
             weights_only = True
-        with accelerator.world.together():
+        with accelerator.world.failing_together():
             hooked = self.call_save_hooks(task, trainer.progress, weights_only)
         with trainer.history.spending("checkpoints"), self.applying(hooked, task, weights_only) as parts:
             accelerator.checkpointer.save_state(
                 path,
-                info=self.info(trainer.progress, task),
+                info=self.info(trainer.progress),
                 parts=parts,
                 weights_only=weights_only,
                 trainable_only=trainable_only,
@@ -185,7 +186,7 @@ class TrainerCheckpointer:
             files: This process's files.
             left_out: Names of the weights that the checkpoint does not contain.
         """
-        is_main, plugin = self._trainer.is_global_zero, self.plugin
+        is_main, plugin = self._trainer.accelerator.world.is_main, self.plugin
         document = finish_document(hooked.document(), left_out) if is_main else None
         if plugin is not None:
             return lambda target, writer: DictSave(target, plugin.save_checkpoint, document)
@@ -226,23 +227,20 @@ class TrainerCheckpointer:
             raise ValueError(f"{asked} cannot save this checkpoint, because {reason}. Use format=None or 'directory'.")
         return (form != "directory" or self.plugin is not None) and not reason
 
-    def info(self, progress: Progress, task: TaskModule) -> dict[str, Any]:
+    def info(self, progress: Progress) -> dict[str, Any]:
         """Return the counters, the task's class and the hyperparameters that a checkpoint's manifest records.
 
         Args:
             progress: Counters of the run.
-            task: The user's task.
         """
-        return {
-            "step": progress.step,
-            "epoch": progress.epoch,
-            "samples": progress.samples,
-            "task": run_identity.class_name(type(task)),
-            "configuration": run_identity.configuration(task, self._trainer.datamodule),
-        } | ({"origin": self._origin, "left_out": self._left_out} if any(self._left_out.values()) else {})
+        counts = {"step": progress.step, "epoch": progress.epoch, "samples": progress.samples}
+        objects = {"origin": self._origin, "left_out": self._left_out} if any(self._left_out.values()) else {}
+        return {**counts, **self._identity, **objects}
 
     def remember_owners(self, task: TaskModule, datamodule: DataModule | None) -> None:
-        """Let loads in this process find the objects that a task's checkpoints lack. Call it on all processes.
+        """Record whose run it is, before hooks change its hyperparameters. Call it on all processes.
+
+        Later loads in this process then find the objects that a task's checkpoints lack.
 
         Args:
             task: The task.
@@ -251,6 +249,10 @@ class TrainerCheckpointer:
         if self._owners[0] is task and self._owners[1] is datamodule:
             return
         self._owners = task, datamodule
+        self._identity = {
+            "task": run_identity.class_name(type(task)),
+            "configuration": run_identity.configuration(task, datamodule),
+        }
         self._origin = self._trainer.accelerator.world.broadcast(uuid4().hex)
         for owner, part in ((task, HPARAMS), (datamodule, DATAMODULE_HPARAMS)):
             if owner is not None:
@@ -461,7 +463,7 @@ class TrainerCheckpointer:
             return None
         world = self._trainer.accelerator.world
         opened.verify(world)
-        with world.together():
+        with world.failing_together():
             checkpoint = read_hook_entries(opened)
             if hparams := self._get_hparams():
                 checkpoint["hyper_parameters"] = hparams | checkpoint.get("hyper_parameters", {})
@@ -487,7 +489,7 @@ class TrainerCheckpointer:
             accelerator.load_state(opened, state=False)
             return
         opened.verify(accelerator.world)
-        with accelerator.world.together():
+        with accelerator.world.failing_together():
             weights = weights or read_weights(opened)
             if any(getattr(value, "is_meta", False) for value in weights.values()):
                 own = task.state_dict()  # a hook inserted the task's own values before the strategy created them
@@ -504,7 +506,7 @@ class TrainerCheckpointer:
             opened: The opened checkpoint.
         """
         datamodule = self._trainer.datamodule
-        with self._trainer.accelerator.world.together():
+        with self._trainer.accelerator.world.failing_together():
             registered = open_registered(opened)
             if datamodule is not None and "datamodule" in registered:
                 datamodule.load_state_dict(load_into_memory(registered["datamodule"], {}, {}))

@@ -195,7 +195,7 @@ def load_checkpoint(
             values = torch.empty(piece.shape, dtype=piece.dtype, device="cpu")
             piece.fill(values)
             weights[name] = values if device is None else values.to(device)
-    return {**entries, "state_dict": weights | opened_source.others}
+    return {**entries, "state_dict": weights | opened_source.extras}
 
 
 def _read_task(source: Opened) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -345,7 +345,7 @@ def _read_document(opened_source: Opened, file: TorchFile) -> dict[str, Any]:
             "checkpoint is never run. If the task needs them, pass them to load_from_checkpoint."
         )
     return parts | {
-        "state_dict": {name: read_tensor(piece) for name, piece in opened_source.weights.items()} | opened_source.others
+        "state_dict": {name: read_tensor(piece) for name, piece in opened_source.weights.items()} | opened_source.extras
     }
 
 

@@ -66,7 +66,7 @@ def collect_callback_metrics(trainer: Trainer) -> CallbackMetrics:
     values = {**latest, **logbook.callback_values, **latest}  # the task's values come first, as in Lightning
     if trainer.stage == "fit" and not trainer.progress.epoch_is_trained:
         evaluation = () if metrics.evaluation is None else metrics.evaluation.entries
-        newer = logbook.watch.just_measured(trainer).union(entry.name for entry in evaluation)
+        newer = logbook.latest_validation.just_measured(trainer).union(entry.name for entry in evaluation)
         values |= {name: value for name, value in metrics.latest_of_both().items() if name not in newer}
     return CallbackMetrics(tensors_by_name(values, wide) | logbook.other_values, logbook)
 

@@ -66,8 +66,7 @@ class Logbook:
         wide: Names whose values may have more than float32's precision; see `Entry`.
         evaluated: Number of batches processed from each validation dataloader within ``fit``.
         epoch_names: Names of the epoch values in the latest `update_epoch`, with and without the suffix ``_epoch``.
-        watch: `LatestValidation` with the names that the latest validation within ``fit`` logged, and its optimizer
-            step.
+        latest_validation: The names that the latest validation within ``fit`` logged, and its optimizer step.
         returned: Names in the dicts that evaluation steps returned, for messages, because these values are not logged.
         folder: The run's folder if one was created because no logger has one; otherwise None.
     """
@@ -91,7 +90,7 @@ class Logbook:
         self._failed: set[int] = set()
         self._written: set[int] = set()
         self._epoch_row: dict[str, float] = {}
-        self.watch = LatestValidation()
+        self.latest_validation = LatestValidation()
 
     def __getstate__(self) -> dict[str, Any]:  # for copies of the Trainer, in any process
         return {**vars(self), "world": None, "data_world": None, "_failed": set(), "_written": set()}
@@ -189,7 +188,7 @@ class Logbook:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save in checkpoints."""
-        values, watch = dict(self.callback_values), self.watch.state_dict()
+        values, watch = dict(self.callback_values), self.latest_validation.state_dict()
         return {"values": values, "wide": sorted(self.wide), "watch": watch, "evaluated": list(self.evaluated)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -201,7 +200,7 @@ class Logbook:
         self.callback_values.clear()
         self.callback_values.update(state_dict["values"])
         self.wide = set(state_dict["wide"])
-        self.watch.load_state_dict(state_dict["watch"])
+        self.latest_validation.load_state_dict(state_dict["watch"])
         self.evaluated = list(state_dict["evaluated"])
 
     def write_value(self, name: str, value: Any) -> None:
@@ -318,7 +317,7 @@ class Logbook:
 
     def clear(self) -> None:
         """Clear the latest values."""
-        self.watch = LatestValidation()
+        self.latest_validation = LatestValidation()
         for values in (self.callback_values, self.bar_values, self.logged_values, self.other_values):
             values.clear()
         self.wide.clear()

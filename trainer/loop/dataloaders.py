@@ -34,6 +34,9 @@ class Sources:
         limits: The checked ``limit_*_batches``, by kind.
         shard: Whether to shard the dataloaders over the processes.
         fixed_order: Whether training and validation read the same batches in each epoch. Default: False.
+
+    Attributes:
+        prepared_train: The training dataloader; None before its first use.
     """
 
     def __init__(
@@ -56,15 +59,10 @@ class Sources:
         self._epoch = 0
         self._warned: set[str] = set()
         self._watch: Callable[[str, Any], None] | None = None
-        self._train: Loader | None = None
+        self.prepared_train: Loader | None = None
         self._evaluation: dict[str, list[Loader]] = {}
         self._empty: dict[str, list[Loader]] = {}
         self._evaluation_source: dict[str, Any] = {}
-
-    @property
-    def has_train(self) -> bool:
-        """True if the training dataloader is prepared."""
-        return self._train is not None
 
     @property
     def train(self) -> Loader:
@@ -73,7 +71,7 @@ class Sources:
         Raises:
             TypeError, ValueError: If there is no training dataloader, or it is invalid.
         """
-        if self._train is None:
+        if self.prepared_train is None:
             source = self._find("train")
             if source is None:
                 raise WrongTypeError(
@@ -82,8 +80,8 @@ class Sources:
                 )
             if is_collection(source):
                 source = CombinedLoader(source, "max_size_cycle")
-            self._train = self._prepare("train", source, 0)
-        return self._train
+            self.prepared_train = self._prepare("train", source, 0)
+        return self.prepared_train
 
     def evaluation(self, kind: str) -> list[Loader]:
         """Return the prepared dataloaders of a kind; an empty list if there are none. Call it on all processes.
@@ -155,7 +153,7 @@ class Sources:
         if self.passed_loaders.get(kind) is not None:
             return
         if kind == "train":
-            self._train = None
+            self.prepared_train = None
         else:
             self._evaluation.pop(kind, None)
         for loader in self.hook_loaders(kind):
@@ -173,7 +171,7 @@ class Sources:
         """
         other = copy.copy(self)
         other.task, other.datamodule, other._watch = task, datamodule, watch
-        other._warned, other._train, other._evaluation, other._empty = set(self._warned), None, {}, {}
+        other._warned, other.prepared_train, other._evaluation, other._empty = set(self._warned), None, {}, {}
         other._evaluation_source = {}
         return other
 

@@ -136,7 +136,7 @@ class EvaluationLoop:
             values = self._end_epoch(counts)
             if self.within_fit and not trainer.sanity_checking:  # checkpoints from here on count it as done
                 trainer.progress.validated = trainer.progress.batches
-                trainer.logbook.watch.end(trainer)
+                trainer.logbook.latest_validation.end(trainer)
             with trainer.logging_to(None):  # the values are written: self.log warns that another one would be lost
                 self._fire("end")
         if (restore := self._own_hook("model_train")) is not None:

@@ -205,7 +205,7 @@ class FitLoop:
         metrics.between_batches(True)
         trainer.update_train_epoch_values()
         if progress.epoch_is_over:
-            newer = trainer.logbook.watch.just_measured(trainer)
+            newer = trainer.logbook.latest_validation.just_measured(trainer)
             trainer.logbook.keep_step_values(metrics, newer)  # before a callback saves them
         for hook in hooks.on_train_epoch_end:
             hook()

@@ -65,7 +65,7 @@ class Fit:
         if trainer.ckpt_path is None:
             trainer.progress.restart_epoch()
             trainer.progress.seconds = 0.0
-            trainer.logbook.watch = LatestValidation()
+            trainer.logbook.latest_validation = LatestValidation()
             trainer.progress.loaded = epoch = trainer.progress.epoch
             trainer.progress.val_loaded = epoch if is_validation_epoch(trainer) else -1
             trainer.metrics.reset()

@@ -81,7 +81,7 @@ class Schedules:
     def _read_monitor(self, config: SchedulerConfig) -> float | None:
         """Return the value that a plateau scheduler monitors; None if it was not logged and ``strict`` is False."""
         trainer = self._trainer
-        keep = trainer.logbook.watch.just_measured(trainer)
+        keep = trainer.logbook.latest_validation.just_measured(trainer)
         name = config.monitor or ""
         if config.interval == "step":
             name = trainer.metrics.step_label(name)

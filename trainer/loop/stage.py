@@ -139,6 +139,7 @@ class Stage:
             callback._task = task
         trainer.hooks = hooks = Hooks(trainer, task, trainer.callbacks)
         accelerator.compare_settings(collect_settings(trainer, self.name, task, self.ckpt_path))
+        trainer.checkpointer.remember_owners(task, datamodule)
         trainer.opened_checkpoint = opened = CheckpointResolver(trainer, self.name, self.ckpt_path).resolve()
         trainer.ckpt_path = None if opened is None else str(opened.path)
         limits = {kind: getattr(trainer, f"limit_{kind}_batches") for kind in KINDS}
@@ -146,9 +147,8 @@ class Stage:
         one_order = self.name == "fit" and trainer.overfit_batches > 0
         trainer.sources = sources = Sources(task, datamodule, self.loaders, accelerator, limits, shard, one_order)
         trainer.logbook.agree_on_versions()
-        trainer.checkpointer.remember_owners(task, datamodule)
         stage_profiler.begin(trainer, hooks, self.name)
-        with accelerator.world.together():
+        with accelerator.world.failing_together():
             for owner in (datamodule, task):
                 if owner is None:
                     continue

@@ -31,7 +31,7 @@ def check_storable(trainer: Trainer, task: TaskModule) -> None:
     """
     if not any(callback.saves for callback in trainer.checkpoint_callbacks):
         return
-    with trainer.accelerator.world.together():
+    with trainer.accelerator.world.failing_together():
         for owner, state in _iterate_states(trainer, task):
             try:
                 encode(state)

@@ -109,7 +109,7 @@ class RunFolder:
         lock: RunLock | None = None
         facts: dict[str, Any] = {}
         path: AnyPath = Path()
-        with world.together():
+        with world.failing_together():
             if world.is_main:
                 path, lock = _claim(_resolve_path(directory) / name)
                 facts = {"format": 1, "name": name, "number": int(path.name), "began": time.time()}
@@ -141,7 +141,7 @@ class RunFolder:
         facts: dict[str, Any] = {}
         earlier: dict[str, bytes] | None = {}
         folder_path = _resolve_path(path)
-        with world.together():
+        with world.failing_together():
             if world.is_main:
                 read(folder_path)  # before a write to a folder that may not be a run's
                 lock = _lock(folder_path)
@@ -198,7 +198,7 @@ class RunFolder:
         folder.companion = companion
         folder._previous_files = None if is_new else earlier
         try:
-            with world.together():
+            with world.failing_together():
                 if lock is not None:
                     from ...common.messages import announce
                     from ...engine import environment

@@ -378,7 +378,7 @@ def test_hooks(tmp_path):
     handles = [accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(load)]
     wanted = [model.weight.item() for model in models]
     accelerator.save_state(tmp_path / "c")
-    assert set(read_manifest(tmp_path / "c").others) == {"second.pt"}
+    assert set(read_manifest(tmp_path / "c").hooked) == {"second.pt"}
     assert not (tmp_path / "c" / "model-1.json").exists()
     assert sorted(p.name for p in (tmp_path / "c").iterdir() if p.is_dir()) == ["deeper"]
     with torch.no_grad():
@@ -400,7 +400,7 @@ def test_a_hooks_files_at_a_url():
     accelerator.prepare(nn.Linear(1, 1))
     accelerator.register_save_state_pre_hook(lambda models, weights, folder: open(f"{folder}/mine", "w").close())
     path = accelerator.save_state(f"memory://{uuid.uuid4().hex}/c")
-    assert set(read_manifest(path).others) == {"mine"}
+    assert set(read_manifest(path).hooked) == {"mine"}
 
 
 def refused_hooks(folder):
@@ -444,7 +444,7 @@ def refused_hooks(folder):
         accelerator.wait_for_everyone()
     assert os.listdir(folder) == []
     accelerator.wait_for_everyone()
-    return sorted(read_manifest(accelerator.save_state(f"{folder}/c")).others)
+    return sorted(read_manifest(accelerator.save_state(f"{folder}/c")).hooked)
 
 
 @pytest.mark.parametrize("world", [1, 2])

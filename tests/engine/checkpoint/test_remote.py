@@ -28,7 +28,7 @@ def save(target, step, **info):
         files = upload.write(
             encode_part("model", {"weight": torch.full((300,), float(step))}) | encode_part("state", {"step": step})
         )
-        upload.commit(files, {"step": step, **info}, others=False)
+        upload.commit(files, {"step": step, **info}, hooked=False)
     finally:
         upload.discard(is_main=True)
     return folder
@@ -180,7 +180,7 @@ def test_an_object_that_is_lost_before_the_commit_fails_it(directory):
     files = upload.write(encode_part("model", {"weight": torch.zeros(3)}))
     (directory / "last/data-00000000000000aa/model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"model\.safetensors is missing"):
-        upload.commit(files, {"step": 2}, others=False)
+        upload.commit(files, {"step": 2}, hooked=False)
     upload.discard(is_main=True)
     assert_holds(directory / "last", 1)
     assert len(names(directory / "last")) == 2

@@ -327,7 +327,7 @@ def test_killed_while_overwriting_nothing_of_others_is_lost(tmp_path, hooked):
         if not searched and target.exists() and not (target / "best").exists():
             searched = True
             with pytest.warns(UserWarning, match="removed the checkpoint that it replaced"):
-                checkpoint.recover_interrupted(target / "best")  # which is another process's, perhaps
+                checkpoint.atomic_swap.recover_interrupted(target / "best")  # which is another process's, perhaps
             assert_holds(target / "best", 7)
         CheckpointStore(target.parent).recover()
         assert os.listdir(target.parent) == ["last"]
