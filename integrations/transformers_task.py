@@ -38,7 +38,8 @@ class TransformersTask(TaskModule):
 
     A batch is a dict with the inputs of the model, such as ``input_ids``, ``attention_mask`` and ``labels``. With
     token-level labels, the loss of each batch is weighted by the number of labels in the batch. Padding, accumulation
-    and world size therefore do not change the gradients.
+    and world size therefore do not change the gradients. Causal language models also accept packed rows; see
+    `treadle.data.pack`.
 
     The task logs ``train_loss``, ``val_loss`` and ``test_loss``, and each of ``metrics`` as ``val_NAME`` and
     ``test_NAME``. `Trainer.predict` returns generated texts if ``generation`` is set, otherwise logits.
@@ -155,6 +156,7 @@ class TransformersTask(TaskModule):
             # otherwise tokens attend to other documents.
             if "position_ids" in kwargs and _predicts_next_token(self.model):
                 kwargs.setdefault("use_cache", False)
+                self._check_packed_rows(kwargs)
         return self.model(*args, **kwargs)
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
@@ -301,6 +303,16 @@ class TransformersTask(TaskModule):
             hidden[:, : targets.shape[1]], self.model.get_output_embeddings(), targets, reduction="sum"
         )
         return total / (targets != IGNORED).sum().clamp(min=1)
+
+    def _check_packed_rows(self, batch: Mapping[str, Any]) -> None:
+        implementation = getattr(self.model.config, "_attn_implementation", None) or ""
+        # transformers' `_is_packed_sequence`, up to version 5.23
+        if "flash" in implementation and "seq_idx" in batch and len(batch["seq_idx"]) > 1:
+            raise ValueError(
+                f"a batch has {len(batch['seq_idx'])} packed rows, but with attn_implementation={implementation!r}, "
+                "transformers separates their documents only if a batch is a single row. Use batch_size=1 and longer "
+                "rows, or attn_implementation='sdpa' or 'flex_attention'."
+            )
 
     def _select_targets(self, batch: Mapping[str, Any]) -> Tensor | None:
         """Return the token labels that the loss uses, or None if the batch has no labels for tokens."""

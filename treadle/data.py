@@ -9,7 +9,6 @@ from .common.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from .engine.data.sequences import (
         BudgetBatchSampler,
-        OverBudgetError,
         PackedDataset,
         PackedStream,
         make_flex_mask,

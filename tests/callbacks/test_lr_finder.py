@@ -17,6 +17,7 @@ from treadle.callbacks import BatchSizeFinder, GradientAccumulationScheduler, Le
 from treadle.callbacks.lr_finder import _LRFinder
 
 import treadle
+from treadle.data import BudgetBatchSampler
 from treadle.tuner import Tuner
 
 NO_OUTPUT = {"accelerator": "cpu", **NO_OUTPUT}
@@ -605,7 +606,7 @@ def test_which_sizes_are_tried(settings, most, data, tried, expected):
         return None if size > most else data
 
     finder = BatchSizeFinder(**settings)
-    assert finder.search(fits, finder.max_val) == expected
+    assert finder.search(fits, finder.max_val or 8192) == expected
     assert sizes == tried
 
 
@@ -629,6 +630,39 @@ def test_a_data_module_gets_its_batch_size_and_the_global_batch_stays():
     assert data.hparams.batch_size == 8
     assert task.sizes == [8, 8, 8, 8]
     assert trainer.global_step == 2
+
+
+@pytest.mark.parametrize(
+    ("longest", "settings", "fits", "budget"),
+    [
+        pytest.param(30, {}, 1000, 960, id="doubled"),
+        # 1,019 allows 33 of the long samples, which cost 990.
+        pytest.param(30, {"mode": "binsearch", "margin": 0}, 1000, 1019, id="binsearch"),
+        pytest.param(30, {"max_val": 500}, 1000, 500, id="max_val"),
+        pytest.param(30, {"init_val": 800}, 100, 100, id="down"),
+        pytest.param(30, {}, 10**6, 20 * 30, id="all"),
+    ],
+)
+def test_a_budget_is_scaled_from_the_largest_sample_to_all_samples(longest, settings, fits, budget):
+    class Budgeted(Task):
+        def train_dataloader(self):
+            lengths = [1 + (longest - 1) * (number % 2) for number in range(20 if fits == 10**6 else 4000)]
+            self.built = [*getattr(self, "built", []), self.batch_size]
+            rows = TensorDataset(torch.randn(len(lengths), 3), torch.randn(len(lengths), 1), torch.tensor(lengths))
+            return DataLoader(rows, batch_sampler=BudgetBatchSampler(lengths, self.batch_size))
+
+        def training_step(self, batch, index):
+            *batch, lengths = batch
+            if len(lengths) * lengths.max() > self.fits:
+                raise MemoryError("no room")
+            return (self.net[0](batch[0]) - batch[1]).pow(2).mean()
+
+        val_dataloader = None
+
+    task = Budgeted(fits=fits)
+    trainer = treadle.Trainer(**NO_OUTPUT, max_epochs=1, limit_val_batches=0, limit_train_batches=1)
+    assert Tuner(trainer).scale_batch_size(task, **settings) == task.batch_size == budget
+    trainer.fit(task)
 
 
 @pytest.mark.parametrize("method", ["validate", "test", "predict"])

@@ -218,6 +218,11 @@ def test_packed_rows_train_like_texts_alone(loss):
     assert len(rows) < len(texts()) / 2
     trainer = treadle.Trainer(max_epochs=1, precision="64-true", accumulate_grad_batches=99, **NO_OUTPUT)
     trainer.fit(task, DataLoader(rows, 2))
+    task.model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(
+        ValueError, match=r"a batch has 2 packed rows, but with attn_implementation='flash_attention_2'"
+    ):
+        task(next(iter(DataLoader(rows, 2))))
     wanted = whole_gradient_step("causal")
     for name, weight in task.model.named_parameters():
         torch.testing.assert_close(weight.detach(), wanted.get(name, weight.detach()), atol=1e-8, rtol=0)

@@ -1,4 +1,4 @@
-"""Batches of sequences of different lengths: packed into rows of one length, or limited by a budget."""
+"""Sequences of different lengths: packed into rows of one length, or in batches limited by a budget."""
 
 from __future__ import annotations
 

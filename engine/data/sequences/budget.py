@@ -59,8 +59,7 @@ class BudgetBatchSampler(Sampler[list[int]]):
         total: The budget that a single batch of all samples would need.
 
     Raises:
-        OverBudgetError: If a sample's cost exceeds the budget. It is a ValueError.
-        ValueError: If an argument is invalid.
+        ValueError: If a sample's cost exceeds the budget, or an argument is invalid.
 
     Example:
         >>> from treadle.data import BudgetBatchSampler

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ....common.messages import format_count, name_type
 from ....common.validation import check_int, choose
+from ..micro_batches import avoid_rewind
 from ..sampler_rng import get_stateful
 from ..source_libraries import explain_state_gap
 from ..workers import iter_epoch_owners
@@ -206,36 +207,39 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         self.layout = layout
         pieces, starts, sizes = layout.cut_pieces(documents.lengths)
         self._pieces = np.stack([pieces, starts, sizes], axis=1)
-        self._row_of_rank = fit(
-            np.sort(sizes)[::-1].tolist(), layout.length
-        )  # of the piece with this rank by decreasing size
-        self._compose(0)
+        # Of the pieces in the order of decreasing size.
+        self._row_of_sorted = fit(np.sort(sizes)[::-1].tolist(), layout.length)
+        self._rows = self._compose(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Compose the rows of an epoch, and pass its number to the documents' dataset if it has this method."""
         for owner in iter_epoch_owners(self.documents.source, nested=False):
             owner.set_epoch(epoch)
-        self._compose(epoch)
+        if epoch != self._rows[0]:
+            self._rows = self._compose(epoch)
 
-    def _compose(self, epoch: int) -> None:
-        """Compose the rows of an epoch. Rows are in the order of their first pieces, like the pieces in a row."""
+    def _compose(self, epoch: int) -> tuple[int, np.ndarray, np.ndarray]:
+        """Return an epoch's number, its pieces by row, and where each row ends.
+
+        Rows are in the order of their first pieces, as the pieces in a row are.
+        """
         count = len(self._pieces)
         # Arrays and not lists, because forked workers would copy the memory of Python objects when they read them.
         row_of_piece = np.empty(count, dtype=np.int64)
         shuffled = np.random.default_rng([self.layout.seed, epoch]).permutation(count)
-        row_of_piece[np.lexsort((shuffled, -self._pieces[:, 2]))] = self._row_of_rank
+        row_of_piece[np.lexsort((shuffled, -self._pieces[:, 2]))] = self._row_of_sorted
         first_pieces = np.unique(row_of_piece, return_index=True)[1]
         row_of_piece = np.argsort(np.argsort(first_pieces))[row_of_piece]
-        self._members = np.argsort(row_of_piece, kind="stable")
-        self._ends = np.cumsum(np.bincount(row_of_piece))
+        return epoch, np.argsort(row_of_piece, kind="stable"), np.cumsum(np.bincount(row_of_piece))
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self._rows[2])
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        end, parts = self._ends[index], list[Document]()  # an IndexError ends a loop over the rows
-        members = self._members[self._ends[index - 1] if index % len(self) else 0 : end]
-        for document, start, size in self._pieces[members].tolist():
+        (_, pieces, ends), parts = self._rows, list[Document]()
+        end = ends[index]  # an IndexError ends a loop over the rows
+        in_row = pieces[ends[index - 1] if index % len(ends) else 0 : end]
+        for document, start, size in self._pieces[in_row].tolist():
             tokens, labels = self.documents[document]
             if len(tokens) != self.documents.lengths[document]:
                 raise ValueError(
@@ -287,7 +291,7 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
             owner.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        documents, read = iter(self.packed_source), 0
+        documents, read = avoid_rewind(iter(self.packed_source)), 0
         for chunk in itertools.count():
             rows, count = self._read_rows(documents, read, chunk)
             if not rows:
@@ -343,7 +347,7 @@ class StatefulPackedStream(PackedStream):
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         first, read, done = self._restore()
-        documents = iter(self.packed_source)
+        documents = avoid_rewind(iter(self.packed_source))
         for chunk in itertools.count(first):
             state = copy.deepcopy(self.packed_source.state_dict())
             rows, count = self._read_rows(documents, read, chunk)
