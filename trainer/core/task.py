@@ -411,7 +411,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, Exports, nn.Module):
             RuntimeError: If gradients are still disabled by an earlier call, if automatic optimization steps several
                 optimizers together, or if the task has no Trainer.
         """
-        if self.automatic_optimization and len(self.trainer.optimizers) > 1:
+        if self.automatic_optimization and self.fabric is None and len(self.trainer.optimizers) > 1:
             raise RuntimeError(
                 "toggle_optimizer is for optimizers that take turns, but with automatic_optimization=True, all "
                 f"{len(self.trainer.optimizers)} optimizers step together. Set self.automatic_optimization = False in "

@@ -1,5 +1,7 @@
 """Tasks that drive their optimizers themselves, and optimizers that need a closure, against loops by hand."""
 
+from functools import partial
+
 import pytest
 import torch
 from support.models import SGDTask
@@ -149,11 +151,11 @@ class Validated(Gan):
         return self.generator(x * 0.5)
 
 
-def sharded_on_two(folder):
-    """Evaluation before, within and after a fit, an average of weights, and a run that resumes in the middle."""
-    task, flags = Validated(), {"strategy": FSDP(), "train": loader(BATCH // 2)}
+def resumed_on_two(folder, make):
+    """Evaluation before and within a fit, an average of weights, and a run that resumes in the middle."""
+    task, flags = Validated(), {"strategy": make(), "train": loader(BATCH // 2)}
     average = EMAWeightAveraging(decay=0.5)
-    before = treadle.Trainer(accelerator="cpu", precision="64-true", strategy=FSDP(), logger=False)
+    before = treadle.Trainer(accelerator="cpu", precision="64-true", strategy=make(), logger=False)
     scores = [before.validate(task, loader(BATCH // 2), verbose=False)[0]["score"]]
     trainer = trained(task, SaveAt(6, folder / "c"), average, val=loader(BATCH // 2), **flags)
     scores.append(trainer.callback_metrics["score"].item())
@@ -164,10 +166,13 @@ def sharded_on_two(folder):
     return scores, whole, all(map(torch.equal, whole, split))
 
 
+STRATEGIES = {"ddp": DDP, "zero": partial(DDP, zero=True), "fsdp": FSDP}
+
+
 def on_two_processes(folder):
     trained_by_a_third_party()
     return {
-        "sharded": sharded_on_two(folder),
+        "resumed": {name: resumed_on_two(folder / name, make) for name, make in STRATEGIES.items()},
         "two optimizers": [
             gan_on_two(Gan),
             gan_on_two(Gan, DDP(zero=True)),
@@ -181,7 +186,10 @@ def on_two_processes(folder):
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    return run(on_two_processes, 2, tmp_path_factory.mktemp("two"))
+    folder = tmp_path_factory.mktemp("two")
+    for name in STRATEGIES:
+        (folder / name).mkdir()
+    return run(on_two_processes, 2, folder)
 
 
 def test_two_optimizers_on_two_processes(two_ranks):
@@ -193,16 +201,16 @@ def test_two_optimizers_on_two_processes(two_ranks):
 
 
 @pytest.mark.guarantee
-def test_a_sharded_task_is_evaluated_averaged_and_resumed(two_ranks):
+def test_evaluated_averaged_and_resumed_on_two_processes(two_ranks):
     average = EMAWeightAveraging(decay=0.5)
     task = Validated()
     before = treadle.Trainer(accelerator="cpu", precision="64-true", logger=False)
     scores = [before.validate(task, loader(), verbose=False)[0]["score"]]
     scores.append(trained(task, average, val=loader()).callback_metrics["score"].item())
-    for found in two_ranks:
-        sharded_scores, sharded_weights, is_resumed = found["sharded"]
-        assert sharded_scores == pytest.approx(scores, rel=1e-9)
-        for one, right in zip(sharded_weights, weights(task), strict=True):
+    for found in (found for ranks in two_ranks for found in ranks["resumed"].values()):
+        scores_on_two, weights_on_two, is_resumed = found
+        assert scores_on_two == pytest.approx(scores, rel=1e-9)
+        for one, right in zip(weights_on_two, weights(task), strict=True):
             torch.testing.assert_close(one, right, rtol=1e-10, atol=1e-12)
         assert is_resumed
 
