@@ -1,7 +1,7 @@
 """Train a small language model by the recipe of nanochat, on the source text of Python's own standard library.
 
-    python examples/nano.py          2 M parameters, in a few minutes on two CPU cores
-    python examples/nano.py --adamw  the same with AdamW alone
+    python examples/nano.py                     1.8 M parameters, 70 s on a CPU core: test loss 2.97
+    python examples/nano.py --adamw --lr 0.003  the same with AdamW alone, at its best learning rate: 3.17
     torchrun --nproc-per-node 8 examples/nano.py --depth 12 --length 2048 --strategy fsdp
 
 Muon trains the matrices of the blocks, and AdamW the embedding and the head. Functions and classes are packed into rows

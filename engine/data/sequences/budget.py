@@ -82,9 +82,12 @@ class BudgetBatchSampler(Sampler[list[int]]):
         oversized: str = "raise",
         seed: int = 0,
     ) -> None:
-        self._lengths = np.asarray(lengths)
-        if self._lengths.ndim != 1 or not len(self._lengths) or not np.isreal(self._lengths).all():
-            raise ValueError(f"lengths={lengths!r:.100} must hold one number for each sample of the dataset.")
+        numbers = np.asarray(lengths)
+        if numbers.ndim != 1 or not len(numbers) or numbers.dtype.kind not in "iuf" or not (numbers >= 0).all():
+            raise ValueError(
+                f"lengths={lengths!r:.100} must hold one number of at least 0 for each sample of the dataset."
+            )
+        self._lengths = numbers.astype(np.float64 if numbers.dtype.kind == "f" else np.int64)  # products may be large
         self.budget = check_positive("budget", budget)
         self._cost = cost if callable(cost) else _COSTS[choose("cost", cost, _COSTS)]
         self.shuffle = check_bool("shuffle", shuffle)

@@ -7,11 +7,11 @@ import itertools
 import random
 import re
 import warnings
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+from support.loader_ranks import Negated, Ranks, Seat, flat, plain_list, seed
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 from treadle.engine.checkpoint.json_codec import decode, encode
 from treadle.engine.data.loader import Cursor, Loader
+<<<<<<< HEAD
 from treadle.engine.rng import ProcessStream, RandomStream, random_state
 
 
@@ -88,6 +89,9 @@ class Ranks:
 
     def ids(self, stop=None, noise=False):
         return [flat(parts) for parts, _ in self.epoch(stop, noise)]
+=======
+from treadle.engine.rng import random_state
+>>>>>>> main
 
 
 class Lazy(Sampler):
@@ -551,31 +555,6 @@ def test_an_evaluation_loader_may_get_another_generator():
             Ranks(lambda g=other: DataLoader(range(8), sampler=Held(g)), 1, state=ranks.state())
 
 
-class Drawing(Dataset):
-    def __init__(self, *generators):
-        self.generators = dict(enumerate(generators))
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return index
-
-
-@pytest.mark.parametrize(
-    ("generators", "warning"),
-    [
-        ([np.random.default_rng(1)], "the generators of Drawing differ in type from those in the checkpoint"),
-        ([], "Drawing has 0 generators, but the checkpoint has 1"),
-    ],
-)
-def test_a_datasets_other_generators_are_not_restored(generators, warning):
-    state = Ranks(lambda: DataLoader(Drawing(torch.Generator())), 1).loaders[0].reading_state()
-    loader = Ranks(lambda: DataLoader(Drawing(*generators)), 1).loaders[0]
-    with pytest.warns(UserWarning, match=warning):
-        loader.load_reading_state(state)
-
-
 def test_a_state_between_loading_and_the_first_batch_is_the_same():
     make = dict(sources())["shuffle"]
     ranks = Ranks(make, 2)
@@ -598,6 +577,7 @@ def test_going_back_in_a_live_run():
     assert ranks.loaders[0].epoch == 1
 
 
+<<<<<<< HEAD
 def test_one_generator_for_training_and_validation():
     """As in PyTorch's notes on reproducibility."""
 
@@ -635,6 +615,8 @@ def test_one_generator_for_training_and_validation():
         assert begun + run(state=state) == whole
 
 
+=======
+>>>>>>> main
 def test_no_state_inside_a_group():
     ranks = Ranks(lambda: DataLoader(range(8)), 1, 4)
     batches = iter(ranks.loaders[0])
@@ -919,12 +901,6 @@ def test_iterables_of_batches():
         Ranks(lambda: 3, 1)
 
 
-class Negated(DataLoader):
-    def __iter__(self):
-        for batch in super().__iter__():
-            yield -batch
-
-
 class Noisy(IterableDataset):
     """(number, what it drew): from the generators of the process, and from the seed that torch gives the worker."""
 
@@ -1148,6 +1124,7 @@ def test_another_length_within_an_epoch_is_said(recwarn):
     assert sum("within an epoch of 12 samples" in str(one.message) for one in recwarn) == 1
 
 
+<<<<<<< HEAD
 class Joined(DataLoader):
     """Reads other loaders, like those of semi-supervised methods."""
 
@@ -1237,6 +1214,8 @@ def test_that_a_resume_reads_again_is_said_once():
     assert len(caught) == 1
 
 
+=======
+>>>>>>> main
 # -- seeds in workers ------------------------------------------------------------------------------------------------
 
 
@@ -1310,92 +1289,6 @@ def test_only_a_batch_with_an_unexpected_draw_is_read_twice():
         read_drawn(data, 1)
         assert [index for index in range(24) if data.reads[index] != 1] == twice, where
         assert data.reads.max() <= 2
-
-
-# -- epochs ----------------------------------------------------------------------------------------------------------
-
-
-class KnowsEpoch(Dataset):
-    epoch = -1
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return self.epoch
-
-
-class StreamKnowsEpoch(IterableDataset):
-    epoch = -1
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        yield from [self.epoch] * 4
-
-
-NESTED = {
-    "plain": lambda data: data,
-    "subset": lambda data: Subset(data, range(4)),
-    "concat": lambda data: torch.utils.data.ConcatDataset([Subset(data, [0, 1]), data]),
-}
-
-
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}], ids=str)
-def test_the_epoch_reaches_the_dataset_in_every_worker(options):
-    # A worker costs a quarter of a second: with workers, `concat` stands for the containers, as it holds a subset too.
-    wraps = [NESTED["concat"]] if options else NESTED.values()
-    for make in (StreamKnowsEpoch, *(lambda wrap=wrap: wrap(KnowsEpoch()) for wrap in wraps)):
-        ranks = Ranks(lambda make=make: DataLoader(make(), batch_size=2, **options), 1)
-        assert [set(flat(ranks.ids())) for _ in range(2)] == [{0}, {1}]
-        ranks.loaders[0].set_epoch(7)
-        assert set(flat(ranks.ids())) == {7}
-        resumed = Ranks(lambda make=make: DataLoader(make(), batch_size=2, **options), 1, state=ranks.state())
-        assert set(flat(resumed.ids())) == {8}
-        for loader in (*ranks.loaders, *resumed.loaders):
-            loader.close()
-
-
-class EpochBatches:
-    """A batch sampler whose length depends on the epoch."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __len__(self):
-        return self.epoch + 1
-
-    def __iter__(self):
-        yield from ([self.epoch, index] for index in range(len(self)))
-
-
-class EpochSource:
-    """An iterable of batches that is no DataLoader."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        yield torch.tensor([self.epoch])
-
-
-def test_set_epoch_reaches_custom_batch_samplers_and_sources_at_once():
-    batches = EpochBatches()
-    ranks = Ranks(lambda: DataLoader(range(9), batch_sampler=batches), 1)
-    ranks.loaders[0].set_epoch(3)
-    assert batches.epoch == 3
-    assert len(ranks.loaders[0]) == 4
-    assert ranks.ids() == [[3, 0], [3, 1], [3, 2], [3, 3]]
-    own = Ranks(EpochSource, 1)
-    assert [own.ids() for _ in range(2)] == [[[0]], [[1]]]
 
 
 # -- a resume with another order -------------------------------------------------------------------------------------

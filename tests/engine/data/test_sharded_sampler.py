@@ -1,14 +1,10 @@
 """The arithmetic of shares and weights."""
 
 import itertools
-from fractions import Fraction
 
-import pytest
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
-from treadle.engine.data.epoch_position import EpochPosition
-from treadle.engine.data.micro_batches import GroupPlanner, share
-from treadle.engine.data.sharded_sampler import ShardedBatches, get_length
-from treadle.engine.rng import RandomStream, random_state
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from treadle.engine.data.micro_batches import share
+from treadle.engine.data.sharded_sampler import get_length
 
 
 def test_shares_are_contiguous_and_even():
@@ -20,6 +16,7 @@ def test_shares_are_contiguous_and_even():
         assert lengths[0] - lengths[-1] <= 1
 
 
+<<<<<<< HEAD
 @pytest.mark.guarantee
 @pytest.mark.parametrize("sizes", [[(4, 4), (4, 4)], [(3, 5), (0, 2), (1, 1)], [(0, 0)], [(7, 11)]])
 def test_weights_of_a_group(sizes):
@@ -53,6 +50,8 @@ def test_what_is_left_out_is_counted_in_samples_or_batches(batch_sampler, left_o
     assert plan.left_out == left_out
 
 
+=======
+>>>>>>> main
 def test_sized():
     class Endless(SequentialSampler):
         def __len__(self):

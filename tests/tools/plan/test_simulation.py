@@ -1,11 +1,10 @@
 """A plan against what really happens: the same model on real processes, and arithmetic by hand."""
 
-from functools import partial
-
 import pytest
 import torch
-from support.collective_counts import CountedCollectives
+from support.planned_models import ADAMW, LAYERS, WIDTH, Net, batch_of, loss, planned
 from support.processes import run
+<<<<<<< HEAD
 from torch import nn
 from treadle.strategies import BALLOT_SIZE, DDP, FSDP, Precision, SingleDevice, open_world
 
@@ -143,6 +142,9 @@ def test_a_plan_leaves_nothing_behind():
     for gathers, (_, sent, _) in run(after_a_plan, 2):
         assert gathers == 2 * (2 * LAYERS + 1)
         assert {kind: sent[kind] for kind in plan.traffic.count} == plan.traffic.count
+=======
+from treadle.strategies import BALLOT_SIZE, DDP, Precision, SingleDevice, open_world
+>>>>>>> main
 
 
 class Scored(Net):
@@ -212,6 +214,7 @@ def test_replicas_keep_copies_of_gradients_to_send_them_from():
     assert peak(gradient_as_bucket_view=True) == plan.peak
 
 
+<<<<<<< HEAD
 def test_two_optimizers_have_the_states_of_one():
     from treadle.tools.plan.simulation import simulate
 
@@ -267,6 +270,8 @@ def test_what_is_tied_counts_once_and_what_is_frozen_has_no_state(strategy, size
     assert plan.checkpoint == 4 * (tied + frozen + 3) + 8 * tied + 4
 
 
+=======
+>>>>>>> main
 def test_a_big_model_is_cut_as_by_hand():
     plan = planned("flat", 1024, 1023)
     assert plan.shards["head.weight"] == (0, WIDTH)  # five rows for 1,024 processes: the last ones have none
@@ -274,6 +279,7 @@ def test_a_big_model_is_cut_as_by_hand():
     # each tensor is padded to 1,024 rows before it is gathered
     block = 1024 * (WIDTH + 1 + 4 * WIDTH + 1)
     assert plan.traffic.size["reduce_scatter"] == 4 * (LAYERS * block + 1024 * (WIDTH + 1))
+<<<<<<< HEAD
 
 
 class Language(nn.Module):
@@ -459,3 +465,5 @@ def test_a_small_step_waits_for_the_host():
     assert plan.band == plan.host
     assert plan.band[0] == pytest.approx(plan.launched * 5e-6)
     assert not products(8192)("bf16-true").host_bound
+=======
+>>>>>>> main

@@ -53,6 +53,12 @@ def test_batches_are_as_large_as_the_budget_allows(cost, budget):
     assert list(other) == epochs[5]
 
 
+def test_small_types_do_not_overflow():
+    lengths = np.full(300, 200, dtype=np.uint8)
+    assert [len(batch) for batch in BudgetBatchSampler(lengths, 20_000)] == [100] * 3
+    assert BudgetBatchSampler(torch.tensor(lengths), 20_000).total == 60_000
+
+
 def test_buckets_save_padding():
     def padding(**options):
         batches = list(BudgetBatchSampler(LENGTHS, 120, **options))
@@ -87,7 +93,9 @@ def test_a_sample_over_the_budget_is_named_or_alone():
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (([], 4), {}, r"lengths=\[\] must hold one number for each sample"),
+        (([], 4), {}, r"lengths=\[\] must hold one number of at least 0 for each sample"),
+        ((["text"], 4), {}, r"lengths=\['text'\] must hold one number"),
+        (([1, -1], 4), {}, r"lengths=\[1, -1\] must hold one number"),
         (([1], 0), {}, "budget=0 must be"),
         (([1], 4), {"cost": "most"}, "cost='most'"),
         (([1], 4), {"buckets": 0}, "buckets=0 must be an integer of at least 1"),

@@ -20,7 +20,7 @@ from treadle.engine.data.dataset_check import fingerprint
 from treadle.engine.data.sequences.packing import fit
 
 import treadle
-from treadle.data import make_flex_mask, make_sdpa_mask, pack
+from treadle.data import make_sdpa_mask, pack
 
 LENGTH, VOCABULARY = 16, 50
 
@@ -149,27 +149,6 @@ def test_ranks_with_other_documents_are_told_apart():
     others = [documents[0][::-1], *documents[1:]]
     assert fingerprint(pack(documents, LENGTH)) == fingerprint(pack(list(documents), LENGTH))
     assert fingerprint(pack(documents, LENGTH)) != fingerprint(pack(others, LENGTH))
-
-
-# -- masks -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_masks_keep_documents_apart(causal):
-    rows = [row["seq_idx"] for row in pack(make_documents(9), LENGTH)]
-    seq_idx = torch.stack(rows)
-    query, key, value = torch.randn(3, len(rows), 2, LENGTH, 8).unbind()
-    attended = F.scaled_dot_product_attention(query, key, value, make_sdpa_mask(seq_idx, causal))
-    for row, numbers in enumerate(rows):
-        for number in numbers.unique():
-            of_one = [part[row][:, numbers == number] for part in (query, key, value)]
-            alone = F.scaled_dot_product_attention(*of_one, is_causal=causal)
-            torch.testing.assert_close(attended[row][:, numbers == number], alone)
-    from torch.nn.attention.flex_attention import flex_attention
-
-    with warnings.catch_warnings(action="ignore"):  # that it is not compiled
-        flexible = flex_attention(query, key, value, block_mask=make_flex_mask(seq_idx, causal))
-    torch.testing.assert_close(flexible, attended)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
