@@ -161,7 +161,7 @@ def test_the_rates_of_two_optimizers_rise_together():
     for kind in (TwoOptimizers, OneOptimizer):
         treadle.seed_everything(0)
         task, finder = kind(), LearningRateFinder(1e-4, 0.5, 25, early_stop_threshold=None)
-        treadle.Trainer(**NO_OUTPUT, max_epochs=1, callbacks=[finder]).fit(task, DataLoader(dataset(), 8))
+        treadle.Trainer(**QUIET_ON_CPU, max_epochs=1, callbacks=[finder]).fit(task, DataLoader(dataset(), 8))
         found.append((finder.optimal_lr.results, [p.tolist() for p in task.parameters()]))
     assert found[0] == found[1]
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.planned_models import ADAMW, LAYERS, WIDTH, Net, batch_of, loss, planned
+from support.planned_models import ADAMW, LAYERS, WIDTH, Net, Shared, batch_of, loss, planned
 from support.processes import run
 from treadle.strategies import BALLOT_SIZE, DDP, Precision, SingleDevice, open_world
 
@@ -72,6 +72,22 @@ def test_replicas_keep_copies_of_gradients_to_send_them_from():
     plan = planned("single", 1, 0, strategy=SingleDevice())
     assert peak() == plan.peak + 4 * plan.parameters
     assert peak(gradient_as_bucket_view=True) == plan.peak
+
+
+def test_two_optimizers_have_the_states_of_one():
+    from treadle.tools.plan.simulation import simulate
+
+    def halves(parameters):
+        parameters = list(parameters)
+        return [ADAMW(parameters[::2]), ADAMW(parameters[1::2])]
+
+    one, two = (
+        simulate(Shared, batch_of, loss, make, strategy=SingleDevice(), world_size=1, precision="32-true")
+        for make in (ADAMW, halves)
+    )
+    assert one.states == two.states
+    assert one.checkpoint == two.checkpoint
+    assert one.states["optimizer"] <= two.memory["optimizer"] <= one.memory["optimizer"]
 
 
 def test_a_big_model_is_cut_as_by_hand():
