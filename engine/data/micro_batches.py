@@ -91,9 +91,13 @@ class GroupPlanner:
 
     If each rank reads its own data, the attributes ``rank`` and ``size`` are 0 and 1 on all ranks. With several
     ranks, ``shares`` then counts the samples over all ranks.
+
+    Attributes:
+        accumulate: Function that returns the number of micro-batches of a group, given its index in the iteration.
+            Groups are planned before the steps of earlier ones, because workers read ahead.
     """
 
-    def __init__(self, rank: int, size: int, accumulate: Callable[[], int], presharded: bool = False) -> None:
+    def __init__(self, rank: int, size: int, accumulate: Callable[[int], int], presharded: bool = False) -> None:
         self.world_rank = rank
         self.world_size = size
         self.accumulate = accumulate
