@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from support.processes import clean_environment, programs, run, script
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -147,8 +146,7 @@ def test_finetune(options, tmp_path, monkeypatch):
     assert done.stdout.count("Perplexity after") == 1
     assert done.stdout.count('def close(self):\n    """') == 1
     (checkpoint,) = (tmp_path / "runs" / "finetune" / "checkpoints").glob("*.ckpt")
-    with safe_open(checkpoint / "model.safetensors", "pt") as file:
-        names = list(file.keys())
+    names = list(torch.load(checkpoint)["state_dict"])
     assert names
     assert all("lora_" in name for name in names)
     adapter = tmp_path / "runs" / "finetune" / "adapter" / "adapter_model.safetensors"
