@@ -277,10 +277,7 @@ class LightningAliases:
     @property
     def lightning_module(self) -> TaskModule | None:
         """Task of the run, or of a later ``trainer.strategy.connect(task)``; None before both."""
-        if self._trainer.stage is not None:
-            return self._trainer.task
-        connected = (m for m in self._trainer.accelerator.unwrapped_models if isinstance(m, TaskModule))
-        return next(connected, self._trainer.task)
+        return self._trainer.checkpointer.find_task()
 
     @property
     def model(self) -> Any:

@@ -556,7 +556,7 @@ class Trainer(LightningAliases, Copyable):
                 `Accelerator.save_state`.
             TypeError, OSError: See `Accelerator.save_state`.
         """
-        self.task = self.lightning_module
+        self.task = self.checkpointer.find_task()
         if self.task is None:
             raise ValueError(
                 "save_checkpoint needs a task. Call fit or another stage first, or trainer.strategy.connect(task)."

@@ -9,30 +9,26 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...common.messages import named_ranks, warn
 from ...common.remote_path import AnyPath, RemotePath, absolute, as_path
 from ...strategies import World
-from ...strategies.distributed import is_sharded, whole
+from ...strategies.distributed import is_sharded, strip_compile_prefix
 from ..configuration import ProjectConfiguration
 from ..optim import check_schedule
-from ..parameter_names import strip_compile_prefix
+from ..process import Prepared
 from ..weights import save as export
 from . import content, filesystem, model_check, restore, store
 from .async_save import Copying, HostCopies, Job
 from .model_check import FrozenWeights
 from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together
-from .parts import MANIFEST, STATE, Files, Manifest
-from .safetensors_file import UnreadTensor
+from .parts import MANIFEST, STATE, Files
 from .store import Save
-
-if TYPE_CHECKING:
-    from ..accelerator import Accelerator
 
 _NAME = re.compile(r"checkpoint_(\d+)")
 _REPLACED = re.compile(r"\.checkpoint_(\d+)\..+\.old")
@@ -60,49 +56,44 @@ class Checkpointer:
     """Saver and loader of the state of an `Accelerator`, whose methods document arguments and errors in full.
 
     Attributes:
-        registered: Objects passed to `register`, by name. A metric object is wrapped in `Counts`.
-        loaded_from: For each loaded model, the path and manifest of its checkpoint, and the number of optimizer steps
-            that the run had taken. An entry is removed once the rest of the state is loaded too.
+        loaded_from: The checkpoint of each loaded model, until the rest of the state is loaded too.
         saving: The latest asynchronous save; None before the first one and after `finish_saving`.
         frozen: The digests of frozen weights, for each model that was saved with ``trainable_only=True``.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.registered: dict[str, Any] = {}
-        self.save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
-        self.load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
-        self.loaded_from: WeakKeyDictionary[nn.Module, tuple[str, Manifest, int]] = WeakKeyDictionary()
+    def __init__(self, accelerator: Prepared) -> None:
+        self.loaded_from: restore.LoadedFrom = WeakKeyDictionary()
         self.saving: Job | None = None
         self.host_copies = HostCopies()
         self.frozen: WeakKeyDictionary[nn.Module, FrozenWeights] = WeakKeyDictionary()
         # A proxy, so that an Accelerator and its models are freed by reference counting once their last user releases
         # them.
-        self._accelerator: Accelerator = weakref.proxy(accelerator)
+        self._accelerator: Prepared = weakref.proxy(accelerator)
 
     def register(self, objects: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Include the states of objects in later checkpoints, except in those that contain weights only.
 
         A load matches ``objects`` by class name and position, and ``named`` objects by name.
         """
-        content.register(self.registered, objects, named, self._accelerator.data_world)
+        content.register(self._accelerator.registered, objects, named, self._accelerator.data_world)
 
     def add_save_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register a hook that is called before each save; see `Accelerator.register_save_state_pre_hook`."""
-        return _add(self.save_hooks, hook)
+        return _add(self._accelerator.save_hooks, hook)
 
     def add_load_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register a hook that is called before models are loaded; see `Accelerator.register_load_state_pre_hook`."""
-        return _add(self.load_hooks, hook)
+        return _add(self._accelerator.load_hooks, hook)
 
     def forget_prepared(self) -> None:
         """Discard the registered objects and digests of frozen weights, and release the buffers in host memory."""
-        self.registered.clear()
+        self._accelerator.registered.clear()
         self.frozen.clear()
         self.host_copies.clear()
 
     def find_frozen(self, world: World) -> list[dict[str, str]]:
         """Return for each model the digests of its frozen weights, by name. Call it on all ranks."""
-        models = self._accelerator.unwrapped_models
+        models = self._accelerator.strategy.unwrapped_models
         return [self.frozen.setdefault(model, FrozenWeights()).update(model, world) for model in models]
 
     # -- saving --------------------------------------------------------------------------------------------------
@@ -144,18 +135,18 @@ class Checkpointer:
             content.check_part_names(parts or {})
             optimizers = [prepared.optimizer for prepared in accelerator.optimizers]
             model_check.refuse_not_finite(
-                accelerator.unwrapped_models, () if weights_only else optimizers, info["step"], targets[0]
+                accelerator.strategy.unwrapped_models, () if weights_only else optimizers, info["step"], targets[0]
             )
             if choose_save is None and world.is_main:  # otherwise the `Save` decides
                 for target in targets:
                     store.check_target(target)
         _check_equal_targets(targets, world)
-        if self.save_hooks and len(targets) > 1:
+        if accelerator.save_hooks and len(targets) > 1:
             raise ValueError(
                 "save_state(also=...) can't be combined with a save_state pre-hook, whose files would be in only one "
                 "of the checkpoints. Save to one directory at a time."
             )
-        copying, staged = None, targets[0] if world.is_main and self.save_hooks else None
+        copying, staged = None, targets[0] if world.is_main and accelerator.save_hooks else None
         with store.discarding_on_failure(staged), world.failing_together():
             frozen = self.find_frozen(world) if trainable_only else ()
             files = content.collect(accelerator, targets[0], parts or {}, weights_only, frozen)
@@ -181,7 +172,7 @@ class Checkpointer:
 
         If ``copying`` is not None, a thread waits for these copies and does this work.
         """
-        hooked = bool(self.save_hooks)
+        hooked = bool(self._accelerator.save_hooks)
 
         def save_to_all(world: World) -> None:
             for target in targets:
@@ -212,7 +203,7 @@ class Checkpointer:
             return f"strategy={accelerator.strategy.name!r} writes the shards of each process to a file of its own"
         if any(accelerator.strategy.keeps_apart(prepared.optimizer) for prepared in accelerator.optimizers):
             return "each process writes its shard of the optimizer's state to a file of its own"
-        if self.save_hooks:
+        if accelerator.save_hooks:
             return "a hook of register_save_state_pre_hook may add files"
         return ""
 
@@ -265,6 +256,7 @@ class Checkpointer:
         info = restore.restore(
             accelerator,
             opened,
+            self.loaded_from,
             models=models,
             state=state,
             strict=strict,
@@ -272,7 +264,7 @@ class Checkpointer:
             finish_epoch=finish_epoch,
         )
         if state:
-            accelerator.steps = info["step"]
+            accelerator.accumulation.steps = info["step"]
             project.iteration = world.broadcast(_compute_next_iteration(project, opened.path))
         return info
 
@@ -280,23 +272,7 @@ class Checkpointer:
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full state dict of a model; see `Accelerator.get_state_dict`."""
-        state = self._collect_state(model)
-        read = {id(value): value[...] for value in state.values() if isinstance(value, UnreadTensor)}
-        state = {name: read.get(id(value), value) for name, value in state.items()}
-        if not unwrap:
-            return dict(zip(model.state_dict(), state.values(), strict=True))
-        return {strip_compile_prefix(name): value for name, value in state.items()}
-
-    def _collect_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the full state dict of a model, with references to tensors that a device map has offloaded."""
-        accelerator = self._accelerator
-        state: dict[str, Any] = whole(accelerator.strategy.model_state(model), accelerator.is_main_process)
-        if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
-            from ..big_models import list_offloaded  # takes 25 ms, and imports this package
-
-            offloaded = list_offloaded(accelerator.strategy.unwrap(model))
-            state = {name: offloaded.get(name, value) for name, value in state.items()}
-        return state
+        return content.gather_weights(self._accelerator, model, unwrap)
 
     def _writes_on_this_rank(self) -> bool:
         accelerator = self._accelerator
@@ -320,9 +296,10 @@ class Checkpointer:
         if any(map(is_sharded, model.parameters())):
             self._accelerator.world.meet("accelerator.save_model")
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):  # offloaded, read one by one
-            weights = {strip_compile_prefix(name): value for name, value in self._collect_state(model).items()}
+            weights = content.gather_unread(self._accelerator, model)
+            weights = {strip_compile_prefix(name): value for name, value in weights.items()}
         else:
-            weights = self._accelerator.get_state_dict(model)
+            weights = self.get_state_dict(model)
         if self._writes_on_this_rank():
             export.save_weights(weights, absolute(save_directory), limit, safe_serialization)
 

@@ -6,7 +6,7 @@ import copy
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,20 +14,18 @@ from torch.optim import Optimizer
 from ...common.messages import abbreviate, name_type, warn
 from ...common.remote_path import AnyPath, RemotePath
 from ...strategies import World
-from ...strategies.distributed import is_sharded, local
+from ...strategies.distributed import is_sharded, local, make_view_key, strip_compile_prefix, whole
 from ...strategies.processes import identify_process
+from ..data import Loader
 from ..metrics import metric_state
 from ..optim import PreparedScheduler, optimizer_state
-from ..parameter_names import make_view_key, strip_compile_prefix
+from ..process import Prepared
 from ..rng import random_state
 from . import model_check, store
 from .json_codec import decode, encode
 from .parts import STATE, Files, TensorFile, encode_part, extra_part, model_part, optimizer_part, rank_part
+from .safetensors_file import UnreadTensor
 from .train_state import OptimizerState, RandomState, RankState, TrainState
-
-if TYPE_CHECKING:
-    from ..accelerator import Accelerator
-    from ..data import Loader
 
 _RESERVED = re.compile(r"(model|optimizer)(-.*)?|(extra|rank)-.*|state|manifest|unfinished", re.IGNORECASE)
 """Pattern of reserved part names: the engine's own parts (see `train_state`), ``manifest`` and ``unfinished``."""
@@ -145,7 +143,7 @@ class ErrorCollector:
 
 
 def collect(
-    accelerator: Accelerator,
+    accelerator: Prepared,
     target: AnyPath,
     parts: dict[str, Any],
     weights_only: bool,
@@ -187,11 +185,11 @@ def collect(
             files |= encode_part(STATE, _collect_shared_state(accelerator), rank)
         with errors:
             has_rank_buffers = rank > 0 and accelerator.strategy.has_rank_buffers
-            buffers = _collect_buffers(accelerator.unwrapped_models) if has_rank_buffers else []
+            buffers = _collect_buffers(accelerator.strategy.unwrapped_models) if has_rank_buffers else []
             files |= encode_rank_state(rank, collect_rank_random_state(accelerator.loaders), buffers)
     errors.raise_first()
-    if not weights_only and not accelerator.checkpointer.save_hooks:  # a hook may write them
-        _warn_unsaved(accelerator.unwrapped_models, [p.optimizer for p in accelerator.optimizers], files)
+    if not weights_only and not accelerator.save_hooks:  # a hook may write them
+        _warn_unsaved(accelerator.strategy.unwrapped_models, [p.optimizer for p in accelerator.optimizers], files)
     return files
 
 
@@ -207,14 +205,14 @@ def _collect_model_files(
     return files | (encode_part(extra_part(number), extra, rank) if extra else {})
 
 
-def encode_optimizers(accelerator: Accelerator) -> Files:
+def encode_optimizers(accelerator: Prepared) -> Files:
     """Return the files of the optimizers' states that this process writes. Call this function on all ranks."""
     rank, strategy, errors = accelerator.world.rank, accelerator.strategy, ErrorCollector()
     files: Files = {}
     for number, prepared in enumerate(accelerator.optimizers):
         with errors:
             optimizer = prepared.optimizer
-            names = optimizer_state.name_parameters(optimizer, accelerator.unwrapped_models)
+            names = optimizer_state.name_parameters(optimizer, accelerator.strategy.unwrapped_models)
             state: OptimizerState = optimizer_state.encode_by_name(
                 strategy.optimizer_state(optimizer), optimizer, names
             )
@@ -277,29 +275,50 @@ def _collect_buffers(models: list[nn.Module]) -> list[dict[str, Tensor]]:
     ]
 
 
-def _collect_weights(accelerator: Accelerator, target: AnyPath, errors: ErrorCollector) -> list[dict[str, Any] | None]:
+def _collect_weights(accelerator: Prepared, target: AnyPath, errors: ErrorCollector) -> list[dict[str, Any] | None]:
     """Return each model's state dict: sharded, or whole if there are save hooks.
 
     A state that a hook removed is None.
     """
     models = accelerator.models
-    if not accelerator.checkpointer.save_hooks:
+    if not accelerator.save_hooks:
         states = (accelerator.strategy.model_state(model) for model in models)
         return [{strip_compile_prefix(name): value for name, value in state.items()} for state in states]
     with accelerator.world.failing_together():
         if accelerator.world.is_main:
             store.begin(target)
     staging = str(store.get_staging_path(target, accelerator.world.broadcast(identify_process())))
-    whole = [accelerator.get_state_dict(model) for model in models]
-    left = list(whole)
-    for hook in accelerator.checkpointer.save_hooks.values():
+    full = [gather_weights(accelerator, model) for model in models]
+    left = list(full)
+    for hook in accelerator.save_hooks.values():
         with errors:
             hook(list(models), left, staging)
     # Ranks other than zero may have no part of a sharded object, and then write nothing.
     return [
         {name: value for name, value in state.items() if value is not None} if any(state is s for s in left) else None
-        for state in whole
+        for state in full
     ]
+
+
+def gather_weights(accelerator: Prepared, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+    """Return the full state dict of a model; see `Accelerator.get_state_dict`."""
+    state = gather_unread(accelerator, model)
+    read = {id(value): value[...] for value in state.values() if isinstance(value, UnreadTensor)}
+    state = {name: read.get(id(value), value) for name, value in state.items()}
+    if not unwrap:
+        return dict(zip(model.state_dict(), state.values(), strict=True))
+    return {strip_compile_prefix(name): value for name, value in state.items()}
+
+
+def gather_unread(accelerator: Prepared, model: nn.Module) -> dict[str, Any]:
+    """Return the full state dict of a model, with references to tensors that a device map has offloaded."""
+    state: dict[str, Any] = whole(accelerator.strategy.model_state(model), accelerator.is_main_process)
+    if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
+        from ..big_models import list_offloaded  # takes 25 ms, and imports this package
+
+        offloaded = list_offloaded(accelerator.strategy.unwrap(model))
+        state = {name: offloaded.get(name, value) for name, value in state.items()}
+    return state
 
 
 def _split_tensors(weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -308,16 +327,16 @@ def _split_tensors(weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
     return {name: value for name, value in weights.items() if name not in extra}, extra
 
 
-def _collect_shared_state(accelerator: Accelerator) -> TrainState:
+def _collect_shared_state(accelerator: Prepared) -> TrainState:
     errors, registered = ErrorCollector(), dict[str, Any]()
-    for name, value in accelerator.checkpointer.registered.items():
+    for name, value in accelerator.registered.items():
         with errors:
             registered[name] = value.state_dict()
     errors.raise_first()
     return collect_train_state(accelerator, registered)
 
 
-def collect_train_state(accelerator: Accelerator, registered: dict[str, Any], copied: bool = False) -> TrainState:
+def collect_train_state(accelerator: Prepared, registered: dict[str, Any], copied: bool = False) -> TrainState:
     """Return the state that all ranks share, with the states of registered objects. A new entry is added here alone.
 
     Args:
@@ -362,7 +381,7 @@ def list_scheduler_kinds(schedulers: list[Any]) -> list[str]:
     return [type(scheduler).__qualname__ for scheduler in wrapped]
 
 
-def describe_save(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:
+def describe_save(accelerator: Prepared, info: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata for the manifest: the run's own metadata, and the values in ``info``.
 
     Raises:
@@ -388,7 +407,7 @@ def describe_save(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, A
     return {**metadata, **counts, **decode(document, {})}
 
 
-def run_metadata(accelerator: Accelerator) -> dict[str, Any]:
+def run_metadata(accelerator: Prepared) -> dict[str, Any]:
     """Return the run's metadata for the manifest, such as world size, precision, batch sizes and fingerprints."""
     training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
     accumulate = accelerator.accumulation.micro_batches
@@ -400,5 +419,5 @@ def run_metadata(accelerator: Accelerator) -> dict[str, Any]:
         "accumulate": accumulate,
         "batch_size": batch,  # of a micro-batch, summed over all processes
         "global_batch_size": None if batch is None else batch * accumulate,
-        "models": [model_check.fingerprint(model) for model in accelerator.unwrapped_models],
+        "models": [model_check.fingerprint(model) for model in accelerator.strategy.unwrapped_models],
     }

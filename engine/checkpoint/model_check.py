@@ -15,8 +15,7 @@ from xxhash import xxh3_64
 from ...common.messages import abbreviate, name_type, warn
 from ...common.remote_path import AnyPath
 from ...strategies import World
-from ...strategies.distributed import get_original_class, local, whole
-from ..parameter_names import strip_compile_prefix, view_bytes
+from ...strategies.distributed import get_original_class, local, strip_compile_prefix, view_bytes, whole
 from .filesystem import RESTORE
 
 _NOTE = "modules"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 from torch import Tensor, nn
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ...common.messages import abbreviate, announce, format_count, warn
 from ...common.remote_path import AnyPath, absolute
 from ...strategies import World
-from ...strategies.distributed import cut_like, is_sharded
+from ...strategies.distributed import cut_like, is_sharded, strip_compile_prefix
+from ..data import Loader
 from ..optim import (
     LoadedOptimizer,
     PreparedOptimizer,
@@ -22,7 +23,7 @@ from ..optim import (
     optimizer_state,
     resume_options,
 )
-from ..parameter_names import strip_compile_prefix
+from ..process import Prepared
 from ..rng import isolated_random_state, set_random_state
 from . import model_check
 from .content import list_scheduler_kinds, run_metadata, sort_loaders
@@ -32,9 +33,8 @@ from .parts import Manifest, extra_part, model_part, optimizer_part, rank_part
 from .safetensors_file import Stored
 from .train_state import OptimizerState, RankState, TrainState, check_form, open_train_state
 
-if TYPE_CHECKING:
-    from ..accelerator import Accelerator
-    from ..data import Loader
+LoadedFrom = MutableMapping[nn.Module, tuple[str, Manifest, int]]
+"""For each loaded model, the path and manifest of its checkpoint, and the number of optimizer steps of the run."""
 
 _OF_SCHEDULERS: tuple[Literal["schedulers", "scheduler_kinds", "steps_since", "scheduler_advances"], ...] = (
     "schedulers",
@@ -45,8 +45,9 @@ _OF_SCHEDULERS: tuple[Literal["schedulers", "scheduler_kinds", "steps_since", "s
 
 
 def restore(
-    accelerator: Accelerator,
+    accelerator: Prepared,
     opened: OpenCheckpoint,
+    loaded_from: LoadedFrom,
     *,
     models: bool,
     state: bool,
@@ -59,6 +60,7 @@ def restore(
     Args:
         accelerator: The Accelerator whose objects are restored.
         opened: The checkpoint, which is verified first.
+        loaded_from: See `Checkpointer`.
         models: Restore the models' weights.
         state: Restore everything else, such as optimizers, schedulers, dataloaders and RNG states.
         strict: If False, load only what fits, with a warning. Default: the models' ``strict_loading``, else True.
@@ -68,42 +70,57 @@ def restore(
     Returns:
         The checkpoint's ``info``; see `Accelerator.load_state` for its ``epoch``.
     """
-    world, manifest = accelerator.world, opened.manifest
-    shared: TrainState | None = None
-    of_rank: RankState | None = None
-    optimizers: list[LoadedOptimizer] = []
-    schedules: list[SavedSchedule] = []
-    unwrapped = accelerator.unwrapped_models
-    by_models = all(getattr(model, "strict_loading", True) for model in unwrapped)
-    exactly = by_models if strict is None else strict
+    world, manifest, unwrapped = accelerator.world, opened.manifest, accelerator.strategy.unwrapped_models
+    exactly = all(getattr(model, "strict_loading", True) for model in unwrapped) if strict is None else strict
     opened.verify(world)
     with _read_together(world, opened):
-        if state:
-            shared = _open_checked_state(accelerator, opened, exactly, asked=strict is not None)
-            if not models:
-                _check_not_replaced(accelerator, opened)
+        shared = _open_checked_state(accelerator, opened, exactly, asked=strict is not None) if state else None
+        if state and not models:
+            _check_not_replaced(accelerator, opened, loaded_from)
     chosen = _choose_models(accelerator, opened.path) if models else []
     layouts = {} if shared is None else _collect_layouts(accelerator, shared["registered"])
     with _read_together(world, opened):
         weights = _select_fitting_weights(accelerator, opened, chosen, strict)
-        if shared is not None:
-            optimizers = _select_fitting_optimizers(accelerator.optimizers, unwrapped, opened, exactly)
-            shared = cast(TrainState, load_into_memory(shared, {"registered": layouts}, {}))
-            schedules = resume_options.match_schedules(accelerator.schedulers, accelerator.schedules_built, shared)
-            _choose_schedule(opened.path, optimizers, accelerator.schedulers, schedules, schedule)
-            for loader, saved in zip(_list_loaders(accelerator, False), shared["loaders"], strict=False):
-                loader.check(saved)
-            if world.rank < manifest.world_size:  # a rank that was not saved keeps its own state
-                of_rank = _read_rank_state(world.rank, opened)
+        training = None if shared is None else _read_training(accelerator, opened, shared, layouts, exactly, schedule)
     _check_frozen(accelerator, opened, chosen, strict)
     for model, values, fully in weights:
         accelerator.strategy.load_model_state(model, values, fully)
-        accelerator.checkpointer.loaded_from[model] = str(absolute(opened.path)), manifest, accelerator.steps
-    if shared is not None:
-        _load_training(accelerator, manifest, shared, of_rank, optimizers)
-        resume_options.hold(optimizers, schedules, script=schedule == "script")
+        loaded_from[model] = str(absolute(opened.path)), manifest, accelerator.accumulation.steps
+    if training is not None:
+        _load_training(accelerator, manifest, training, loaded_from)
+        resume_options.hold(training.optimizers, training.schedules, script=schedule == "script")
     accelerator.accumulation.drop_gradients()
     return _finish_epoch(_list_loaders(accelerator, False), manifest.info) if state and finish_epoch else manifest.info
+
+
+class _Training(NamedTuple):
+    """State of a run except for its weights, read from a checkpoint and checked. ``of_rank`` is None on new ranks."""
+
+    shared: TrainState
+    of_rank: RankState | None
+    optimizers: list[LoadedOptimizer]
+    schedules: list[SavedSchedule]
+
+
+def _read_training(
+    accelerator: Prepared,
+    opened: OpenCheckpoint,
+    shared: TrainState,
+    layouts: dict[str, Any],
+    strict: bool,
+    schedule: str | None,
+) -> _Training:
+    optimizers = _select_fitting_optimizers(
+        accelerator.optimizers, accelerator.strategy.unwrapped_models, opened, strict
+    )
+    shared = cast(TrainState, load_into_memory(shared, {"registered": layouts}, {}))
+    schedules = resume_options.match_schedules(accelerator.schedulers, accelerator.schedules_built, shared)
+    _choose_schedule(opened.path, optimizers, accelerator.schedulers, schedules, schedule)
+    for loader, saved in zip(_list_loaders(accelerator, False), shared["loaders"], strict=False):
+        loader.check(saved)
+    rank = accelerator.world.rank
+    of_rank = _read_rank_state(rank, opened) if rank < opened.manifest.world_size else None  # it keeps its own state
+    return _Training(shared, of_rank, optimizers, schedules)
 
 
 def _finish_epoch(loaders: list[Loader], info: dict[str, Any]) -> dict[str, Any]:
@@ -122,19 +139,15 @@ def _finish_epoch(loaders: list[Loader], info: dict[str, Any]) -> dict[str, Any]
     return info | {"epoch": epochs[0] + 1} if finished[0] and info.get("epoch") == epochs[0] else info
 
 
-def _load_training(
-    accelerator: Accelerator,
-    manifest: Manifest,
-    shared: TrainState,
-    of_rank: RankState | None,
-    optimizers: list[LoadedOptimizer],
-) -> None:
+def _load_training(accelerator: Prepared, manifest: Manifest, training: _Training, loaded_from: LoadedFrom) -> None:
+    shared, of_rank, optimizers, _ = training
     for prepared, saved, *_ in optimizers:
         accelerator.strategy.load_optimizer_state(prepared.optimizer, saved)
         optimizer_state.keep_formats(prepared.optimizer, saved)
     _load_shared_state(accelerator, shared, manifest)
     world_unchanged = accelerator.world.size == manifest.world_size
-    _load_buffers(accelerator, manifest, of_rank["buffers"] if of_rank is not None and world_unchanged else [])
+    buffers = of_rank["buffers"] if of_rank is not None and world_unchanged else []
+    _load_buffers(accelerator, manifest, buffers, loaded_from)
     accelerator.rng.draw_apart()  # a rank that is not in the checkpoint draws its own numbers
     if of_rank is not None:
         random = of_rank["random"]
@@ -169,46 +182,46 @@ def _is_identical_save(first: Manifest, second: Manifest) -> bool:
     return (first.sequence, first.files) == (second.sequence, second.files)
 
 
-def _open_checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool, asked: bool) -> TrainState:
+def _open_checked_state(accelerator: Prepared, opened: OpenCheckpoint, strict: bool, asked: bool) -> TrainState:
     """Check the state that all ranks share against this run, and return it without reading its tensors."""
     shared = open_train_state(opened)
     _check_counts(accelerator, shared, opened, strict, asked)
-    _check_kinds(accelerator.schedulers, set(accelerator.checkpointer.registered), shared, opened.path, strict)
+    _check_kinds(accelerator.schedulers, set(accelerator.registered), shared, opened.path, strict)
     current = run_metadata(accelerator)
     _warn_batches_changed(current, opened.manifest.info)
     if strict and opened.manifest.info.get("precision") == current["precision"]:  # otherwise it has just warned
-        _warn_dtypes_changed(accelerator.unwrapped_models, current["models"], opened)
+        _warn_dtypes_changed(accelerator.strategy.unwrapped_models, current["models"], opened)
     return shared
 
 
-def _check_not_replaced(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
+def _check_not_replaced(accelerator: Prepared, opened: OpenCheckpoint, loaded_from: LoadedFrom) -> None:
     """Check that models loaded from this path since the last optimizer step were loaded from the same save."""
     path, manifest = str(absolute(opened.path)), opened.manifest
     for model in accelerator.models:
-        place, of_models, steps = accelerator.checkpointer.loaded_from.get(model, (None, manifest, None))
-        if (place, steps) == (path, accelerator.steps) and not _is_identical_save(of_models, manifest):
+        place, of_models, steps = loaded_from.get(model, (None, manifest, None))
+        if (place, steps) == (path, accelerator.accumulation.steps) and not _is_identical_save(of_models, manifest):
             raise ValueError(
                 f"{opened.path} was replaced after the models were loaded from it. Load the models and the state "
                 "again in one load_state call."
             )
 
 
-def _choose_models(accelerator: Accelerator, path: AnyPath) -> list[nn.Module]:
+def _choose_models(accelerator: Prepared, path: AnyPath) -> list[nn.Module]:
     """Call the load hooks, which may remove models from the list, and return the models to load."""
     chosen = list(accelerator.models)
     with accelerator.world.failing_together():
-        for hook in accelerator.checkpointer.load_hooks.values():
+        for hook in accelerator.load_hooks.values():
             hook(chosen, str(path))
     return chosen
 
 
-def _collect_layouts(accelerator: Accelerator, saved: Mapping[str, Any]) -> dict[str, Any]:
+def _collect_layouts(accelerator: Prepared, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states of registered objects that show how to shard their saved tensors; empty without sharding."""
     if not accelerator.strategy.sharded:
         return {}
     return {
         name: getattr(value, "state_layout", value.state_dict)()
-        for name, value in accelerator.checkpointer.registered.items()
+        for name, value in accelerator.registered.items()
         if _holds_tensors(saved.get(name))
     }
 
@@ -269,14 +282,16 @@ def _read_rank_state(rank: int, opened: OpenCheckpoint) -> RankState:
     return state
 
 
-def _list_loaders(accelerator: Accelerator, evaluation: bool) -> list[Loader]:
+def _list_loaders(accelerator: Prepared, evaluation: bool) -> list[Loader]:
     return [loader for loader in accelerator.loaders if loader.evaluation == evaluation]
 
 
-def _load_buffers(accelerator: Accelerator, manifest: Manifest, saved: list[dict[str, Tensor]]) -> None:
+def _load_buffers(
+    accelerator: Prepared, manifest: Manifest, saved: list[dict[str, Tensor]], loaded_from: LoadedFrom
+) -> None:
     """Restore this process's buffers in the models that were loaded from this checkpoint."""
-    loaded = [accelerator.checkpointer.loaded_from.pop(model, None) for model in accelerator.models]
-    for model, values, source in zip(accelerator.unwrapped_models, saved, loaded, strict=False):
+    loaded = [loaded_from.pop(model, None) for model in accelerator.models]
+    for model, values, source in zip(accelerator.strategy.unwrapped_models, saved, loaded, strict=False):
         if source is None or not _is_identical_save(source[1], manifest):
             continue
         for name, buffer in model.named_buffers():
@@ -286,7 +301,7 @@ def _load_buffers(accelerator: Accelerator, manifest: Manifest, saved: list[dict
 
 
 def _select_fitting_weights(
-    accelerator: Accelerator, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None
+    accelerator: Prepared, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None
 ) -> list[tuple[nn.Module, dict[str, Any], bool]]:
     """Return, for each chosen model, the weights to load, sharded like the model, and whether loading is strict."""
     loads = []
@@ -309,9 +324,7 @@ def _select_fitting_weights(
     return loads
 
 
-def _check_frozen(
-    accelerator: Accelerator, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None
-) -> None:
+def _check_frozen(accelerator: Prepared, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None) -> None:
     """Check that each model has the frozen weights that the checkpoint omits. Call it on all ranks."""
     for number, model in enumerate(accelerator.models):
         if not any(model is candidate for candidate in chosen):
@@ -387,9 +400,7 @@ def _restore_compiled_names(names: Iterable[str], weights: dict[str, Any]) -> di
     return {renamed.get(name, name): value for name, value in weights.items()} if renamed else weights
 
 
-def _check_counts(
-    accelerator: Accelerator, state: TrainState, opened: OpenCheckpoint, strict: bool, asked: bool
-) -> None:
+def _check_counts(accelerator: Prepared, state: TrainState, opened: OpenCheckpoint, strict: bool, asked: bool) -> None:
     """Check that as many objects are prepared as were saved; evaluation dataloaders are not counted.
 
     If a difference is permitted, warn, and remove the states that cannot be matched from ``state``.
@@ -474,7 +485,7 @@ def _warn_dtypes_changed(models: list[nn.Module], current: list[str], opened: Op
             model_check.warn_dtypes_changed(model, _restore_compiled_names(model.state_dict(), stored), opened.path)
 
 
-def _load_schedulers(accelerator: Accelerator, state: TrainState, manifest: Manifest) -> None:
+def _load_schedulers(accelerator: Prepared, state: TrainState, manifest: Manifest) -> None:
     kinds = list_scheduler_kinds(accelerator.schedulers)
     samples = run_metadata(accelerator)["global_batch_size"]
     batch_size_unchanged = samples is not None and samples == manifest.info.get("global_batch_size")
@@ -488,7 +499,7 @@ def _load_schedulers(accelerator: Accelerator, state: TrainState, manifest: Mani
             scheduler.load_state_dict(saved)
 
 
-def _load_shared_state(accelerator: Accelerator, state: TrainState, manifest: Manifest) -> None:
+def _load_shared_state(accelerator: Prepared, state: TrainState, manifest: Manifest) -> None:
     _load_schedulers(accelerator, state, manifest)
     accelerator.accumulation.counts_calls = state["counts_calls"]  # before the loaders form groups
     for loader, saved in zip(_list_loaders(accelerator, False), state["loaders"], strict=False):
@@ -499,6 +510,6 @@ def _load_shared_state(accelerator: Accelerator, state: TrainState, manifest: Ma
         accelerator.strategy.take_reduction_order(model, order)
     if (loss_scale := accelerator.accumulation.loss_scale) is not None and (scaler := state["scaler"]) is not None:
         loss_scale.load_state_dict(scaler)
-    for name, value in accelerator.checkpointer.registered.items():
+    for name, value in accelerator.registered.items():
         if name in state["registered"]:
             value.load_state_dict(state["registered"][name])

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ...engine import make_view_key
 from ...engine.weights import make_parent, write_atomically
 from ...strategies import apply_nested
+from ...strategies.distributed import make_view_key
 from ..core import load_checkpoint
 
 __all__ = ["AsyncCheckpointIO", "CheckpointIO", "TorchCheckpointIO"]

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from ...callbacks import Callback, EarlyStopping, ModelCheckpoint
 from ...common.temporary import temporary_folder
-from ...engine import strip_compile_prefix
 from ...engine.checkpoint import (
     FileSave,
     JoinedSave,
@@ -46,7 +45,7 @@ from ...engine.checkpoint import (
     lay_out,
     model_part,
 )
-from ...strategies.distributed import local
+from ...strategies.distributed import local, strip_compile_prefix
 
 if TYPE_CHECKING:
     from ..core import TaskModule

@@ -40,6 +40,7 @@ from ..core import (
     DataModule,
     HookDict,
     HookedWeights,
+    TaskModule,
     copy_added_objects,
     overrides,
     read_hook_entries,
@@ -52,7 +53,6 @@ from .checkpoint_io import CheckpointIO, TorchCheckpointIO
 from .lightning_layout import DictSave, finish_document, make_document
 
 if TYPE_CHECKING:
-    from ..core import TaskModule
     from ..loop import Progress
     from ..trainer import Trainer
 
@@ -119,6 +119,11 @@ class TrainerCheckpointer:
         self._added: dict[str, Any] | None = None  # entries that hooks add to the checkpoint being saved
 
     # -- save ----------------------------------------------------------------------------------------------------
+
+    def find_task(self) -> TaskModule | None:
+        """Return the task of the run, or of a later ``trainer.strategy.connect(task)``; None before both."""
+        models = self._trainer.strategy.unwrapped_models if self._trainer.stage is None else ()
+        return next((model for model in models if isinstance(model, TaskModule)), self._trainer.task)
 
     def save(
         self,
@@ -513,7 +518,7 @@ class TrainerCheckpointer:
         return registered
 
     def _is_strict(self) -> bool:
-        models = self._trainer.accelerator.unwrapped_models
+        models = self._trainer.strategy.unwrapped_models
         return all(getattr(model, "strict_loading", True) for model in models)
 
     def restore_run(self, opened: OpenCheckpoint | None, schedule: str | None = None) -> Any:
