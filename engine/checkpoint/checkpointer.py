@@ -23,7 +23,7 @@ from ..configuration import ProjectConfiguration
 from ..optim import check_schedule
 from ..process import Prepared
 from ..weights import save as export
-from . import content, filesystem, model_check, restore, store
+from . import content, filesystem, restore, store
 from .async_save import Copying, HostCopies, Job
 from .model_check import FrozenWeights
 from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together
@@ -134,7 +134,7 @@ class Checkpointer:
             targets = [absolute(target) for target in (path, *also)]
             content.check_part_names(parts or {})
             optimizers = [prepared.optimizer for prepared in accelerator.optimizers]
-            model_check.refuse_not_finite(
+            content.refuse_not_finite(
                 accelerator.strategy.unwrapped_models, () if weights_only else optimizers, info["step"], targets[0]
             )
             if choose_save is None and world.is_main:  # otherwise the `Save` decides

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from xxhash import xxh3_64
 
 from ...common.messages import abbreviate, name_type, warn
 from ...common.remote_path import AnyPath, RemotePath
 from ...strategies import World
-from ...strategies.distributed import is_sharded, local, make_view_key, strip_compile_prefix, whole
+from ...strategies.distributed import get_original_class, is_sharded, local, make_view_key, strip_compile_prefix, whole
 from ...strategies.processes import identify_process
 from ..data import Loader
 from ..metrics import metric_state
 from ..optim import PreparedScheduler, optimizer_state
 from ..process import Prepared
 from ..rng import random_state
-from . import model_check, store
+from . import store
 from .json_codec import decode, encode
 from .parts import STATE, Files, TensorFile, encode_part, extra_part, model_part, optimizer_part, rank_part
 from .safetensors_file import UnreadTensor
 from .train_state import OptimizerState, RandomState, RankState, TrainState
+
+MODULES_NOTE, FROZEN_NOTE = "modules", "frozen"
+"""Notes about a model in the header of its file: its submodules' classes, and the weights that it omits."""
 
 _RESERVED = re.compile(r"(model|optimizer)(-.*)?|(extra|rank)-.*|state|manifest|unfinished", re.IGNORECASE)
 """Pattern of reserved part names: the engine's own parts (see `train_state`), ``manifest`` and ``unfinished``."""
@@ -198,11 +204,31 @@ def _collect_model_files(
 ) -> Files:
     """Return the files of one unwrapped model that this process writes."""
     tensors, extra = _split_tensors({name: value for name, value in weights.items() if name not in frozen})
-    notes = model_check.make_notes(model)
+    notes = make_notes(model)
     if frozen:
-        notes |= model_check.make_frozen_note(frozen)
+        notes |= make_frozen_note(frozen)
     files = encode_part(model_part(number), tensors, rank, notes)
     return files | (encode_part(extra_part(number), extra, rank) if extra else {})
+
+
+def list_part_kinds(model: nn.Module) -> dict[str, str]:
+    """Return each submodule's class name, by submodule name.
+
+    The model's own class is omitted, because scripts may rename it.
+    """
+    # Of a compiled part, the class inside is used, which comes second.
+    names = ((strip_compile_prefix(f"{name}.").removesuffix("."), part) for name, part in model.named_modules())
+    return {name: get_original_class(part).__qualname__ for name, part in names if name}
+
+
+def make_notes(model: nn.Module) -> dict[str, str]:
+    """Return the note that records the classes of a model's submodules in a checkpoint, for `model_check.compare`."""
+    return {MODULES_NOTE: json.dumps(list_part_kinds(model), separators=(",", ":"))}
+
+
+def make_frozen_note(digests: Mapping[str, str]) -> dict[str, str]:
+    """Return a checkpoint's note about the weights that it omits, from their digests by name."""
+    return {FROZEN_NOTE: json.dumps(digests, separators=(",", ":"))}
 
 
 def encode_optimizers(accelerator: Prepared) -> Files:
@@ -419,5 +445,97 @@ def run_metadata(accelerator: Prepared) -> dict[str, Any]:
         "accumulate": accumulate,
         "batch_size": batch,  # of a micro-batch, summed over all processes
         "global_batch_size": None if batch is None else batch * accumulate,
-        "models": [model_check.fingerprint(model) for model in accelerator.strategy.unwrapped_models],
+        "models": [fingerprint(model) for model in accelerator.strategy.unwrapped_models],
     }
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return a short digest of the submodules' names and classes, and the parameters' names, shapes and dtypes."""
+    forms = [(strip_compile_prefix(name), tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    return xxh3_64(repr((sorted(list_part_kinds(model).items()), forms)).encode()).hexdigest()
+
+
+# -- values that must not be saved ---------------------------------------------------------------------------------
+
+
+def refuse_not_finite(
+    models: Iterable[nn.Module], optimizers: Iterable[Optimizer], step: int, path: AnyPath | str
+) -> None:
+    """Raise a ValueError if this process's weights or optimizer states contain values that must not be saved.
+
+    ``step`` is the number of optimizer steps taken, and ``path`` that of the checkpoint, for the message.
+    """
+    models = list(models)
+    bad = [name for model in models for name in find_not_finite(model)]
+    names: dict[Tensor, str] = {
+        p: strip_compile_prefix(name) for model in models for name, p in model.named_parameters()
+    }
+    bad += [name for optimizer in optimizers for name in find_not_finite_states(optimizer, names)]
+    if bad:
+        raise ValueError(
+            f"{abbreviate(bad, 3)} {'contains' if len(bad) == 1 else 'contain'} NaN or infinity after optimizer step "
+            f"{step}, so {path} is not saved. Earlier checkpoints are kept. Lower the learning rate or clip the "
+            "gradients, and resume from an earlier checkpoint or start again."
+        )
+
+
+def find_not_finite(model: nn.Module) -> list[str]:
+    """Return the names of tensors with values that must not be saved, in this process's shard of a model.
+
+    A parameter with ``requires_grad=True`` must be finite. In other tensors, only NaN is refused, because masks and
+    ranges may contain infinities.
+    """
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    others = {
+        name: t.detach() for name, t in model.state_dict().items() if isinstance(t, Tensor) and name not in trained
+    }
+    return _find_bad(trained | others, set(trained))
+
+
+def find_not_finite_states(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[str]:
+    """Return the names of tensors with values that must not be saved, in this process's optimizer state.
+
+    A tensor with the shape of its parameter must be finite, unless it is a scalar: with an infinite second moment, the
+    parameter would never change again. In other tensors, only NaN is refused. ``names`` holds the parameters' names,
+    which become part of the result, as in ``"exp_avg of layer.weight"``.
+    """
+    states: dict[str, Tensor] = {}
+    like_parameter = set()
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, Tensor):
+                name = f"{key} of {names.get(parameter, 'a parameter')}"
+                states[name] = value.detach()
+                if isinstance(parameter, Tensor) and value.shape == parameter.shape and value.ndim:
+                    like_parameter.add(name)
+    return _find_bad(states, like_parameter)
+
+
+def _find_bad(tensors: Mapping[str, Tensor], finite: Collection[str]) -> list[str]:
+    tensors = {n: _to_summable(t) for n, t in tensors.items() if t.is_floating_point() or t.is_complex()}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel() and not tensor.is_meta}
+    suspects: list[str] = []
+    for device in {tensor.device for tensor in tensors.values()}:
+        names_on_device = [name for name, tensor in tensors.items() if tensor.device == device]
+        # A sum is finite only if all its terms are. The reverse does not hold: tensors with another sum are checked one
+        # by one.
+        sums = torch.stack([_sum(tensors[name]) for name in names_on_device])
+        fine = torch.isfinite(sums).tolist()
+        suspects += [name for name, good in zip(names_on_device, fine, strict=True) if not good]
+    return [name for name in tensors if name in suspects and _is_bad(tensors[name], name in finite)]
+
+
+def _to_summable(tensor: Tensor) -> Tensor:
+    tensor = local(tensor)
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor.float() if tensor.element_size() == 1 else tensor  # 8-bit formats cannot be summed
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return tensor.sum(dtype=wide).to(torch.float32 if tensor.device.type == "mps" else torch.float64)
+
+
+def _is_bad(tensor: Tensor, finite: bool) -> bool:
+    return not bool(torch.isfinite(tensor).all()) if finite else bool(torch.isnan(tensor).any())
