@@ -400,6 +400,15 @@ class Prepared(Process):
         self.save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self.load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
 
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the full state dict of a model; see `Accelerator.get_state_dict`. A user's subclass may override it.
+
+        Args:
+            model: A prepared model.
+            unwrap: See `Accelerator.get_state_dict`. Default: True.
+        """
+        raise NotImplementedError
+
 
 def _drop_repeated(gathered: Any, items: bool) -> Any:
     """Remove the rows, or with ``items`` the items, that a loader without an Accelerator repeated in its last batch."""

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ...common.messages import named_ranks, warn
 from ...common.remote_path import AnyPath, RemotePath, absolute, as_path
 from ...strategies import World
-from ...strategies.distributed import is_sharded, strip_compile_prefix
+from ...strategies.distributed import is_sharded, strip_compile_prefix, whole
 from ..configuration import ProjectConfiguration
 from ..optim import check_schedule
 from ..process import Prepared
@@ -28,6 +28,7 @@ from .async_save import Copying, HostCopies, Job
 from .model_check import FrozenWeights
 from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together
 from .parts import MANIFEST, STATE, Files
+from .safetensors_file import UnreadTensor
 from .store import Save
 
 _NAME = re.compile(r"checkpoint_(\d+)")
@@ -272,7 +273,23 @@ class Checkpointer:
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full state dict of a model; see `Accelerator.get_state_dict`."""
-        return content.gather_weights(self._accelerator, model, unwrap)
+        state = self._collect_state(model)
+        read = {id(value): value[...] for value in state.values() if isinstance(value, UnreadTensor)}
+        state = {name: read.get(id(value), value) for name, value in state.items()}
+        if not unwrap:
+            return dict(zip(model.state_dict(), state.values(), strict=True))
+        return {strip_compile_prefix(name): value for name, value in state.items()}
+
+    def _collect_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the full state dict of a model, with references to tensors that a device map has offloaded."""
+        accelerator = self._accelerator
+        state: dict[str, Any] = whole(accelerator.strategy.model_state(model), accelerator.is_main_process)
+        if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
+            from ..big_models import list_offloaded  # takes 25 ms, and imports this package
+
+            offloaded = list_offloaded(accelerator.strategy.unwrap(model))
+            state = {name: offloaded.get(name, value) for name, value in state.items()}
+        return state
 
     def _writes_on_this_rank(self) -> bool:
         accelerator = self._accelerator
@@ -296,10 +313,9 @@ class Checkpointer:
         if any(map(is_sharded, model.parameters())):
             self._accelerator.world.meet("accelerator.save_model")
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):  # offloaded, read one by one
-            weights = content.gather_unread(self._accelerator, model)
-            weights = {strip_compile_prefix(name): value for name, value in weights.items()}
+            weights = {strip_compile_prefix(name): value for name, value in self._collect_state(model).items()}
         else:
-            weights = self.get_state_dict(model)
+            weights = self._accelerator.get_state_dict(model)
         if self._writes_on_this_rank():
             export.save_weights(weights, absolute(save_directory), limit, safe_serialization)
 

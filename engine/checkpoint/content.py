@@ -1,4 +1,8 @@
-"""Content of a checkpoint: what may be saved, and the collection of the state of all prepared objects."""
+"""Content of a checkpoint: what may be saved, and the collection of the state of all prepared objects.
+
+`Checkpointer.save_state` uses it in this order: the checks before a save, the metadata for the manifest, and `collect`,
+which asks each object for its state and returns the files that this process writes. Nothing is written here.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from xxhash import xxh3_64
 from ...common.messages import abbreviate, name_type, warn
 from ...common.remote_path import AnyPath, RemotePath
 from ...strategies import World
-from ...strategies.distributed import get_original_class, is_sharded, local, make_view_key, strip_compile_prefix, whole
+from ...strategies.distributed import get_original_class, is_sharded, local, make_view_key, strip_compile_prefix
 from ...strategies.processes import identify_process
 from ..data import Loader
 from ..metrics import metric_state
@@ -27,7 +31,6 @@ from ..rng import random_state
 from . import store
 from .json_codec import decode, encode
 from .parts import STATE, Files, TensorFile, encode_part, extra_part, model_part, optimizer_part, rank_part
-from .safetensors_file import UnreadTensor
 from .train_state import OptimizerState, RandomState, RankState, TrainState
 
 MODULES_NOTE, FROZEN_NOTE = "modules", "frozen"
@@ -35,6 +38,9 @@ MODULES_NOTE, FROZEN_NOTE = "modules", "frozen"
 
 _RESERVED = re.compile(r"(model|optimizer)(-.*)?|(extra|rank)-.*|state|manifest|unfinished", re.IGNORECASE)
 """Pattern of reserved part names: the engine's own parts (see `train_state`), ``manifest`` and ``unfinished``."""
+
+
+# -- registered objects --------------------------------------------------------------------------------------------
 
 
 class Counts:
@@ -88,6 +94,9 @@ def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[s
         registered[name] = Counts(value, world) if is_metric else value
 
 
+# -- checks before a save ------------------------------------------------------------------------------------------
+
+
 def check_places(call: str, places: Mapping[str, Any], also: Any) -> None:
     """Check the types of the places to which a checkpoint is saved.
 
@@ -126,336 +135,6 @@ def check_part_names(parts: dict[str, Any]) -> None:
                 "optimizer, optimizer-*, extra-*, rank-*, state, manifest, unfinished). Choose another name, such as "
                 f"'my_{name}'."
             )
-
-
-class ErrorCollector:
-    """Context manager for blocks that all run even if one fails, because other processes may be waiting for them."""
-
-    def __init__(self) -> None:
-        self._error: Exception | None = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
-        if isinstance(error, Exception):
-            self._error = self._error or error
-        return error is None or isinstance(error, Exception)
-
-    def raise_first(self) -> None:
-        """Raise the first error, if a block failed."""
-        if self._error is not None:
-            raise self._error
-
-
-def collect(
-    accelerator: Prepared,
-    target: AnyPath,
-    parts: dict[str, Any],
-    weights_only: bool,
-    frozen: Sequence[Mapping[str, str]] = (),
-) -> Files:
-    """Return the content of the files that this process adds to a checkpoint. Call this function on all ranks.
-
-    Tensors of models and optimizers are not copied. Sharded weights are gathered if there are save hooks, which may
-    write files for ``target``. ``frozen`` contains, for each model, the digests of the weights to omit, by name.
-
-    Raises:
-        ValueError: If the function is called during gradient accumulation, unless ``weights_only`` is True, or a part
-            is not valid.
-        TypeError: If a state contains something that is not data.
-    """
-    if accelerator.accumulation.position and not weights_only:
-        raise ValueError(
-            "save_state was called during gradient accumulation, but a checkpoint does not contain accumulated "
-            "gradients. Call save_state when accelerator.sync_gradients is True, after optimizer.step()."
-        )
-    rank, files, errors = accelerator.world.rank, dict[str, Any](), ErrorCollector()
-    weights = _collect_weights(accelerator, target, errors)
-    for number, (model, state) in enumerate(zip(accelerator.models, weights, strict=True)):
-        with errors:
-            left_out = frozen[number] if frozen else {}
-            files |= (
-                {}
-                if state is None
-                else _collect_model_files(rank, number, accelerator.strategy.unwrap(model), state, left_out)
-            )
-    for name, content in parts.items():
-        with errors:
-            files |= encode_part(name, content, rank)
-    if not weights_only:
-        with errors:
-            files |= encode_optimizers(accelerator)
-        # Called on every process, because registered objects may use collectives to determine their state.
-        with errors:
-            files |= encode_part(STATE, _collect_shared_state(accelerator), rank)
-        with errors:
-            has_rank_buffers = rank > 0 and accelerator.strategy.has_rank_buffers
-            buffers = _collect_buffers(accelerator.strategy.unwrapped_models) if has_rank_buffers else []
-            files |= encode_rank_state(rank, collect_rank_random_state(accelerator.loaders), buffers)
-    errors.raise_first()
-    if not weights_only and not accelerator.save_hooks:  # a hook may write them
-        _warn_unsaved(accelerator.strategy.unwrapped_models, [p.optimizer for p in accelerator.optimizers], files)
-    return files
-
-
-def _collect_model_files(
-    rank: int, number: int, model: nn.Module, weights: dict[str, Any], frozen: Mapping[str, str]
-) -> Files:
-    """Return the files of one unwrapped model that this process writes."""
-    tensors, extra = _split_tensors({name: value for name, value in weights.items() if name not in frozen})
-    notes = make_notes(model)
-    if frozen:
-        notes |= make_frozen_note(frozen)
-    files = encode_part(model_part(number), tensors, rank, notes)
-    return files | (encode_part(extra_part(number), extra, rank) if extra else {})
-
-
-def list_part_kinds(model: nn.Module) -> dict[str, str]:
-    """Return each submodule's class name, by submodule name.
-
-    The model's own class is omitted, because scripts may rename it.
-    """
-    # Of a compiled part, the class inside is used, which comes second.
-    names = ((strip_compile_prefix(f"{name}.").removesuffix("."), part) for name, part in model.named_modules())
-    return {name: get_original_class(part).__qualname__ for name, part in names if name}
-
-
-def make_notes(model: nn.Module) -> dict[str, str]:
-    """Return the note that records the classes of a model's submodules in a checkpoint, for `model_check.compare`."""
-    return {MODULES_NOTE: json.dumps(list_part_kinds(model), separators=(",", ":"))}
-
-
-def make_frozen_note(digests: Mapping[str, str]) -> dict[str, str]:
-    """Return a checkpoint's note about the weights that it omits, from their digests by name."""
-    return {FROZEN_NOTE: json.dumps(digests, separators=(",", ":"))}
-
-
-def encode_optimizers(accelerator: Prepared) -> Files:
-    """Return the files of the optimizers' states that this process writes. Call this function on all ranks."""
-    rank, strategy, errors = accelerator.world.rank, accelerator.strategy, ErrorCollector()
-    files: Files = {}
-    for number, prepared in enumerate(accelerator.optimizers):
-        with errors:
-            optimizer = prepared.optimizer
-            names = optimizer_state.name_parameters(optimizer, accelerator.strategy.unwrapped_models)
-            state: OptimizerState = optimizer_state.encode_by_name(
-                strategy.optimizer_state(optimizer), optimizer, names
-            )
-            state["built"] = prepared.effective_options
-            if strategy.keeps_apart(optimizer):
-                files |= encode_part(optimizer_part(number, rank), state)
-            else:
-                files |= encode_part(optimizer_part(number), state, rank)
-    errors.raise_first()
-    return files
-
-
-def _warn_unsaved(models: list[nn.Module], optimizers: list[Optimizer], files: Files) -> None:
-    """Warn about parameters that an optimizer updates but that are not saved in any file."""
-    unknown = {id(p): p for optimizer in optimizers for p in optimizer_state.find_unowned_parameters(optimizer, models)}
-    if not unknown:
-        return
-    written = [content for content in files.values() if isinstance(content, TensorFile)]
-    saved = {make_view_key(tensor) for content in written for tensor in content.tensors.values()}
-    shapes = [tuple(p.shape) for p in unknown.values() if make_view_key(local(p.detach())) not in saved]
-    if shapes:
-        warn(
-            f"an optimizer updates parameters that are not in a prepared model (shapes: {abbreviate(shapes, 5)}). "
-            "Their optimizer state is saved, but not their values, so a resumed run "
-            "would start with different values. Pass their module to prepare() or register_for_checkpointing()."
-        )
-
-
-def select_optimizer_files(files: Files) -> set[str]:
-    """Return the names of the ``files`` that contain an optimizer's state."""
-    first = optimizer_part(0)
-    return {name for name in files if name.partition(".")[0] == first or name.startswith(f"{first}-")}
-
-
-def collect_rank_random_state(loaders: list[Loader]) -> RandomState:
-    """Return this process's RNG state, and the state of each dataloader on this process; see `Loader.reading_state`."""
-    readers = [loader.reading_state() for loader in sort_loaders(loaders)]
-    return cast(RandomState, {**random_state(), "loaders": readers})
-
-
-def sort_loaders(loaders: list[Loader]) -> list[Loader]:
-    """Return training dataloaders before evaluation dataloaders, because the latter may be added or removed."""
-    return sorted(loaders, key=lambda loader: loader.evaluation)
-
-
-def encode_rank_state(rank: int, random: RandomState, buffers: list[dict[str, Tensor]]) -> Files:
-    """Return the files with the state that belongs to process ``rank`` alone.
-
-    ``buffers`` is empty on rank zero, and on all ranks if rank zero's buffers apply to them.
-    """
-    return encode_part(rank_part(rank), RankState(random=random, buffers=buffers))
-
-
-def _collect_buffers(models: list[nn.Module]) -> list[dict[str, Tensor]]:
-    """Return each model's persistent buffers on this process, except sharded ones."""
-    states = [model.state_dict() for model in models]
-    return [
-        {strip_compile_prefix(name): b for name, b in model.named_buffers() if name in state and not is_sharded(b)}
-        for model, state in zip(models, states, strict=True)
-    ]
-
-
-def _collect_weights(accelerator: Prepared, target: AnyPath, errors: ErrorCollector) -> list[dict[str, Any] | None]:
-    """Return each model's state dict: sharded, or whole if there are save hooks.
-
-    A state that a hook removed is None.
-    """
-    models = accelerator.models
-    if not accelerator.save_hooks:
-        states = (accelerator.strategy.model_state(model) for model in models)
-        return [{strip_compile_prefix(name): value for name, value in state.items()} for state in states]
-    with accelerator.world.failing_together():
-        if accelerator.world.is_main:
-            store.begin(target)
-    staging = str(store.get_staging_path(target, accelerator.world.broadcast(identify_process())))
-    full = [gather_weights(accelerator, model) for model in models]
-    left = list(full)
-    for hook in accelerator.save_hooks.values():
-        with errors:
-            hook(list(models), left, staging)
-    # Ranks other than zero may have no part of a sharded object, and then write nothing.
-    return [
-        {name: value for name, value in state.items() if value is not None} if any(state is s for s in left) else None
-        for state in full
-    ]
-
-
-def gather_weights(accelerator: Prepared, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-    """Return the full state dict of a model; see `Accelerator.get_state_dict`."""
-    state = gather_unread(accelerator, model)
-    read = {id(value): value[...] for value in state.values() if isinstance(value, UnreadTensor)}
-    state = {name: read.get(id(value), value) for name, value in state.items()}
-    if not unwrap:
-        return dict(zip(model.state_dict(), state.values(), strict=True))
-    return {strip_compile_prefix(name): value for name, value in state.items()}
-
-
-def gather_unread(accelerator: Prepared, model: nn.Module) -> dict[str, Any]:
-    """Return the full state dict of a model, with references to tensors that a device map has offloaded."""
-    state: dict[str, Any] = whole(accelerator.strategy.model_state(model), accelerator.is_main_process)
-    if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
-        from ..big_models import list_offloaded  # takes 25 ms, and imports this package
-
-        offloaded = list_offloaded(accelerator.strategy.unwrap(model))
-        state = {name: offloaded.get(name, value) for name, value in state.items()}
-    return state
-
-
-def _split_tensors(weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors of a model's state, and other values in it (``get_extra_state``)."""
-    extra = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
-    return {name: value for name, value in weights.items() if name not in extra}, extra
-
-
-def _collect_shared_state(accelerator: Prepared) -> TrainState:
-    errors, registered = ErrorCollector(), dict[str, Any]()
-    for name, value in accelerator.registered.items():
-        with errors:
-            registered[name] = value.state_dict()
-    errors.raise_first()
-    return collect_train_state(accelerator, registered)
-
-
-def collect_train_state(accelerator: Prepared, registered: dict[str, Any], copied: bool = False) -> TrainState:
-    """Return the state that all ranks share, with the states of registered objects. A new entry is added here alone.
-
-    Args:
-        accelerator: The Accelerator whose objects have the state.
-        registered: The states of registered objects, by name.
-        copied: Copy what user code may change in place, and leave out the loss scale, because reading it waits for the
-            device. Default: False.
-    """
-    schedulers, accumulation = accelerator.schedulers, accelerator.accumulation
-    states = [scheduler.state_dict() for scheduler in schedulers]
-    scale = None if copied or accumulation.loss_scale is None else accumulation.loss_scale.state_dict()
-    loaders: dict[bool, list[dict[str, Any]]] = {False: [], True: []}  # training, evaluation
-    for loader in accelerator.loaders:
-        state = loader.state_dict()
-        loaders[loader.evaluation].append(_copy_source(state) if copied else state)
-    return TrainState(
-        schedulers=copy.deepcopy(states) if copied else states,
-        scheduler_kinds=list_scheduler_kinds(schedulers),
-        schedules_built=[built.effective_arguments for built in accelerator.schedules_built],
-        steps_since=[s.since if isinstance(s, PreparedScheduler) else (0, 0) for s in schedulers],
-        scheduler_advances=[s.advances if isinstance(s, PreparedScheduler) else 1 for s in schedulers],
-        scaler=scale,
-        loaders=loaders[False],
-        evaluation_loaders=loaders[True],
-        stream=None if accelerator.rng.stream is None else accelerator.rng.stream.get_state(),
-        reduction_orders=[accelerator.strategy.reduction_order(model) for model in accelerator.models],
-        counts_calls=accumulation.counts_calls,
-        registered=registered,
-    )
-
-
-def _copy_source(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a dataloader's state with a copy of the state of the user's objects in it."""
-    if "loaders" in state:
-        return {**state, "loaders": list(map(_copy_source, state["loaders"]))}
-    return {**state, "source": copy.deepcopy(state["source"])}
-
-
-def list_scheduler_kinds(schedulers: list[Any]) -> list[str]:
-    """Return the schedulers' class names, without the module names, which may change for classes of a script."""
-    wrapped = (s.scheduler if isinstance(s, PreparedScheduler) else s for s in schedulers)
-    return [type(scheduler).__qualname__ for scheduler in wrapped]
-
-
-def describe_save(accelerator: Prepared, info: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata for the manifest: the run's own metadata, and the values in ``info``.
-
-    Raises:
-        ValueError: If ``info`` uses a name of the run's own metadata, or cannot be encoded.
-        TypeError: If ``info`` is not a dict, or contains tensors, arrays, or something that is not data.
-    """
-    if not isinstance(info, Mapping):
-        raise TypeError(f"save_state(info={info!r:.100}) must be a dict of values by name.")
-    metadata = run_metadata(accelerator)
-    if clashing := sorted(metadata.keys() & info.keys()):
-        raise ValueError(
-            f"save_state(info=...) has the key {clashing[0]!r}, which is reserved for the run's own metadata. Choose "
-            "another key."
-        )
-    document, tensors = encode(info, "info")
-    if tensors:
-        raise TypeError(
-            f"{next(iter(tensors))} is a tensor or an array, but save_state(info=...) must not contain any. Pass its "
-            ".item() or .tolist(), or save it with save_state(parts=...)."
-        )
-    training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
-    counts = {"step": accelerator.accumulation.steps, "epoch": 0 if training is None else training.epoch}
-    return {**metadata, **counts, **decode(document, {})}
-
-
-def run_metadata(accelerator: Prepared) -> dict[str, Any]:
-    """Return the run's metadata for the manifest, such as world size, precision, batch sizes and fingerprints."""
-    training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
-    accumulate = accelerator.accumulation.micro_batches
-    batch = None if training is None else training.total_batch_size
-    return {
-        "world_size": accelerator.world.size,
-        "strategy": accelerator.strategy.name,
-        "precision": accelerator.precision.name,
-        "accumulate": accumulate,
-        "batch_size": batch,  # of a micro-batch, summed over all processes
-        "global_batch_size": None if batch is None else batch * accumulate,
-        "models": [fingerprint(model) for model in accelerator.strategy.unwrapped_models],
-    }
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Return a short digest of the submodules' names and classes, and the parameters' names, shapes and dtypes."""
-    forms = [(strip_compile_prefix(name), tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-    return xxh3_64(repr((sorted(list_part_kinds(model).items()), forms)).encode()).hexdigest()
-
-
-# -- values that must not be saved ---------------------------------------------------------------------------------
 
 
 def refuse_not_finite(
@@ -539,3 +218,315 @@ def _sum(tensor: Tensor) -> Tensor:
 
 def _is_bad(tensor: Tensor, finite: bool) -> bool:
     return not bool(torch.isfinite(tensor).all()) if finite else bool(torch.isnan(tensor).any())
+
+
+# -- metadata ------------------------------------------------------------------------------------------------------
+
+
+def describe_save(accelerator: Prepared, info: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata for the manifest: the run's own metadata, and the values in ``info``.
+
+    Raises:
+        ValueError: If ``info`` uses a name of the run's own metadata, or cannot be encoded.
+        TypeError: If ``info`` is not a dict, or contains tensors, arrays, or something that is not data.
+    """
+    if not isinstance(info, Mapping):
+        raise TypeError(f"save_state(info={info!r:.100}) must be a dict of values by name.")
+    metadata = run_metadata(accelerator)
+    if clashing := sorted(metadata.keys() & info.keys()):
+        raise ValueError(
+            f"save_state(info=...) has the key {clashing[0]!r}, which is reserved for the run's own metadata. Choose "
+            "another key."
+        )
+    document, tensors = encode(info, "info")
+    if tensors:
+        raise TypeError(
+            f"{next(iter(tensors))} is a tensor or an array, but save_state(info=...) must not contain any. Pass its "
+            ".item() or .tolist(), or save it with save_state(parts=...)."
+        )
+    training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
+    counts = {"step": accelerator.accumulation.steps, "epoch": 0 if training is None else training.epoch}
+    return {**metadata, **counts, **decode(document, {})}
+
+
+def run_metadata(accelerator: Prepared) -> dict[str, Any]:
+    """Return the run's metadata for the manifest, such as world size, precision, batch sizes and fingerprints."""
+    training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
+    accumulate = accelerator.accumulation.micro_batches
+    batch = None if training is None else training.total_batch_size
+    return {
+        "world_size": accelerator.world.size,
+        "strategy": accelerator.strategy.name,
+        "precision": accelerator.precision.name,
+        "accumulate": accumulate,
+        "batch_size": batch,  # of a micro-batch, summed over all processes
+        "global_batch_size": None if batch is None else batch * accumulate,
+        "models": [fingerprint(model) for model in accelerator.strategy.unwrapped_models],
+    }
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return a short digest of the submodules' names and classes, and the parameters' names, shapes and dtypes."""
+    forms = [(strip_compile_prefix(name), tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    return xxh3_64(repr((sorted(list_part_kinds(model).items()), forms)).encode()).hexdigest()
+
+
+def list_part_kinds(model: nn.Module) -> dict[str, str]:
+    """Return each submodule's class name, by submodule name.
+
+    The model's own class is omitted, because scripts may rename it.
+    """
+    # Of a compiled part, the class inside is used, which comes second.
+    names = ((strip_compile_prefix(f"{name}.").removesuffix("."), part) for name, part in model.named_modules())
+    return {name: get_original_class(part).__qualname__ for name, part in names if name}
+
+
+# -- state ---------------------------------------------------------------------------------------------------------
+
+
+class ErrorCollector:
+    """Context manager for blocks that all run even if one fails, because other processes may be waiting for them."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
+        if isinstance(error, Exception):
+            self._error = self._error or error
+        return error is None or isinstance(error, Exception)
+
+    def raise_first(self) -> None:
+        """Raise the first error, if a block failed."""
+        if self._error is not None:
+            raise self._error
+
+
+def collect(
+    accelerator: Prepared,
+    target: AnyPath,
+    parts: dict[str, Any],
+    weights_only: bool,
+    frozen: Sequence[Mapping[str, str]] = (),
+) -> Files:
+    """Return the content of the files that this process adds to a checkpoint. Call this function on all ranks.
+
+    Tensors of models and optimizers are not copied. Sharded weights are gathered if there are save hooks, which may
+    write files for ``target``. ``frozen`` contains, for each model, the digests of the weights to omit, by name.
+
+    Raises:
+        ValueError: If the function is called during gradient accumulation, unless ``weights_only`` is True, or a part
+            is not valid.
+        TypeError: If a state contains something that is not data.
+    """
+    if accelerator.accumulation.position and not weights_only:
+        raise ValueError(
+            "save_state was called during gradient accumulation, but a checkpoint does not contain accumulated "
+            "gradients. Call save_state when accelerator.sync_gradients is True, after optimizer.step()."
+        )
+    rank, files, errors = accelerator.world.rank, dict[str, Any](), ErrorCollector()
+    weights = _collect_weights(accelerator, target, errors)
+    for number, (model, state) in enumerate(zip(accelerator.models, weights, strict=True)):
+        with errors:
+            left_out = frozen[number] if frozen else {}
+            files |= (
+                {}
+                if state is None
+                else _collect_model_files(rank, number, accelerator.strategy.unwrap(model), state, left_out)
+            )
+    for name, content in parts.items():
+        with errors:
+            files |= encode_part(name, content, rank)
+    if not weights_only:
+        with errors:
+            files |= encode_optimizers(accelerator)
+        # Called on every process, because registered objects may use collectives to determine their state.
+        with errors:
+            files |= encode_part(STATE, _collect_shared_state(accelerator), rank)
+        with errors:
+            has_rank_buffers = rank > 0 and accelerator.strategy.has_rank_buffers
+            buffers = _collect_buffers(accelerator.strategy.unwrapped_models) if has_rank_buffers else []
+            files |= encode_rank_state(rank, collect_rank_random_state(accelerator.loaders), buffers)
+    errors.raise_first()
+    if not weights_only and not accelerator.save_hooks:  # a hook may write them
+        _warn_unsaved(accelerator.strategy.unwrapped_models, [p.optimizer for p in accelerator.optimizers], files)
+    return files
+
+
+def _collect_weights(accelerator: Prepared, target: AnyPath, errors: ErrorCollector) -> list[dict[str, Any] | None]:
+    """Return each model's state dict: sharded, or whole if there are save hooks.
+
+    A state that a hook removed is None.
+    """
+    models = accelerator.models
+    if not accelerator.save_hooks:
+        states = (accelerator.strategy.model_state(model) for model in models)
+        return [{strip_compile_prefix(name): value for name, value in state.items()} for state in states]
+    with accelerator.world.failing_together():
+        if accelerator.world.is_main:
+            store.begin(target)
+    staging = str(store.get_staging_path(target, accelerator.world.broadcast(identify_process())))
+    full = [accelerator.get_state_dict(model) for model in models]
+    left = list(full)
+    for hook in accelerator.save_hooks.values():
+        with errors:
+            hook(list(models), left, staging)
+    # Ranks other than zero may have no part of a sharded object, and then write nothing.
+    return [
+        {name: value for name, value in state.items() if value is not None} if any(state is s for s in left) else None
+        for state in full
+    ]
+
+
+def _collect_model_files(
+    rank: int, number: int, model: nn.Module, weights: dict[str, Any], frozen: Mapping[str, str]
+) -> Files:
+    """Return the files of one unwrapped model that this process writes."""
+    tensors, extra = _split_tensors({name: value for name, value in weights.items() if name not in frozen})
+    notes = make_notes(model)
+    if frozen:
+        notes |= make_frozen_note(frozen)
+    files = encode_part(model_part(number), tensors, rank, notes)
+    return files | (encode_part(extra_part(number), extra, rank) if extra else {})
+
+
+def _split_tensors(weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tensors of a model's state, and other values in it (``get_extra_state``)."""
+    extra = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
+    return {name: value for name, value in weights.items() if name not in extra}, extra
+
+
+def make_notes(model: nn.Module) -> dict[str, str]:
+    """Return the note that records the classes of a model's submodules in a checkpoint, for `model_check.compare`."""
+    return {MODULES_NOTE: json.dumps(list_part_kinds(model), separators=(",", ":"))}
+
+
+def make_frozen_note(digests: Mapping[str, str]) -> dict[str, str]:
+    """Return a checkpoint's note about the weights that it omits, from their digests by name."""
+    return {FROZEN_NOTE: json.dumps(digests, separators=(",", ":"))}
+
+
+def encode_optimizers(accelerator: Prepared) -> Files:
+    """Return the files of the optimizers' states that this process writes. Call this function on all ranks."""
+    rank, strategy, errors = accelerator.world.rank, accelerator.strategy, ErrorCollector()
+    files: Files = {}
+    for number, prepared in enumerate(accelerator.optimizers):
+        with errors:
+            optimizer = prepared.optimizer
+            names = optimizer_state.name_parameters(optimizer, accelerator.strategy.unwrapped_models)
+            state: OptimizerState = optimizer_state.encode_by_name(
+                strategy.optimizer_state(optimizer), optimizer, names
+            )
+            state["built"] = prepared.effective_options
+            if strategy.keeps_apart(optimizer):
+                files |= encode_part(optimizer_part(number, rank), state)
+            else:
+                files |= encode_part(optimizer_part(number), state, rank)
+    errors.raise_first()
+    return files
+
+
+def _collect_shared_state(accelerator: Prepared) -> TrainState:
+    errors, registered = ErrorCollector(), dict[str, Any]()
+    for name, value in accelerator.registered.items():
+        with errors:
+            registered[name] = value.state_dict()
+    errors.raise_first()
+    return collect_train_state(accelerator, registered)
+
+
+def collect_train_state(accelerator: Prepared, registered: dict[str, Any], copied: bool = False) -> TrainState:
+    """Return the state that all ranks share, with the states of registered objects. A new entry is added here alone.
+
+    Args:
+        accelerator: The Accelerator whose objects have the state.
+        registered: The states of registered objects, by name.
+        copied: Copy what user code may change in place, and leave out the loss scale, because reading it waits for the
+            device. Default: False.
+    """
+    schedulers, accumulation = accelerator.schedulers, accelerator.accumulation
+    states = [scheduler.state_dict() for scheduler in schedulers]
+    scale = None if copied or accumulation.loss_scale is None else accumulation.loss_scale.state_dict()
+    loaders: dict[bool, list[dict[str, Any]]] = {False: [], True: []}  # training, evaluation
+    for loader in accelerator.loaders:
+        state = loader.state_dict()
+        loaders[loader.evaluation].append(_copy_source(state) if copied else state)
+    return TrainState(
+        schedulers=copy.deepcopy(states) if copied else states,
+        scheduler_kinds=list_scheduler_kinds(schedulers),
+        schedules_built=[built.effective_arguments for built in accelerator.schedules_built],
+        steps_since=[s.since if isinstance(s, PreparedScheduler) else (0, 0) for s in schedulers],
+        scheduler_advances=[s.advances if isinstance(s, PreparedScheduler) else 1 for s in schedulers],
+        scaler=scale,
+        loaders=loaders[False],
+        evaluation_loaders=loaders[True],
+        stream=None if accelerator.rng.stream is None else accelerator.rng.stream.get_state(),
+        reduction_orders=[accelerator.strategy.reduction_order(model) for model in accelerator.models],
+        counts_calls=accumulation.counts_calls,
+        registered=registered,
+    )
+
+
+def _copy_source(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a dataloader's state with a copy of the state of the user's objects in it."""
+    if "loaders" in state:
+        return {**state, "loaders": list(map(_copy_source, state["loaders"]))}
+    return {**state, "source": copy.deepcopy(state["source"])}
+
+
+def list_scheduler_kinds(schedulers: list[Any]) -> list[str]:
+    """Return the schedulers' class names, without the module names, which may change for classes of a script."""
+    wrapped = (s.scheduler if isinstance(s, PreparedScheduler) else s for s in schedulers)
+    return [type(scheduler).__qualname__ for scheduler in wrapped]
+
+
+def collect_rank_random_state(loaders: list[Loader]) -> RandomState:
+    """Return this process's RNG state, and the state of each dataloader on this process; see `Loader.reading_state`."""
+    readers = [loader.reading_state() for loader in sort_loaders(loaders)]
+    return cast(RandomState, {**random_state(), "loaders": readers})
+
+
+def sort_loaders(loaders: list[Loader]) -> list[Loader]:
+    """Return training dataloaders before evaluation dataloaders, because the latter may be added or removed."""
+    return sorted(loaders, key=lambda loader: loader.evaluation)
+
+
+def encode_rank_state(rank: int, random: RandomState, buffers: list[dict[str, Tensor]]) -> Files:
+    """Return the files with the state that belongs to process ``rank`` alone.
+
+    ``buffers`` is empty on rank zero, and on all ranks if rank zero's buffers apply to them.
+    """
+    return encode_part(rank_part(rank), RankState(random=random, buffers=buffers))
+
+
+def _collect_buffers(models: list[nn.Module]) -> list[dict[str, Tensor]]:
+    """Return each model's persistent buffers on this process, except sharded ones."""
+    states = [model.state_dict() for model in models]
+    return [
+        {strip_compile_prefix(name): b for name, b in model.named_buffers() if name in state and not is_sharded(b)}
+        for model, state in zip(models, states, strict=True)
+    ]
+
+
+def _warn_unsaved(models: list[nn.Module], optimizers: list[Optimizer], files: Files) -> None:
+    """Warn about parameters that an optimizer updates but that are not saved in any file."""
+    unknown = {id(p): p for optimizer in optimizers for p in optimizer_state.find_unowned_parameters(optimizer, models)}
+    if not unknown:
+        return
+    written = [content for content in files.values() if isinstance(content, TensorFile)]
+    saved = {make_view_key(tensor) for content in written for tensor in content.tensors.values()}
+    shapes = [tuple(p.shape) for p in unknown.values() if make_view_key(local(p.detach())) not in saved]
+    if shapes:
+        warn(
+            f"an optimizer updates parameters that are not in a prepared model (shapes: {abbreviate(shapes, 5)}). "
+            "Their optimizer state is saved, but not their values, so a resumed run "
+            "would start with different values. Pass their module to prepare() or register_for_checkpointing()."
+        )
+
+
+def select_optimizer_files(files: Files) -> set[str]:
+    """Return the names of the ``files`` that contain an optimizer's state."""
+    first = optimizer_part(0)
+    return {name for name in files if name.partition(".")[0] == first or name.startswith(f"{first}-")}
