@@ -138,6 +138,7 @@ class Accelerator(Prepared):
 
     Attributes:
         models, optimizers, schedulers, loaders: The prepared objects, in the order of preparation.
+        registered: The objects registered with `register_for_checkpointing`, by name.
         tracking: The trackers that ``log_with`` selects.
         rng: The RNG states of the ranks, and the random stream from which the order of samples is drawn.
         watchdog: Monitor that ends the run if a rank hangs, or None.
