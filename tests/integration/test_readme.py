@@ -355,4 +355,4 @@ def test_each_flag_of_the_trainer_has_its_place():
     arguments = inspect.getdoc(treadle.Trainer).partition("\nArgs:\n")[2].partition("\n\n")[0]
     flags = dict(re.findall(r"^    (\w+): (.*(?:\n     .*)*)", arguments, re.MULTILINE))
     assert list(flags) == [*treadle.TrainerSettings().flags(), "unknown"]
-    assert [name for name, text in flags.items() if not re.search(r"\bDefault: ", text)] == ["unknown"]
+    assert [name for name, text in flags.items() if not re.search(r"\bDefault:\s", text)] == ["unknown"]
