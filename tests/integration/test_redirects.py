@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+MOST_PAGES = 60  # beside the reference of classes and functions
 SPEC = importlib.util.spec_from_file_location("write_redirects", ROOT / ".ci" / "write_redirects.py")
 redirects = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(redirects)
@@ -39,3 +40,8 @@ def test_links_fit_the_form_of_the_site(built, page, url, tmp_path):
     redirects.write_redirects(tmp_path)
     assert f'url={url}"' in (tmp_path / page).read_text(encoding="utf-8")
     assert (tmp_path / page).parent.joinpath(url.partition("#")[0]).resolve() == tmp_path / built
+
+
+def test_pages_stay_few():
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if not page.is_relative_to(ROOT / "docs/reference/api")]
+    assert len(pages) <= MOST_PAGES
