@@ -100,10 +100,10 @@ types: wheel
 	rm -rf build/site && $(BIN)/python -m pip install --quiet --no-deps --target build/site dist/*.whl
 	MYPYPATH=build/site $(BIN)/mypy -p treadle
 
-# The site, in build/html: strict, so a broken link is an error. Its code blocks are run by the tests.
+# The site, in build/html, and its check: a broken link is an error. Its code blocks are run by the tests.
 docs: $(VENV)/.docs
 	$(BIN)/python .ci/check_reference.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict  # not --quiet, which turns strict off
+	$(BIN)/python .ci/build_site.py
 $(VENV)/.docs: $(VENV)/.installed
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
