@@ -35,6 +35,7 @@ NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 FENCE = re.compile(r"^( *)```(\w+)[ \t]+(\S[^\n]*)$", re.MULTILINE)
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#]+)(#[^)]*)?\)")
 MARKS = re.compile(r"^ *<!-- (?:not run:|make test-all).*?-->\n+", re.MULTILINE | re.DOTALL)  # for the tests
+BUTTONS = re.compile(r"^(?:\*\*\[[^\]]+\]\(\S+\)\*\* ?)+$", re.MULTILINE)
 TITLE = re.compile(r"^# (.+)\n", re.MULTILINE)
 
 
@@ -81,7 +82,13 @@ def adapt_markdown(markdown, page):
             return f"[{text}]({target}{anchor})"
         return text if (ROOT / path).exists() else match[0]  # a broken link, which the build reports
 
-    return LINK.sub(adapt, markdown)
+    return BUTTONS.sub(adapt_buttons, LINK.sub(adapt, markdown))
+
+
+def adapt_buttons(match):
+    """Return bold links that fill a line as buttons, the first of which stands out."""
+    links = re.findall(r"\*\*(\[[^\]]+\]\(\S+\))\*\*", match[0])
+    return " ".join(f"{link}{{ .md-button{' .md-button--primary' * (link == links[0])} }}" for link in links)
 
 
 def adapt_fence(match):
@@ -119,10 +126,10 @@ def link_notebook(page):
     if repository:
         branch = os.environ.get("GITHUB_REF_NAME", "main")
         colab = f"https://colab.research.google.com/github/{repository}/blob/{branch}/docs/{page[:-3]}.ipynb"
-        first = f"[Open in Colab]({colab}){{ .md-button }}"
+        first = f"**[Open in Colab]({colab})**"
     else:
-        first = "[Open Colab](https://colab.research.google.com/#upload=true){ .md-button }"
-    return f"{first} [Download the notebook]({name}){{ .md-button }}\n"
+        first = "**[Open Colab](https://colab.research.google.com/#upload=true)**"
+    return BUTTONS.sub(adapt_buttons, f"{first} **[Download the notebook]({name})**")
 
 
 def write_header():

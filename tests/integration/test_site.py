@@ -53,6 +53,13 @@ def test_links_out_of_the_documents_become_text(link, adapted):
     assert shown(f"See {link}.") == f"See {adapted}."
 
 
+def test_bold_links_on_a_line_of_their_own_are_buttons():
+    text = "Text\n\n**[Start](start/trainer.md)** **[Install](start/install.md)**\n\nSee **[data](data.md)**.\n"
+    start, install = "[Start](start/trainer.md)", "[Install](start/install.md)"
+    buttons = f"{start}{{ .md-button .md-button--primary }} {install}{{ .md-button }}"
+    assert shown(text, "index.md") == f"Text\n\n{buttons}\n\nSee **[data](data.md)**.\n"
+
+
 def test_a_notebook_becomes_a_page():
     cells = [
         {"cell_type": "markdown", "source": ["# Title\n", "text"]},
@@ -84,7 +91,7 @@ def test_buttons_of_a_notebook(environment, button, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     line = site.link_notebook("tutorials/gan.md")
-    assert line == f"{button}{{ .md-button }} [Download the notebook](gan.ipynb){{ .md-button }}\n"
+    assert line == f"{button}{{ .md-button .md-button--primary }} [Download the notebook](gan.ipynb){{ .md-button }}"
 
 
 def test_every_page_is_in_the_nav_once():
