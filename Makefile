@@ -80,8 +80,8 @@ test-slurm: install
 	  { echo "$$program is missing: apt-get install --no-install-recommends munge slurmctld slurmd slurm-client"; exit 1; }; done
 	$(BIN)/python -m pytest -m slurm tests/strategies/launch/test_slurm.py tests/fault_injection/test_slurm_faults.py
 
-# The pages a run leaves, opened in a browser without a window.
-test-browser: install
+# The pages a run leaves and those of the site, opened in a browser without a window.
+test-browser: docs
 	$(BIN)/python -m pytest -m browser tests/integration/test_browser.py $(ARGS)
 
 # On this machine's first GPU, below ten minutes on an H100: in an environment of yours with a CUDA build of torch, in
