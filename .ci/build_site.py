@@ -122,14 +122,14 @@ def convert_notebook(notebook):
 def link_notebook(page):
     """Return the buttons of a notebook's page. Colab reads notebooks from GitHub, whose actions name the repository."""
     name = posixpath.basename(page).removesuffix(".md") + ".ipynb"
-    repository = os.environ.get("GITHUB_REPOSITORY")
-    if repository:
-        branch = os.environ.get("GITHUB_REF_NAME", "main")
-        colab = f"https://colab.research.google.com/github/{repository}/blob/{branch}/docs/{page[:-3]}.ipynb"
-        first = f"**[Open in Colab]({colab})**"
-    else:
-        first = "**[Open Colab](https://colab.research.google.com/#upload=true)**"
-    return BUTTONS.sub(adapt_buttons, f"{first} **[Download the notebook]({name})**")
+    buttons = [
+        f"**[Download the notebook]({name})**",
+        "**[Open Colab](https://colab.research.google.com/#upload=true)**",
+    ]
+    if repository := os.environ.get("GITHUB_REPOSITORY"):
+        path = f"{repository}/blob/{os.environ.get('GITHUB_REF_NAME', 'main')}/docs/{page.removesuffix('.md')}.ipynb"
+        buttons = [f"**[Open in Colab](https://colab.research.google.com/github/{path})**", buttons[0]]
+    return BUTTONS.sub(adapt_buttons, " ".join(buttons))
 
 
 def write_header():

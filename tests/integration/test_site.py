@@ -77,21 +77,22 @@ def test_a_notebook_becomes_a_page():
 
 
 @pytest.mark.parametrize(
-    ("environment", "button"),
+    ("environment", "first", "second"),
     [
-        ({}, "[Open Colab](https://colab.research.google.com/#upload=true)"),
+        ({}, "Download the notebook](gan.ipynb)", "Open Colab](https://colab.research.google.com/#upload=true)"),
         (
-            {"GITHUB_REPOSITORY": "someone/treadle", "GITHUB_REF_NAME": "v1"},
-            "[Open in Colab](https://colab.research.google.com/github/someone/treadle/blob/v1/docs/tutorials/gan.ipynb)",
+            {"GITHUB_REPOSITORY": "some/one", "GITHUB_REF_NAME": "v1"},
+            "Open in Colab](https://colab.research.google.com/github/some/one/blob/v1/docs/tutorials/gan.ipynb)",
+            "Download the notebook](gan.ipynb)",
         ),
     ],
 )
-def test_buttons_of_a_notebook(environment, button, monkeypatch):
+def test_buttons_of_a_notebook(environment, first, second, monkeypatch):
     monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    line = site.link_notebook("tutorials/gan.md")
-    assert line == f"{button}{{ .md-button .md-button--primary }} [Download the notebook](gan.ipynb){{ .md-button }}"
+    line = f"[{first}{{ .md-button .md-button--primary }} [{second}{{ .md-button }}"
+    assert site.link_notebook("tutorials/gan.md") == line
 
 
 def test_every_page_is_in_the_nav_once():
