@@ -138,4 +138,4 @@ bench-gpu:
 	$(GPU_PYTHON) benchmarks/gpu.py --json gpu.json $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(BENCH) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(BENCH) build dist *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache
