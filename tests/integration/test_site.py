@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+MOST_PAGES = 60  # beside the API's; a person must find the page
 SPEC = importlib.util.spec_from_file_location("build_site", ROOT / ".ci" / "build_site.py")
 site = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(site)
@@ -103,6 +104,19 @@ def test_every_page_is_in_the_nav_once():
     }
     wanted = sorted([*(page.as_posix() for page in pages), *site.GENERATED])
     assert sorted(site.list_pages(site.read_config()["nav"])) == wanted
+
+
+def test_pages_stay_few():
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if not page.is_relative_to(ROOT / "docs/reference/api")]
+    assert len(pages) <= MOST_PAGES
+
+
+def test_no_page_has_an_address_that_redirects():
+    (moved,) = (entry["redirects"] for entry in site.read_config()["plugins"] if "redirects" in entry)
+    assert len(moved["redirect_maps"]) > 20
+    for old, new in moved["redirect_maps"].items():
+        assert not (ROOT / "docs" / old).exists()
+        assert (ROOT / "docs" / new.partition("#")[0]).exists(), new  # its anchor is checked in the built site
 
 
 def test_llms_txt_has_each_page_with_its_first_sentence():
