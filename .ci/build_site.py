@@ -5,8 +5,8 @@
 1. The rooms are copied into one folder under their import name, where mkdocstrings finds them.
 2. The pages are laid out in build/docs/pages. Fences lose the words that only the tests read (```` ```python x.py ````)
    and links out of `docs/` their targets. benchmarks/RESULTS.md, CHANGELOG.md and the notebooks become pages.
-3. Zensical builds them, strictly: no broken link, no docstring that griffe warns of. Beside them come llms.txt and the
-   Markdown that it links to.
+3. Zensical builds them, strictly: no broken link, no docstring that griffe warns of. Beside them come llms.txt, the
+   Markdown that it links to, and redirects from addresses that moved.
 4. Each page is read again: its links and pictures exist, nothing is fetched from another host, code kept its lines.
 """
 
@@ -32,6 +32,12 @@ SITE = ROOT / "build" / "html"
 # Not in the search, since what they say stands on other pages, too.
 GENERATED = {"results.md": ROOT / "benchmarks" / "RESULTS.md", "changelog.md": ROOT / "CHANGELOG.md"}
 NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
+MOVED = """<!doctype html>
+<meta charset="utf-8">
+<meta http-equiv="refresh" content="0; url={url}">
+<title>Moved</title>
+<a href="{url}">This page has moved.</a>
+"""
 FENCE = re.compile(r"^( *)```(\w+)[ \t]+(\S[^\n]*)$", re.MULTILINE)
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#]+)(#[^)]*)?\)")
 MARKS = re.compile(r"^ *<!-- (?:not run:|make test-all).*?-->\n+", re.MULTILINE | re.DOTALL)  # for the tests
@@ -189,6 +195,20 @@ def describe_site(config, texts):
     return "\n".join(lines) + "\n"
 
 
+def write_redirects(site, moved):
+    """Write a page at each address that moved. (Zensical's own redirects at times do not find a page under load.)
+
+    Args:
+        site: The folder of the site.
+        moved: Pages in ``docs/``, and by what page or heading each was replaced.
+    """
+    for old, new in moved.items():
+        url = posixpath.relpath(new, posixpath.dirname(old)).replace(".md", ".html")
+        path = site / old.replace(".md", ".html")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(MOVED.format(url=url), encoding="utf-8")
+
+
 class Page(HTMLParser):
     """What a page names: its anchors, what it links to and what a browser fetches to show it."""
 
@@ -251,12 +271,14 @@ def main():
     copy_package()
     lay_out_pages()
     write_header()
+    shutil.rmtree(SITE, ignore_errors=True)
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
     built = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(built.stdout, end="", flush=True)
     if built.returncode:
         sys.exit(built.returncode)
     texts = {path.relative_to(PAGES).as_posix(): path.read_text(encoding="utf-8") for path in PAGES.rglob("*.md")}
+    write_redirects(SITE, config["extra"]["moved"])
     (SITE / "llms.txt").write_text(describe_site(config, texts), encoding="utf-8")
     for page in texts:
         shutil.copy(PAGES / page, SITE / page)
