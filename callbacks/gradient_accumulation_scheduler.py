@@ -59,13 +59,12 @@ class GradientAccumulationScheduler(Callback):
         """
         return self.scheduling[max(first for first in self.epochs if first <= epoch)]
 
-    def steps(self, batches: int, epochs: int, full: int = 1) -> int:
+    def steps(self, batches: int, epochs: int) -> int:
         """Return the number of optimizer steps in the first ``epochs`` epochs.
 
         Args:
             batches: Number of micro-batches in each epoch.
             epochs: Number of epochs.
-            full: Number of samples in a full micro-batch over all processes. It has no effect. Default: 1.
         """
         return sum(-(-batches // self.get_accumulate_grad_batches(epoch)) for epoch in range(epochs))
 

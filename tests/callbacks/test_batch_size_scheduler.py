@@ -119,5 +119,5 @@ def test_errors(tmp_path):
         train(tmp_path, accumulate_grad_batches=2)
     with pytest.raises(ValueError, match="needs a dataloader with a fixed batch size"):
         train(tmp_path, size=None)
-    with pytest.raises(ValueError, match="both set the number"):
+    with pytest.raises(ValueError, match=r"BatchSizeFinder\(keep_global_batch=True\) and BatchSizeScheduler both set"):
         train(tmp_path, BatchSizeFinder(keep_global_batch=True))
