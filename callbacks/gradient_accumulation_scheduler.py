@@ -10,6 +10,7 @@ from ..common.validation import check_int
 from .callback import Callback
 
 if TYPE_CHECKING:
+    from ..engine.data import Loader
     from ..trainer import TaskModule, Trainer
 
 
@@ -30,8 +31,6 @@ class GradientAccumulationScheduler(Callback):
         >>> scheduler = GradientAccumulationScheduler({0: 1, 4: 8})
         >>> scheduler.get_accumulate_grad_batches(epoch=5)
         8
-        >>> scheduler.steps(batches=64, epochs=5)  # 4 epochs of 64 steps and one of 8
-        264
     """
 
     exchanges = True
@@ -59,14 +58,15 @@ class GradientAccumulationScheduler(Callback):
         """
         return self.scheduling[max(first for first in self.epochs if first <= epoch)]
 
-    def steps(self, batches: int, epochs: int) -> int:
+    def estimate_steps(self, loader: Loader, epochs: int) -> int:
         """Return the number of optimizer steps in the first ``epochs`` epochs.
 
         Args:
-            batches: Number of micro-batches in each epoch.
+            loader: The prepared training dataloader, whose length must be known.
             epochs: Number of epochs.
         """
-        return sum(-(-batches // self.get_accumulate_grad_batches(epoch)) for epoch in range(epochs))
+        assert loader.length is not None
+        return sum(-(-loader.length // self.get_accumulate_grad_batches(epoch)) for epoch in range(epochs))
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """In ``fit``, check that the task and the Trainer support the callback."""
