@@ -23,8 +23,8 @@ class GradientAccumulationScheduler(Callback):
 
     Raises:
         ValueError, TypeError: If ``scheduling`` is invalid.
-        ValueError: In ``fit``, if the Trainer's ``accumulate_grad_batches`` is not 1, or if the task uses manual
-            optimization.
+        ValueError: In ``fit``, if the Trainer's ``accumulate_grad_batches`` is not 1, if another callback changes it,
+            or if the task uses manual optimization.
 
     Examples:
         >>> from treadle.callbacks import GradientAccumulationScheduler
@@ -81,6 +81,12 @@ class GradientAccumulationScheduler(Callback):
             raise ValueError(
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and {type(self).__name__} both "
                 "set the number of micro-batches per optimizer step. Remove one of them."
+            )
+        others = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler) and c is not self]
+        if others:
+            raise ValueError(
+                f"{type(self).__name__} and {type(others[0]).__name__} both set the number of micro-batches per "
+                "optimizer step. Remove one of them."
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:

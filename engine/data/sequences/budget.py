@@ -96,6 +96,12 @@ class BudgetBatchSampler(Sampler[list[int]]):
         self.epoch = 0
         distinct, kinds = np.unique(self._lengths, return_inverse=True)
         self._costs = np.array([float(self._cost(distinct[at : at + 1])) for at in range(len(distinct))])[kinds]
+        if not (self._costs >= 0).all():  # also NaN
+            worst = int(np.argmin(self._costs >= 0))
+            raise ValueError(
+                f"cost returned {self._costs[worst]:g} for sample {worst} of length {self._lengths[worst]}. It must "
+                "return a number of at least 0."
+            )
         self.largest, self.total = float(self._costs.max()), float(self._cost(self._lengths))
         if choose("oversized", oversized, ("raise", "alone")) == "raise" and self.largest > budget:
             self._raise_over_budget()
