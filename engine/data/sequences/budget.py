@@ -55,6 +55,7 @@ class BudgetBatchSampler(Sampler[list[int]]):
 
     Attributes:
         budget: The maximum cost.
+        num_samples: Number of samples of the dataset.
         largest: The largest cost of a single sample.
         total: The budget that a single batch of all samples would need.
 
@@ -88,6 +89,7 @@ class BudgetBatchSampler(Sampler[list[int]]):
                 f"lengths={lengths!r:.100} must hold one number of at least 0 for each sample of the dataset."
             )
         self._lengths = numbers.astype(np.float64 if numbers.dtype.kind == "f" else np.int64)  # products may be large
+        self.num_samples = len(numbers)
         self.budget = check_positive("budget", budget)
         self._cost = cost if callable(cost) else _COSTS[choose("cost", cost, _COSTS)]
         self.shuffle = check_bool("shuffle", shuffle)

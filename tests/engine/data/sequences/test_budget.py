@@ -169,6 +169,15 @@ def make_sampler():
     return BudgetBatchSampler(LENGTHS, BUDGET, buckets=8)
 
 
+@pytest.mark.parametrize("count", [len(LENGTHS) - 3, len(LENGTHS) + 3])
+def test_lengths_of_another_dataset_are_refused(count):
+    """With fewer lengths, the other samples would never be trained."""
+    sampler = BudgetBatchSampler(np.resize(LENGTHS, count), BUDGET)
+    loader = DataLoader(make_samples(), batch_sampler=sampler, collate_fn=collate)
+    with pytest.raises(ValueError, match=f"lengths of {count} samples, but the dataset has {len(LENGTHS)}"):
+        make_trainer().fit(Task(True), loader)
+
+
 def train_by_hand(weighted):
     """One process; a step's loss is the mean over all targets of its batches, or over all samples."""
     net, samples, sampler = make_net(), make_samples(), make_sampler()
