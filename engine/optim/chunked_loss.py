@@ -58,12 +58,7 @@ def chunked_cross_entropy(
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r} must be 'mean' or 'sum'.")
     weight, bias = _get_weights(head)
-    if hidden.shape[:-1].numel() != targets.numel():
-        raise ValueError(
-            f"hidden has shape {tuple(hidden.shape)} and targets {tuple(targets.shape)}, but each vector of hidden "
-            "needs one target. Cut both to the same tokens."
-        )
-    hidden, targets = hidden.flatten(0, -2), targets.flatten()
+    hidden, targets = _flatten(hidden, targets)
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(device))
@@ -81,6 +76,15 @@ def chunked_cross_entropy(
         return total
     count = (targets != ignore_index).sum()  # without targets, the loss is NaN, but gradients are zero, as torch's are
     return torch.where(count > 0, total / count.clamp(min=1), torch.full_like(total, math.nan))
+
+
+def _flatten(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    if hidden.shape[:-1].numel() != targets.numel():
+        raise ValueError(
+            f"hidden has shape {tuple(hidden.shape)} and targets {tuple(targets.shape)}, but each vector of hidden "
+            "needs one target. Cut both to the same tokens."
+        )
+    return hidden.flatten(0, -2), targets.flatten()
 
 
 def _recompute_chunks(
