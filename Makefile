@@ -25,8 +25,9 @@ $(VENV)/.installed: $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt $(STREAMING)
 	touch $@
 
+# More processes than a small machine has cores: tests that start processes wait more than they compute.
 test: install
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not exhaustive and not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m 'not exhaustive and not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)
 
 # For the loop of an editor: what shows itself within a minute, in this process and one beside it.
 quick: install
@@ -37,13 +38,13 @@ QUICK := -m 'not exhaustive and not slow and not faults' tests/common tests/engi
 
 # The same, and every variant of what the tests above show with one.
 test-all: install
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m 'not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)
 
 # The tests of CI beside another torch, in an environment of its own; TORCH=newest takes what pip finds.
 TORCH ?= 2.14.1
 OTHER := .venv-torch-$(TORCH)
 test-torch: $(OTHER)/.installed
-	$(OTHER)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not exhaustive and not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)
+	$(OTHER)/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m 'not exhaustive and not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)
 $(OTHER)/.installed: pyproject.toml constraints.txt
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	$(OTHER)/bin/python -m pip install --quiet --upgrade pip
