@@ -15,17 +15,22 @@ demo: $(VENV)/.demo
 	$(BIN)/python examples/digits.py
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[examples]'
+	$(QUICK_PIP) setuptools
+	$(QUICK_PIP) --no-build-isolation --editable '.[examples]'
 	touch $@
+# Files are compiled when they are imported. The package is built with the setuptools that TensorBoard needs anyway.
+QUICK_PIP = PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile \
+  --constraint constraints.txt
 
 install: $(VENV)/.installed
 $(VENV)/.installed: $(VENV)/.demo
+	$(BIN)/python -m pip install --quiet --upgrade pip
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,examples]'
 	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt $(STREAMING)
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some packages hold templates that are no Python
 	touch $@
 
-# More processes than a small machine has cores: tests that start processes wait more than they compute.
+# More processes than a small machine has cores, because tests that start processes wait more than they compute.
 test: install
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m 'not exhaustive and not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)
 

@@ -106,13 +106,13 @@ def main() -> None:
         trainer.fit(task, train, val)
         accuracy = trainer.test(task, test, ckpt_path="best")[0]["test_acc"]
 
-    python = sys.executable.removeprefix(f"{os.getcwd()}/")
+    python, script = (path.removeprefix(f"{os.getcwd()}/") for path in (sys.executable, sys.argv[0]))
     trainer.print(f"\nTest accuracy    {accuracy:.4f}")
     trainer.print(f"Run folder       {folder.path}")
     trainer.print(f"Best checkpoint  {best.best_model_path}")
     trainer.print(f"\nNext: {python} -m treadle runs show digits/{folder.path.name}")
     trainer.print(f"      {python} -m tensorboard.main --logdir runs")
-    trainer.print(f"      {python} {sys.argv[0]} --devices 2")
+    trainer.print(f"      {python} {script} --devices 2")
     if accuracy < EXPECTED_ACCURACY:
         sys.exit(f"The accuracy is {accuracy:.4f}, expected at least {EXPECTED_ACCURACY}.")
 
