@@ -86,8 +86,8 @@ test-slurm: install
 	  { echo "$$program is missing: apt-get install --no-install-recommends munge slurmctld slurmd slurm-client"; exit 1; }; done
 	$(BIN)/python -m pytest -m slurm tests/strategies/launch/test_slurm.py tests/fault_injection/test_slurm_faults.py
 
-# The pages a run leaves, opened in a browser without a window.
-test-browser: install
+# The pages a run leaves and those of the site, opened in a browser without a window.
+test-browser: docs
 	$(BIN)/python -m pytest -m browser tests/integration/test_browser.py $(ARGS)
 
 # On this machine's first GPU, below ten minutes on an H100: in an environment of yours with a CUDA build of torch, in
@@ -106,11 +106,10 @@ types: wheel
 	rm -rf build/site && $(BIN)/python -m pip install --quiet --no-deps --target build/site dist/*.whl
 	MYPYPATH=build/site $(BIN)/mypy -p treadle
 
-# The site, in build/html: strict, so a broken link is an error. Its code blocks are run by the tests.
+# The site, in build/html, and its check: a broken link is an error. Its code blocks are run by the tests.
 docs: $(VENV)/.docs
 	$(BIN)/python .ci/check_reference.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict  # not --quiet, which turns strict off
-	$(BIN)/python .ci/write_redirects.py build/html
+	$(BIN)/python .ci/build_site.py
 $(VENV)/.docs: $(VENV)/.installed
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
@@ -145,4 +144,4 @@ bench-gpu:
 	$(GPU_PYTHON) benchmarks/gpu.py --json gpu.json $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(BENCH) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(BENCH) build dist *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache
