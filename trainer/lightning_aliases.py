@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ..callbacks import EarlyStopping
+from ..callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from ..engine import JointLoader
 from ..engine.data import CombinedLoader
 from ..strategies import Precision
@@ -286,7 +286,15 @@ class LightningAliases:
         return models[0] if models else self._trainer.task
 
     @property
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        """First `ModelCheckpoint`, or None.
+
+        An `OnExceptionCheckpoint` is returned only if there is no other `ModelCheckpoint`.
+        """
+        callbacks = [callback for callback in self._trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+        return min(callbacks, key=lambda callback: isinstance(callback, OnExceptionCheckpoint), default=None)
+
+    @property
     def early_stopping_callback(self) -> EarlyStopping | None:
         """First early-stopping callback, or None. It is inactive with ``fast_dev_run``."""
-        callbacks = [*self._trainer.callbacks, *self._trainer.idle_callbacks]
-        return next((callback for callback in callbacks if isinstance(callback, EarlyStopping)), None)
+        return next((callback for callback in self._trainer.callbacks if isinstance(callback, EarlyStopping)), None)

@@ -90,6 +90,9 @@ def test_digits(options, tmp_path, monkeypatch):
     done = script(EXAMPLES / "digits.py", *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Test accuracy") == 1
+    (command,) = re.findall(r"^Next: (.* -m treadle runs show digits/1)$", done.stdout, re.MULTILINE)
+    shown = subprocess.run(command.split(), env=clean_environment(), capture_output=True, text=True, timeout=120)
+    assert shown.stdout.startswith("digits/1  finished"), shown.stderr
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ class TrainerCheckpointer:
         make = partial(make_document, self._trainer, task, progress, weights_only)
         table = self._trainer.hooks
         if table is None or table.task is not task:  # it was connected without a stage
-            table = Hooks(self._trainer, task, self._trainer.callbacks)
+            table = Hooks(self._trainer, task, self._trainer.active_callbacks)
         hooks = table.on_save_checkpoint
         if not hooks:
             return HookedState({}, None, make)

@@ -1,6 +1,7 @@
 """Every way to compute and apply gradients in manual optimization, against the same code in a plain loop."""
 
 import contextlib
+import functools
 import types
 
 import pytest
@@ -496,13 +497,11 @@ def test_on_one_process(name):
     check(fit(FORMS[name]), FORMS[name])
 
 
-def fit_each():
-    flags = {"devices": 2, "strategy": "ddp"}
-    found = {name: fit(kind, 2, **flags) for name, kind in FORMS.items()}
-    sharded = {"devices": 2, "strategy": DDP(zero=True)}
-    found |= {f"{name}, zero": fit(FORMS[name], 2, **sharded) for name in ("Form", "Attribute", "OwnTwoNetworks")}
-    sharded = {"devices": 2, "strategy": FSDP()}
-    found |= {f"{name}, fsdp": fit(FORMS[name], 2, **sharded) for name in FORMS if name not in NOT_SHARDED}
+def fit_each(strategies):
+    found = {}
+    for strategy in strategies:
+        options = {"ddp": "ddp", "zero": DDP(zero=True)}.get(strategy) or FSDP()
+        found |= {(name, strategy): fit(FORMS[name], 2, devices=2, strategy=options) for name in TRAINED[strategy]}
     for name, words in NOT_SHARDED.items():
         with pytest.raises(ValueError, match=words):
             fit(FORMS[name], 2, devices=2, strategy=FSDP())
@@ -519,23 +518,31 @@ NOT_SHARDED = {
 }
 
 
-@pytest.fixture(scope="module")
-def on_two_processes():
-    return run(fit_each, 2)
+# What differs with shards: who holds the optimizer, how many there are, and steps that evaluate the loss again.
+SHARDED = ("Form", "Attribute", "OwnTwoNetworks", "SamInTwoSteps", "OwnClosure", "Accumulated", "Clipped")
+TRAINED = {"ddp": [*FORMS], "zero": ["Form", "Attribute", "OwnTwoNetworks"], "fsdp": SHARDED}
+TRAINED["more fsdp"] = [name for name in FORMS if name not in (*NOT_SHARDED, *SHARDED)]
+
+
+@functools.cache
+def fit_on_two_processes(*strategies):
+    return run(fit_each, 2, strategies)
 
 
 @pytest.mark.filterwarnings("ignore:.*returned no optimizer")
 @pytest.mark.parametrize(
-    "name",
+    ("strategy", "name"),
     [
-        *(*FORMS, "Form, zero", "Attribute, zero", "OwnTwoNetworks, zero"),
-        *(f"{name}, fsdp" for name in FORMS if name not in NOT_SHARDED),
+        pytest.param(strategy, name, marks=pytest.mark.exhaustive if strategy == "more fsdp" else ())
+        for strategy, names in TRAINED.items()
+        for name in names
     ],
 )
-def test_on_two_processes(on_two_processes, name):
-    first, second = (ranks[name] for ranks in on_two_processes)
+def test_on_two_processes(strategy, name):
+    together = ("more fsdp",) if strategy == "more fsdp" else ("ddp", "zero", "fsdp")
+    first, second = (ranks[name, strategy] for ranks in fit_on_two_processes(*together))
     assert all(map(torch.equal, first[0], second[0]))
-    check(first, FORMS[name.partition(",")[0]])
+    check(first, FORMS[name])
 
 
 # -- what the loop does with any step --------------------------------------------------------------------------------
