@@ -14,7 +14,7 @@ for batch_size, accumulate, precision in [(64, 1, "32-true"), (16, 4, "32-true")
     tl.seed_everything(0)
     train, val, _ = build_loaders(batch_size)
     trainer = tl.Trainer(
-        max_epochs=3,
+        max_epochs=2,
         accumulate_grad_batches=accumulate,
         precision=precision,
         gradient_clip_val=1.0,

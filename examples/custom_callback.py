@@ -32,7 +32,7 @@ class UpdateRatio(tl.Callback):
 
     def on_step_end(self, trainer: tl.Trainer, pl_module: tl.TaskModule) -> None:
         for name, before in self._before.items():
-            ratio = torch.dist(pl_module.get_parameter(name), before) / before.norm()
+            ratio = torch.dist(pl_module.get_parameter(name).detach(), before) / before.norm()
             self.log(f"update/{name.removesuffix('.weight')}", ratio)
             self.largest = max(self.largest, float(ratio))
         self._before.clear()
@@ -48,7 +48,8 @@ if __name__ == "__main__":
     tl.seed_everything(0)
     callback = UpdateRatio()
     trainer = tl.Trainer(max_epochs=3, callbacks=[callback], logger=False, enable_checkpointing=False)
-    trainer.fit(DigitsTask(), build_loaders(64)[0])
+    train, val, _ = build_loaders(64)
+    trainer.fit(DigitsTask(), train, val)
     for name, value in trainer.callback_metrics.items():
         if name.startswith("update/"):
             trainer.print(f"{name:15} {value:.4f}")

@@ -14,10 +14,10 @@ from digits import DigitsTask, build_loaders
 import treadle as tl
 
 tl.seed_everything(0)
-train, _, test = build_loaders(64)
+train, val, test = build_loaders(64)
 task = DigitsTask()
 trainer = tl.Trainer(max_epochs=2, logger=False, enable_checkpointing=False)
-trainer.fit(task, train)
+trainer.fit(task, train, val)
 
 images, labels = next(iter(test))
 sizes = {"images": {0: torch.export.Dim("batch")}}

@@ -43,7 +43,7 @@ class Rotated(DigitsTask):
 tl.seed_everything(0)
 train, val, _ = build_loaders(64)
 base = DigitsTask()
-tl.Trainer(max_epochs=6, logger=False, enable_checkpointing=False).fit(base, train)
+tl.Trainer(max_epochs=6, logger=False, enable_checkpointing=False).fit(base, train, val)
 
 task = Rotated(lr=1e-2)
 task.load_state_dict(base.state_dict())

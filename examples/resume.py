@@ -12,17 +12,18 @@ from digits import DigitsTask, build_loaders
 import treadle as tl
 
 
-def train(seed: int, steps: int, ckpt_path: str | None = None) -> DigitsTask:
+def run(seed: int, steps: int, ckpt_path: str | None = None) -> DigitsTask:
     tl.seed_everything(seed)
     task = DigitsTask()
     saver = tl.callbacks.ModelCheckpoint("runs/resume", "{step}", every_n_train_steps=10, save_top_k=-1)
     trainer = tl.Trainer(max_steps=steps, max_epochs=-1, logger=False, callbacks=[saver])
-    trainer.fit(task, build_loaders(64)[0], ckpt_path=ckpt_path)
+    train, val, _ = build_loaders(64)
+    trainer.fit(task, train, val, ckpt_path=ckpt_path)
     trainer.print(f"trained to step {trainer.global_step}, epoch {trainer.current_epoch}")
     return task
 
 
-whole = train(seed=0, steps=50)
-resumed = train(seed=1, steps=50, ckpt_path="runs/resume/step=30.ckpt")  # another seed: nothing is drawn anew
+whole = run(seed=0, steps=50)
+resumed = run(seed=1, steps=50, ckpt_path="runs/resume/step=30.ckpt")  # another seed: nothing is drawn anew
 pairs = zip(whole.parameters(), resumed.parameters(), strict=True)
 print("bit for bit equal:", all(torch.equal(a, b) for a, b in pairs))
