@@ -48,6 +48,8 @@ def run(
     """
     remaining_arguments = list(sys.argv[1:] if arguments is None else arguments)
     program = sys.argv[0].rpartition("/")[2]
+    if "--json" in remaining_arguments:
+        sys.exit(f"{program}: --json is an option of `treadle`, because a script prints text of its own. Remove it.")
     if not remaining_arguments or remaining_arguments[0] not in _STAGES:
         registered = load_registered_commands()
         commands = {name: command for name, command in registered.items() if hasattr(command, "run_for_script")}
