@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ...common.validation import check_int, choose
+from ..launch import supervisor
 from ..processes import die_with_parent, open_scratch
 from .devices import Devices, device_of, device_type, parse_devices
 from .launch_environment import LaunchEnvironment
@@ -46,8 +47,6 @@ def open_world(
     launched = LaunchEnvironment.read()
     device_indices = parse_devices(kind, devices)
     if launched is None:
-        from ..launch import supervisor
-
         if num_nodes != 1:
             raise ValueError(
                 f"num_nodes={num_nodes} needs a launcher on every machine. Run `treadle launch --nnodes {num_nodes} "
