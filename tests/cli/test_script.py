@@ -6,18 +6,12 @@ from pathlib import Path
 import cli_samples
 import pytest
 import torch
-from support.command_runs import RUN, by_hand
+from support.command_runs import by_hand
 from support.processes import script
 
 import treadle
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "run.yaml").write_text(RUN)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def test_a_script_becomes_a_command_line(here, capsys):

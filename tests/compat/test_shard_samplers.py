@@ -5,8 +5,9 @@ import itertools
 import json
 
 import pytest
+from support.models import Numbers
 from support.processes import run
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from treadle.data_loader import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler, SkipBatchSampler
 
 import treadle
@@ -23,17 +24,6 @@ class DynamicBatches:
 
     def __iter__(self):
         return iter([list(range(10 * i, 10 * i + 1 + i % 3)) for i in range(self.count)])
-
-
-class Stream(IterableDataset):
-    def __init__(self, length):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __iter__(self):
-        return iter(range(self.length))
 
 
 def digest(samplers):
@@ -93,7 +83,7 @@ def test_batches_of_any_size_are_the_peers(even_batches, expected):
 )
 def test_streams_are_the_peers(split_batches, drop_last, expected):
     samplers = (
-        IterableDatasetShard(Stream(length), size, drop_last, world, rank, split_batches)
+        IterableDatasetShard(Numbers(length), size, drop_last, world, rank, split_batches)
         for world, rank, size, length in sweep(split_batches)
     )
     assert digest(samplers) == expected
@@ -111,9 +101,9 @@ def test_an_uneven_split_is_refused():
     with pytest.raises(ValueError, match="batch_size=3 must be a multiple of num_processes=2"):
         BatchSamplerShard(BatchSampler(SequentialSampler(range(9)), 3, False), 2, 0, split_batches=True)
     with pytest.raises(ValueError, match="batch_size=3 must be a multiple of num_processes=2"):
-        IterableDatasetShard(Stream(9), 3, num_processes=2, split_batches=True)
+        IterableDatasetShard(Numbers(9), 3, num_processes=2, split_batches=True)
     with pytest.raises(ValueError, match="batch_size=1 must be a multiple of num_processes=2"):
-        IterableDatasetShard(Stream(9), 1, num_processes=2, split_batches=True)  # each share would be empty
+        IterableDatasetShard(Numbers(9), 1, num_processes=2, split_batches=True)  # each share would be empty
 
 
 def test_an_epoch_s_order_follows_from_the_seed():

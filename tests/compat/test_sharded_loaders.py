@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.models import Numbers
 from support.processes import run
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from treadle.data_loader import (
     DataLoaderDispatcher,
     DataLoaderShard,
@@ -18,18 +19,7 @@ from treadle.state import GradientState
 import treadle
 
 
-class Stream(IterableDataset):
-    def __init__(self, length):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __iter__(self):
-        return iter(range(self.length))
-
-
-class BrokenStream(Stream):
+class BrokenStream(Numbers):
     def __iter__(self):
         yield from range(2)
         raise OSError("disk gone")
@@ -53,7 +43,7 @@ def test_each_process_gets_its_batches():
     assert uneven == [[[0, 1], [4, 5]], [[2, 3], [6]]]
     split = [batches(shard(DataLoader(range(7), 4), rank, split_batches=True)) for rank in (0, 1)]
     assert split == [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]
-    stream = [batches(shard(DataLoader(Stream(7), 2), rank)) for rank in (0, 1)]
+    stream = [batches(shard(DataLoader(Numbers(7), 2), rank)) for rank in (0, 1)]
     assert stream == [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]
 
 
@@ -88,7 +78,7 @@ def test_first_batches_are_skipped():
     assert (batches(rest), len(rest)) == ([[6, 7], [10, 11]], 2)
     assert batches(treadle.skip_first_batches(rest, 1)) == [[10, 11]]
     assert batches(loader) == [[2, 3], [6, 7], [10, 11]]
-    assert batches(treadle.skip_first_batches(shard(DataLoader(Stream(12), 2), 1), 2)) == [[10, 11]]
+    assert batches(treadle.skip_first_batches(shard(DataLoader(Numbers(12), 2), 1), 2)) == [[10, 11]]
     in_sampler = DataLoader(
         torch.arange(7), sampler=BatchSampler(SequentialSampler(range(7)), 2, False), batch_size=None
     )
@@ -123,7 +113,7 @@ def read_on_two():
         (True, True, 7),
         (False, False, 5),
     ]:
-        loader = DataLoader(Stream(length), 2, drop_last=drop)
+        loader = DataLoader(Numbers(length), 2, drop_last=drop)
         loader = prepare_data_loader(loader, put_on_device=True, split_batches=split)
         assert type(loader) is DataLoaderDispatcher
         dispatched[split, drop, length] = batches(loader)

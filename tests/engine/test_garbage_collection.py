@@ -6,23 +6,16 @@ import weakref
 
 import pytest
 import torch
+from support.models import LoggedLine
 from support.processes import run
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.engine import garbage_collection
 
 import treadle
 
 
-class Task(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(4, 1)
-
-    def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).square().mean()
-        self.log("loss", loss)
-        return loss
+class Task(LoggedLine):
+    features = 4
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.net(batch[0]).square().mean())

@@ -16,8 +16,7 @@ from threading import Thread
 
 import pytest
 import torch
-from support.models import SGDTask
-from torch import nn
+from support.models import Line
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks.reporting.html import Chart, Page
 from treadle.cli.commands.runs import main as runs
@@ -54,10 +53,8 @@ window.addEventListener("load", () => {
 """
 
 
-class Task(SGDTask):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(4, 1)
+class Task(Line):
+    features = 4
 
     def training_step(self, batch, batch_idx):
         loss = self.net(batch[0]).pow(2).mean()

@@ -138,15 +138,15 @@ def test_python_block_runs(block):
 
 
 def in_ranks(document, folder):
-    """Runs blocks of a document as one script, in this process."""
+    """Runs blocks of a document as one script, in this process, and returns their names."""
     os.chdir(folder)
     names = {"__name__": "__main__"}
-    for block in RUN:
-        if block.document != document or not block.how.startswith("ranks="):
-            continue
+    blocks = [block for block in RUN if block.document == document and block.how.startswith("ranks=")]
+    for block in blocks:
         # Found by inspect, as the lines of a file are; the message of an error names the block.
         linecache.cache[block.name] = len(block.text), None, block.text.splitlines(keepends=True), block.name
         exec(compile(block.text, block.name, "exec"), names)
+    return [block.name for block in blocks]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,9 @@ def in_ranks(document, folder):
     ],
 )
 def test_python_blocks_run_in_ranks(document, world, tmp_path):
-    run(in_ranks, world, document, str(tmp_path))
+    first, *others = run(in_ranks, world, document, str(tmp_path))
+    assert first
+    assert others == [first] * (world - 1)
 
 
 def commands(block):

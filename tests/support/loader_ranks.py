@@ -36,12 +36,14 @@ def plain_list(loader):
 class Ranks:
     """One `Loader` per rank, over loaders that the same code built, as in a script that every rank runs."""
 
+    kind = Loader
+
     def __init__(self, make, size, accumulate=1, evaluation=False, state=None, run_seed=7, limit=None, process=False):
         seed(run_seed)
         self.loaders, self.cursors, self.streams = [], [], []
         for rank in range(size):
             cursor, stream = Cursor(), ProcessStream() if process else RandomStream(random_state())
-            loader = Loader(
+            loader = self.kind(
                 make(),
                 world=Seat(rank, size),
                 cursor=cursor,
@@ -49,7 +51,8 @@ class Ranks:
                 accumulate=lambda _: accumulate,
                 evaluation=evaluation,
             )
-            loader.limit = limit
+            if limit is not None:
+                loader.limit = limit
             if state is not None:
                 loader.load_state_dict(decode(*encode(state["loader"])))
                 stream.go_to(decode(*encode(state["stream"])))

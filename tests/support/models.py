@@ -2,7 +2,8 @@
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from treadle.callbacks import Callback
 
 import treadle
 
@@ -25,6 +26,64 @@ class Line(SGDTask):
 
     def training_step(self, batch, batch_idx):
         return self.net(batch[0]).square().mean()
+
+
+class LoggedLine(Line):
+    """A `Line` that logs its loss."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+
+class Normed(nn.Module):
+    """Two linear layers around a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear1, self.batchnorm, self.linear2 = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear2(self.batchnorm(self.linear1(x)))
+
+
+class Count:
+    """A number as an object with a state."""
+
+    def __init__(self, value=0):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict):
+        self.value = state_dict["value"]
+
+
+class Numbers(IterableDataset):
+    """A stream of the numbers below `length`, which it knows."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+class SaveAt(Callback):
+    """Saves a checkpoint after one step."""
+
+    def __init__(self, step, path):
+        self.step, self.path = step, path
+
+    def on_step_end(self, trainer, pl_module):
+        if trainer.progress.step == self.step:
+            trainer.save_checkpoint(self.path)
 
 
 def loader(samples=4, batch_size=2, features=2, **options):

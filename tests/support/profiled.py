@@ -1,12 +1,11 @@
 """A training that profilers measure, and a profiler that notes what it is told."""
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.engine.profilers.simple import Action
 
 import treadle as tl
-from support.models import SGDTask
+from support.models import LoggedLine
 from treadle.profilers import Profiler
 
 
@@ -17,15 +16,8 @@ def action(own, calls=10, first=0.0, device=0.0):
     return one
 
 
-class Net(SGDTask):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(4, 1)
-
-    def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).square().mean()
-        self.log("loss", loss)
-        return loss
+class Net(LoggedLine):
+    features = 4
 
     def validation_step(self, batch, batch_idx):
         self.log("val", self.net(batch[0]).mean())

@@ -13,19 +13,15 @@ import time
 import pytest
 import torch
 from support import stored
+from support.models import loader
 from support.processes import RankError, run, script
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from treadle.engine.checkpoint import filesystem, store
 from treadle.strategies.processes import IDENTITY
 
 import treadle
 from treadle.testing import faults
 from treadle.testing.faults import Fault, FaultInjected, FaultPlan, FaultsNotFired, armed_from_environment, forked
-
-
-def loader(samples):
-    return DataLoader(TensorDataset(torch.ones(samples, 1)), 1)
 
 
 class Task(treadle.TaskModule):
@@ -62,7 +58,7 @@ FLAGS = {
 def by_trainer(task, world=1, **flags):
     """Three steps of two micro-batches, a validation after each."""
     trainer = treadle.Trainer(**{**FLAGS, "accumulate_grad_batches": 2, "val_check_interval": 2, **flags})
-    trainer.fit(task, loader(6 * world), loader(world))
+    trainer.fit(task, loader(6 * world, 1, 1), loader(world, 1, 1))
     assert trainer.global_step == 3
     return trainer
 
@@ -70,7 +66,7 @@ def by_trainer(task, world=1, **flags):
 def by_own_loop(task, world=1):
     accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
     optimizer = task.configure_optimizers()
-    model, optimizer, batches = accelerator.prepare(task, optimizer, loader(6 * world))
+    model, optimizer, batches = accelerator.prepare(task, optimizer, loader(6 * world, 1, 1))
     for (x,) in batches:
         with accelerator.accumulate(model):
             loss = model(x).mean()
@@ -194,11 +190,11 @@ def test_a_run_that_goes_on_counts_on(tmp_path):
     plan = FaultPlan([Fault(point, step=5) for point in ("backward", "callback:on_train_batch_start")])
     with pytest.raises(FaultInjected, match="fault 1, callback:on_train_batch_start:before on rank 0 in step 5"), plan:
         treadle.Trainer(**{**FLAGS, "max_epochs": 2, "accumulate_grad_batches": 2}).fit(
-            Task(), loader(6), loader(1), ckpt_path=tmp_path / "c"
+            Task(), loader(6, 1, 1), loader(1, 1, 1), ckpt_path=tmp_path / "c"
         )
     trainer.max_epochs = 2
     with pytest.raises(FaultInjected, match="fault 0, backward:before on rank 0 in step 5"), plan:
-        trainer.fit(Task(), loader(6), loader(1))
+        trainer.fit(Task(), loader(6, 1, 1), loader(1, 1, 1))
     assert [firing.fault for firing in plan.firings] == [1, 0]
     plan.check()
 

@@ -5,9 +5,9 @@ import pickle
 
 import pytest
 import torch
+from support.models import Line
 from support.processes import run, script
 from support.trainers import NO_OUTPUT
-from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from treadle.compat.demos.boring_classes import BoringModel
@@ -16,11 +16,7 @@ from treadle.loggers import CSVLogger
 import treadle
 
 
-class Task(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(2, 1)
-
+class Task(Line):
     def training_step(self, batch, batch_idx):
         loss = self.net(batch[0]).square().mean()
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)

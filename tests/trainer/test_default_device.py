@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.models import Line
 from support.processes import run
 from support.trainers import make_trainer
 from torch.utils.data import DataLoader, TensorDataset
@@ -10,11 +11,7 @@ from treadle.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 import treadle
 
 
-class Task(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(2, 1)
-
+class Task(Line):
     def training_step(self, batch, batch_idx):
         loss = self.net(batch[0]).square().mean()
         self.log("loss", loss, on_step=True, on_epoch=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import Line
+from support.models import LoggedLine
 from support.processes import run
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import RunReport
@@ -51,17 +51,10 @@ class Documented(Elsewhere):
     version = "0.1"
 
 
-class Task(Line):
-    def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).square().mean()
-        self.log("loss", loss)
-        return loss
-
-
 def fit(root, logger, ckpt_path=None, **flags):
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "log_every_n_steps": 1}
     trainer = treadle.Trainer(default_root_dir=root, logger=logger, **{"max_epochs": 1, **quiet, **flags})
-    trainer.fit(Task(), DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2), ckpt_path=ckpt_path)
+    trainer.fit(LoggedLine(), DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -108,7 +101,7 @@ def test_the_newest_run_is_found_again(tmp_path, make):
 def test_several_fits_of_a_trainer_are_one_run(tmp_path):
     trainer = fit(tmp_path, Documented())
     first = folder_of(trainer)
-    trainer.fit(Task(), DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2))
+    trainer.fit(LoggedLine(), DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2))
     assert folder_of(trainer) == first
 
 
@@ -140,7 +133,7 @@ def test_two_processes_are_one_run(tmp_path):
 def test_a_spike_is_saved_in_the_runs_folder(tmp_path):
     from treadle.callbacks import SpikeWatch
 
-    class Leaps(Task):
+    class Leaps(LoggedLine):
         def training_step(self, batch, batch_idx):
             loss = self.net(batch[0]).square().mean() * 0 + (1000.0 if batch_idx == 30 else 1.0 + batch_idx % 3 / 10)
             self.log("loss", loss)

@@ -7,6 +7,7 @@ from argparse import Namespace
 
 import pytest
 import torch
+from support.models import Line
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, ModelCheckpoint
@@ -15,15 +16,11 @@ from treadle.engine.checkpoint import store as checkpoint
 import treadle
 
 
-class Task(treadle.TaskModule):
+class Task(Line):
     def __init__(self, args=None, lr=0.1):
+        torch.manual_seed(0)
         super().__init__()
         self.save_hyperparameters()
-        torch.manual_seed(0)
-        self.net = nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).square().mean()
 
     def validation_step(self, batch, batch_idx):
         self.log("val", self.net(batch[0]).square().mean())

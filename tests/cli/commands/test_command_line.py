@@ -6,18 +6,12 @@ import time
 
 import pytest
 import torch
-from support.command_runs import RUN, by_hand, weights
+from support.command_runs import by_hand, weights
 from treadle.cli.commands import command_line
 
 from treadle.__main__ import main
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "run.yaml").write_text(RUN)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def test_every_command_takes_every_spelling_of_a_run(here, capsys):

@@ -1,19 +1,10 @@
 """Help about commands and about what a configuration may hold."""
 
-import sys
-
 import pytest
-from support.command_runs import RUN
 
 from treadle.__main__ import main
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "run.yaml").write_text(RUN)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.mark.parametrize(

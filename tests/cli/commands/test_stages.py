@@ -22,13 +22,7 @@ from treadle.trainer.runs import CONFIG, RunFolder, index
 import treadle
 from treadle.__main__ import main
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "run.yaml").write_text(RUN)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def test_fit_and_its_folder(here):

@@ -7,11 +7,7 @@ import pytest
 from support.configs import made, wrote
 from treadle.cli.config.resolve import load
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def test_later_files_win(here):

@@ -11,11 +11,7 @@ from treadle.cli.config.resolve import load
 from treadle.cli.config.values import ConfigError, to_plain
 from treadle.cli.config.yaml_loader import parse, parse_scalar
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.mark.parametrize(

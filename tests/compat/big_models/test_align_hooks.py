@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from support.models import Normed
+from torch import nn
 from treadle.compat.big_modeling import cpu_offload
 from treadle.compat.hooks import (
     AlignDevicesHook,
@@ -29,19 +30,9 @@ INPUT = torch.arange(6.0).reshape(2, 3)
 NAMES = ("linear1", "batchnorm", "linear2")
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear1, self.batchnorm, self.linear2 = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear2(self.batchnorm(self.linear1(x)))
-
-
 @pytest.fixture
-def model() -> Model:
-    return Model().eval()
+def model() -> Normed:
+    return Normed().eval()
 
 
 def devices(model: nn.Module) -> dict[str, str]:
@@ -49,7 +40,7 @@ def devices(model: nn.Module) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("buffers", [False, True])
-def test_weights_are_away_between_forwards(model: Model, buffers: bool) -> None:
+def test_weights_are_away_between_forwards(model: Normed, buffers: bool) -> None:
     plain = model(INPUT)
     for module in model.children():
         add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, offload_buffers=buffers))
@@ -67,7 +58,7 @@ def test_weights_are_away_between_forwards(model: Model, buffers: bool) -> None:
 
 
 def test_buffers_that_a_forward_changed_are_kept() -> None:
-    model, twin = Model().train(), Model().train()
+    model, twin = Normed().train(), Normed().train()
     attach_align_device_hook(model, "cpu", offload=True, offload_buffers=True)
     with torch.no_grad():
         model(INPUT), twin(INPUT)
@@ -76,13 +67,13 @@ def test_buffers_that_a_forward_changed_are_kept() -> None:
     assert model.batchnorm.num_batches_tracked == 1
 
 
-def test_a_gradient_of_an_offloaded_weight_is_refused(model: Model) -> None:
+def test_a_gradient_of_an_offloaded_weight_is_refused(model: Normed) -> None:
     attach_align_device_hook(model, "cpu", offload=True)
     with pytest.raises(ValueError, match="offloaded weight got a gradient"):
         model(INPUT).sum().backward()
 
 
-def test_weights_without_values_are_named(model: Model) -> None:
+def test_weights_without_values_are_named(model: Normed) -> None:
     with pytest.raises(ValueError, match=r"weights_map has no values for 'weight'"):
         attach_align_device_hook(model, "cpu", offload=True, weights_map={"batchnorm.weight": torch.ones(4)})
 
@@ -113,12 +104,12 @@ ATTACHED: dict[str, tuple[Callable[[nn.Module], None], dict[str, str]]] = {
     "weights": (lambda m: attach_align_device_hook(m, "cpu"), dict.fromkeys(NAMES, "")),
     "offload": (lambda m: attach_align_device_hook(m, "cpu", offload=True), dict.fromkeys(NAMES, "offload")),
     "preload": (
-        lambda m: attach_align_device_hook(m, "cpu", offload=True, preload_module_classes=["Model"]),
+        lambda m: attach_align_device_hook(m, "cpu", offload=True, preload_module_classes=["Normed"]),
         {"": "offload place_submodules"},
     ),
     "state": (
         lambda m: attach_align_device_hook(
-            m, "cpu", offload=True, weights_map=Model().state_dict(), offload_buffers=True
+            m, "cpu", offload=True, weights_map=Normed().state_dict(), offload_buffers=True
         ),
         dict.fromkeys(NAMES, "offload offload_buffers"),
     ),
@@ -149,7 +140,7 @@ ATTACHED: dict[str, tuple[Callable[[nn.Module], None], dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("case", ATTACHED)
-def test_where_hooks_are_attached(model: Model, case: str) -> None:
+def test_where_hooks_are_attached(model: Normed, case: str) -> None:
     attach, expected = ATTACHED[case]
     plain = model(INPUT)
     attach(model)
@@ -161,7 +152,7 @@ def test_where_hooks_are_attached(model: Model, case: str) -> None:
 
 
 @pytest.mark.parametrize("offload", [cpu_offload, lambda m: attach_align_device_hook(m, "cpu", offload=True)])
-def test_the_state_of_an_offloaded_model(model: Model, offload: Callable[[nn.Module], Any]) -> None:
+def test_the_state_of_an_offloaded_model(model: Normed, offload: Callable[[nn.Module], Any]) -> None:
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     offload(model)
     assert has_offloaded_params(model.linear1)
@@ -177,7 +168,7 @@ def test_the_state_of_an_offloaded_model(model: Model, offload: Callable[[nn.Mod
     assert torch.equal(root["weight"], whole["linear1.weight"])
 
 
-def test_parameters_come_back_from_another_device(model: Model) -> None:
+def test_parameters_come_back_from_another_device(model: Normed) -> None:
     before = model.linear1.weight
     with align_module_device(model.linear1):
         assert model.linear1.weight is before

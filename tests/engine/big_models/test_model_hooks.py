@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from support.models import Normed
+from torch import nn
 from treadle.compat.big_modeling import cpu_offload_with_hook
 from treadle.compat.hooks import (
     CpuOffload,
@@ -20,16 +21,6 @@ from treadle.compat.hooks import (
 )
 
 INPUT = torch.arange(6.0).reshape(2, 3)
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear1, self.batchnorm, self.linear2 = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear2(self.batchnorm(self.linear1(x)))
 
 
 class AddBefore(ModelHook):
@@ -56,11 +47,11 @@ class Steps(ModelHook):
 
 
 @pytest.fixture
-def model() -> Model:
-    return Model().eval()
+def model() -> Normed:
+    return Normed().eval()
 
 
-def test_hooks_replace_and_follow_each_other(model: Model) -> None:
+def test_hooks_replace_and_follow_each_other(model: Normed) -> None:
     plain, one_more, two_more = model(INPUT), model(INPUT + 1), model(INPUT + 2)
     assert add_hook_to_module(model, AddBefore()) is model
     assert model.forward.__name__ == "forward"
@@ -77,7 +68,7 @@ def test_hooks_replace_and_follow_each_other(model: Model) -> None:
     assert torch.equal(model(INPUT), plain)
 
 
-def test_a_hook_may_forbid_gradients(model: Model) -> None:
+def test_a_hook_may_forbid_gradients(model: Normed) -> None:
     hook = AddAfter()
     hook.no_grad = True
     assert not add_hook_to_module(model, hook)(INPUT).requires_grad
@@ -85,7 +76,7 @@ def test_a_hook_may_forbid_gradients(model: Model) -> None:
     assert not model(INPUT).requires_grad
 
 
-def test_when_a_hook_is_told(model: Model) -> None:
+def test_when_a_hook_is_told(model: Normed) -> None:
     first, second, third = Steps(), Steps(), Steps()
     add_hook_to_module(model, first)
     add_hook_to_module(model, second)
@@ -97,7 +88,7 @@ def test_when_a_hook_is_told(model: Model) -> None:
     assert (first.steps[-1], third.steps) == ("detach", ["init", "detach"])
 
 
-def test_copies_have_hooks_of_their_own(model: Model) -> None:
+def test_copies_have_hooks_of_their_own(model: Normed) -> None:
     plain = model(INPUT)
     add_hook_to_module(model, AddAfter())
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -116,14 +107,14 @@ def test_a_traced_module_can_be_traced_again() -> None:
     assert torch.equal(traced(INPUT), plain)
 
 
-def test_a_hook_under_torch_compile(model: Model) -> None:
+def test_a_hook_under_torch_compile(model: Normed) -> None:
     plain = model(INPUT)
     add_hook_to_module(model, AddAfter())
     assert torch.allclose(torch.compile(model, backend="eager")(INPUT), plain + 1)
 
 
-def test_one_model_after_the_other(model: Model) -> None:
-    second = Model().eval()
+def test_one_model_after_the_other(model: Normed) -> None:
+    second = Normed().eval()
     plain = model(INPUT)
     model, first_hook = cpu_offload_with_hook(model, "cpu")  # type: ignore[assignment]
     second, second_hook = cpu_offload_with_hook(second, "cpu", prev_module_hook=first_hook)  # type: ignore[assignment]

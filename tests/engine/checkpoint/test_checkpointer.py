@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
+from support.models import Count
 from support.processes import run
 from support.stored import DEAD, read_part
 from torch import nn
@@ -497,17 +498,6 @@ def test_a_directory_of_others_is_refused_before_anything_is_written(tmp_path, m
         accelerator.save_state(tmp_path / "mine")
     assert calls == []
     assert os.listdir(tmp_path) == ["mine"]
-
-
-class Count:
-    def __init__(self, value=0):
-        self.value = value
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state_dict):
-        self.value = state_dict["value"]
 
 
 # -- those that stand there --------------------------------------------------------------------------------------------

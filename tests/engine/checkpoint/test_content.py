@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from support.models import Count
 from support.processes import run
 from support.stored import read_part
 from torch import nn
@@ -45,17 +46,6 @@ def test_names_of_the_checkpoints_own_files_are_no_names_of_parts(tmp_path, name
     with pytest.raises(ValueError, match=f"the name '{name}' is reserved for"):
         cpu().save_state(tmp_path / "c", parts={name: {"a": torch.ones(1)}})
     assert os.listdir(tmp_path) == []
-
-
-class Count:
-    def __init__(self, value=0):
-        self.value = value
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state_dict):
-        self.value = state_dict["value"]
 
 
 def test_what_is_registered_keeps_its_name():

@@ -100,11 +100,14 @@ def test_another_global_batch_is_said(saved):
 
 
 def test_loaders_for_evaluation_may_come_and_go(saved):
+    path, model, optimizer = saved
     accelerator, *_ = prepared()
     accelerator.prepare_data_loader([1, 2, 3], evaluation=True)
-    accelerator.load_state(saved[0])
-    accelerator.save_state(saved[0].parent / "with")
-    prepared()[0].load_state(saved[0].parent / "with")
+    accelerator.load_state(path)
+    accelerator.save_state(path.parent / "with")
+    accelerator, other, stepper = prepared()
+    accelerator.load_state(path.parent / "with")
+    same(snapshot(other, stepper), snapshot(model, optimizer))
 
 
 def test_loaders_that_are_made_for_each_epoch(saved):

@@ -6,15 +6,14 @@ As in `test_loader`, the ranks of a world are so many loaders in one process.
 import itertools
 from collections import Counter, namedtuple
 
-import numpy as np
 import pytest
 import torch
+from support import loader_ranks
 from support.loader_ranks import Seat
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 from treadle.engine import CombinedLoader, JointLoader
-from treadle.engine.checkpoint.json_codec import decode, encode
 from treadle.engine.data.loader import Cursor, Loader
-from treadle.engine.rng import ProcessStream, RandomStream, random_state
+from treadle.engine.rng import RandomStream, random_state
 
 import treadle
 
@@ -96,32 +95,14 @@ def test_what_is_refused():
         Ranks(lambda: [Ranks(lambda: [[1]], "min_size").loaders[0]], "min_size")
 
 
-class Ranks:
+class Ranks(loader_ranks.Ranks):
     """One `JointLoader` per rank."""
 
-    def __init__(self, make, mode, size=1, accumulate=1, state=None, evaluation=False):
-        torch.manual_seed(5)
-        np.random.seed(5)
-        self.loaders, self.cursors, self.streams = [], [], []
-        for rank in range(size):
-            cursor, stream = Cursor(), ProcessStream() if size == 1 else RandomStream(random_state())
-            loader = JointLoader(
-                CombinedLoader(make(), mode),
-                world=Seat(rank, size),
-                cursor=cursor,
-                stream=stream,
-                accumulate=lambda _: accumulate,
-                evaluation=evaluation,
-            )
-            if state is not None:
-                loader.load_state_dict(decode(*encode(state["loader"])))
-                stream.go_to(decode(*encode(state["stream"])))
-            self.loaders.append(loader)
-            self.cursors.append(cursor)
-            self.streams.append(stream)
+    kind = JointLoader
 
-    def state(self):
-        return {"loader": self.loaders[0].state_dict(), "stream": self.streams[0].get_state()}
+    def __init__(self, make, mode, size=1, accumulate=1, **options):
+        options |= {"run_seed": 5, "process": size == 1}
+        super().__init__(lambda: CombinedLoader(make(), mode), size, accumulate, **options)
 
     def epoch(self):
         """Of each micro-batch, each rank's (batch, facts)."""

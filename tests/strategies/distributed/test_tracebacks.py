@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import SGDTask
+from support.models import Line
 from support.processes import run, script
 from support.trainers import NO_OUTPUT
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.strategies import open_world
 from treadle.strategies.distributed import tracebacks
@@ -94,10 +93,9 @@ def test_an_own_loop(tmp_path):
 # -- in this process -------------------------------------------------------------------------------------------------
 
 
-class Task(SGDTask):
+class Task(Line):
     def __init__(self, error):
         super().__init__()
-        self.net = nn.Linear(2, 1)
         self.error = error
 
     def training_step(self, batch, batch_idx):

@@ -1,23 +1,12 @@
 """Names without a counterpart are named, with the tables' answer."""
 
-import ast
 from textwrap import dedent
 
 import pytest
+from support.migrated import migrate_twice
 from treadle.common.peer_names import Answer
 from treadle.tools.migrate import counterparts
 from treadle.tools.migrate.python_source import migrate_source
-
-
-def migrate(source):
-    """The migrated source and what needs a hand, by line; a second migration changes nothing and finds as much."""
-    new, findings = migrate_source(source, "file.py")
-    ast.parse(new)
-    again, findings_again = migrate_source(new, "file.py")
-    assert again == new
-    must_change = [finding for finding in findings if finding.must_change]
-    assert len([finding for finding in findings_again if finding.must_change]) == len(must_change)
-    return new, {(finding.line, finding.text) for finding in must_change}
 
 
 def test_names_without_a_counterpart_stay_and_are_named():
@@ -48,7 +37,7 @@ def test_names_without_a_counterpart_stay_and_are_named():
     """
     text = "accelerate.utils.{} has no counterpart in Treadle."
     found = {(line, text.format(name)) for line, name in [(4, "warp_drive"), (7, "flux"), (9, "flux"), (10, "flux")]}
-    assert migrate(dedent(old)) == (dedent(new), found)
+    assert migrate_twice(dedent(old)) == (dedent(new), found)
 
 
 def test_attributes_without_a_counterpart_are_named():
@@ -59,7 +48,7 @@ def test_attributes_without_a_counterpart_are_named():
     L.pytorch.strategies.WarpStrategy()
     L.fabric.warp, callbacks.Warp
     """
-    new, found = migrate(dedent(old))
+    new, found = migrate_twice(dedent(old))
     assert new == dedent("""
     import treadle as L, accelerate.commands.flight
     import treadle.callbacks as callbacks

@@ -5,6 +5,7 @@ import importlib
 from textwrap import dedent
 
 import pytest
+from support.migrated import migrate_twice
 from treadle.tools.migrate.python_source import migrate_source
 
 CASES = {
@@ -346,21 +347,10 @@ CASES = {
 }
 
 
-def migrate(source):
-    """The migrated source and what needs a hand, by line; a second migration changes nothing and finds as much."""
-    new, findings = migrate_source(source, "file.py")
-    ast.parse(new)
-    again, findings_again = migrate_source(new, "file.py")
-    assert again == new
-    must_change = [finding for finding in findings if finding.must_change]
-    assert len([finding for finding in findings_again if finding.must_change]) == len(must_change)
-    return new, {(finding.line, finding.text) for finding in must_change}
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_style(name):
     old, new = map(dedent, CASES[name])
-    assert migrate(old) == (new, set())
+    assert migrate_twice(old) == (new, set())
 
 
 @pytest.mark.parametrize("name", CASES)

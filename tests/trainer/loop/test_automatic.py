@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.models import SaveAt
 from support.processes import run
 from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel
@@ -83,15 +84,6 @@ def by_hand(clip=CLIP, epochs=3):
 def assert_equal(found, right, **tolerance):
     for name, value in right.items():
         torch.testing.assert_close(found[name], value, **tolerance or {"rtol": 1e-10, "atol": 1e-12}, msg=name)
-
-
-class SaveAt(Callback):
-    def __init__(self, step, path):
-        self.step, self.path = step, path
-
-    def on_step_end(self, trainer, pl_module):
-        if trainer.progress.step == self.step:
-            trainer.save_checkpoint(self.path)
 
 
 def resumed(folder, **flags):

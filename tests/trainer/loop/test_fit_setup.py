@@ -1,16 +1,11 @@
 """Steps that a task lacks, or has by another name."""
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, TensorDataset
+from support.models import loader
 
 import treadle
 
 QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
-
-
-def loader():
-    return DataLoader(TensorDataset(torch.ones(16, 4)), batch_size=2)
 
 
 class Misnamed(treadle.TaskModule):
@@ -27,4 +22,4 @@ class Unlike(treadle.TaskModule):
 )
 def test_a_step_of_another_name(task, advice):
     with pytest.raises(ValueError, match=f"{task.__name__} has no training_step. {advice}"):
-        treadle.Trainer(**QUIET, logger=False).fit(task(), loader())
+        treadle.Trainer(**QUIET, logger=False).fit(task(), loader(16, features=4))

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.models import SGDTask
+from support.models import SaveAt, SGDTask
 from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,15 +22,6 @@ def data():
 
 def loader(batch_size=BATCH):
     return DataLoader(TensorDataset(data()), batch_size)
-
-
-class SaveAt(Callback):
-    def __init__(self, step, path):
-        self.step, self.path = step, path
-
-    def on_step_end(self, trainer, pl_module):
-        if trainer.progress.step == self.step:
-            trainer.save_checkpoint(self.path)
 
 
 def trained(task, *callbacks, train=None, val=None, ckpt_path=None, **flags):

@@ -762,7 +762,9 @@ class SamInBfloat16(SamInTwoSteps):
 
 
 def test_weights_that_autocast_has_cast_are_not_used_after_an_update():
-    make_trainer(max_epochs=1, precision="bf16-mixed").fit(SamInBfloat16(), DataLoader(TensorDataset(*data()), BATCH))
+    task, loader = SamInBfloat16(), DataLoader(TensorDataset(*data()), BATCH)
+    make_trainer(max_epochs=1, precision="bf16-mixed").fit(task, loader)
+    assert len(task.norms) == 2 * len(loader)  # of two passes in each step, which `note_norm` compares
 
 
 class LbfgsSpoilt(OwnLbfgs):

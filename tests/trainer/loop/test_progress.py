@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from support.models import SGDTask
-from torch import nn
+from support.models import LoggedLine
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import LambdaCallback
 from treadle.trainer.loop.progress import Phase, Progress
@@ -44,16 +43,10 @@ def test_of_a_checkpoint_without_it_nothing_is_taken():
     assert progress == Progress(**COUNTERS)
 
 
-class Task(SGDTask):
+class Task(LoggedLine):
     def __init__(self):
         super().__init__()
-        self.net = nn.Linear(2, 1)
         self.validated = []
-
-    def training_step(self, batch):
-        loss = self.net(batch[0]).square().mean()
-        self.log("loss", loss)
-        return loss
 
     def validation_step(self, batch):
         self.validated.append(self.global_step)

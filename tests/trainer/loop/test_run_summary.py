@@ -134,7 +134,9 @@ def test_a_plateau_scheduler_has_no_length():
         "optimizer": (optimizer := torch.optim.SGD(task.parameters(), lr=0.01)),
         "lr_scheduler": {"scheduler": lr_scheduler.ReduceLROnPlateau(optimizer), "monitor": "loss"},
     }
-    treadle.Trainer(**QUIET, logger=False, enable_checkpointing=False, max_epochs=1).fit(task, stream())
+    trainer = treadle.Trainer(**QUIET, logger=False, enable_checkpointing=False, max_epochs=1)
+    trainer.fit(task, stream())
+    assert trainer.lr_scheduler_configs[0].scheduler.best < float("inf")
 
 
 # -- after -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from datetime import date, datetime, timedelta
 import numpy as np
 import pytest
 import torch
-from support.models import SGDTask, loader
+from support.models import Line, loader
 from torch import nn
 from treadle.callbacks import Callback, ModelCheckpoint
 from treadle.engine.checkpoint.json_codec import encode
@@ -114,14 +114,10 @@ def same(one, other):
     return repr(one) == repr(other) if isinstance(one, complex) else one == other
 
 
-class Task(SGDTask):
+class Task(Line):
     def __init__(self, setting=None, other=1):
         super().__init__()
         self.save_hyperparameters()
-        self.net = nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).pow(2).mean()
 
 
 class Holds(Callback):
