@@ -46,6 +46,7 @@ class FrozenWeights:
         frozen = {name: p for name, p in parameters.items() if name not in self._trained}
         sums = _sum_bits(frozen)
         changed = [name for name, total in sums.items() if self._sums.get(name) != total]
+        # A shard may change on one rank alone, but all ranks must gather the same parameters.
         names = set[str]().union(*world.gather_objects(changed))
         for name, digest in compute_digests(model, names, world).items():
             if self._digests.setdefault(name, digest) != digest:
@@ -70,11 +71,13 @@ def _sum_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     sums = {name: torch.stack([_add_bits(part) for part in _flatten(local(t))]).sum() for name, t in tensors.items()}
     if not sums:
         return {}
+    # One copy to the host for all sums, instead of one per parameter.
     device = next(iter(sums.values())).device
     return dict(zip(sums, torch.stack([total.to(device) for total in sums.values()]).tolist(), strict=True))
 
 
 def _add_bits(tensor: Tensor) -> Tensor:
+    # As integers: a sum of floats rounds small changes away, and NaN is not equal to itself.
     plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()]
     return plain.contiguous().view(wide).sum(dtype=torch.int64)
@@ -92,6 +95,7 @@ def _digest(tensor: Tensor) -> str:
     digest = xxh3_64()
     for part in _flatten(tensor):
         plain = part.resolve_conj().resolve_neg().cpu().contiguous()
+        # Zeros of one shape or dtype are the same bytes as those of another.
         digest.update(repr((tuple(plain.shape), str(plain.dtype))).encode())
         digest.update(memoryview(view_bytes(plain).numpy()))  # type: ignore[arg-type]
     return digest.hexdigest()

@@ -467,6 +467,7 @@ class _Pickler(pickle.Pickler):
     """Pickler that names each tensor's record in place of its bytes, as torch.save does."""
 
     def __init__(self, stream: io.BytesIO, find: Any) -> None:
+        # The protocol that torch.save uses by default.
         super().__init__(stream, protocol=2)
         self._find = find
 
@@ -482,6 +483,7 @@ class _Pickler(pickle.Pickler):
         view: tuple[Any, ...] = (storage, 0, shape, torch.empty(shape, device="meta").stride(), False, OrderedDict())
         if tensor.dtype in KINDS:
             return torch._utils._rebuild_tensor_v2, view
+        # torch.save, too, names the dtype itself where no storage class does, such as for float8.
         return torch._utils._rebuild_tensor_v3, (*view, tensor.dtype, None)
 
     def persistent_id(self, obj: Any) -> Any:
@@ -534,6 +536,7 @@ def _add_file(writer: ZipWriter, file: str, content: Any, keys: dict[str, dict[s
     tensors = {name: [CODES[t.dtype], list(t.shape), keys[file][name]] for name, t in content.tensors.items()}
     text = json.dumps({"notes": content.notes, "tensors": tensors}, separators=(",", ":")).encode()
     record = writer.add(name_table(file), len(text), [text])
+    # The digest covers the tensors' bytes, too, which are in records of their own.
     data = [writer.records[f"data/{key}"] for key in keys[file].values()]
     digest = xxh3_128("".join(entry[DIGEST] for entry in (record, *data)).encode()).hexdigest()
     return {"bytes": record["bytes"] + sum(entry["bytes"] for entry in data), DIGEST: digest}
@@ -577,6 +580,7 @@ def check(path: Path, records: Records, names: list[str], tail: bytes) -> None:
             document = bytearray() if name == DOCUMENT_RECORD and entry["bytes"] <= MAX_BYTES else None
             if _digest(file, entry["at"], entry["bytes"], document) != entry[DIGEST]:
                 raise ValueError(f"{path}: {name} is not what was written (its digest differs). {RESTORE}")
+            # The manifest of a file that was made to deceive may list the digest of any content.
             if name in CONSTANTS and entry[DIGEST] != xxh3_128(CONSTANTS[name]).hexdigest():
                 raise ValueError(f"{path}: {name} is not what Treadle writes. {RESTORE}")
             if name == DOCUMENT_RECORD:

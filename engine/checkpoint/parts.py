@@ -132,6 +132,7 @@ class Manifest:
         hooked = {"others": self.hooked} if self.hooked else {}
         records = {} if self.records is None else {"records": self.records.to_json()}
         document = {"format": self.format, **counts, **folder, "files": self.files, **hooked, **records, "info": info}
+        # A manifest that `read_manifest` would reject must fail the save, not the resume.
         _parse(document)
         return json.dumps(document, indent=None if records else 1, allow_nan=False).encode()
 
@@ -210,6 +211,7 @@ def is_checkpoint(path: AnyPath | str) -> bool:
     path = as_path(path)
     if isinstance(path, RemotePath):
         return (path / MANIFEST).is_file()
+    # `Path.is_file` of Python 3.11 raises a PermissionError in a folder that may not be searched.
     return os.path.isfile(path / MANIFEST) or is_checkpoint_file(path)
 
 
@@ -250,6 +252,7 @@ def _parse(document: Any) -> Manifest:
         f"its format is {version!r:.40}, but must be a positive integer",
     )
     counts = {name: document.get(name) for name in (*_COUNTS, "sequence")}
+    # `type`, because isinstance accepts True as an int.
     for name, value in counts.items():
         _require(type(value) is int and value >= 0, f"{name} is {value!r:.40}, but must be an integer of at least 0")
     files = document.get("files")
@@ -261,6 +264,7 @@ def _parse(document: Any) -> Manifest:
     )
     hooked = document.get("others", {})
     _require(isinstance(hooked, dict), "its entry 'others' is not an object")
+    # A manifest is input from elsewhere: none of its names may lead out of the checkpoint.
     for name in files:
         _require(
             name != MANIFEST and bool(filesystem.FILE.fullmatch(name)),

@@ -40,6 +40,7 @@ def parse_devices(kind: str, devices: Devices) -> list[int] | None:
     """
     rule = "must be a number of at least 1, -1 for all, a list of indices, a string such as '0,2', or 'auto'"
     requested = devices
+    # Only the caller knows how many processes the launcher has started.
     if devices == "auto":
         return None
     if isinstance(devices, str):
@@ -61,6 +62,7 @@ def parse_devices(kind: str, devices: Devices) -> list[int] | None:
         chosen = [*devices]  # type: ignore[list-item]
     if any(isinstance(index, bool) or not isinstance(index, int) or index < 0 for index in chosen):
         raise ValueError(f"devices={requested!r} {rule}.")
+    # NCCL refuses two ranks on one GPU.
     if not chosen or len(set(chosen)) != len(chosen):
         raise ValueError(f"devices={requested!r} must list at least one device, and each device only once.")
     if available is not None and max(chosen) >= available:

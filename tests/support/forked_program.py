@@ -56,7 +56,7 @@ def number_from(reply):
     return int.from_bytes(word, "little", signed=True) if word else None
 
 
-def stand_in(reply):
+def hold_group(reply):
     """Leave a process in this one's group for those that the program left in its own: killed, it has them killed."""
     if os.getpgrp() != os.getpid() or os.fork():
         return
@@ -115,7 +115,7 @@ def main():
     if code is None:
         code = -signal.SIGKILL  # the fork server was killed, and the program with it
     elif number_from(reply):
-        stand_in(reply)
+        hold_group(reply)
     if code >= 0:
         os._exit(code)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -15,7 +15,7 @@ from treadle.loggers import CSVLogger, Logger
 import treadle
 
 
-class Elsewhere(Logger):
+class ServiceLogger(Logger):
     """Sends numbers somewhere, and has no files; a run has an id once it has begun."""
 
     begun = 0
@@ -34,8 +34,8 @@ class Elsewhere(Logger):
         if self.fails:
             raise ConnectionError("no server")
         if self._version is None:
-            Elsewhere.begun += 1
-            self._version = f"run-{os.getpid()}-{Elsewhere.begun}"
+            ServiceLogger.begun += 1
+            self._version = f"run-{os.getpid()}-{ServiceLogger.begun}"
         return self
 
     def log_metrics(self, metrics, step=None):
@@ -45,7 +45,7 @@ class Elsewhere(Logger):
         pass
 
 
-class Documented(Elsewhere):
+class Documented(ServiceLogger):
     """As loggers in tutorials have it."""
 
     version = "0.1"
@@ -66,19 +66,19 @@ def folder_of(trainer):
 
 
 def test_runs_of_a_service_are_named_by_their_id(tmp_path):
-    first, second = Elsewhere(), Elsewhere()
+    first, second = ServiceLogger(), ServiceLogger()
     folders = [folder_of(fit(tmp_path, logger, enable_report=True)) for logger in (first, second)]
     assert folders == [tmp_path / "Users_me_digits" / logger.version for logger in (first, second)]
     assert [sorted(os.listdir(folder)) for folder in folders] == [["checkpoints", "report.html"]] * 2
     assert os.listdir(tmp_path) == ["Users_me_digits"]
     again = fit(
-        tmp_path, Elsewhere(first.version), "last", max_epochs=2
+        tmp_path, ServiceLogger(first.version), "last", max_epochs=2
     )  # this run goes on, though it is not the newest
     assert folder_of(again) == folders[0]
     assert (again.global_step, len(again.loggers[0].rows)) == (8, 4)
 
 
-@pytest.mark.parametrize("make", [Documented, lambda: Elsewhere(fails=True)], ids=["fixed version", "no server"])
+@pytest.mark.parametrize("make", [Documented, lambda: ServiceLogger(fails=True)], ids=["fixed version", "no server"])
 def test_runs_without_an_id_are_numbered(tmp_path, make):
     folders = [folder_of(fit(tmp_path, make(), enable_report=True)) for _ in range(2)]
     assert folders == [tmp_path / "Users_me_digits" / f"version_{number}" for number in range(2)]
@@ -86,7 +86,7 @@ def test_runs_without_an_id_are_numbered(tmp_path, make):
 
 
 @pytest.mark.filterwarnings("ignore:.*failed, so the logger is disabled")
-@pytest.mark.parametrize("make", [Elsewhere, Documented], ids=["id", "fixed version"])
+@pytest.mark.parametrize("make", [ServiceLogger, Documented], ids=["id", "fixed version"])
 def test_the_newest_run_is_found_again(tmp_path, make):
     fit(tmp_path, make(), max_epochs=3)
     time.sleep(0.02)
@@ -109,7 +109,7 @@ def test_without_loggers_and_with_one_that_has_a_folder_all_is_as_it_was(tmp_pat
     trainer = fit(tmp_path / "a", False, callbacks=[RunReport()])
     assert trainer.log_dir == str(tmp_path / "a")
     assert sorted(os.listdir(tmp_path / "a")) == ["checkpoints", "report.html"]
-    trainer = fit(tmp_path / "b", [Elsewhere(), CSVLogger(tmp_path / "b")])
+    trainer = fit(tmp_path / "b", [ServiceLogger(), CSVLogger(tmp_path / "b")])
     assert folder_of(trainer) == tmp_path / "b" / "treadle_logs" / "version_0"
 
 

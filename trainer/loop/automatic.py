@@ -182,7 +182,7 @@ class Steps:
             with accumulation.accumulate(self.model):
                 pass
         else:
-            self._stand_in(micro, index)
+            self._run_placeholder(micro, index)
         progress.batch, progress.batches = index + 1, progress.batches + 1
         if micro.last:
             first_step = progress.step
@@ -192,7 +192,7 @@ class Steps:
         for hook in self.hooks.on_train_batch_end:
             hook(None, None, index)
 
-    def _stand_in(self, micro: Micro, index: int) -> None:
+    def _run_placeholder(self, micro: Micro, index: int) -> None:
         if self.placeholder is None:
             self.placeholder = self._find_loader().read_placeholder()
         if self.placeholder is None:

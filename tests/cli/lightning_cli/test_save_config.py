@@ -55,11 +55,11 @@ def test_a_saved_configuration_is_not_overwritten(here):
 
 
 def test_a_configuration_saved_elsewhere():
-    class Elsewhere(SaveConfigCallback):
+    class Dumps(SaveConfigCallback):
         def save_config(self, trainer, pl_module, stage):
             pl_module.seen.append((stage, self.parser.dump(self.config, skip_unset=False)))
 
-    kwargs = {"save_config_callback": Elsewhere, "save_config_kwargs": {"save_to_log_dir": False}}
+    kwargs = {"save_config_callback": Dumps, "save_config_kwargs": {"save_to_log_dir": False}}
     ((stage, text),) = execute("fit", "--trainer.max_epochs=1", **kwargs).model.seen
     assert stage == "fit"
     assert yaml.safe_load(text)["model"]["lr"] == 0.02

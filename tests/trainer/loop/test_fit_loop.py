@@ -300,15 +300,15 @@ def test_learning_rate_of_a_plateau():
     for interval in ("epoch", "step"):
         task = Task(interval)
         fit(task, DataLoader(regression(), 4), DataLoader(regression(), 8), max_epochs=3)
-        stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-        judge = ReduceLROnPlateau(stand_in, mode="max", patience=0, factor=0.9)
+        reference = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+        judge = ReduceLROnPlateau(reference, mode="max", patience=0, factor=0.9)
         wanted = []
         for number, values in enumerate(task.seen, start=1):
             if interval == "step":
                 judge.step(values["loss"])
             elif number % 6 == 0:
                 judge.step(values["val"])
-            wanted.append(stand_in.param_groups[0]["lr"])
+            wanted.append(reference.param_groups[0]["lr"])
         assert task.rates == pytest.approx(wanted)
         assert len(set(wanted)) > 2
 
