@@ -124,7 +124,8 @@ class StochasticWeightAveraging(Averaging):
         if len(trainer.optimizers) != 1:
             raise ValueError(
                 "StochasticWeightAveraging needs one optimizer, but configure_optimizers returned "
-                f"{len(trainer.optimizers) or 'none'}. Return one optimizer, or remove the callback."
+                f"{len(trainer.optimizers) or 'none'}. Return one optimizer, or use "
+                "WeightAveraging, which does not set learning rates."
             )
         if isinstance(self.swa_epoch_start, float) and trainer.max_epochs == -1:
             raise ValueError(

@@ -358,16 +358,16 @@ class Accelerator(Process):
             )
         if not (self.device_placement if device_placement is None else device_placement):
             self._check_device(module)
-        if index is None and self.precision.float8 and not evaluation_mode:
-            convert_to_float8(module, self.device)
         if index is None:
+            if self.precision.float8 and not evaluation_mode:
+                convert_to_float8(module, self.device)
             (self.dynamo_plugin.compile_parts if by_parts else self.dynamo_plugin.compile)(module, self.strategy)
         elif model is self.models[index]:
             model = module
         if self.cursor.around is None and is_compiled(model):
             self._refuse_graphs_under_accumulation()
             self.cursor.around = CompiledBatches(self.dynamo_plugin.uses_cuda_graphs(self.device))
-        if evaluation_mode:  # one rank alone may prepare a model for evaluation
+        if evaluation_mode and not (manual_optimization and self.strategy.sharded):  # one rank alone may do this
             wrapped = self.strategy.place(model)
         else:
             if trained or step:

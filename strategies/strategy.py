@@ -135,7 +135,7 @@ class Strategy(StrategyAliases):
     def replicate(self, module: nn.Module) -> nn.Module:
         """Wrap a module for manual optimization, in which any method and any number of backward passes may run.
 
-        Every backward pass averages the gradients that it has accumulated into, except in `no_sync`.
+        Every backward pass averages the gradients that it has accumulated into, except in the `no_sync` of `DDP`.
 
         Args:
             module: The user's model.
@@ -147,7 +147,7 @@ class Strategy(StrategyAliases):
             raise ValueError(
                 f"strategy={self.name!r} can't run a task with automatic_optimization=False, because the strategy "
                 "reduces gradients or gathers the model once per training_step. Use strategy='ddp' or "
-                "strategy=DDP(zero=True)."
+                "strategy='fsdp'."
             )
         return self.wrap(module)
 

@@ -73,8 +73,10 @@ def check_directory(name: str, value: Any) -> str:
     return os.getcwd() if value is None else os.path.expanduser(check_path(name, value))
 
 
-def check_clipping(name: str, value: float | None) -> float | None:
-    """Return a positive clipping threshold. None and 0 disable clipping and are both returned as None."""
+def check_clipping(name: str, value: Any) -> Any:
+    """Return a positive clipping threshold, or one by name. None and 0 disable clipping and are returned as None."""
+    if isinstance(value, Mapping):
+        return {part: check_clipping(f"{name}[{part!r}]", limit) for part, limit in value.items()} or None
     if value is None or (value == 0 and not isinstance(value, bool)):
         return None
     return check_positive(name, value, "or None to disable clipping")

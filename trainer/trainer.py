@@ -115,7 +115,9 @@ class Trainer(LightningAliases, Copyable):
         enable_model_summary: Add a `ModelSummary` if ``callbacks`` has none. Default: True.
         enable_report: Add a `RunReport` if ``callbacks`` has none. Default: True if a logger has a folder.
         accumulate_grad_batches: Micro-batches per optimizer step. Default: 1.
-        gradient_clip_val: Maximum norm or absolute value of the gradients; None or 0 disables clipping. Default: None.
+        gradient_clip_val: Maximum norm or absolute value of the gradients; None or 0 disables clipping. A dict has a
+            limit for each part of the task, by the name of a submodule or parameter: ``{"backbone": 1.0, "*": 0.1}``,
+            where ``"*"`` stands for all other parameters. Default: None.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``. Default: ``"norm"``.
         deterministic: Use only deterministic algorithms. ``"warn"`` allows operations that have no deterministic
             algorithm, with a warning. Default: torch's current setting.
@@ -203,7 +205,7 @@ class Trainer(LightningAliases, Copyable):
         enable_model_summary: bool | None = None,
         enable_report: bool | None = None,
         accumulate_grad_batches: int = 1,
-        gradient_clip_val: float | None = None,
+        gradient_clip_val: float | dict[str, float] | None = None,
         gradient_clip_algorithm: str | None = None,
         deterministic: bool | str | None = None,
         benchmark: bool | None = None,
@@ -521,7 +523,10 @@ class Trainer(LightningAliases, Copyable):
                 f"{stage} has no dataloader. Pass dataloaders or a datamodule, or define {kind}_dataloader in the task."
             )
         check_step(task, stage)
-        place = partial(self.accelerator.prepare_model, task, evaluation_mode=True, by_parts=True)
+        manual = not task.automatic_optimization
+        place = partial(
+            self.accelerator.prepare_model, task, evaluation_mode=True, manual_optimization=manual, by_parts=True
+        )
         place_and_load(self, task, place)
         return EvaluationLoop(self, task, hooks, loaders, stage, within_fit=False, keep_predictions=keep).run()
 

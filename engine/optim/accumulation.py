@@ -439,6 +439,11 @@ class Accumulation:
             chosen = self.optimizers if optimizer is None else [optimizer]
             self.loss_scale.unscale(o.optimizer if isinstance(o, PreparedOptimizer) else o for o in chosen)
 
+    def share_overflows(self) -> None:
+        """Unscale the gradients of all optimizers, and let an overflow in one of them skip the steps of all."""
+        if self.loss_scale is not None:
+            self.loss_scale.share_overflows(list(map(_get_wrapped, self.optimizers)))
+
     def agree_on_steps(self, *, finite: bool, at_once: bool) -> None:
         """Enable the exchange of all processes' votes in every step, and remove the `guard`.
 

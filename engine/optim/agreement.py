@@ -220,6 +220,8 @@ class Agreement:
         the previous step.
         """
         taint = self.taint() if agreed_taint is None else self.taint() + agreed_taint.to(self._device)
+        if self._strategy.sharded and not self.alone:  # each process has checked its own shards and losses
+            taint = self._world.all_reduce(taint)
         if not self.immediate:
             self.read_pending()
             self.not_finite = flag_not_finite(taint)

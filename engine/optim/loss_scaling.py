@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -124,6 +124,15 @@ class LossScale:
             return False
         self._due = True
         return any(flag.item() for flag in self._overflows(optimizer))
+
+    def share_overflows(self, optimizers: Sequence[Optimizer]) -> None:
+        """Unscale the optimizers' gradients, and set the overflow flags of all if one of their gradients overflowed."""
+        self.unscale(optimizers)
+        flags = [flag for o in optimizers if id(o) in self._unscaled for flag in self._overflows(o)]
+        if flags:
+            overflow = torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
+            for flag in flags:
+                flag.copy_(overflow)
 
     @contextmanager
     def refusing_backward(self) -> Iterator[None]:

@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,14 @@ from ..strategy import Strategy, make_group_options
 from ..wrap_policy import Policy, check_policy, chosen_blocks, direct_parts, self_contained
 from .deferred_init import Tape, get_generator
 from .recompute import Recompute
+from .sharded_router import (
+    ShardedRouter,
+    forget_gradients,
+    gathered_parameters,
+    reshard_parameters,
+    start_anew,
+    weigh_gradients,
+)
 
 _ROOT = "_sharded_root"
 
@@ -45,7 +54,7 @@ class FSDP(Strategy):
             `Recompute`. Default: none.
         reshard_after_forward: Free a block's parameters after the forward pass and gather them again in the backward
             pass. False keeps them, which is faster but uses more memory. A number reshards them over groups of that
-            many processes.
+            many processes. In manual optimization, parameters are always freed.
         cpu_offload: Keep parameters, gradients and optimizer state in host memory.
         gather_dtype: Dtype in which parameters are gathered. Default: their storage dtype. ``torch.bfloat16`` also
             rounds the weights of normalization layers. If ``gather_dtype`` is set, gradients are reduced in float32.
@@ -186,9 +195,24 @@ class FSDP(Strategy):
         Raises:
             ValueError, TypeError: If the model or a policy is not supported.
         """
+        return self._find_or_shard(module, False)
+
+    def replicate(self, module: nn.Module) -> nn.Module:
+        """Shard each submodule of a task for manual optimization; see `Strategy.replicate`.
+
+        The parameters of a submodule are gathered only while its ``forward`` or its backward pass runs. Therefore,
+        ``training_step`` always sees shards, which a backward pass leaves with their averaged gradients.
+
+        Raises:
+            ValueError, TypeError: If the model or a policy is not supported.
+        """
+        return self._find_or_shard(module, True)
+
+    def _find_or_shard(self, module: nn.Module, apart: bool | None) -> Any:
+        """Return the root of a model, which is sharded if it is not yet; None for ``apart`` accepts both kinds."""
         root = module.__dict__.get(_ROOT)
         if root is None:
-            root = self._shard(module)
+            root = self._shard(module, bool(apart))
             self._tapes = [tape for tape in self._tapes if not tape.is_done()]
             root._layout, root._syncs = self._describe(), True
             object.__setattr__(module, _ROOT, root)  # not registered as a submodule
@@ -197,18 +221,24 @@ class FSDP(Strategy):
                 f"an earlier run sharded this {type(module).__name__} over {root._layout}, but this run needs "
                 f"{self._describe()}. Build a new model and load the weights."
             )
+        elif apart is not None and apart is not root._is_apart:
+            raise ValueError(
+                f"an earlier run sharded this {type(module).__name__} with automatic_optimization={apart}, and a model "
+                "that is sharded for the one can't be trained with the other. Build a new model and load the weights."
+            )
         elif root not in self._roots:
-            _start_anew(root)  # an earlier run may have failed before its end
+            start_anew(root)  # an earlier run may have failed before its end
         self._roots.add(root)
+        root._strategy = ref(self)  # that of this run
         return root
 
     def place(self, module: nn.Module) -> nn.Module:
         """See `Strategy.place`. A model that is only evaluated is also sharded."""
-        return self.wrap(module)
+        return self._find_or_shard(module, None)
 
     def local_method(self, module: nn.Module, name: str) -> Any:
         """See `Strategy.local_method`. The returned function may gather parameters, so all ranks must call it."""
-        return self.method(self.wrap(self.unwrap(module)), name)
+        return self.method(self.place(self.unwrap(module)), name)
 
     def compiled_parts(self, module: nn.Module, blocks: bool | None = None) -> tuple[list[nn.Module], bool]:
         """See `Strategy.compiled_parts`. Modules that are gathered as one unit are always compiled separately."""
@@ -218,33 +248,47 @@ class FSDP(Strategy):
     def _describe(self) -> str:
         return f"the mesh {self._mesh.mesh.tolist()} with precision={self.precision.name!r}"
 
-    def _shard(self, module: nn.Module) -> Any:
+    def _shard(self, module: nn.Module, apart: bool) -> Any:
         before = dict(module.named_parameters(remove_duplicate=False))
         unbuilt = {(part, name): tensor for part in module.modules() for name, tensor in _iterate_tensors(part)}
         unbuilt = {place: tensor for place, tensor in unbuilt.items() if tensor.is_meta}
-        blocks = self._choose_blocks(module)
+        blocks = self._choose_blocks(module, apart)
         check_parameters(module, blocks, self.precision.storage)
         self._start_alike(module)
         if self.layout.tensor > 1:
             self._parallelize(module)
-            blocks = self._choose_blocks(module)  # the hook may have inserted other submodules
-        self._explain(module, blocks)
+            blocks = self._choose_blocks(module, apart)  # the hook may have inserted other submodules
+        if apart:
+            check_covered(module, blocks)
+            if self.reshard_after_forward is not True:
+                announce(
+                    f"FSDP: reshard_after_forward={self.reshard_after_forward} has no effect with "
+                    "automatic_optimization=False, where training_step must see shards between the forward passes."
+                )
+        else:
+            self._explain(module, blocks)
         recompute = Recompute.parse(self.activation_checkpointing_policy)
         if recompute is not None:
             recompute.apply(module, blocks)
         for block in blocks:
             self._build(block, unbuilt)
-            self._fully_shard(block, self.reshard_after_forward)
+            self._fully_shard(block, apart or self.reshard_after_forward)
         self._build(module, unbuilt)
         # If activations are recomputed, autocast alone would keep a cast copy of the whole model until the backward
         # pass.
         precision = self.precision if recompute is None else replace(self.precision, cached=False)
-        router = _ShardedRouter(module, precision.context(self.world.device), precision.compute is not None)
-        self._fully_shard(router, False)
+        router = ShardedRouter(module, precision.context(self.world.device), precision.compute is not None)
+        router._is_apart = apart
+        if not apart:
+            self._fully_shard(router, False)
+        elif self.world.size > 1:
+            for block in blocks:  # after FSDP's own hook, which gathers
+                block.register_forward_pre_hook(partial(weigh_gradients, router))
         if self.world.size > 1:
             router.register_forward_pre_hook(self._count_step, prepend=True)  # before FSDP's own hook, which may wait
         unblocked = [part for part in module.modules() if part not in blocks and hasattr(part, "reshard")]
-        router._parts_to_reshard = [router, *unblocked, *(blocks if self.reshard_after_forward is not True else ())]  # type: ignore
+        kept = blocks if not apart and self.reshard_after_forward is not True else ()
+        router._parts_to_reshard = [*(() if apart else (router,)), *unblocked, *kept]  # type: ignore[assignment]
         after = dict(module.named_parameters(remove_duplicate=False))
         for name, parameter in before.items():
             if name in after:  # otherwise the model's `parallelize` has replaced it
@@ -255,8 +299,13 @@ class FSDP(Strategy):
         if torch.is_grad_enabled():  # an evaluation gathers too, but a training step is what other ranks may miss
             self.world.advance()
 
-    def _choose_blocks(self, module: nn.Module) -> list[nn.Module]:
-        return self_contained(module, chosen_blocks(module, self.auto_wrap_policy, "auto_wrap_policy"))
+    def _choose_blocks(self, module: nn.Module, apart: bool = False) -> list[nn.Module]:
+        blocks = chosen_blocks(module, self.auto_wrap_policy, "auto_wrap_policy")
+        if apart:  # the submodules that contain the blocks come after them
+            blocks = list(
+                dict.fromkeys((*blocks, *(p for p in direct_parts(module) if any(True for _ in p.parameters()))))
+            )
+        return self_contained(module, blocks)
 
     def _explain(self, module: nn.Module, blocks: list[nn.Module]) -> None:
         """Log if the policy selects no module, or if selected modules are gathered with the rest of the model."""
@@ -354,6 +403,20 @@ class FSDP(Strategy):
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
+    def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """See `Strategy.reduce_gradients`. Backward passes have reduced the gradients of shards.
+
+        Raises:
+            ValueError: If a parameter with a gradient is not sharded, for example in a module created in a step.
+        """
+        others = [p for p in parameters if p.grad is not None and not is_sharded(p)] if self.world.size > 1 else []
+        if others:
+            raise ValueError(
+                f"an optimizer is about to step a parameter of shape {tuple(others[0].shape)} that FSDP has not "
+                "sharded, so its gradient is that of one rank. Create modules in __init__ or configure_model, or use "
+                "strategy='ddp'."
+            )
+
     def decisions(self, module: nn.Module) -> list[str]:
         """See `Strategy.decisions`."""
         if self.mixed_precision is not None or self.precision.compute is None or self.world.size == 1:
@@ -373,7 +436,15 @@ class FSDP(Strategy):
 
     @contextmanager
     def no_sync(self, module: Any) -> Iterator[None]:
-        """See `Strategy.no_sync`."""
+        """See `Strategy.no_sync`. In manual optimization, every backward pass reduces the gradients all the same.
+
+        The result is the same: the sum of means is the mean of sums. torch would keep a local sum outside ``p.grad``,
+        which neither clipping nor ``zero_grad`` would find.
+        """
+        module = module.__dict__.get(_ROOT, module)
+        if module._is_apart:
+            yield
+            return
         before = module._syncs
         self.set_gradient_sync(module, False)
         try:
@@ -393,11 +464,11 @@ class FSDP(Strategy):
 
     def graph_leaves(self, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """See `Strategy.graph_leaves`."""
-        return itertools.chain(super().graph_leaves(module), _gathered_parameters(module))
+        return itertools.chain(super().graph_leaves(module), gathered_parameters(module))
 
     def drop_gradients(self, module: nn.Module) -> None:
         """See `Strategy.drop_gradients`."""
-        _forget_gradients(module)
+        forget_gradients(module)
 
     def agree_on_overflow(self, overflow: Tensor) -> None:
         """See `Strategy.agree_on_overflow`."""
@@ -407,7 +478,7 @@ class FSDP(Strategy):
     def explain(self, error: BaseException) -> BaseException:
         """See `Strategy.explain`. FSDP2's state is reset, because another backward pass may follow the failed one."""
         for root in self._roots:
-            _start_anew(root)
+            start_anew(root)
         return error
 
     def start_agreement(self, votes: Tensor) -> None:
@@ -449,7 +520,7 @@ class FSDP(Strategy):
 
         def use_the_shards(*_: Any) -> None:
             for root in roots:
-                _reshard_parameters(root)
+                reshard_parameters(root)
 
         optimizer.register_step_pre_hook(use_the_shards)
         return optimizer
@@ -588,6 +659,19 @@ def check_parameters(module: nn.Module, blocks: list[nn.Module], storage: torch.
             )
 
 
+def check_covered(module: nn.Module, blocks: list[nn.Module]) -> None:
+    """Check that each trained parameter belongs to one of the submodules that manual optimization shards."""
+    covered = {parameter for block in blocks for parameter in block.parameters()}
+    others = [name for name, p in module.named_parameters() if p.requires_grad and p not in covered]
+    if others:
+        raise ValueError(
+            f"{', '.join(others[:8])} can't be sharded with automatic_optimization=False, where FSDP gathers each "
+            f"submodule of {type(module).__name__} for its own forward pass. Move a parameter of "
+            f"{type(module).__name__} itself, or one that several submodules share, into one submodule whose forward "
+            "uses it, or use strategy='ddp'."
+        )
+
+
 def check_parallelized(module: nn.Module, size: int) -> None:
     """Check that the model's ``parallelize(mesh)`` has sharded parameters."""
     if not any(is_sharded(parameter) for parameter in module.parameters()):
@@ -606,78 +690,3 @@ def check_unchanged(tape: Tape, tensor: Tensor, words: str) -> None:
             "inside init_module() or configure_model, load weights with load_state_dict(..., assign=True), or write "
             "them after the model is prepared."
         )
-
-
-class _ShardedRouter(Router):
-    """Root module of a sharded model.
-
-    After a forward pass without gradients, the model's parameters are resharded. Such a pass does not run in torch's
-    inference mode, because parameters first gathered in that mode could not be trained (torch 2.13).
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model. Afterwards, reshard its parameters if gradients are disabled."""
-        if torch.is_grad_enabled():
-            return super().__call__(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            try:
-                return super().__call__(*args, **kwargs)
-            finally:
-                _reshard_parameters(self)
-
-
-def _reshard_parameters(root: Any) -> None:
-    """Free the gathered parameters that a forward pass has kept, because they would miss optimizer steps."""
-    for part in root._parts_to_reshard:
-        part.reshard()
-
-
-def _start_anew(root: Any) -> None:
-    """Reset FSDP2's state after an error has interrupted a forward or backward pass."""
-    _forget_gradients(root)
-    if hasattr(root, "reset_iter_state"):  # torch 2.13
-        root.reset_iter_state()
-        return
-    for state, group in _iterate_sharded_groups(root):
-        for record in (state, group):
-            record._training_state = type(record._training_state).IDLE
-        state._state_ctx.iter_forward_root = None
-        state._state_ctx.post_backward_final_callback_queued = False
-        group._all_gather_result = None  # it may contain old values
-        group._post_forward_indices.clear()
-        group.comm_ctx.post_forward_order.clear()
-        group.comm_ctx.reduce_scatter_state = None
-        group._to_sharded()
-
-
-def _forget_gradients(root: nn.Module) -> None:
-    """Discard the unreduced gradients of gathered parameters.
-
-    An optimizer's ``zero_grad`` resets only the gradients of shards.
-    """
-    for _, group in _iterate_sharded_groups(root):
-        for fsdp_parameter in group.fsdp_params:
-            fsdp_parameter.unsharded_accumulated_grad = None
-            if hasattr(fsdp_parameter, "_unsharded_param"):  # it exists after the first gathering
-                fsdp_parameter._unsharded_param.grad = None
-
-
-def _gathered_parameters(root: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the unsharded and the sharded tensor of each parameter that has been gathered."""
-    for _, group in _iterate_sharded_groups(root):
-        for fsdp_parameter in group.fsdp_params:
-            if hasattr(fsdp_parameter, "_unsharded_param"):
-                yield fsdp_parameter._unsharded_param, fsdp_parameter.sharded_param
-
-
-def _iterate_sharded_groups(root: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield FSDP2's internal state of each module, together with each of the module's parameter groups."""
-    for part in root.modules():
-        get_state: Any = getattr(part, "_get_fsdp_state", None)
-        if get_state is not None:
-            state = get_state()
-            groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:  # older versions (2.6) have one group each
-                groups = [group for group in (state._fsdp_param_group,) if group is not None]
-            for group in groups:
-                yield state, group

@@ -436,6 +436,30 @@ def search_plainly(accumulate=1, size=8, **flags):
     return finder.optimal_lr.results, task.learning_rate, task.seen, trainer.lr_scheduler_configs[0].scheduler.base_lrs
 
 
+class TwoOptimizers(Plain):
+    """The second optimizer's rate is a tenth of the first one's, in the search too."""
+
+    def configure_optimizers(self):
+        first = torch.optim.SGD([self.net.weight], lr=self.learning_rate)
+        return [first, torch.optim.SGD([self.net.bias], lr=self.learning_rate / 10)]
+
+
+class OneOptimizer(Plain):
+    def configure_optimizers(self):
+        groups = [{"params": [self.net.weight]}, {"params": [self.net.bias], "lr": self.learning_rate / 10}]
+        return torch.optim.SGD(groups, lr=self.learning_rate)
+
+
+def test_the_rates_of_two_optimizers_rise_together():
+    found = []
+    for kind in (TwoOptimizers, OneOptimizer):
+        treadle.seed_everything(0)
+        task, finder = kind(), LearningRateFinder(1e-4, 0.5, 25, early_stop_threshold=None)
+        treadle.Trainer(**NO_OUTPUT, max_epochs=1, callbacks=[finder]).fit(task, DataLoader(dataset(), 8))
+        found.append((finder.optimal_lr.results, [p.tolist() for p in task.parameters()]))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("processes", "accumulate", "size"),
     [

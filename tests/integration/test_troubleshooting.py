@@ -93,6 +93,7 @@ PROVOKERS = {
     "two_optimizers": lambda: fit(
         net(configure_optimizers=lambda self: [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)])
     ),
+    "optimizer_idx": lambda: fit(net(training_step=lambda self, batch, batch_idx, optimizer_idx: self.net(batch[0]))),
     "manual_backward_in_automatic": lambda: fit(
         net(training_step=lambda self, batch, batch_idx: self.manual_backward(self.net(batch[0]).mean()))
     ),
@@ -426,5 +427,8 @@ def manual_optimization_with_fsdp():
         def __init__(self):
             super().__init__()
             self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward((batch[0] @ self.net.weight.T).mean())
 
     fit(Net(), strategy="fsdp")

@@ -249,7 +249,7 @@ def of(make):
         (of(lambda o: ([], [steps(o)])), ValueError, ["optimizers, is empty"]),
         (of(lambda o: (o, steps(o))), TypeError, ["StepLR", "two lists (optimizers, schedulers)"]),
         (of(lambda o: ([o], [steps(o)], [1])), TypeError, ["list where an optimizer is expected"]),
-        (lambda t: [adam(t), adam(t)], ValueError, ["2 optimizers", "groups of one"]),
+        (lambda t: [adam(t), adam(t)], ValueError, ["net.weight is in two optimizers", "one optimizer"]),
         (lambda t: {"lr_scheduler": 1}, ValueError, ["without 'optimizer'"]),
         (lambda t: {"optimizer": None}, TypeError, ["returned None where an optimizer is expected"]),
         (of(lambda o: {"optimizer": o, "lr_schedular": 1}), ValueError, ["'lr_schedular'", "mean 'lr_scheduler'"]),

@@ -55,7 +55,7 @@ def build_config_subject(options: argparse.Namespace) -> Subject:
         build_model=run.build_model,
         make_batch=run.make_batch,
         loss=run.compute_loss,
-        optimizer=run.make_optimizer,
+        optimizer=run.make_optimizers,
         strategy=run.make_strategy,
         step="training_step",
         settings=run.settings,
@@ -124,10 +124,11 @@ class _PlannedRun:
         devices, nodes = flags.get("devices", 1), flags.get("num_nodes", 1)
         count = len(devices) if isinstance(devices, list) else devices
         count = max(1, int(count)) if isinstance(count, int) or str(count).isdecimal() else 1
+        clip = flags.get("gradient_clip_val")
         self.settings: dict[str, Any] = {
             "world_size": self.options.world_size or count * nodes,
             "precision": flags.get("precision") or "32-true",
-            "clip": flags.get("gradient_clip_val"),
+            "clip": max(filter(None, clip.values()), default=None) if isinstance(clip, dict) else clip,
             "compiled": bool(flags.get("compile")),
         }
         if nodes > 1 and self.options.world_size is None:
@@ -210,8 +211,8 @@ class _PlannedRun:
             )
         return value
 
-    def make_optimizer(self, _: Iterable[nn.Parameter]) -> Optimizer:
-        """Return the first optimizer that the task's ``configure_optimizers`` returns."""
+    def make_optimizers(self, _: Iterable[nn.Parameter]) -> list[Optimizer]:
+        """Return the optimizers that the task's ``configure_optimizers`` returns."""
         task = self.trainer.task
         assert task is not None
         optimizers, schedulers = configure(task)
@@ -221,7 +222,7 @@ class _PlannedRun:
             )
         self.trainer.accelerator.optimizers[:] = optimizers  # type: ignore[assignment]
         self.trainer.lr_scheduler_configs = schedulers
-        return optimizers[0]
+        return optimizers
 
     def _make_task(self) -> TaskModule:
         """Build the task on the meta device if its constructor allows that, otherwise on the CPU."""

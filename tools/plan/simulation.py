@@ -24,7 +24,7 @@ def simulate(
     build_model: Callable[[], nn.Module],
     make_batch: Callable[[int], Any],
     loss: Callable[[Any, Any], Tensor],
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer | list[Optimizer]],
     **conditions: Any,
 ) -> Plan:
     """Simulate one optimizer step of one process with fake tensors, and return its plan.
@@ -34,7 +34,7 @@ def simulate(
         make_batch: Function that creates a batch, given the number of samples.
         loss: Function ``loss(model, batch)``, which must not read a tensor's value. If the condition ``step`` is set,
             its first argument is the model's method of this name instead of the model.
-        optimizer: Function that creates an optimizer, given the trainable parameters.
+        optimizer: Function that creates an optimizer, or a list of them, given the trainable parameters.
         conditions: Arguments of `Conditions`.
 
     Raises:
@@ -76,7 +76,7 @@ class _Step:
         self.facts = facts_of(on.strategy)
         self.meter = meter
         self.loss = loss
-        self.make_optimizer = optimizer
+        self.make_optimizers = optimizer
         self.shards: dict[str, tuple[int, ...]] = {}
         self.states: dict[str, int] = {}
         self.checkpoint = 0
@@ -105,8 +105,8 @@ class _Step:
             batches = [self.on.precision.cast(make_batch(self.on.micro_batch)) for _ in range(self.on.accumulate)]
             try:
                 with meter:
-                    optimizer = self._prepare_optimizer()
-                    self._train(optimizer, batches, order)
+                    optimizers = self._prepare_optimizers()
+                    self._train(optimizers, batches, order)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise _make_value_error(error, str(error.func)) from error
             except RuntimeError as error:
@@ -128,33 +128,35 @@ class _Step:
                 parameter.register_post_accumulate_grad_hook(note)
         return order
 
-    def _prepare_optimizer(self) -> Optimizer:
-        """Create the optimizer and its state, and record the sizes of the state and a checkpoint."""
+    def _prepare_optimizers(self) -> list[Optimizer]:
+        """Create the optimizers and their state, and record the sizes of the state and a checkpoint."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        optimizer: Optimizer = self.make_optimizer(trained)
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            name = type(optimizer).__name__
-            raise ValueError(
-                f"{name} calls its closure a varying number of times per step, so its steps can't be planned. Use "
-                "another optimizer."
-            )
-        for group in optimizer.param_groups:
-            if group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = True  # torch's choice on a GPU
+        made: Optimizer | list[Optimizer] = self.make_optimizers(trained)
+        optimizers = made if isinstance(made, list) else [made]
+        for optimizer in optimizers:
+            closure = inspect.signature(optimizer.step).parameters.get("closure")
+            if closure is not None and closure.default is closure.empty:
+                name = type(optimizer).__name__
+                raise ValueError(
+                    f"{name} calls its closure a varying number of times per step, so its steps can't be planned. Use "
+                    "another optimizer."
+                )
+            for group in optimizer.param_groups:
+                if group.get("foreach", False) is None and not group.get("fused"):
+                    group["foreach"] = True  # torch's choice on a GPU
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         self.meter.category = OPTIMIZER
-        optimizer.step()
-        optimizer.zero_grad()
-        states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+        _step_together(optimizers)
+        slots = [slots for optimizer in optimizers for slots in optimizer.state.values()]
+        states = [v for state in slots for v in state.values() if isinstance(v, Tensor)]
         self.meter.memory.name(simulated_world.local_tensors(states), OPTIMIZER)
         self.states = {name: self.meter.memory.live[name] for name in (PARAMETERS, OPTIMIZER)}
         saved_tensors = {id(tensor): tensor for tensor in self.model.state_dict(keep_vars=True).values()}
         self.checkpoint = sum(t.numel() * t.element_size() for t in (*saved_tensors.values(), *states))
-        return optimizer
+        return optimizers
 
-    def _train(self, optimizer: Optimizer, batches: list[Any], order: list[tuple[Tensor, float]]) -> None:
+    def _train(self, optimizers: list[Optimizer], batches: list[Any], order: list[tuple[Tensor, float]]) -> None:
         meter, clocks = self.meter, self.meter.clocks
         for batch in batches:
             _hold(batch, meter.memory)
@@ -176,8 +178,7 @@ class _Step:
         if self.on.clip is not None:
             self.on.strategy.clip_grad_norm_(self.model.parameters(), self.on.clip)
         meter.category = OPTIMIZER
-        optimizer.step()
-        optimizer.zero_grad()
+        _step_together(optimizers)
         self.seconds = clocks.compute.time - begun
         waited = self.seconds - sum(meter.spent.values())
         self.spent = {**meter.spent, WAITING: max(0.0, waited)}
@@ -208,6 +209,12 @@ class _Step:
         ranks = tuple(range(self.on.strategy.world.size))
         self.meter.traffic.add(kind, size)
         return estimate_collective_seconds(kind, size, ranks, self.meter.prices.gpu)
+
+
+def _step_together(optimizers: list[Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _give_sizes(called: nn.Module) -> None:

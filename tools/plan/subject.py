@@ -182,7 +182,7 @@ class Subject:
     build_model: Callable[[], nn.Module]
     make_batch: Callable[[int], Any]
     loss: Callable[[Any, Any], Tensor]
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer | list[Optimizer]]
     strategy: Callable[[int], Strategy]
     schedule: Callable[[Plan], Schedule]
     step: str | None = None

@@ -8,8 +8,9 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .cli_hparams import CLASS_PATH, INSTANTIATOR, giving_settings, instantiate_module
-    from .configure_optimizers import SchedulerConfig, check_ownership, endless, parse_optimizers
+    from .configure_optimizers import SchedulerConfig, check_disjoint, check_ownership, endless, parse_optimizers
     from .datamodule import DataHooks, DataModule
+    from .gradient_clipping import check_limits
     from .hooked_weights import HookDict, HookedWeights
     from .hooks import TaskHooks
     from .hparams import AttributeDict

@@ -122,6 +122,22 @@ def check_ownership(module: nn.Module, optimizers: list[Optimizer], schedulers: 
             )
 
 
+def check_disjoint(module: nn.Module, optimizers: list[Optimizer]) -> None:
+    """Raise a ValueError if a parameter is in two of the optimizers, which would both update it in each step."""
+    owners: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            first = owners.setdefault(id(parameter), optimizer)
+            if first is not optimizer or optimizers.count(optimizer) > 1:
+                name = next((name for name, p in module.named_parameters() if p is parameter), "")
+                raise ValueError(
+                    f"the parameter {name or f'of shape {tuple(parameter.shape)}'} is in two optimizers that "
+                    f"configure_optimizers returned ({type(first).__name__} and {type(optimizer).__name__}), so each "
+                    "step would update it twice. Pass each parameter to one optimizer. If the optimizers take turns, "
+                    "set self.automatic_optimization = False in __init__, and step them in training_step."
+                )
+
+
 def _check_optimizer(value: Any) -> Optimizer:
     if isinstance(value, Optimizer):
         return value

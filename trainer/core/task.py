@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -20,6 +20,7 @@ from ...engine import collectives
 from ...engine.metrics import Metrics
 from ...strategies import apply_nested
 from .export import Exports
+from .gradient_clipping import split_by_limit
 from .hooks import TaskHooks
 from .hparams import HyperparametersMixin
 
@@ -33,7 +34,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, Exports, nn.Module):
     Override ``training_step`` and ``configure_optimizers``, then pass the task to ``Trainer.fit``.
 
     Attributes:
-        automatic_optimization: Whether the Trainer runs the backward pass and steps the optimizer. Default: True.
+        automatic_optimization: Whether the Trainer runs the backward pass and steps the optimizers. Default: True.
         strict_loading: Whether a checkpoint's weights must match the task's in name and shape. Default: True.
         example_input_array: Example input of ``forward`` for the model summary, graph logging and export. Default:
             None.
@@ -128,6 +129,9 @@ class TaskModule(HyperparametersMixin, TaskHooks, Exports, nn.Module):
     def configure_optimizers(self) -> Any:
         """Return the optimizers and, optionally, learning rate schedulers, in any form that Lightning accepts.
 
+        Several optimizers step together after the backward pass of one loss. Optimizers that take turns, as in a GAN,
+        need ``automatic_optimization = False``.
+
         Returns:
             An optimizer; a list of optimizers; two lists (optimizers, schedulers); a dict with ``"optimizer"`` and
             optionally ``"lr_scheduler"``; a list of such dicts; or None to train without an optimizer. A scheduler is
@@ -138,10 +142,12 @@ class TaskModule(HyperparametersMixin, TaskHooks, Exports, nn.Module):
     def configure_gradient_clipping(
         self,
         optimizer: torch.optim.Optimizer,
-        gradient_clip_val: float | None = None,
+        gradient_clip_val: float | Mapping[str, float] | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the gradients before an optimizer step. Default: call `clip_gradients` with these arguments.
+
+        With several optimizers, the default clips all gradients by one norm. An override is called for each optimizer.
 
         Args:
             optimizer: Optimizer whose gradients are clipped.
@@ -152,16 +158,16 @@ class TaskModule(HyperparametersMixin, TaskHooks, Exports, nn.Module):
 
     def clip_gradients(
         self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: float | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        gradient_clip_val: float | Mapping[str, float] | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the gradients of an optimizer's parameters.
 
         Args:
-            optimizer: Optimizer whose gradients are clipped.
-            gradient_clip_val: Maximum total norm of the gradients, or maximum absolute value of their elements. None or
-                0 disables clipping. Default: None.
+            optimizer: Optimizer whose gradients are clipped, or a list of optimizers to clip by one norm.
+            gradient_clip_val: Maximum total norm of the gradients, or maximum absolute value of their elements. A dict
+                has a limit for each part of the task; see `Trainer`. None or 0 disables clipping. Default: None.
             gradient_clip_algorithm: ``"norm"`` or ``"value"``. Default: ``"norm"``.
 
         Raises:
@@ -171,13 +177,18 @@ class TaskModule(HyperparametersMixin, TaskHooks, Exports, nn.Module):
         if not gradient_clip_val:
             return
         algorithm = choose("gradient_clip_algorithm", str(gradient_clip_algorithm or "norm").lower(), ("norm", "value"))
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        accelerator = self.trainer.accelerator
-        accelerator.unscale_gradients(optimizer)
+        accelerator, parameters = self.trainer.accelerator, list[Tensor]()
+        for one in (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer:
+            parameters += [p for group in one.param_groups for p in group["params"]]
+            accelerator.unscale_gradients(one)
+        clip: Any = accelerator.strategy.clip_grad_norm_
         if algorithm == "value":
-            accelerator.strategy.clip_grad_value_(parameters, gradient_clip_val)
-        else:
-            accelerator.strategy.clip_grad_norm_(parameters, gradient_clip_val)
+            clip = accelerator.strategy.clip_grad_value_
+        if not isinstance(gradient_clip_val, Mapping):
+            clip(parameters, gradient_clip_val)
+            return
+        for limit, chosen in split_by_limit(self, parameters, gradient_clip_val):
+            clip(chosen, limit)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass. ``loss`` is already scaled for accumulation, world size and the gradient scaler.
@@ -201,7 +212,8 @@ class TaskModule(HyperparametersMixin, TaskHooks, Exports, nn.Module):
     ) -> None:
         """Step an optimizer. Default: call ``optimizer.step(closure=optimizer_closure)``.
 
-        An override that does not call ``optimizer.step`` skips the step.
+        With several optimizers, it is called for each, after the backward pass for all of them. An override that does
+        not call ``optimizer.step`` skips the step.
 
         Args:
             epoch: Number of completed epochs.
@@ -396,8 +408,15 @@ class TaskModule(HyperparametersMixin, TaskHooks, Exports, nn.Module):
             optimizer: Optimizer whose parameters are not affected.
 
         Raises:
-            RuntimeError: If gradients are still disabled by an earlier call, or the task has no Trainer.
+            RuntimeError: If gradients are still disabled by an earlier call, if automatic optimization steps several
+                optimizers together, or if the task has no Trainer.
         """
+        if self.automatic_optimization and self.fabric is None and len(self.trainer.optimizers) > 1:
+            raise RuntimeError(
+                "toggle_optimizer is for optimizers that take turns, but with automatic_optimization=True, all "
+                f"{len(self.trainer.optimizers)} optimizers step together. Set self.automatic_optimization = False in "
+                "__init__, and step them in training_step, or remove the call."
+            )
         parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if self._toggled:
             raise RuntimeError("toggle_optimizer was called twice. Call untoggle_optimizer before the second call.")

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from ...engine import isolated_random_state
 from ...engine.data import Micro, batch_indices
 from ...engine.metrics import MutedMetrics
-from ...engine.optim import nonfinite
+from ...engine.optim import PreparedOptimizer, nonfinite
 from ..core import TaskModule, overrides
 from .hook_table import Hook, Hooks, count_positional, pass_by_keyword, takes_iterator
 from .lr_schedulers import Schedules
@@ -64,11 +64,13 @@ class Steps:
         self.accumulation = trainer.accelerator.accumulation
         self.agreement = self.accumulation.agreement
         self.cursor = trainer.accelerator.cursor
-        self.optimizer = trainer.accelerator.optimizers[0] if trainer.accelerator.optimizers else None
+        self.optimizers = trainer.accelerator.optimizers
         self.reader = BatchReader(self) if takes_iterator(task.training_step) else None
         self.step = self._bind(trainer.accelerator.method(model, "training_step"))
         self.takes_index = self.reader is not None or count_positional(task.training_step) > 1
-        self.clips = trainer.gradient_clip_val is not None or overrides(task, "configure_gradient_clipping")
+        self.custom_clip = overrides(task, "configure_gradient_clipping")
+        self.clips = trainer.gradient_clip_val is not None or self.custom_clip
+        self.shares_overflows = len(self.optimizers) > 1 and self.accumulation.loss_scale is not None
         self.clip_hook = pass_by_keyword(
             task.configure_gradient_clipping, "gradient_clip_val", "gradient_clip_algorithm"
         )
@@ -209,7 +211,7 @@ class Steps:
             )
 
     def _optimize(self, index: int, loss: Tensor, batch: Any) -> None:
-        accumulation, optimizer, progress, hooks = self.accumulation, self.optimizer, self.progress, self.hooks
+        accumulation, optimizers, progress, hooks = self.accumulation, self.optimizers, self.progress, self.hooks
         self.agreement.next_place = progress.step + 1, progress.epoch, index
         if accumulation.always_agree or accumulation.watches_gradients:
             accumulation.exchange_votes()
@@ -220,25 +222,33 @@ class Steps:
         if not self.agreement.finite:
             self.refuse(batch=batch)
             return
-        if optimizer is None:
+        if not optimizers:
             progress.step += 1
             return
         if hooks.on_before_optimizer_step:
             accumulation.unscale_gradients()
-            for hook in hooks.on_before_optimizer_step:
-                hook(optimizer.optimizer)
+            for optimizer in optimizers:
+                for hook in hooks.on_before_optimizer_step:
+                    hook(optimizer.optimizer)
         if self.clips:
             self.clip()
-        steps_taken, skipped = optimizer.steps_taken, optimizer.skipped
-        if self.custom_step is None:
-            optimizer.step()
-        else:  # the gradients are computed, so the closure only returns the loss
-            self.custom_step(progress.epoch, index, optimizer, loss.detach)
-        for hook in hooks.on_before_zero_grad:
-            hook(optimizer.optimizer)
-        self.zero_grad(index)
-        progress.skipped += optimizer.skipped - skipped
-        if optimizer.steps_taken != steps_taken:
+        if self.shares_overflows:
+            accumulation.share_overflows()
+        stepped = skipped = False
+        for optimizer in optimizers:  # after the gradients of all are final, because they may be clipped by one norm
+            steps_taken, steps_skipped = optimizer.steps_taken, optimizer.skipped
+            if self.custom_step is None:
+                optimizer.step()
+            else:  # the gradients are computed, so the closure only returns the loss
+                self.custom_step(progress.epoch, index, optimizer, loss.detach)
+            stepped |= optimizer.steps_taken != steps_taken
+            skipped |= optimizer.skipped != steps_skipped
+        for optimizer in optimizers:
+            for hook in hooks.on_before_zero_grad:
+                hook(optimizer.optimizer)
+            self.zero_grad(index, optimizer)
+        progress.skipped += skipped
+        if stepped and not skipped:
             progress.step += 1
             if self.schedules.by_step:
                 self.schedules.after_step()
@@ -332,23 +342,29 @@ class Steps:
         )
 
     def clip(self) -> None:
-        """Clip the gradients with the task's ``configure_gradient_clipping``."""
-        trainer, optimizer = self.trainer, self.optimizer
-        assert optimizer is not None
-        self.accumulation.unscale_gradients()
-        self.clip_hook(optimizer.optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        """Clip the gradients with the task's ``configure_gradient_clipping``.
 
-    def zero_grad(self, index: int) -> None:
-        """Reset the gradients, with the task's hook if it is overridden.
+        An override is called for each optimizer. Otherwise, one norm covers the parameters of all optimizers.
+        """
+        trainer = self.trainer
+        self.accumulation.unscale_gradients()
+        optimizers: list[Any] = [prepared.optimizer for prepared in self.optimizers]
+        if len(optimizers) > 1 and not self.custom_clip:
+            optimizers = [optimizers]
+        for optimizer in optimizers:
+            self.clip_hook(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+
+    def zero_grad(self, index: int, optimizer: PreparedOptimizer) -> None:
+        """Reset an optimizer's gradients, with the task's hook if it is overridden.
 
         Args:
             index: Index of a micro-batch of the step.
+            optimizer: Optimizer as prepared by the accelerator.
         """
-        assert self.optimizer is not None
         if self.custom_zero_grad is None:
-            self.optimizer.zero_grad()
+            optimizer.zero_grad()
         else:
-            self.custom_zero_grad(self.progress.epoch, index, self.optimizer)
+            self.custom_zero_grad(self.progress.epoch, index, optimizer)
 
     def read_outcome(self) -> None:
         """Call `refuse` if the last step had non-finite values, which accelerators report one step late."""
@@ -390,8 +406,8 @@ class Steps:
             optimizer: See `refuse`.
         """
         self.progress.skipped += 1
-        if self.optimizer is not None:
-            self.optimizer.optimizer.zero_grad()
+        for prepared in self.optimizers:
+            prepared.optimizer.zero_grad()
 
     def describe_not_finite(self, last: int, batch: Any) -> nonfinite.Findings:
         """Return the findings of all ranks about non-finite values. Call it on all ranks.

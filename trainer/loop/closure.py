@@ -25,6 +25,7 @@ class ClosureSteps(Steps):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        (self.optimizer,) = self.optimizers
         self.voting = self.may_leave()
 
     def take(self, group: Iterable[Any]) -> None:
@@ -37,7 +38,7 @@ class ClosureSteps(Steps):
         for batch in group:
             progress.phase = Phase.IN_STEP
             if batch is None:
-                name = type(self.optimizer.optimizer).__name__  # type: ignore[union-attr]
+                name = type(self.optimizer.optimizer).__name__
                 raise ValueError(
                     f"the training dataloader yielded None instead of a batch, but {name} evaluates the batches of a "
                     "step several times and cannot skip one. Let collate_fn return at least one sample."
@@ -57,7 +58,6 @@ class ClosureSteps(Steps):
             progress.phase = Phase.BETWEEN_STEPS
             return
         first, optimizer = progress.batch, self.optimizer
-        assert optimizer is not None
         results: list[tuple[Any, Tensor]] = []
 
         def closure() -> Tensor:
@@ -87,11 +87,10 @@ class ClosureSteps(Steps):
     def _evaluate(self, micro_batches: list[tuple[Any, Any]], first: int) -> list[tuple[Any, Tensor]]:
         """Compute the group's reduced and clipped gradients. Return each batch's step result and loss."""
         accumulation, optimizer = self.accumulation, self.optimizer
-        assert optimizer is not None
         for hook in self.hooks.on_before_zero_grad:
             hook(optimizer.optimizer)
         accumulation.sync_gradients = True  # reset: the previous group may have ended without it
-        self.zero_grad(first)
+        self.zero_grad(first, optimizer)
         results = []
         for number, batch in enumerate(
             self.metrics.counted(self._replay_batches(micro_batches), self.cursor, self.task)
@@ -120,7 +119,7 @@ class ClosureSteps(Steps):
             loss, weight = (output, None) if isinstance(output, Tensor) else loss_in(output)
             check_loss(loss)
             if weight is not None:
-                name = type(self.optimizer.optimizer).__name__  # type: ignore[union-attr]
+                name = type(self.optimizer.optimizer).__name__
                 raise ValueError(
                     f"training_step returned a weight, but {name} steps with a closure, whose losses cannot be "
                     "weighted. Return only the loss."
@@ -144,9 +143,12 @@ class ClosureSteps(Steps):
 
 def check_closure(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
     """Raise a ValueError for settings that do not support an optimizer with a closure."""
+    others = [type(o).__name__ for o in trainer.optimizers if o is not optimizer]
     strategy, precision = trainer.accelerator.strategy, trainer.accelerator.precision
     in_parts = strategy.sharded or strategy.keeps_apart(optimizer)
     reasons = {
+        f"other optimizers ({', '.join(others)}), because it evaluates the batches of a step several times. Return it "
+        "alone, or set self.automatic_optimization = False": others,
         f"strategy={strategy.name!r}, because it would see only a shard of the model. Use strategy='ddp'": in_parts,
         f"precision={precision.name!r}, whose loss scale skips steps. Use 'bf16-mixed' or '32-true'": precision.scaled,
         "on_nonfinite='skip', because it cannot skip part of a step. Use 'raise'": trainer.on_nonfinite == "skip",

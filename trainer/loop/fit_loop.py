@@ -357,8 +357,8 @@ def choose_steps(trainer: Trainer, task: TaskModule) -> type[Steps]:
     """Return the class of the loop body for a task: automatic, manual, or with a closure."""
     if not task.automatic_optimization:
         return ManualSteps
-    optimizers = [prepared.optimizer for prepared in trainer.accelerator.optimizers]
-    if not any(map(needs_closure, optimizers)):
+    with_closure = next(filter(needs_closure, trainer.optimizers), None)
+    if with_closure is None:
         return Steps
-    check_closure(trainer, optimizers[0])
+    check_closure(trainer, with_closure)
     return ClosureSteps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -14,7 +15,16 @@ from ...callbacks import LatestValidation
 from ...common.messages import closest_name, warn
 from ...engine import isolated_random_state, list_unused
 from ..checkpointing import LastStep, explain_need_of_all_ranks
-from ..core import SchedulerConfig, TaskModule, check_ownership, endless, overrides, parse_optimizers
+from ..core import (
+    SchedulerConfig,
+    TaskModule,
+    check_disjoint,
+    check_limits,
+    check_ownership,
+    endless,
+    overrides,
+    parse_optimizers,
+)
 from ..preflight import check_monitors, check_optimizers_match, check_storable, warn_of_untrained
 from ..profiling import measured_in
 from .dataloaders import LOADER_NAMES, Sources
@@ -215,6 +225,8 @@ def prepare_training(trainer: Trainer, task: TaskModule) -> Any:
                 f"{type(config.scheduler).__name__}({name}=inf) would never change the learning rate: "
                 + _why_endless(trainer)
             )
+    if isinstance(trainer.gradient_clip_val, dict):
+        check_limits(task, trainer.gradient_clip_val)
     check_optimizers_match(task, optimizers, schedulers, accelerator.world)
     trainer.lr_scheduler_configs = schedulers
     for optimizer in optimizers:
@@ -273,6 +285,12 @@ def _check_steps(task: TaskModule) -> None:
         misnamed = closest_name("training_step", own_methods, cutoff=0.7)
         advice = "Define it to return the loss." if misnamed is None else f"Rename {misnamed} to training_step."
         raise ValueError(f"{name} has no training_step. {advice}")
+    if "optimizer_idx" in inspect.signature(task.training_step).parameters:
+        raise ValueError(
+            f"{name}.training_step has the argument optimizer_idx, but training_step is called once per batch, for all "
+            "optimizers. If one loss trains them together, remove optimizer_idx. If they take turns, as in a GAN, set "
+            "self.automatic_optimization = False in __init__, and step them in training_step."
+        )
     is_configured = "configure_optimizers" in vars(task)  # set by a configuration, which replaces the class's
     if not is_configured and type(task).configure_optimizers is TaskModule.configure_optimizers:
         raise ValueError(
@@ -286,14 +304,9 @@ def configure(task: TaskModule) -> tuple[list[torch.optim.Optimizer], list[Sched
     optimizers, schedulers = parse_optimizers(task.configure_optimizers())
     check_ownership(task, optimizers, schedulers)
     if task.automatic_optimization:  # otherwise training_step steps them
+        check_disjoint(task, optimizers)
         for config in schedulers:
             config.check_steps()
-    if len(optimizers) > 1 and task.automatic_optimization:
-        raise ValueError(
-            f"{type(task).__name__}.configure_optimizers returned {len(optimizers)} optimizers, but automatic "
-            "optimization supports only one. Put all parameters into parameter groups of one optimizer, or set "
-            "self.automatic_optimization = False and step the optimizers in training_step."
-        )
     if not (optimizers or task.automatic_optimization):
         name = f"{type(task).__name__}.configure_optimizers"
         warn(f"{name} returned no optimizer, so each batch counts as a step, and checkpoints have no optimizer state.")

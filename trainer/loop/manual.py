@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ...common.messages import warn
 from ...engine.data import Micro
 from ...engine.optim import PreparedOptimizer, can_skip_on_device, list_parameters
+from ...strategies.distributed import local
 from ..core import overrides
 from .automatic import Steps
 from .closure import needs_closure
@@ -45,7 +46,6 @@ class ManualSteps(Steps):
             warn(f"{hooks} {verb} never called with automatic_optimization=False. Move the code to training_step.")
         self.step = self._bind(self.accelerator.local_method(self.task, "training_step"))
         self.strategy = self.accelerator.strategy
-        self.optimizers = self.accelerator.optimizers
         self.parameters = dict.fromkeys(p for optimizer in self.optimizers for p in list_parameters(optimizer))
         self.strategy.reduce_gradients(self.parameters)  # includes tensors that are no parameters of the task
         self.batch: Any = None  # the batch of the current training_step
@@ -150,7 +150,10 @@ class ManualSteps(Steps):
 
     def _is_updated_by_hand(self) -> bool:
         initial, current = self.initial_values, self._fingerprint()
-        if initial is None or initial == current:
+        if initial is None:
+            return False
+        is_updated = initial != current
+        if not (self.accelerator.world.any(is_updated) if self.strategy.sharded else is_updated):  # in any shard
             return False
         if self.agreement.watch_finite and all(map(isfinite, initial)) and not all(map(isfinite, current)):
             raise ValueError(
@@ -165,7 +168,7 @@ class ManualSteps(Steps):
 
     def _fingerprint(self) -> list[float]:
         """Return the versions and norms of the parameters. Updates through ``parameter.data`` change no versions."""
-        trained = [p.detach() for p in self._list_trained()]
+        trained = [local(p.detach()) for p in self._list_trained()]
         norms = [norm.to(trained[0].device) for norm in torch._foreach_norm(trained)] if trained else []
         return [*(p._version for p in trained), *(torch.stack(norms).tolist() if norms else ())]
 
@@ -346,9 +349,14 @@ class ManualSteps(Steps):
 
 def _refuse_flags(trainer: Any) -> None:
     """Raise a ValueError for flags that have no effect with manual optimization."""
+    clip, count = trainer.gradient_clip_val, trainer.accumulate_grad_batches
+    accumulate = (
+        f"call self.manual_backward(loss / {count}) for each batch, and step the optimizer if (batch_idx + 1) % "
+        f"{count} == 0 or self.trainer.is_last_batch,"
+    )
     conflicts = {
-        "gradient_clip_val": (trainer.gradient_clip_val, None, "call self.clip_gradients(optimizer, ...)"),
-        "accumulate_grad_batches": (trainer.accumulate_grad_batches, 1, "accumulate gradients"),
+        "gradient_clip_val": (clip, None, f"call self.clip_gradients(optimizer, {clip}) before optimizer.step()"),
+        "accumulate_grad_batches": (count, 1, accumulate),
     }
     for flag, (value, default, fix) in conflicts.items():
         if value != default:

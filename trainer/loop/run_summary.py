@@ -66,6 +66,12 @@ class RunSummary:
             lines.append("configure_optimizers returned None, so nothing is trained")
         else:
             lines.append(self._describe_steps() if task.automatic_optimization else self._describe_manual_steps())
+        if len(accelerator.optimizers) > 1 and task.automatic_optimization:
+            kinds = ", ".join(type(prepared.optimizer).__name__ for prepared in accelerator.optimizers)
+            lines.append(
+                f"{len(accelerator.optimizers)} optimizers ({kinds}) step together after one backward pass; optimizers "
+                "that take turns, as in a GAN, need automatic_optimization=False"
+            )
         if _can_use_tf32(accelerator.device, accelerator.precision):
             lines.append(
                 "float32 matrix products at full precision; float32_matmul_precision='high' computes them in TF32, "

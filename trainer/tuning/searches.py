@@ -258,7 +258,7 @@ def _check_rate_is_used(inner: Trainer, name: str, rate: float) -> None:
     for value in (rate, 2 * rate):
         set_attribute(inner, name, value)
         optimizers, _ = configure(inner.task)
-        rates.append([_get_base_rate(group) for group in optimizers[0].param_groups])
+        rates.append([_get_base_rate(group) for optimizer in optimizers for group in optimizer.param_groups])
     if rates[0] == rates[1]:
         warn(
             f"{type(inner.task).__name__}.configure_optimizers does not use {name}, which LearningRateFinder sets, so "
@@ -313,7 +313,7 @@ class _RangeTest(Trial):
                 f"{type(trainer.task).__name__}.configure_optimizers returned no optimizer, but LearningRateFinder "
                 "needs an optimizer. Return an optimizer, or remove the finder."
             )
-        groups = trainer.optimizers[0].param_groups
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         if not self._shares:
             base = [_get_base_rate(group) for group in groups]
             self._shares = [group_rate / max(base) if max(base) > 0 else 1.0 for group_rate in base]

@@ -210,6 +210,22 @@ def test_replicas_keep_copies_of_gradients_to_send_them_from():
     assert peak(gradient_as_bucket_view=True) == plan.peak
 
 
+def test_two_optimizers_have_the_states_of_one():
+    from treadle.tools.plan.simulation import simulate
+
+    def halves(parameters):
+        parameters = list(parameters)
+        return [ADAMW(parameters[::2]), ADAMW(parameters[1::2])]
+
+    one, two = (
+        simulate(Shared, batch_of, loss, make, strategy=SingleDevice(), world_size=1, precision="32-true")
+        for make in (ADAMW, halves)
+    )
+    assert one.states == two.states
+    assert one.checkpoint == two.checkpoint
+    assert one.states["optimizer"] <= two.memory["optimizer"] <= one.memory["optimizer"]
+
+
 def test_states_are_those_of_the_arithmetic():
     parameters = LAYERS * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH) + CLASSES * WIDTH + CLASSES
     single = planned("single", 1, 0, strategy=SingleDevice())

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import treadle
 from treadle.testing.faults import disk_points
 
-MOST_FRAMES, MOST_CALLS, MOST_CALLS_OWN_LOOP = 6, 32, 25
+MOST_FRAMES, MOST_CALLS, MOST_CALLS_OWN_LOOP, MOST_CALLS_SECOND_OPTIMIZER = 6, 32, 25, 5
 MOST_CALLS_CHECKPOINT = {"file": 1835, "directory": 1225}
 FOLDERS = tuple(
     str(Path(folder).resolve()) + os.sep
@@ -95,8 +95,13 @@ def calls_per_step(few, many):
     return {name: n for name, n in sorted(per_step.items(), key=lambda pair: -pair[1]) if n}
 
 
-def without_frames():
-    task = Task()
+class TwoOptimizers(Task):
+    def configure_optimizers(self):
+        return [torch.optim.SGD([p], lr=0.1) for p in self.parameters()]
+
+
+def without_frames(kind=Task):
+    task = kind()
     task.frames = ()
     return task
 
@@ -114,6 +119,16 @@ def test_calls_per_step(tmp_path):
     per_step = calls_per_step(few, many)
     assert sum(n for n in per_step.values() if n > 0) <= MOST_CALLS, per_step
     assert per_step["automatic.py:Steps.take"] == 1.0  # what is counted is the loop
+
+
+def test_calls_per_step_of_a_second_optimizer(tmp_path):
+    calls(fit, tmp_path / "warm", without_frames(TwoOptimizers), 2)
+    totals = {}
+    for kind in (Task, TwoOptimizers):
+        runs = (calls(fit, tmp_path / f"{kind.__name__}-{n}", without_frames(kind), n) for n in (51, 91))
+        per_step = calls_per_step(*runs)
+        totals[kind] = sum(n for n in per_step.values() if n > 0)
+    assert 0 < totals[TwoOptimizers] - totals[Task] <= MOST_CALLS_SECOND_OPTIMIZER, per_step
 
 
 def test_calls_per_step_of_an_own_loop():

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint
 from treadle.loggers import CSVLogger
-from treadle.strategies import DDP
+from treadle.strategies import DDP, FSDP
 
 import treadle
 
@@ -149,7 +149,8 @@ class UnfrozenLater(Form):
         super().training_step(batch, batch_idx)
 
     def note_norm(self):
-        self.norms.append(sum(p.grad.norm().item() for p in self.net.parameters() if p.grad is not None))
+        norms = [p.grad.norm() for p in self.net.parameters() if p.grad is not None]
+        self.norms.append(sum(getattr(norm, "full_tensor", lambda norm=norm: norm)().item() for norm in norms))
 
 
 class StepsInAHook(Form):
@@ -457,7 +458,15 @@ def fit(kind, processes=1, **flags):
     task = kind()
     done = make_trainer(max_epochs=EPOCHS, precision="64-true", **flags)
     done.fit(task, DataLoader(TensorDataset(*data()), BATCH // processes))
-    return [p.detach() for p in task.parameters()], task.norms, done.global_step
+    return (
+        weights_of(task),
+        [getattr(norm, "full_tensor", lambda norm=norm: norm)() for norm in task.norms],
+        done.global_step,
+    )
+
+
+def weights_of(task):
+    return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in task.parameters()]
 
 
 def check(found, kind):
@@ -479,7 +488,23 @@ def fit_each():
     found = {name: fit(kind, 2, **flags) for name, kind in FORMS.items()}
     sharded = {"devices": 2, "strategy": DDP(zero=True)}
     found |= {f"{name}, zero": fit(FORMS[name], 2, **sharded) for name in ("Form", "Attribute", "OwnTwoNetworks")}
+    sharded = {"devices": 2, "strategy": FSDP()}
+    found |= {f"{name}, fsdp": fit(FORMS[name], 2, **sharded) for name in FORMS if name not in NOT_SHARDED}
+    for name, words in NOT_SHARDED.items():
+        with pytest.raises(ValueError, match=words):
+            fit(FORMS[name], 2, devices=2, strategy=FSDP())
     return found
+
+
+NOT_SHARDED = {
+    "OutsideParameters": "does not belong to a prepared model",
+    "LayerOfTheFirstStep": "has not sharded, so its gradient is that of one rank",
+    "Lbfgs": "LBFGS needs full parameters",
+    "OwnLbfgs": "LBFGS needs full parameters",
+    "SeveralPasses": "used outside of the forward pass of its submodule",
+    "AssignedGradients": "torch.autograd.grad can't compute gradients with respect to parameters",
+    "GradientPenalty": "FSDP frees the gathered parameters after the first backward pass",
+}
 
 
 @pytest.fixture(scope="module")
@@ -487,7 +512,14 @@ def on_two_processes():
     return run(fit_each, 2)
 
 
-@pytest.mark.parametrize("name", [*FORMS, "Form, zero", "Attribute, zero", "OwnTwoNetworks, zero"])
+@pytest.mark.filterwarnings("ignore:.*returned no optimizer")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(*FORMS, "Form, zero", "Attribute, zero", "OwnTwoNetworks, zero"),
+        *(f"{name}, fsdp" for name in FORMS if name not in NOT_SHARDED),
+    ],
+)
 def test_on_two_processes(on_two_processes, name):
     first, second = (ranks[name] for ranks in on_two_processes)
     assert all(map(torch.equal, first[0], second[0]))
@@ -559,30 +591,45 @@ def skip_by_hand(kind):
 GUARDED = [Form, Attribute, Unwrapped, NotReturned, Closure, OwnClosure]
 
 
-def fit_spoilt(policy, processes):
+def fit_spoilt(policy, processes, **flags):
     found = []
     for kind in GUARDED:
-        done = make_trainer(max_epochs=EPOCHS, precision="64-true", on_nonfinite=policy, devices=processes)
+        done = make_trainer(max_epochs=EPOCHS, precision="64-true", on_nonfinite=policy, devices=processes, **flags)
         task = spoil(kind, 2)
         loader = DataLoader(TensorDataset(*data()), BATCH // processes)
         if policy == "skip":
             done.fit(task, loader)
-            found.append(([p.detach() for p in task.parameters()], done.global_step, done.progress.skipped))
+            found.append((weights_of(task), done.global_step, done.progress.skipped))
         else:
             with pytest.raises(ValueError, match=r"not finite on rank 0 in optimizer step 3"):
                 done.fit(task, loader)
-            found.append(([p.detach() for p in task.parameters()], done.global_step, 0))
+            found.append((weights_of(task), done.global_step, 0))
     return found
+
+
+def fit_spoilt_on_two():
+    """Rank one's last layer has no element of the bias, and its loss is finite, unlike rank zero's."""
+    for weights, steps, _ in fit_spoilt("raise", 2, strategy=FSDP()):
+        assert steps == 2
+        assert all(weight.isfinite().all() for weight in weights)
+    float16 = [fit_float16(Float16, devices=2, strategy=make()) for make in (DDP, FSDP)]
+    return fit_spoilt("skip", 2), fit_spoilt("skip", 2, strategy=FSDP()), float16
 
 
 @pytest.mark.filterwarnings("ignore:.*returned no optimizer")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_step_of_a_loss_that_is_not_finite_is_skipped(processes):
-    found = fit_spoilt("skip", 1) if processes == 1 else run(fit_spoilt, 2, "skip", 2)[1]
-    for kind, (weights, steps, skipped) in zip(GUARDED, found, strict=True):
-        assert (kind, steps, skipped) == (kind, 6, 2)
-        for weight, expected in zip(weights, skip_by_hand(kind), strict=True):
-            torch.testing.assert_close(weight, expected, rtol=1e-9, atol=1e-12)
+    if processes == 1:
+        runs = [fit_spoilt("skip", 1), fit_spoilt("skip", 1, strategy=FSDP())]
+    else:
+        *runs, (replicated, sharded) = run(fit_spoilt_on_two, 2)[1]
+        for weight, expected in zip(sharded, replicated, strict=True):
+            torch.testing.assert_close(weight, expected)
+    for found in runs:
+        for kind, (weights, steps, skipped) in zip(GUARDED, found, strict=True):
+            assert (kind, steps, skipped) == (kind, 6, 2)
+            for weight, expected in zip(weights, skip_by_hand(kind), strict=True):
+                torch.testing.assert_close(weight, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:.*returned no optimizer")
@@ -635,15 +682,17 @@ class BothClippedFloat16(ClippedFloat16):
         self.optimizers().step()
 
 
+def fit_float16(kind, devices=1, **flags):
+    task = kind()
+    done = make_trainer(max_epochs=EPOCHS, precision="16-mixed", devices=devices, **flags)
+    done.fit(task, DataLoader(TensorDataset(*data()), BATCH // devices))
+    assert (done.global_step, done.progress.skipped) == (5, 3)  # the first batch overflows with the first scale
+    assert done.scaler.get_scale() == 2.0**13
+    return weights_of(task)
+
+
 def test_float16_with_any_optimizer():
-    results = []
-    for kind in (Float16, OwnFloat16, BothClippedFloat16, ClippedFloat16):
-        task = kind()
-        done = make_trainer(max_epochs=EPOCHS, precision="16-mixed")
-        done.fit(task, DataLoader(TensorDataset(*data()), BATCH))
-        assert (done.global_step, done.progress.skipped) == (5, 3)  # the first batch overflows with the first scale
-        assert done.scaler.get_scale() == 2.0**13
-        results.append(list(task.parameters()))
+    results = [fit_float16(kind) for kind in (Float16, OwnFloat16, BothClippedFloat16, ClippedFloat16)]
     assert all(map(torch.equal, results[0], results[1]))
     assert all(map(torch.equal, results[2], results[3]))
 

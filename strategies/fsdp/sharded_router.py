@@ -1,0 +1,149 @@
+"""Root module of a sharded model, and the state that torch's `fully_shard` keeps of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..forward_router import Router
+
+if TYPE_CHECKING:
+    from ..strategy import Strategy
+
+_OUTSIDE = (
+    "with FSDP and automatic_optimization=False, a parameter was used outside of the forward pass of its submodule, "
+    "which gathers it. Call the submodule itself, as in self.generator(x). For another method, call "
+    "torch.distributed.fsdp.register_fsdp_forward_method(self.generator, 'method') at the start of "
+    "configure_optimizers. To call a part of a submodule, name the part's class in auto_wrap_policy."
+)
+_MANUAL_RULES = {  # by words of torch's error (2.13)
+    "mixed torch.Tensor and DTensor": _OUTSIDE,
+    "placement": _OUTSIDE,
+    "not have been used in the graph": "with FSDP and automatic_optimization=False, torch.autograd.grad can't compute "
+    "gradients with respect to parameters, which are shards. Call self.manual_backward, which leaves the gradients in "
+    "parameter.grad, or use strategy='ddp'.",
+    "storage of size 0": "with FSDP and automatic_optimization=False, a gradient was differentiated again "
+    "(create_graph=True, as in a gradient penalty), but FSDP frees the gathered parameters after the first backward "
+    "pass. Use strategy='ddp'.",
+}
+
+
+class ShardedRouter(Router):
+    """Root module of a sharded model.
+
+    After a forward pass without gradients, the model's parameters are resharded. Such a pass does not run in torch's
+    inference mode, because parameters first gathered in that mode could not be trained (torch 2.13).
+
+    In manual optimization, the root itself is not sharded, but each submodule of the task is.
+    """
+
+    _is_apart: bool
+    _strategy: ref[Strategy]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._weighted: Any = WeakIdKeyDictionary()  # gathered parameters with a hook of `weigh_gradients`
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model. Afterwards, reshard its parameters if gradients are disabled."""
+        try:
+            return self._run(*args, **kwargs)
+        except RuntimeError as error:
+            rules = [rule for words, rule in _MANUAL_RULES.items() if words in str(error)]
+            if not (self._is_apart and rules):
+                raise
+            raise ValueError(f"{rules[0]} ({str(error).splitlines()[0]})") from error
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return super().__call__(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                return super().__call__(*args, **kwargs)
+            finally:
+                reshard_parameters(self)
+
+
+def weigh_gradients(root: Any, block: Any, *_: Any) -> None:
+    """Weight the gradients of ``loss.backward()`` by the rank's share of an uneven batch; see `Strategy`."""
+
+    def weigh(gradient: Tensor) -> Tensor:
+        return gradient * root._strategy().backward_weight
+
+    if root._strategy().backward_weight != 1.0:
+        for _, group in iterate_groups_of(block):
+            for parameter in (fsdp_parameter.unsharded_param for fsdp_parameter in group.fsdp_params):
+                if parameter.requires_grad and parameter not in root._weighted:
+                    root._weighted[parameter] = parameter.register_hook(weigh)
+
+
+def reshard_parameters(root: Any) -> None:
+    """Free the gathered parameters that a forward pass has kept, because they would miss optimizer steps."""
+    for part in root._parts_to_reshard:
+        part.reshard()
+
+
+def start_anew(root: Any) -> None:
+    """Reset FSDP2's state after an error has interrupted a forward or backward pass."""
+    forget_gradients(root)
+    if getattr(root, "_is_apart", False):
+        for part in root.module.modules():
+            if hasattr(part, "_get_fsdp_state") and part._get_fsdp_state()._is_root:
+                start_anew(part)
+        return
+    if hasattr(root, "reset_iter_state"):  # torch 2.13
+        root.reset_iter_state()
+        return
+    for state, group in iterate_sharded_groups(root):
+        for record in (state, group):
+            record._training_state = type(record._training_state).IDLE
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        group._all_gather_result = None  # it may contain old values
+        group._post_forward_indices.clear()
+        group.comm_ctx.post_forward_order.clear()
+        group.comm_ctx.reduce_scatter_state = None
+        group._to_sharded()
+
+
+def forget_gradients(root: nn.Module) -> None:
+    """Discard the unreduced gradients of gathered parameters.
+
+    An optimizer's ``zero_grad`` resets only the gradients of shards.
+    """
+    for _, group in iterate_sharded_groups(root):
+        for fsdp_parameter in group.fsdp_params:
+            fsdp_parameter.unsharded_accumulated_grad = None
+            if hasattr(fsdp_parameter, "_unsharded_param"):  # it exists after the first gathering
+                fsdp_parameter._unsharded_param.grad = None
+
+
+def gathered_parameters(root: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the unsharded and the sharded tensor of each parameter that has been gathered."""
+    for _, group in iterate_sharded_groups(root):
+        for fsdp_parameter in group.fsdp_params:
+            if hasattr(fsdp_parameter, "_unsharded_param"):
+                yield fsdp_parameter._unsharded_param, fsdp_parameter.sharded_param
+
+
+def iterate_sharded_groups(root: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield FSDP2's internal state of each module, together with each of the module's parameter groups."""
+    for part in root.modules():
+        yield from iterate_groups_of(part)
+
+
+def iterate_groups_of(part: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield FSDP2's internal state of one module, together with each of the module's parameter groups."""
+    get_state: Any = getattr(part, "_get_fsdp_state", None)
+    if get_state is not None:
+        state = get_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # older versions (2.6) have one group each
+            groups = [group for group in (state._fsdp_param_group,) if group is not None]
+        for group in groups:
+            yield state, group
