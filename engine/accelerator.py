@@ -18,7 +18,15 @@ from torch.utils.hooks import RemovableHandle
 
 from ..common.messages import format_count, name_type, warn
 from ..common.remote_path import AnyPath
-from ..strategies import ParallelismConfig, Strategy, choose_strategy, open_world, report_uncaught, resolve_devices
+from ..strategies import (
+    FixedTree,
+    ParallelismConfig,
+    Strategy,
+    choose_strategy,
+    open_world,
+    report_uncaught,
+    resolve_devices,
+)
 from ..strategies.distributed import SHARD, TENSOR, Devices, Watchdog, name_phase, watch
 from . import configuration
 from .checkpoint import Checkpointer, Job, OpenCheckpoint
@@ -133,6 +141,10 @@ class Accelerator(Process):
             `end_training`. ``"skip"`` skips the step, and makes the host wait for the device in every step.
             ``"ignore"`` does not check gradients. In mixed float16 precision, the loss scaler skips steps with
             non-finite gradients under every policy. Default: ``"raise"``.
+        step_micro_batches: Number of micro-batches per optimizer step over all processes, a power of two. Each has the
+            dataloader's ``batch_size``, draws its own random numbers, and is added in a fixed order, so weights and
+            losses have the same bits on any number of processes up to this one. Default: None, which does not fix
+            them.
         unknown: Any other argument raises a TypeError.
 
     Attributes:
@@ -198,6 +210,7 @@ class Accelerator(Process):
         spread: bool = False,
         timeout: Any = None,
         on_nonfinite: str = "raise",
+        step_micro_batches: int | None = None,
         **unknown: Any,
     ) -> None:
         configuration.refuse(
@@ -225,6 +238,7 @@ class Accelerator(Process):
         world = open_world(kind, devices, num_nodes, spread=spread, **configuration.merge_group(group, strategy))
         self.strategy = choose_strategy(strategy, world, fsdp_plugin, parallelism_config, handlers["replicas"])
         self.strategy.attach(world, self.precision)
+        self._tree = None if step_micro_batches is None else FixedTree(step_micro_batches, world.size)
         super().__init__(world, self.strategy.data_world)
         self._begin(handlers["scaler"], Trackers(world, sources), watch(world, limit))
 
@@ -241,7 +255,7 @@ class Accelerator(Process):
         self._compared = False
         self._trained: dict[int, frozenset[int]] = {}  # by model, the parameters that it was wrapped to train
         self.strategy.prepared = self.models, self.optimizers
-        self.rng = RunRng(self.world, self.strategy)
+        self.rng = RunRng(self.world, self.strategy, keyed=self._tree is not None)
         self.accumulation = Accumulation(
             self.gradient_accumulation_plugin,
             self.world,
@@ -251,6 +265,9 @@ class Accelerator(Process):
             self.models,
             self.optimizers,
         )
+        if self._tree is not None:
+            configuration.check_tree_settings(self.gradient_accumulation_plugin, self._tree.leaves)
+            self.accumulation.add_in_tree(self._tree)
         self._gradient_guard = GradientGuard(self.on_nonfinite, self.loaders, on_host=self.device.type == "cpu")
         self.accumulation.guard = None if self.on_nonfinite == "ignore" else self._gradient_guard
         self.loop_check = LoopCheck(self.accumulation)
@@ -408,6 +425,7 @@ class Accelerator(Process):
             "split_batches": self.split_batches,
             "use_seedable_sampler": self.use_seedable_sampler,
             "on_nonfinite": self.on_nonfinite,
+            "step_micro_batches": None if self._tree is None else self._tree.leaves,
         }
 
     def _check_device(self, model: nn.Module) -> None:
@@ -526,6 +544,7 @@ class Accelerator(Process):
             move=move,
             split=self.split_batches and shard,
             on_begin=self.rng.draw_apart,
+            **({} if self._tree is None else {"tree": self._tree}),
         )
         if shard:
             check_loaders_match(loader.flattened if isinstance(loader, CombinedLoader) else [loader], self.data_world)

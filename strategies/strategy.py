@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..common.durations import parse_duration
 from ..common.messages import warn
-from .distributed import World
+from .distributed import FixedTree, PartialSums, World
 from .forward_router import Router, routed
 from .lightning_aliases import StrategyAliases, unattached_world
 from .model_init import built_in_place
@@ -349,6 +349,18 @@ class Strategy(StrategyAliases):
         """
         self.set_gradient_sync(module, True)
         yield
+
+    def add_in_tree(self, tree: FixedTree, held: PartialSums) -> None:
+        """Add gradients over the processes in the order of ``tree``, to ``held`` sums, and do not divide the sum.
+
+        Raises:
+            ValueError: If the strategy does not support this.
+        """
+        if self.world.size > 1 or self.sharded:
+            raise ValueError(
+                f"step_micro_batches={tree.leaves} is not supported by strategy={self.name!r}. Use strategy='ddp', or "
+                "remove step_micro_batches."
+            )
 
     def sync_buffers(self, module: nn.Module) -> None:
         """Copy rank zero's buffers to every process.

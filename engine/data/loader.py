@@ -13,8 +13,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from ...common.messages import name_type, warn
-from ...strategies import World
-from ..rng import Draw, RandomStream, isolated_random_state
+from ...strategies import FixedTree, World
+from ..rng import Draw, RandomStream, isolated_random_state, seed_generators
 from .dataset_check import find_least, warn_length_changed, warn_order_changed
 from .epoch_position import EpochPosition, Phase
 from .micro_batches import Cursor, GroupPlanner, Micro
@@ -78,6 +78,7 @@ class Loader:
         split: If True, ``batch_size`` is the global batch size. Default: False.
         on_begin: Function that is called each time iteration over the dataloader begins. Default: a function that does
             nothing.
+        tree: The `FixedTree` in which the micro-batches of a step are added; None without one. Default: None.
 
     Attributes:
         limit: Maximum number of batches per epoch; None for no limit.
@@ -112,6 +113,7 @@ class Loader:
         move: Callable[[Any], Any] | None = None,
         split: bool = False,
         on_begin: Callable[[], None] = lambda: None,
+        tree: FixedTree | None = None,
     ) -> None:
         if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
             raise TypeError(
@@ -136,11 +138,14 @@ class Loader:
         self._plan: ShardedBatches | StreamedBatches
         self._reader: ShardedBatches | StreamedBatches | UserBatches  # the plan, or what groups its batches anew
         self._view: Any = source
+        self._tree = None if evaluation else tree
+        if self._tree is not None:
+            _check_divisible(source, shard, split)
         self._prepare(source, world, shard, (lambda: 1) if evaluation else accumulate, split)
 
     def _prepare(self, source: Any, world: World, shard: bool, accumulate: Callable[[], int], split: bool) -> None:
         presharded = not shard or shards_itself(source)
-        planner = GroupPlanner(world.rank, world.size, accumulate, presharded)
+        planner = GroupPlanner(world.rank, world.size, accumulate, presharded, self._tree)
         if isinstance(source, DataLoader) and (shard or world.size == 1 or not reads_other_loaders(source)):
             self._prepare_view(source, planner)
         else:
@@ -169,11 +174,12 @@ class Loader:
         if isinstance(source.dataset, IterableDataset):
             self._prepare_stream(source, planner)
             return
+        seeds_samples = workers or planner.tree is not None
         plan = self._reader = self._plan = ShardedBatches(
-            source, planner, self._stream, self._position, self.evaluation, positions=workers
+            source, planner, self._stream, self._position, self.evaluation, positions=seeds_samples
         )
         settings["batch_sampler" if source.batch_sampler is not None else "sampler"] = plan
-        if workers:
+        if seeds_samples:
             settings["dataset"] = samples = SeededSamples(source.dataset, plan.batched)
             settings["collate_fn"] = SeededCollate(source.collate_fn)
             self._known_epoch = known_epoch(samples)
@@ -236,7 +242,7 @@ class Loader:
             batches = self._begin()
         micros: Any = self._reader.micros
         cursor, stream, move = self._cursor, self._stream, self.move
-        planner, position = self._plan.planner, self._position
+        planner, position, seeded = self._plan.planner, self._position, self._tree is not None
         # The state of a loop around this one, such as training around a validation.
         outer = cursor.micro, cursor.number, cursor.outlook
         micro: Micro | None = None
@@ -249,7 +255,7 @@ class Loader:
                     break
                 if not micros:
                     raise make_batches_error(self.source)
-                self._last = micro, drawn, _ = micros.popleft()
+                self._last = micro, drawn, indices = micros.popleft()
                 cursor.micro = micro
                 cursor.read = cursor.number = cursor.read + 1
                 position.samples += micro.everyone
@@ -257,6 +263,8 @@ class Loader:
                 if drawn is not None and planner.shares is None:  # otherwise the ranks have drawn different numbers
                     stream.follow(drawn)
                 batch = batch if move is None or batch is None else move(batch)
+                if seeded:
+                    seed_generators(indices.seeds[micro.number])  # type: ignore[union-attr]
                 if cursor.around is None:
                     yield batch
                 else:
@@ -546,6 +554,8 @@ class Loader:
         """
         if world.size > 1:
             self._plan.decide_sharding(world)
+            if self._tree is not None and self._plan.planner.shares is not None:
+                raise ValueError(_explain_leaves(f"each rank's own {name_type(self.source)}"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the dataloader's state: the epoch, the position in it, and the states that determine its order.
@@ -572,6 +582,7 @@ class Loader:
             "epochs": plan.draws.epochs(),
             "samplers": plan.draws.sampler_states(),
             "own": plan.planner.shares is not None,
+            "leaves": None if self._tree is None else (self._tree.leaves, plan.width),
             **self._reader.describe_position(drawn),
             **({"first": self._first} if self._repeats else {}),
         }
@@ -616,10 +627,24 @@ class Loader:
         Raises:
             ValueError: If the state does not fit.
         """
+        if (saved := state.get("leaves")) is not None and not self.evaluation:
+            self._check_leaves(*saved)
         if text := self.describe_difference(state):
             raise ValueError(
                 f"{text}. Pass the same kind of dataloader and sampler, or load only the weights with "
                 "treadle.load_weights."
+            )
+
+    def _check_leaves(self, leaves: int, size: int) -> None:
+        plan = self._plan
+        if self._tree is None or (leaves, size) != (self._tree.leaves, plan.width):  # type: ignore[union-attr]
+            now = "no step_micro_batches"
+            if self._tree is not None:
+                now = f"step_micro_batches={self._tree.leaves} and batch_size={plan.width}"  # type: ignore[union-attr]
+            raise ValueError(
+                f"the checkpoint was saved with step_micro_batches={leaves} and batch_size={size}, but this run has "
+                f"{now}, so it would not continue with the same bits. Set the same values, or load only the weights "
+                "with treadle.load_weights."
             )
 
     def compare_epoch(self, state: dict[str, Any]) -> None:
@@ -703,3 +728,30 @@ def batch_indices(loader: Loader, number: int | None = None) -> list[Any] | None
     if indices is None:
         return None
     return indices.get_indices(micro.number if number is None else number)
+
+
+def _check_divisible(source: Any, shard: bool, split: bool) -> None:
+    """Raise a ValueError if a loader's batches cannot be assigned to the processes by their number in the step."""
+    obstacle = None
+    if not isinstance(source, DataLoader):
+        obstacle = name_type(source)
+    elif isinstance(source.dataset, IterableDataset):
+        obstacle = f"the stream {name_type(source.dataset)}"
+    elif has_user_iter(source):
+        obstacle = f"{name_type(source)}, whose __iter__ chooses the batches"
+    elif not shard or shards_itself(source):
+        obstacle = "a dataloader that is already sharded"
+    elif split:
+        obstacle = "split_batches=True"
+    elif find_generators(source.dataset):
+        obstacle = f"{name_type(source.dataset)}, which draws from a generator of its own"
+    if obstacle is not None:
+        raise ValueError(_explain_leaves(obstacle))
+
+
+def _explain_leaves(obstacle: str) -> str:
+    return (
+        f"step_micro_batches can't be combined with {obstacle}, because each process must read the same micro-batches "
+        "as one process would. Use a DataLoader with a map-style dataset that is the same on all ranks, or remove "
+        "step_micro_batches."
+    )

@@ -11,11 +11,12 @@ from weakref import proxy, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd import _profiler_enabled
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Optimizer
 
 from ...common.messages import warn
 from ...common.validation import check_int
-from ...strategies import Strategy, World
+from ...strategies import FixedTree, PartialSums, Strategy, World
 from ..configuration import GradientAccumulationPlugin
 from ..data import Cursor, Micro
 from ..running_loaders import get_running_loader
@@ -42,10 +43,13 @@ class _Group:
         entered: Number of the batch for which a user-defined loop called `accumulate` last; see `Cursor`.
         loss_at_entry: The last loss before that call.
         entries: Number of batches of the loader's group for which it was called; 0 after the last one.
+        samples: In a `FixedTree`, the number of samples of the current micro-batch; 0 for a placeholder.
+        added: In a `FixedTree`, whether this micro-batch has had a backward pass.
     """
 
     def __init__(self, models: tuple[nn.Module, ...]) -> None:
         self.models = models
+        self.samples, self.added = 0, False
         self.entered, self.entries = -1, 0
         self.loss_at_entry: Any = None
         self.forget()
@@ -92,6 +96,7 @@ class Accumulation:
         check_models: Function that is called once with models that are passed to `accumulate`.
         missing: Number of samples in those batches of the group that were None. `exchange_votes` adds up the numbers of
             all processes.
+        sums: The held gradients of this process's micro-batches, if they are added in a `FixedTree`; otherwise None.
     """
 
     def __init__(
@@ -122,6 +127,8 @@ class Accumulation:
         self.autocasts = strategy.precision.compute is not None
         self.missing = 0
         self.unreduced = strategy.unreduced
+        self.sums: PartialSums | None = None
+        self._ranks = world.size  # by which the strategy divides the sum of the processes' gradients
         self.adapt_closure: Callable[[Optimizer, Callable[[], Any]], Callable[[], Any]] | None = None
         this = proxy(self)  # the strategy holds replicas, which are freed as soon as nothing else uses them
         strategy.backward_note = lambda: this.agreement.taint()
@@ -160,7 +167,17 @@ class Accumulation:
     @micro_batches.setter
     def micro_batches(self, value: int) -> None:
         check_int("gradient_accumulation_steps", value, 1)
+        if self.sums is not None:
+            raise ValueError(
+                f"gradient_accumulation_steps={value} can't be set with step_micro_batches, which determines it. "
+                "Remove one of them."
+            )
         self._micro_batches = value
+
+    def add_in_tree(self, tree: FixedTree) -> None:
+        """Add the gradients of each step's micro-batches in a tree that does not depend on the number of processes."""
+        self.sums, self._ranks, self._micro_batches = PartialSums(), 1, tree.most
+        self.strategy.add_in_tree(tree, self.sums)
 
     def loader_group_size(self) -> int:
         """Return the number of micro-batches that a prepared loader puts into one full group."""
@@ -196,6 +213,8 @@ class Accumulation:
             group.forget()
         self.missing = 0
         self.unreduced.clear()
+        if self.sums is not None:
+            self.sums.clear()
         self._entered, self._factor, self._correction, self._skip_correction = None, None, 1.0, 1.0
 
     def reset(self) -> None:
@@ -227,14 +246,36 @@ class Accumulation:
         else:
             last = self._count(group, micro)
         self.sync_gradients = last
+        if self.sums is not None:
+            self._hold(group)
         if self._delays_sync:
             for model in models:
                 self.strategy.set_gradient_sync(model, last)
         return _NO_CONTEXT
 
+    def _hold(self, group: _Group) -> None:
+        """Take the gradients of the previous micro-batch from the parameters, before the next one of the group."""
+        assert self.sums is not None
+        micro, trained = self.cursor.micro, list(self._iter_trained_parameters(group))
+        if micro is None or self.counts_calls or self._skip_correction != 1.0:
+            raise ValueError(
+                "step_micro_batches needs each batch of a prepared DataLoader once, because the micro-batches of a "
+                "step are added by their numbers. Pass every batch to accumulate once, or remove step_micro_batches."
+            )
+        if micro.number and group.samples:
+            self.sums.hold(trained, micro.number - 1)
+        else:  # what is left from before, or from a placeholder
+            for parameter in trained:
+                parameter.grad = None
+        if not micro.number:
+            self.sums.forget(trained)
+        group.samples, group.added = micro.samples, False
+
     def _open_group(self, models: tuple[nn.Module, ...]) -> _Group:
         if self.check_models is not None:
             self.check_models(models)
+        if self.sums is not None:
+            _refuse_batch_norm(models)
         return self._groups.setdefault(models, _Group(models))
 
     def _count(self, group: _Group, micro: Micro | None) -> bool:
@@ -320,6 +361,8 @@ class Accumulation:
         """
         self._latest_loss = ref(loss)
         group = self.group
+        if self.sums is not None:
+            self._check_sum(group, weight)
         scale: Any
         if weight is not None or group.weight is not None:
             scale = self._add_weight(group, weight)
@@ -352,12 +395,28 @@ class Accumulation:
         if self.loss_scale is not None:
             self.loss_scale.check_backward()
         if self.sync_gradients:
+            if self.sums is not None and self.world.size == 1:
+                self.sums.finish(self._iter_trained_parameters(group))
             if group.weight is not None:
                 self.finish_gradients()
             elif self._correction != 1.0:
                 scale_gradients(self._iter_trained_parameters(group), self._correction)
                 self._factor, self._factor_number = scale * self._correction, self.cursor.number
                 self._correction = 1.0
+
+    def _check_sum(self, group: _Group, weight: float | Tensor | None) -> None:
+        if group.added:
+            raise ValueError(
+                "step_micro_batches needs one backward pass per micro-batch, but this is the second one, whose "
+                "gradients would not be added in the same order on other numbers of processes. Add the losses first, "
+                "and enter accelerator.accumulate(model) once for each batch."
+            )
+        if weight is not None and int(weight) != weight:
+            raise ValueError(
+                f"weight={float(weight)} must be a whole number with step_micro_batches, such as a number of tokens, "
+                "because the sum of others depends on the number of processes. Round it, or put it into the loss."
+            )
+        group.added = True
 
     def _add_weight(self, group: _Group, weight: float | Tensor | None) -> float | Tensor:
         """Add the weight of a micro-batch to its group, and return it; 0 for a placeholder without samples."""
@@ -386,7 +445,7 @@ class Accumulation:
         """Multiply gradients by the total weight again, before another backward pass of the same micro-batch."""
         parameters = [p for p in self._iter_trained_parameters(group) if p.grad is not None]
         if parameters and group.total is not None:
-            scale_gradients(parameters, group.total, self.world.size)
+            scale_gradients(parameters, group.total, self._ranks)
         else:
             group.weight = None
         group.total = None
@@ -476,7 +535,7 @@ class Accumulation:
             self.missing = agreement.missing
         if group.weight is not None and group.total is None:
             group.total = group.weight if total is None else total
-            scale_gradients(self._iter_trained_parameters(group), self.world.size, group.total)
+            scale_gradients(self._iter_trained_parameters(group), self._ranks, group.total)
         return agreement
 
     def close_gap(self, samples: int) -> bool:
@@ -722,3 +781,14 @@ def can_skip_on_device(optimizer: Any, not_finite: Tensor) -> bool:
         and not (isinstance(optimizer, SGD) and not optimizer.state and any(g["momentum"] for g in groups))
         and all(group.get("fused") and all(p.device.type == device for p in group["params"][:1]) for group in groups)
     )
+
+
+def _refuse_batch_norm(models: tuple[nn.Module, ...]) -> None:
+    for model in models:
+        for name, module in model.named_modules():
+            if isinstance(module, _BatchNorm) and module.training:
+                raise ValueError(
+                    f"step_micro_batches can't be combined with BatchNorm in training mode ({name}), whose running "
+                    "statistics depend on the micro-batches that a process has computed before. Use GroupNorm or "
+                    "LayerNorm, or call eval() of the layer after train()."
+                )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         piece_of,
         whole,
     )
+    from .fixed_tree import FixedTree, PartialSums
     from .launch_environment import (
         LaunchEnvironment,
         is_forked,

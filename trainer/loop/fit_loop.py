@@ -355,9 +355,16 @@ def is_validation_epoch(trainer: Trainer) -> bool:
 
 def choose_steps(trainer: Trainer, task: TaskModule) -> type[Steps]:
     """Return the class of the loop body for a task: automatic, manual, or with a closure."""
+    with_closure = next(filter(needs_closure, trainer.optimizers), None)
+    if trainer.accelerator.accumulation.sums is not None and (with_closure or not task.automatic_optimization):
+        other = "automatic_optimization=False" if with_closure is None else type(with_closure).__name__
+        raise ValueError(
+            f"step_micro_batches can't be combined with {other}, which may step or run backward passes within a step's "
+            "micro-batches. Use automatic optimization with an optimizer that needs no closure, or remove "
+            "step_micro_batches."
+        )
     if not task.automatic_optimization:
         return ManualSteps
-    with_closure = next(filter(needs_closure, trainer.optimizers), None)
     if with_closure is None:
         return Steps
     check_closure(trainer, with_closure)

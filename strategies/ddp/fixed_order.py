@@ -1,0 +1,78 @@
+"""Reduction of gradients in a `FixedTree`, with the same bits on any number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..distributed import FixedTree, PartialSums, World
+
+
+class FixedOrder:
+    """Communication hook that adds the processes' gradients in a fixed tree, and does not divide the sum.
+
+    Each rank adds one part of a bucket for all ranks, and sends the result to all. As many bytes are sent as in an
+    all-reduce. The first exchange of a bucket runs while the buckets after it are computed, and is completed when the
+    next bucket is ready, so that all ranks call the collectives in the same order.
+
+    Args:
+        tree: The tree.
+        held: The sums of this rank's earlier micro-batches.
+        world: The processes.
+    """
+
+    def __init__(self, tree: FixedTree, held: PartialSums, world: World) -> None:
+        self._tree, self._held, self._world = tree, held, world
+        self._complete: Callable[[], None] | None = None  # for the bucket before
+
+    def register(self, module: torch.nn.parallel.DistributedDataParallel) -> None:
+        """Register the hook with a replica."""
+
+        def send(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
+            return state._reduce(bucket)
+
+        module.register_comm_hook(self, send)
+
+    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if bucket.index() == 0:
+            self._complete = None  # of a backward pass that failed
+        self._held.add_to(bucket.parameters(), bucket.gradients())
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        before, self._complete = self._complete, self._exchange(bucket.buffer(), done)
+        if before is not None:
+            before()
+        if bucket.is_last():
+            self._complete()
+        return done
+
+    def _exchange(self, buffer: Tensor, done: torch.futures.Future[Tensor]) -> Callable[[], None]:
+        """Send each rank its part of a bucket, and return the function that adds the parts and completes ``done``."""
+        world, group, count = self._world, self._world.group, buffer.numel()
+        size = -(-count // world.size)
+        sizes = [max(0, min(size, count - size * rank)) for rank in range(world.size)]
+        own = sizes[world.rank]
+        received = buffer.new_empty(world.size * own)
+        work: Any = dist.all_to_all_single(received, buffer, [own] * world.size, sizes, group=group, async_op=True)
+
+        def complete() -> None:
+            work.wait()
+            part = buffer.new_zeros(size)
+            # A placeholder's gradients are zeros of either sign. Adding 0.0 makes every zero positive.
+            torch.add(self._tree.add(list(received.view(world.size, own))), 0.0, out=part[:own])
+            whole = buffer.new_empty(world.size * size)
+            gathered: Any = dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
+
+            def finish(future: Any) -> None:
+                try:
+                    future.wait()
+                    done.set_result(buffer.copy_(whole[:count]))
+                except RuntimeError as error:
+                    done.set_exception(error)
+
+            gathered.get_future().then(finish)
+
+        return complete

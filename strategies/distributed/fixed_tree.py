@@ -1,0 +1,156 @@
+"""Sums over the micro-batches of a step whose rounding does not depend on the number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...common.validation import check_int
+
+
+class FixedTree:
+    """Fixed binary tree in which the micro-batches of an optimizer step are added, whatever processes compute them.
+
+    The sum of floating-point numbers depends on the order of the additions. Here, the number of micro-batches is a
+    power of two, the sums of both halves are added, and each half is split further in the same way. A rank has the
+    micro-batches of an aligned subtree, so it adds its own, and the ranks' sums are added in the rest of the tree.
+    Micro-batches that a short step does not have are left out.
+
+    Args:
+        leaves: Number of micro-batches per optimizer step.
+        ranks: Number of processes.
+
+    Attributes:
+        parts: The numbers of each rank's micro-batches.
+        most: Number of micro-batches that each rank runs in a full step.
+
+    Raises:
+        ValueError: If ``leaves`` is not a power of two, or less than ``ranks``.
+
+    Examples:
+        >>> from treadle.strategies.distributed import FixedTree
+        >>> FixedTree(8, 3).parts
+        [range(0, 4), range(4, 6), range(6, 8)]
+    """
+
+    def __init__(self, leaves: int, ranks: int) -> None:
+        check_int("step_micro_batches", leaves, 1)
+        if leaves & (leaves - 1):
+            below = 1 << (leaves.bit_length() - 1)
+            raise ValueError(
+                f"step_micro_batches={leaves} must be a power of two, because the micro-batches of a step are added in "
+                f"pairs, pairs of pairs and so on. Use {below} or {2 * below}."
+            )
+        if leaves < ranks:
+            raise ValueError(
+                f"step_micro_batches={leaves} must be at least the number of processes, {ranks}, because each process "
+                "computes whole micro-batches. Increase it, or use fewer processes."
+            )
+        self.leaves, self.ranks = leaves, ranks
+        parts = [range(leaves)]
+        while len(parts) < ranks:
+            at = max(range(len(parts)), key=lambda n: (len(parts[n]), n))
+            middle = (parts[at].start + parts[at].stop) // 2
+            parts[at : at + 1] = [range(parts[at].start, middle), range(middle, parts[at].stop)]
+        self.parts = parts
+        self.most = max(map(len, parts))
+
+    def rows(self, leaves: int) -> int:
+        """Return how many micro-batches each rank runs for the first ``leaves`` ones of an epoch, with placeholders."""
+        steps, rest = divmod(leaves, self.leaves)
+        partial = max(min(len(part), max(0, rest - part.start)) for part in self.parts)
+        return steps * self.most + partial
+
+    def leaves_in(self, rows: int) -> int:
+        """Return how many micro-batches, over all ranks, the steps contain in which a rank runs its first ``rows``."""
+        return -(-rows // self.most) * self.leaves
+
+    def cut(self, leaves: int) -> list[list[int | None]]:
+        """Return the ranks' micro-batches of a step with ``leaves`` ones, one list per position in the step.
+
+        None stands for a placeholder, with which a rank stays in step. Placeholders are a rank's last ones.
+        """
+        return [
+            [part[row] if row < len(part) and part[row] < leaves else None for part in self.parts]
+            for row in range(self.rows(leaves) or 1)
+        ]
+
+    def add(self, sums: Sequence[Tensor]) -> Tensor:
+        """Add the sums of all ranks, which are overwritten."""
+        by_start = {part.start: (len(part), total) for part, total in zip(self.parts, sums, strict=True)}
+
+        def add_node(start: int, size: int) -> Tensor:
+            own, total = by_start.get(start, (0, None))
+            if own == size:
+                assert total is not None
+                return total
+            left = add_node(start, size // 2)
+            return left.add_(add_node(start + size // 2, size // 2))
+
+        return add_node(0, self.leaves)
+
+
+class PartialSums:
+    """Sums of a rank's gradients in a `FixedTree`, held like the bits of a binary counter.
+
+    After each micro-batch but the last one, the gradients are taken from the parameters. Two sums of equally many
+    micro-batches become one, so at most ``log2`` of their number are held.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[Tensor, list[Tensor | None]] = {}
+
+    def clear(self) -> None:
+        """Discard all sums."""
+        self._held = {}
+
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """Discard the sums of these parameters."""
+        for parameter in parameters:
+            self._held.pop(parameter, None)
+
+    def hold(self, parameters: Iterable[Tensor], number: int) -> None:
+        """Take the gradients of a rank's micro-batch, whose index within the step is ``number``."""
+        parameters = list(parameters)
+        stacks = [self._held.setdefault(parameter, []) for parameter in parameters]
+        for parameter, stack in zip(parameters, stacks, strict=True):
+            stack.append(parameter.grad)
+            parameter.grad = None
+        while number % 2:
+            lefts, rights = [], []
+            for stack in stacks:
+                right, left = stack.pop(), stack[-1]
+                if left is None:
+                    stack[-1] = right
+                elif right is not None:
+                    lefts.append(left)
+                    rights.append(right)
+            if lefts:
+                torch._foreach_add_(lefts, rights)
+            number //= 2
+
+    def add_to(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Add the held sums to the ``gradients`` of the last micro-batch, the smallest sum first."""
+        stacks = [self._held.get(parameter, ()) for parameter in parameters]
+        for depth in range(1, 1 + max(map(len, stacks), default=0)):
+            pairs = [
+                (gradient, stack[-depth])
+                for gradient, stack in zip(gradients, stacks, strict=True)
+                if len(stack) >= depth and stack[-depth] is not None
+            ]
+            if pairs:
+                torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
+
+    def finish(self, parameters: Iterable[Tensor]) -> None:
+        """Add the held sums to the gradients of the last micro-batch, and make every zero positive, on one process."""
+        parameters = list(parameters)
+        for parameter in parameters:
+            if parameter.grad is None and any(total is not None for total in self._held.get(parameter, ())):
+                parameter.grad = torch.zeros_like(parameter)  # unused in the last micro-batch
+        trained = [parameter for parameter in parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in trained]
+        if gradients:
+            self.add_to(trained, gradients)
+            torch._foreach_add_(gradients, 0.0)

@@ -1,0 +1,197 @@
+"""With ``step_micro_batches``, weights, optimizer states, losses and norms have the same bits on any number of processes."""
+
+import functools
+import hashlib
+import math
+
+import pytest
+import torch
+from support.processes import run
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import treadle
+
+V, SIZE, SAMPLES = 8, 3, 61  # steps of 24, 24 and 13 samples: five of the last micro-batches, the fifth with one sample
+CLIP = {"mlp": 0.3, "transformer": 1.0}
+
+
+def build(name):
+    torch.manual_seed(3)
+    return MLP() if name == "mlp" else Transformer()
+
+
+def dataset(name):
+    generator = torch.Generator().manual_seed(7)
+    if name == "mlp":
+        return TensorDataset(
+            torch.randn(SAMPLES, 11, generator=generator), torch.randint(0, 5, (SAMPLES,), generator=generator)
+        )
+    return TensorDataset(torch.randint(0, 97, (SAMPLES, 14), generator=generator))
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(11, 37), nn.GELU(), nn.LayerNorm(37), nn.Dropout(0.2), nn.Linear(37, 5))
+
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+
+
+class Transformer(nn.Module):
+    def __init__(self, width=44):
+        super().__init__()
+        self.embedding = nn.Embedding(97, width)
+        self.position = nn.Parameter(torch.randn(13, width) * 0.1)
+        self.attention = nn.Linear(width, 3 * width)
+        self.up, self.down = nn.Linear(width, 131), nn.Linear(131, width)
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def loss(self, batch):
+        tokens, targets = batch[0][:, :-1], batch[0][:, 1:]
+        x = self.embedding(tokens) + self.position
+        q, k, v = self.attention(self.norms[0](x)).unflatten(-1, (4, -1)).transpose(1, 2).chunk(3, -1)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1)
+        x = x + self.scale * y.transpose(1, 2).flatten(2)
+        x = x + self.down(nn.functional.dropout(nn.functional.gelu(self.up(self.norms[1](x))), 0.1))
+        return nn.functional.cross_entropy((x @ self.embedding.weight.T).flatten(0, 1), targets.flatten())
+
+
+class Task(treadle.TaskModule):
+    def __init__(self, name):
+        super().__init__()
+        self.net, self.name = build(name), name
+        self.norms, self.seeds = [], []
+
+    def training_step(self, batch, index):
+        self.seeds.append(torch.initial_seed())
+        loss = self.net.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        self.norms.append(self.trainer.accelerator.clip_grad_norm_(self.parameters(), CLIP[self.name]))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01, foreach=True)
+
+
+class Rows(treadle.loggers.Logger):
+    def __init__(self):
+        super().__init__()
+        self.steps, self.epochs = [], []
+
+    def log_metrics(self, metrics, step=None):
+        self.steps += [metrics["loss_step"]] if "loss_step" in metrics else []
+        self.epochs += [metrics["loss_epoch"]] if "loss_epoch" in metrics else []
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+
+def digest(values):
+    return hashlib.sha256(
+        b"".join(torch.as_tensor(v).contiguous().view(torch.uint8).numpy() for v in values)
+    ).hexdigest()[:12]
+
+
+def describe(model, optimizer, norms, losses, epochs):
+    moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    double = functools.partial(torch.tensor, dtype=torch.float64)
+    return {
+        "weights": digest(p.detach().reshape(-1) for p in model.parameters()),
+        "moments": digest(moment.reshape(-1) for moment in moments),
+        "norms": digest(norm.reshape(1) for norm in norms),
+        "losses": digest([double(losses)]),
+        "epochs": digest([double(epochs)]),
+        "steps": len(norms),
+    }
+
+
+def loader(name):
+    return DataLoader(dataset(name), batch_size=SIZE, shuffle=True, generator=torch.Generator().manual_seed(5))
+
+
+def fit(name, precision, epochs, **flags):
+    task, rows = Task(name), Rows()
+    treadle.seed_everything(1)
+    trainer = treadle.Trainer(
+        accelerator="cpu",
+        precision=precision,
+        max_epochs=epochs,
+        log_every_n_steps=1,
+        logger=rows,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **flags,
+    )
+    trainer.fit(task, loader(name))
+    return describe(task.net, trainer.optimizers[0], task.norms, rows.steps, rows.epochs), task.seeds
+
+
+def plain(name, precision, epochs, seeds):
+    """Train in a loop without Treadle, which adds the micro-batches of a step in a binary tree."""
+    model, norms, losses, means, seeds = build(name), [], [], [], iter(seeds)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+
+    def tree(sums, start, size):
+        if size == 1:
+            return sums[start] if start < len(sums) else None
+        left, right = tree(sums, start, size // 2), tree(sums, start + size // 2, size // 2)
+        return left if right is None else [a + b for a, b in zip(left, right, strict=True)]
+
+    batches = loader(name)
+    for _ in range(epochs):
+        leaves, every = list(batches), []
+        for first in range(0, len(leaves), V):
+            group, sums, weighted = leaves[first : first + V], [], []
+            total = sum(len(batch[0]) for batch in group)
+            for batch in group:
+                torch.manual_seed(next(seeds))
+                with torch.autocast("cpu", torch.bfloat16, enabled=precision != "32-true"):
+                    loss = model.loss(batch)
+                weighted.append((loss.item() * len(batch[0]), len(batch[0])))
+                (loss * (len(batch[0]) / total)).backward()
+                sums.append([p.grad for p in model.parameters()])
+                optimizer.zero_grad()
+            for parameter, gradient in zip(model.parameters(), tree(sums, 0, V), strict=True):
+                parameter.grad = gradient + 0.0
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP[name]))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(math.fsum(value for value, _ in weighted) / total)
+            every += weighted
+        means.append(math.fsum(value for value, _ in every) / SAMPLES)
+    return describe(model, optimizer, norms, losses, means)
+
+
+CASES = [
+    ("mlp", "32-true", 70),
+    ("mlp", "bf16-mixed", 10),
+    ("transformer", "32-true", 6),
+    ("transformer", "bf16-mixed", 6),
+]
+
+
+def fit_all(flags):
+    return [fit(name, precision, epochs, strategy="ddp", **flags) for name, precision, epochs in CASES]
+
+
+@functools.cache
+def alone():
+    return [fit(name, precision, epochs, step_micro_batches=V) for name, precision, epochs in CASES]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_the_bits_of_a_plain_loop_on_every_number_of_processes(world):
+    expected = [plain(*case, seeds) for case, (_, seeds) in zip(CASES, alone(), strict=True)]
+    ranks = [alone()] if world == 1 else run(fit_all, world, {"step_micro_batches": V})
+    assert [found for found, _ in ranks[0]] == expected
+    assert [found["steps"] for found in expected] == [210, 30, 18, 18]
+    for rank in ranks[1:]:  # which log nothing
+        for (found, _), right in zip(rank, expected, strict=True):
+            assert all(found[key] == right[key] for key in ("weights", "moments", "norms"))
