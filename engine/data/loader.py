@@ -582,7 +582,7 @@ class Loader:
             "epochs": plan.draws.epochs(),
             "samplers": plan.draws.sampler_states(),
             "own": plan.planner.shares is not None,
-            "leaves": None if self._tree is None else (self._tree.leaves, plan.width),
+            "leaves": None if self._tree is None else (self._tree.leaves, plan.width),  # type: ignore[union-attr]
             **self._reader.describe_position(drawn),
             **({"first": self._first} if self._repeats else {}),
         }
@@ -636,16 +636,17 @@ class Loader:
             )
 
     def _check_leaves(self, leaves: int, size: int) -> None:
-        plan = self._plan
-        if self._tree is None or (leaves, size) != (self._tree.leaves, plan.width):  # type: ignore[union-attr]
-            now = "no step_micro_batches"
-            if self._tree is not None:
-                now = f"step_micro_batches={self._tree.leaves} and batch_size={plan.width}"  # type: ignore[union-attr]
-            raise ValueError(
-                f"the checkpoint was saved with step_micro_batches={leaves} and batch_size={size}, but this run has "
-                f"{now}, so it would not continue with the same bits. Set the same values, or load only the weights "
-                "with treadle.load_weights."
-            )
+        now = "no step_micro_batches"
+        if self._tree is not None:
+            width = self._plan.width  # type: ignore[union-attr]
+            if (leaves, size) == (self._tree.leaves, width):
+                return
+            now = f"step_micro_batches={self._tree.leaves} and batch_size={width}"
+        raise ValueError(
+            f"the checkpoint was saved with step_micro_batches={leaves} and batch_size={size}, but this run has {now}, so "
+            "it would not continue with the same bits. Set the same values, or load only the weights with "
+            "treadle.load_weights."
+        )
 
     def compare_epoch(self, state: dict[str, Any]) -> None:
         """Warn if a state was saved within an epoch whose data or order this dataloader does not have.

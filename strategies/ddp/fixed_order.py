@@ -71,7 +71,7 @@ class FixedOrder:
                     future.wait()
                     done.set_result(buffer.copy_(whole[:count]))
                 except RuntimeError as error:
-                    done.set_exception(error)
+                    done.set_exception(error)  # type: ignore[arg-type]  # torch's annotation
 
             gathered.get_future().then(finish)
 

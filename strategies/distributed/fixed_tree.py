@@ -150,7 +150,7 @@ class PartialSums:
             if parameter.grad is None and any(total is not None for total in self._held.get(parameter, ())):
                 parameter.grad = torch.zeros_like(parameter)  # unused in the last micro-batch
         trained = [parameter for parameter in parameters if parameter.grad is not None]
-        gradients = [parameter.grad for parameter in trained]
+        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         if gradients:
             self.add_to(trained, gradients)
             torch._foreach_add_(gradients, 0.0)

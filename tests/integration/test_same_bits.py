@@ -1,4 +1,4 @@
-"""With ``step_micro_batches``, weights, optimizer states, losses and norms have the same bits on any number of processes."""
+"""``step_micro_batches``: weights, optimizer states, losses and norms with the same bits on any number of processes."""
 
 import functools
 import hashlib
@@ -114,8 +114,8 @@ def loader(name):
     return DataLoader(dataset(name), batch_size=SIZE, shuffle=True, generator=torch.Generator().manual_seed(5))
 
 
-def fit(name, precision, epochs, **flags):
-    task, rows = Task(name), Rows()
+def fit(name, precision, epochs, *, ckpt_path=None, save=None, task=None, data=None, **flags):
+    task, rows = task or Task(name), Rows()
     treadle.seed_everything(1)
     trainer = treadle.Trainer(
         accelerator="cpu",
@@ -128,8 +128,14 @@ def fit(name, precision, epochs, **flags):
         enable_model_summary=False,
         **flags,
     )
-    trainer.fit(task, loader(name))
-    return describe(task.net, trainer.optimizers[0], task.norms, rows.steps, rows.epochs), task.seeds
+    trainer.fit(task, data or loader(name), ckpt_path=ckpt_path)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return describe(task.net, trainer.optimizers[0], task.norms, rows.steps, rows.epochs), {
+        "seeds": task.seeds,
+        "losses": rows.steps,
+        "epochs": rows.epochs,
+    }
 
 
 def plain(name, precision, epochs, seeds):
@@ -188,10 +194,53 @@ def alone():
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_the_bits_of_a_plain_loop_on_every_number_of_processes(world):
-    expected = [plain(*case, seeds) for case, (_, seeds) in zip(CASES, alone(), strict=True)]
+    expected = [plain(*case, record["seeds"]) for case, (_, record) in zip(CASES, alone(), strict=True)]
     ranks = [alone()] if world == 1 else run(fit_all, world, {"step_micro_batches": V})
     assert [found for found, _ in ranks[0]] == expected
     assert [found["steps"] for found in expected] == [210, 30, 18, 18]
     for rank in ranks[1:]:  # which log nothing
         for (found, _), right in zip(rank, expected, strict=True):
             assert all(found[key] == right[key] for key in ("weights", "moments", "norms"))
+
+
+def fit_without(world):
+    return fit("mlp", "32-true", 10, strategy="ddp", accumulate_grad_batches=V // world)
+
+
+def test_ordinary_sums_depend_on_the_number_of_processes():
+    hashes = {run(fit_without, world, world)[0][0]["weights"] for world in (1, 2, 4)}
+    assert len(hashes) == 3
+
+
+# -- resuming ------------------------------------------------------------------------------------------------------
+
+
+def fit_until(options):
+    return fit("mlp", "32-true", 4, strategy="ddp", step_micro_batches=V, **options)
+
+
+@pytest.fixture(scope="module")
+def saved_within_epoch(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("same_bits") / "within.ckpt")
+    run(fit_until, 2, {"save": path, "max_steps": 4})
+    return path, fit("mlp", "32-true", 4, step_micro_batches=V)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_resume_within_an_epoch_on_another_number_of_processes(world, saved_within_epoch):
+    path, (whole, record) = saved_within_epoch
+    resumed = run(fit_until, world, {"ckpt_path": path})
+    for found, _ in resumed:
+        assert (found["weights"], found["moments"], found["steps"]) == (whole["weights"], whole["moments"], 12 - 4)
+    assert resumed[0][1]["losses"] == record["losses"][4:]
+    assert resumed[0][1]["epochs"] == record["epochs"][1:]
+
+
+def test_a_checkpoint_of_other_micro_batches_is_refused(saved_within_epoch):
+    path, _ = saved_within_epoch
+    with pytest.raises(
+        ValueError, match=r"saved with step_micro_batches=8 and batch_size=3, but this run has .*=4 and"
+    ):
+        fit("mlp", "32-true", 4, step_micro_batches=4, ckpt_path=path)
+    with pytest.raises(ValueError, match=r"but this run has no step_micro_batches"):
+        fit("mlp", "32-true", 4, ckpt_path=path)
