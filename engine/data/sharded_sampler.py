@@ -459,7 +459,7 @@ class ShardedBatches:
                 tuple(seed_at(epoch_seed, starts[leaf]) for leaf in leaves),
             )
             for leaf, (_, micro) in zip(leaves, plan, strict=True):
-                indices = group[leaf][0][: micro.samples or 1]
+                indices = group[leaf][0]  # all of them also for a placeholder, which then uses the same parameters
                 self.micros.append((micro, drawn, group_indices))
                 items = [(epoch, starts[leaf] + offset, index) for offset, index in enumerate(indices)]
                 yield items if self.batched else items[0]

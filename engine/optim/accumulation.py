@@ -167,7 +167,7 @@ class Accumulation:
     @micro_batches.setter
     def micro_batches(self, value: int) -> None:
         check_int("gradient_accumulation_steps", value, 1)
-        if self.sums is not None:
+        if self.sums is not None and value != self._micro_batches:
             raise ValueError(
                 f"gradient_accumulation_steps={value} can't be set with step_micro_batches, which determines it. "
                 "Remove one of them."
@@ -262,13 +262,12 @@ class Accumulation:
                 "step_micro_batches needs each batch of a prepared DataLoader once, because the micro-batches of a "
                 "step are added by their numbers. Pass every batch to accumulate once, or remove step_micro_batches."
             )
-        if micro.number and group.samples:
-            self.sums.hold(trained, micro.number - 1)
-        else:  # what is left from before, or from a placeholder
-            for parameter in trained:
-                parameter.grad = None
         if not micro.number:
             self.sums.forget(trained)
+        elif group.samples:  # after a placeholder, there are only zeros, and placeholders follow
+            self.sums.hold(trained, micro.number - 1)
+        if micro.last and self.sums.needs_gradients:
+            self.sums.fill(trained)
         group.samples, group.added = micro.samples, False
 
     def _open_group(self, models: tuple[nn.Module, ...]) -> _Group:

@@ -443,6 +443,11 @@ class DDP(Strategy):
                 continue  # this pass did not reach the model
             if replica.is_armed[0]:
                 replica.is_armed[0] = False
+            elif self._order is not None:
+                raise ValueError(
+                    "with step_micro_batches, a loss must be computed by one call of the prepared model, because "
+                    "gradients of the model inside it would be added in another order. Call the prepared model."
+                )
             elif replica.require_backward_grad_sync and not replica.apart and not replica._join_config.enable:
                 (counts,) = count_ranks([[p.grad is not None for p in replica.trained]], self.world)  # on some rank
                 average_gradients([p for p, count in zip(replica.trained, counts, strict=True) if count], self.world)
@@ -463,6 +468,7 @@ class DDP(Strategy):
                 )
         if self.world.size > 1:
             self._order = FixedOrder(tree, held, self.world)
+            held.needs_gradients = self.options["find_unused_parameters"]  # else torch raises an error
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:

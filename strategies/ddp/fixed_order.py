@@ -12,6 +12,10 @@ from torch import Tensor
 from ..distributed import FixedTree, PartialSums, World
 
 
+# torch 2.13 renamed it.
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class FixedOrder:
     """Communication hook that adds the processes' gradients in a fixed tree, and does not divide the sum.
 
@@ -64,7 +68,7 @@ class FixedOrder:
             # A placeholder's gradients are zeros of either sign. Adding 0.0 makes every zero positive.
             torch.add(self._tree.add(list(received.view(world.size, own))), 0.0, out=part[:own])
             whole = buffer.new_empty(world.size * size)
-            gathered: Any = dist.all_gather_into_tensor(whole, part, group=group, async_op=True)
+            gathered: Any = _gather(whole, part, group=group, async_op=True)
 
             def finish(future: Any) -> None:
                 try:

@@ -97,9 +97,14 @@ class PartialSums:
 
     After each micro-batch but the last one, the gradients are taken from the parameters. Two sums of equally many
     micro-batches become one, so at most ``log2`` of their number are held.
+
+    Attributes:
+        needs_gradients: Whether parameters with a held sum need a gradient before the last backward pass, even if that
+            does not use them.
     """
 
     def __init__(self) -> None:
+        self.needs_gradients = False
         self._held: dict[Tensor, list[Tensor | None]] = {}
 
     def clear(self) -> None:
@@ -107,9 +112,10 @@ class PartialSums:
         self._held = {}
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
-        """Discard the sums of these parameters."""
+        """Discard the sums and the gradients of these parameters."""
         for parameter in parameters:
             self._held.pop(parameter, None)
+            parameter.grad = None
 
     def hold(self, parameters: Iterable[Tensor], number: int) -> None:
         """Take the gradients of a rank's micro-batch, whose index within the step is ``number``."""
@@ -131,6 +137,12 @@ class PartialSums:
                 torch._foreach_add_(lefts, rights)
             number //= 2
 
+    def fill(self, parameters: Iterable[Tensor]) -> None:
+        """Give parameters that have a held sum, but no gradient, a gradient of zeros."""
+        for parameter in parameters:
+            if parameter.grad is None and any(total is not None for total in self._held.get(parameter, ())):
+                parameter.grad = torch.zeros_like(parameter)
+
     def add_to(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Add the held sums to the ``gradients`` of the last micro-batch, the smallest sum first."""
         stacks = [self._held.get(parameter, ()) for parameter in parameters]
@@ -146,9 +158,7 @@ class PartialSums:
     def finish(self, parameters: Iterable[Tensor]) -> None:
         """Add the held sums to the gradients of the last micro-batch, and make every zero positive, on one process."""
         parameters = list(parameters)
-        for parameter in parameters:
-            if parameter.grad is None and any(total is not None for total in self._held.get(parameter, ())):
-                parameter.grad = torch.zeros_like(parameter)  # unused in the last micro-batch
+        self.fill(parameters)
         trained = [parameter for parameter in parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         if gradients:

@@ -3,12 +3,14 @@
 import functools
 import hashlib
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 from support.processes import run
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import treadle
 
@@ -35,8 +37,11 @@ class MLP(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(11, 37), nn.GELU(), nn.LayerNorm(37), nn.Dropout(0.2), nn.Linear(37, 5))
 
+    def forward(self, inputs):
+        return self.layers(inputs)
+
     def loss(self, batch):
-        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
 
 class Transformer(nn.Module):
@@ -244,3 +249,99 @@ def test_a_checkpoint_of_other_micro_batches_is_refused(saved_within_epoch):
         fit("mlp", "32-true", 4, step_micro_batches=4, ckpt_path=path)
     with pytest.raises(ValueError, match=r"but this run has no step_micro_batches"):
         fit("mlp", "32-true", 4, ckpt_path=path)
+
+
+# -- settings ------------------------------------------------------------------------------------------------------
+
+
+class Noisy(Dataset):
+    """Samples with noise from each of the three generators."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        inputs, target = self.samples[index]
+        return inputs + 0.1 * torch.randn(11) + random.random() + np.random.random(), target
+
+
+class Weighted(Task):
+    """A task whose micro-batches are weighted by a number of tokens."""
+
+    def training_step(self, batch, index):
+        return {"loss": super().training_step(batch, index), "weight": int(batch[1].sum()) + 1}
+
+
+class Branching(Task):
+    """A task of two optimizers, with a layer that only some micro-batches use."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.extra = nn.Linear(11, 37)
+
+    def training_step(self, batch, index):
+        hidden = self.net.layers[0](batch[0])
+        if batch[0].sum() > 0:
+            hidden = hidden + self.extra(batch[0])
+        loss = nn.functional.cross_entropy(self.net.layers[1:](hidden), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        return [
+            torch.optim.AdamW(self.net.parameters(), lr=0.01),
+            torch.optim.SGD(self.extra.parameters(), lr=0.1, momentum=0.9),
+        ]
+
+
+def fit_own_loop():
+    torch.manual_seed(1)
+    accelerator = treadle.Accelerator(cpu=True, step_micro_batches=V)
+    model = build("mlp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader("mlp"))
+    norms = []
+    for _ in range(2):
+        for inputs, targets in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
+                if accelerator.sync_gradients:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.3))
+                optimizer.step()
+                optimizer.zero_grad()
+    return describe(accelerator.unwrap_model(model), optimizer, norms, [], [])
+
+
+def fit_settings():
+    flags = {"step_micro_batches": V}
+    few = {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}
+    ddp = treadle.strategies.DDP
+    noisy = {"dataset": Noisy(dataset("mlp")), "batch_size": SIZE, "shuffle": True}
+    results = {
+        "buckets": fit("transformer", "32-true", 2, strategy=ddp(**few), **flags),
+        "zero": fit("mlp", "32-true", 2, strategy=ddp(zero=True), **flags),
+        "weights": fit("mlp", "32-true", 2, strategy="ddp", task=Weighted("mlp"), **flags),
+        "unused": fit("mlp", "32-true", 3, strategy=ddp(find_unused_parameters=True), task=Branching("mlp"), **flags),
+        "noise": fit("mlp", "32-true", 2, strategy="ddp", data=DataLoader(**noisy), **flags),
+        "workers": fit("mlp", "32-true", 2, strategy="ddp", data=DataLoader(**noisy, num_workers=2), **flags),
+        "fast": fit("mlp", "32-true", 2, strategy="ddp", fast_dev_run=True, **flags),
+    }
+    return {name: found for name, (found, _) in results.items()} | {"own loop": fit_own_loop()}
+
+
+@functools.cache
+def settings_alone():
+    return run(fit_settings, 1)[0]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_settings_that_keep_the_bits(world):
+    ranks, expected = run(fit_settings, world), settings_alone()
+    assert expected["noise"] == expected["workers"]
+    for rank, ranks_results in enumerate(ranks):
+        for name, found in ranks_results.items():
+            keys = ("weights", "norms") if rank or name in ("zero", "fast") else tuple(found)
+            assert {key: found[key] for key in keys} == {key: expected[name][key] for key in keys}, name
