@@ -199,6 +199,20 @@ def seed_at(epoch_seed: int, position: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{epoch_seed} {position}".encode()).digest()[:4], "little")
 
 
+def seed_micro_batch(seed: int) -> None:
+    """Seed the generators of Python, NumPy, torch's CPU and the current device with a 32-bit integer.
+
+    ``torch.manual_seed`` takes 0.4 ms where CUDA is not initialized, because it records a stack for a later call.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+    elif torch.backends.mps.is_available():
+        torch.mps.manual_seed(seed)
+
+
 def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool = True) -> int:
     """Seed the random number generators of Python, NumPy and torch, including those of all devices.
 

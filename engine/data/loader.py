@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from ...common.messages import name_type, warn
 from ...strategies import FixedTree, World
-from ..rng import Draw, RandomStream, isolated_random_state, seed_generators
+from ..rng import Draw, RandomStream, isolated_random_state, seed_micro_batch
 from .dataset_check import find_least, warn_length_changed, warn_order_changed
 from .epoch_position import EpochPosition, Phase
 from .micro_batches import Cursor, GroupPlanner, Micro
@@ -264,7 +264,7 @@ class Loader:
                     stream.follow(drawn)
                 batch = batch if move is None or batch is None else move(batch)
                 if seeded:
-                    seed_generators(indices.seeds[micro.number])  # type: ignore[union-attr]
+                    seed_micro_batch(indices.seeds[micro.number])  # type: ignore[union-attr]
                 if cursor.around is None:
                     yield batch
                 else:
@@ -643,8 +643,8 @@ class Loader:
                 return
             now = f"step_micro_batches={self._tree.leaves} and batch_size={width}"
         raise ValueError(
-            f"the checkpoint was saved with step_micro_batches={leaves} and batch_size={size}, but this run has {now}, so "
-            "it would not continue with the same bits. Set the same values, or load only the weights with "
+            f"the checkpoint was saved with step_micro_batches={leaves} and batch_size={size}, but this run has {now}, "
+            "so it would not continue with the same bits. Set the same values, or load only the weights with "
             "treadle.load_weights."
         )
 

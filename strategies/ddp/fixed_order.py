@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..distributed import FixedTree, PartialSums, World
 
-
 # torch 2.13 renamed it.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
