@@ -238,6 +238,7 @@ class Accelerator(Process):
         world = open_world(kind, devices, num_nodes, spread=spread, **configuration.merge_group(group, strategy))
         self.strategy = choose_strategy(strategy, world, fsdp_plugin, parallelism_config, handlers["replicas"])
         self.strategy.attach(world, self.precision)
+        self.step_micro_batches = step_micro_batches
         self._tree = None if step_micro_batches is None else FixedTree(step_micro_batches, world.size)
         super().__init__(world, self.strategy.data_world)
         self._begin(handlers["scaler"], Trackers(world, sources), watch(world, limit))
@@ -425,7 +426,7 @@ class Accelerator(Process):
             "split_batches": self.split_batches,
             "use_seedable_sampler": self.use_seedable_sampler,
             "on_nonfinite": self.on_nonfinite,
-            "step_micro_batches": None if self._tree is None else self._tree.leaves,
+            "step_micro_batches": self.step_micro_batches,
         }
 
     def _check_device(self, model: nn.Module) -> None:

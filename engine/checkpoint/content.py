@@ -399,6 +399,6 @@ def run_metadata(accelerator: Accelerator) -> dict[str, Any]:
         "precision": accelerator.precision.name,
         "accumulate": accumulate,
         "batch_size": batch,  # of a micro-batch, summed over all processes
-        "global_batch_size": None if batch is None else batch * accumulate,
+        "global_batch_size": None if training is None else training.step_size(accumulate),
         "models": [model_check.fingerprint(model) for model in accelerator.unwrapped_models],
     }

@@ -468,6 +468,12 @@ class Loader:
         """Number of samples in a full batch over all processes; a batch of unknown size counts as 1."""
         return self._plan.full
 
+    def step_size(self, accumulate: int) -> int:
+        """Return the number of samples of an optimizer step over all processes; see `total_batch_size`."""
+        if self._tree is None:
+            return self.total_batch_size * accumulate
+        return self._tree.leaves * self._plan.width  # type: ignore[union-attr]
+
     @property
     def left_out(self) -> Counter[str]:
         """Counter of the samples or batches that ``drop_last`` drops per epoch, by unit; empty if none or unknown."""
@@ -737,7 +743,7 @@ def _check_divisible(source: Any, shard: bool, split: bool) -> None:
     if not isinstance(source, DataLoader):
         obstacle = name_type(source)
     elif isinstance(source.dataset, IterableDataset):
-        obstacle = f"the stream {name_type(source.dataset)}"
+        obstacle = f"the stream of {name_type(source.dataset)}"
     elif has_user_iter(source):
         obstacle = f"{name_type(source)}, whose __iter__ chooses the batches"
     elif not shard or shards_itself(source):

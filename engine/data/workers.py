@@ -154,7 +154,7 @@ Item = tuple[tuple[int, int], int, Any]
 
 
 class SeededReader:
-    """Reader of samples, in a worker or for a `FixedTree`, which seeds each sample for the generators that the dataset draws from.
+    """Reader that seeds each sample for the generators that the dataset draws from, in a worker or for a `FixedTree`.
 
     To seed all three takes 10 µs, more than to read a row of a tensor. The first batch is therefore seeded for all, and
     shows which of them the dataset and the collate function use. Those that they do not use are only watched; a batch

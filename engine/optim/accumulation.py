@@ -44,12 +44,13 @@ class _Group:
         loss_at_entry: The last loss before that call.
         entries: Number of batches of the loader's group for which it was called; 0 after the last one.
         samples: In a `FixedTree`, the number of samples of the current micro-batch; 0 for a placeholder.
+        number: In a `FixedTree`, the index of the current micro-batch within the step.
         added: In a `FixedTree`, whether this micro-batch has had a backward pass.
     """
 
     def __init__(self, models: tuple[nn.Module, ...]) -> None:
         self.models = models
-        self.samples, self.added = 0, False
+        self.samples, self.number, self.added = 0, -1, False
         self.entered, self.entries = -1, 0
         self.loss_at_entry: Any = None
         self.forget()
@@ -257,7 +258,7 @@ class Accumulation:
         """Take the gradients of the previous micro-batch from the parameters, before the next one of the group."""
         assert self.sums is not None
         micro, trained = self.cursor.micro, list(self._iter_trained_parameters(group))
-        if micro is None or self.counts_calls or self._skip_correction != 1.0:
+        if micro is None or self.counts_calls or (micro.number and micro.number != group.number + 1):
             raise ValueError(
                 "step_micro_batches needs each batch of a prepared DataLoader once, because the micro-batches of a "
                 "step are added by their numbers. Pass every batch to accumulate once, or remove step_micro_batches."
@@ -268,7 +269,7 @@ class Accumulation:
             self.sums.hold(trained, micro.number - 1)
         if micro.last and self.sums.needs_gradients:
             self.sums.fill(trained)
-        group.samples, group.added = micro.samples, False
+        group.samples, group.number, group.added = micro.samples, micro.number, False
 
     def _open_group(self, models: tuple[nn.Module, ...]) -> _Group:
         if self.check_models is not None:

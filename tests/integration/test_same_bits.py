@@ -133,7 +133,7 @@ def fit(name, precision, epochs, *, ckpt_path=None, save=None, task=None, data=N
         enable_model_summary=False,
         **flags,
     )
-    trainer.fit(task, data or loader(name), ckpt_path=ckpt_path)
+    trainer.fit(task, loader(name) if data is None else data, ckpt_path=ckpt_path)
     if save is not None:
         trainer.save_checkpoint(save)
     return describe(task.net, trainer.optimizers[0], task.norms, rows.steps, rows.epochs), {
@@ -345,3 +345,92 @@ def test_settings_that_keep_the_bits(world):
         for name, found in ranks_results.items():
             keys = ("weights", "norms") if rank or name in ("zero", "fast") else tuple(found)
             assert {key: found[key] for key in keys} == {key: expected[name][key] for key in keys}, name
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+class Normalized(Task):
+    def __init__(self):
+        super().__init__("mlp")
+        self.net.layers.insert(1, nn.BatchNorm1d(37))
+
+
+class Manual(Task):
+    automatic_optimization = False
+
+
+class WithClosure(Task):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class FloatWeights(Task):
+    def training_step(self, batch, index):
+        return {"loss": super().training_step(batch, index), "weight": 0.5}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(dataset("mlp"))
+
+
+class OwnGenerator(Noisy):
+    def __init__(self, samples):
+        super().__init__(samples)
+        self.generator = torch.Generator()
+
+
+def own_sampler():
+    data = dataset("mlp")
+    return DataLoader(data, batch_size=SIZE, sampler=torch.utils.data.DistributedSampler(data, 2, 0))
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        (r"BatchNorm in training mode \(net\.layers\.1\)", {"task": Normalized}),
+        (r"can't be combined with automatic_optimization=False", {"task": lambda: Manual("mlp")}),
+        (r"can't be combined with LBFGS", {"task": lambda: WithClosure("mlp")}),
+        (r"weight=0\.5 must be a whole number", {"task": lambda: FloatWeights("mlp")}),
+        (r"can't be combined with the stream of a Stream", {"data": lambda: DataLoader(Stream(), batch_size=SIZE)}),
+        (r"can't be combined with a list", {"data": lambda: [next(iter(loader("mlp")))]}),
+        (
+            r"OwnGenerator, which draws from a generator of its own",
+            {"data": lambda: DataLoader(OwnGenerator(dataset("mlp")))},
+        ),
+        (r"a dataloader that is already sharded", {"data": own_sampler}),
+        (r"already sharded", {"use_distributed_sampler": False}),
+        (r"gradient_accumulation_steps=2", {"accumulate_grad_batches": 2}),
+        (r"step_micro_batches=12 must be a power of two.*Use 8 or 16\.", {"step_micro_batches": 12}),
+        (r"DDP\(comm_hook=\.\.\.\)", {"strategy": lambda: treadle.strategies.DDP(comm_hook="bf16")}),
+        (r"DDP\(local_sgd_steps=\.\.\.\)", {"strategy": lambda: treadle.strategies.DDP(local_sgd_steps=2)}),
+        (r"DDP\(sync_batchnorm=\.\.\.\)", {"strategy": lambda: treadle.strategies.DDP(sync_batchnorm=True)}),
+        (r"DDP\(static_graph=\.\.\.\)", {"strategy": lambda: treadle.strategies.DDP(static_graph=True)}),
+        (r"not supported by strategy='fsdp'", {"strategy": "fsdp"}),
+    ],
+)
+def test_what_can_not_hold_is_refused(message, options):
+    made = {name: value() if callable(value) else value for name, value in options.items()}
+    with pytest.raises(ValueError, match=message):
+        fit("mlp", "32-true", 1, **{"step_micro_batches": V, **made})
+
+
+def test_a_second_backward_pass_and_skipped_batches_are_refused():
+    accelerator = treadle.Accelerator(cpu=True, step_micro_batches=V)
+    model = build("mlp")
+    model, batches = accelerator.prepare(model, loader("mlp"))
+    running = iter(batches)
+    inputs, _ = next(running)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(inputs).mean())
+        with pytest.raises(ValueError, match="one backward pass per micro-batch"):
+            accelerator.backward(model(inputs).mean())
+    running.close()
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=2 can't be set with step_micro_batches"):
+        accelerator.gradient_accumulation_steps = 2
+    with pytest.raises(ValueError, match="each batch of a prepared DataLoader once"):  # noqa: PT012
+        for number, (inputs, _) in enumerate(batches):
+            if number != 1:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(inputs).mean())
