@@ -24,6 +24,8 @@ class BatchSizeFinder(Callback):
     batch of this size must fit into memory on every process. The RNG state is restored afterwards. A run that is
     resumed from a checkpoint does not search again.
 
+    With a `BudgetBatchSampler`, the batch size is its budget. The first budget fits the largest sample.
+
     Args:
         mode: ``"power"`` doubles the size until memory runs out or a limit is reached. ``"binsearch"`` then also
             bisects between the largest size that fits and the smallest that does not. Default: ``"power"``.
@@ -35,7 +37,7 @@ class BatchSizeFinder(Callback):
             of either. Default: ``"batch_size"``.
         margin: With ``"binsearch"``, fraction by which the largest size that fits is reduced if a larger size ran out
             of memory. Default: 0.05.
-        max_val: The largest size to try. Default: 8192.
+        max_val: The largest size to try. Default: 8192; for a budget, the cost of all samples in one batch.
         keep_global_batch: In ``fit``, set ``accumulate_grad_batches`` so that the number of samples per optimizer step
             does not change. Default: False.
 
@@ -67,7 +69,7 @@ class BatchSizeFinder(Callback):
         max_trials: int = 25,
         batch_arg_name: str = "batch_size",
         margin: float = 0.05,
-        max_val: int = 8192,
+        max_val: int | None = None,
         *,
         keep_global_batch: bool = False,
     ) -> None:
@@ -79,8 +81,8 @@ class BatchSizeFinder(Callback):
         if not check_number("margin", margin, 0.0) < 1:
             raise ValueError(f"margin={margin!r} must be at least 0.0 and less than 1.0.")
         self.margin = margin
-        self.max_val = check_int("max_val", max_val, 1)
-        if init_val > max_val:
+        self.max_val = None if max_val is None else check_int("max_val", max_val, 1)
+        if max_val is not None and init_val > max_val:
             raise ValueError(
                 f"init_val={init_val} is more than max_val={max_val}, the largest size to try. Lower init_val or raise "
                 "max_val."
@@ -98,18 +100,19 @@ class BatchSizeFinder(Callback):
                 "micro-batches per optimizer step. Remove one of them."
             )
 
-    def search(self, fits: Callable[[int], int | None], limit: int) -> int:
+    def search(self, fits: Callable[[int], int | None], limit: int, least: int = 1) -> int:
         """Search for the largest size that fits, and return it. With ``"binsearch"``, ``margin`` may reduce the result.
 
         Args:
             fits: Function that tries a size and returns None if memory ran out, otherwise the largest size that the
                 data allows.
             limit: The largest size to try.
+            least: The smallest size to try. Default: 1.
 
         Raises:
             MemoryError: If none of the sizes that were tried fits.
         """
-        best, worst, size = 0, 0, min(self.init_val, limit)  # the first fits, the second does not
+        best, worst, size = 0, 0, max(least, min(self.init_val, limit))  # the first fits, the second does not
         if not self.max_trials:
             return size
         for _ in range(self.max_trials):
@@ -121,17 +124,17 @@ class BatchSizeFinder(Callback):
                 limit = min(limit, most)
                 best = min(size, limit)
                 announce(f"BatchSizeFinder: a batch size of {size} fits")
-            if best >= limit or worst == 1 or (worst and best and self._is_done(best, worst)):
+            if best >= limit or worst == least or (worst and best and self._is_done(best, worst)):
                 break
-            size = self._choose_next_size(best, worst, limit)
+            size = max(least, self._choose_next_size(best, worst, limit))
         if not best:
-            advice = "Use a smaller model or input." if worst == 1 else "Lower init_val or raise max_trials."
+            advice = "Use a smaller model or input." if worst == least else "Lower init_val or raise max_trials."
             raise MemoryError(
                 f"no batch size fits into memory: even {self.batch_arg_name}={worst}, the smallest that was tried, "
                 f"failed. {advice}"
             )
         if worst and self.mode == "binsearch":
-            return max(1, int(best * (1 - self.margin)))
+            return max(least, int(best * (1 - self.margin)))
         return best
 
     def _is_done(self, best: int, worst: int) -> bool:

@@ -34,7 +34,8 @@ class TransformersTask(TaskModule):
 
     A batch is a dict with the inputs of the model, such as ``input_ids``, ``attention_mask`` and ``labels``. With
     token-level labels, the loss of each batch is weighted by the number of labels in the batch. Padding, accumulation
-    and world size therefore do not change the gradients.
+    and world size therefore do not change the gradients. Causal language models also accept packed rows; see
+    `treadle.data.pack`.
 
     The task logs ``train_loss``, ``val_loss`` and ``test_loss``, and each of ``metrics`` as ``val_NAME`` and
     ``test_NAME``. `Trainer.predict` returns generated texts if ``generation`` is set, otherwise logits.
@@ -137,7 +138,12 @@ class TransformersTask(TaskModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model and return its output. A single positional mapping is unpacked into keyword arguments."""
         if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
-            return self.model(**args[0])
+            kwargs, args = {**args[0]}, ()
+            # transformers finds the documents of a packed row by their position ids only if it creates no cache;
+            # otherwise tokens attend to other documents.
+            if "position_ids" in kwargs and _predicts_next_token(self.model):
+                kwargs.setdefault("use_cache", False)
+                self._check_packed_rows(kwargs)
         return self.model(*args, **kwargs)
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
@@ -269,6 +275,16 @@ class TransformersTask(TaskModule):
             )
         # The mean of a batch whose labels are all ignored is NaN.
         return loss if count is None else torch.where(count > 0, loss, torch.zeros_like(loss))
+
+    def _check_packed_rows(self, batch: Mapping[str, Any]) -> None:
+        implementation = getattr(self.model.config, "_attn_implementation", None) or ""
+        # transformers' `_is_packed_sequence`, up to version 5.23
+        if "flash" in implementation and "seq_idx" in batch and len(batch["seq_idx"]) > 1:
+            raise ValueError(
+                f"a batch has {len(batch['seq_idx'])} packed rows, but with attn_implementation={implementation!r}, "
+                "transformers separates their documents only if a batch is a single row. Use batch_size=1 and longer "
+                "rows, or attn_implementation='sdpa' or 'flex_attention'."
+            )
 
     def _select_targets(self, batch: Mapping[str, Any]) -> Tensor | None:
         """Return the token labels that the loss uses, or None if the batch has no labels for tokens."""

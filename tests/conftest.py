@@ -3,7 +3,6 @@
 import gc
 import importlib
 import os
-import signal
 import sys
 
 import pytest
@@ -21,7 +20,7 @@ LONGEST_FIRST = (
     "trainer/loop/test_budget.py",
     "trainer/checkpointing/test_resume.py",
     "strategies/launch/test_supervisor.py",
-    "cli/commands/test_commands.py",
+    "cli/commands/test_stages.py",
     "engine/data/test_loader.py",
     "trainer/loop/test_preemption.py",
     "callbacks/test_model_checkpoint.py",
@@ -73,10 +72,7 @@ def an_interrupt_is_not_ignored():
 
     Nor is a hangup, as under nohup.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    processes.heed_signals()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         callbacks,
         cli,
         compat,
+        data,
         engine,
         integrations,
         loggers,

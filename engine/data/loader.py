@@ -324,7 +324,7 @@ class Loader:
         if position.order is None and self._repeats and self._first is not None:
             position.order = self._first
         position.phase = Phase.BETWEEN if position.order is None else Phase.RUNNING
-        self._tell_epoch()
+        self.tell_epoch()
         limit = None if self.limit is None else max(0, self.limit - position.batches)
         return self._pass_over(self._reader.iterate(self._view, limit))
 
@@ -529,9 +529,9 @@ class Loader:
         if self._position.phase is Phase.RUNNING:
             self._position.phase = Phase.RENUMBERED
         self.epoch = epoch
-        self._tell_epoch()  # the sampler's length may depend on it
+        self.tell_epoch()  # the sampler's length may depend on it
 
-    def _tell_epoch(self) -> None:
+    def tell_epoch(self) -> None:
         """Pass the epoch number to the user's dataloader, samplers and datasets."""
         epoch = self._plan.dataset_epoch = 0 if self._repeats else self.epoch
         # Training and validation data are often subsets of one dataset. A validation amid a training epoch, which has

@@ -58,7 +58,9 @@ class ShardedBatches:
     """Batch sampler that replays the user's own sampler and keeps this process's share of each global batch.
 
     A global batch consists of ``batch_size`` indices of the user's sampler per process, or of one batch of a custom
-    batch sampler per process. A process whose share is empty yields one sample with weight zero.
+    batch sampler per process. If a custom batch sampler has a method ``split_batch(batch, parts)``, each of its batches
+    is a global batch, which this method splits over the processes. A process whose share is empty yields one sample
+    with weight zero.
 
     ``merge_tail`` adds a last global batch with fewer samples than processes to the batch before it. ``positions``
     yields ``((epoch seed, dataset_epoch), position, index)`` instead of indices, so that workers can seed each sample
@@ -87,6 +89,7 @@ class ShardedBatches:
         unit: Any = batches if self.batched else loader.sampler
         self.sampler: Iterable[Any] = unit.sampler if self.plain else unit
         self.batch_size = int(getattr(batches, "batch_size", None) or 1) if self.plain else 1
+        self._split_batch: Callable[[Any, int], list[Any]] | None = getattr(batches, "split_batch", None)
         self.drop_last = bool(getattr(batches, "drop_last", False))
         self._loader = loader
         self.dataset = loader.dataset
@@ -256,12 +259,12 @@ class ShardedBatches:
     @property
     def width(self) -> int:
         """Number of items of the user's sampler in a full batch, over all ranks that share it."""
-        return self.batch_size * self.planner.size
+        return self.batch_size * self.planner.size if self._split_batch is None else 1
 
     @property
     def full(self) -> int:
         """Number of samples in a full batch, over all ranks; a batch of a custom batch sampler counts as 1."""
-        return self.batch_size * self.planner.world_size
+        return self.width * self.planner.world_size // self.planner.size
 
     @property
     def left_out(self) -> Counter[str]:
@@ -396,10 +399,14 @@ class ShardedBatches:
         if skip:
             self._take_drawn()  # the run's stream has followed the copy up to here
         while group := list(itertools.islice(items, width)):
+            is_full = len(group) == width
             indices = list(itertools.chain.from_iterable(group)) if in_batches else group
             if len(first) < _COMPARED:
                 first += indices
-            if len(group) == width:
+            if self._split_batch is not None and self.planner.size > 1:
+                group = self._split_batch(group[0], self.planner.size)
+                indices = list(itertools.chain.from_iterable(group))
+            if is_full:
                 yield indices, [len(batch) for batch in group] if in_batches else None
             elif not self.drop_last:
                 yield indices, None

@@ -10,14 +10,21 @@ _SHUFFLE_BUFFER = "BufferShuffledExamplesIterable"
 _MAPPED = "MappedExamplesIterable"
 
 
+def unpack(dataset: Any) -> Any:
+    """Return the stream that a `PackedStream` reads; any other dataset is returned unchanged."""
+    return getattr(dataset, "packed_source", dataset)
+
+
 def split_over(dataset: Any) -> int:
     """Return the number of ranks over which ``split_dataset_by_node`` split a Hugging Face stream; 0 if not split."""
+    dataset = unpack(dataset)
     distributed = getattr(dataset, "_distributed", None) if _name_library(dataset) == "datasets" else None
     return int(getattr(distributed, "world_size", 0))
 
 
 def explain_split(dataset: Any, ranks: int) -> str:
     """Return a hint on how to split a stream that is the same on all ranks."""
+    dataset = unpack(dataset)
     library = _name_library(dataset)
     if library == "datasets":
         split = f"datasets.distributed.split_dataset_by_node(dataset, rank, {ranks})"
@@ -41,6 +48,7 @@ def explain_state_gap(dataset: Any) -> str:
 
     The documentation of Hugging Face's ``IterableDataset.state_dict`` describes these cases.
     """
+    dataset = unpack(dataset)
     if _name_library(dataset) != "datasets":
         return ""
     names = {type(part).__name__: part for part in iter_parts(dataset)}
@@ -54,11 +62,12 @@ def explain_state_gap(dataset: Any) -> str:
 
 def copies_state(owner: Any) -> bool:
     """Return whether an object's ``state_dict`` comes from a library that returns a copy."""
-    return type(owner).state_dict.__module__.partition(".")[0] in ("datasets", "torchdata", "streaming")
+    return type(owner).state_dict.__module__.partition(".")[0] in ("datasets", "torchdata", "streaming", "treadle")
 
 
 def explain_not_repeatable(dataset: Any) -> str:
     """Return why a stream without a state yields different samples when it is read again; "" if no reason is known."""
+    dataset = unpack(dataset)
     if any(kind.__module__.partition(".")[0] == "streaming" for kind in type(dataset).__mro__):
         return "StreamingDataset counts its epochs on its own. Read it through streaming.StreamingDataLoader"
     if _name_library(dataset) != "webdataset":

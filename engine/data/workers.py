@@ -388,7 +388,7 @@ def read_memory() -> Memory | None:
 class WorkerMemory:
     """Memory that the workers of a loader have copied since they were forked.
 
-    A forked worker shares its parent's pages until one of the two writes to them, and whoever reads a Python object
+    A forked worker shares its parent's pages until one of the two writes to them, and reading a Python object also
     writes its reference count. A dataset of many lists, dicts or strings is therefore copied by each worker, page by
     page, while the worker reads its samples. Source: https://github.com/pytorch/pytorch/issues/13246
     """

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
@@ -25,12 +24,12 @@ from ..wrap_policy import Policy, check_policy, chosen_blocks, direct_parts, sel
 from .deferred_init import Tape, get_generator
 from .recompute import Recompute
 from .sharded_router import (
+    BackwardPasses,
     ShardedRouter,
     forget_gradients,
     gathered_parameters,
     reshard_parameters,
     start_anew,
-    weigh_gradients,
 )
 
 _ROOT = "_sharded_root"
@@ -281,13 +280,12 @@ class FSDP(Strategy):
         router._is_apart = apart
         if not apart:
             self._fully_shard(router, False)
-        elif self.world.size > 1:
-            for block in blocks:  # after FSDP's own hook, which gathers
-                block.register_forward_pre_hook(partial(weigh_gradients, router))
+        for block in blocks if apart else ():
+            BackwardPasses(router, block)
         if self.world.size > 1:
             router.register_forward_pre_hook(self._count_step, prepend=True)  # before FSDP's own hook, which may wait
         unblocked = [part for part in module.modules() if part not in blocks and hasattr(part, "reshard")]
-        kept = blocks if not apart and self.reshard_after_forward is not True else ()
+        kept = blocks if apart or self.reshard_after_forward is not True else ()
         router._parts_to_reshard = [*(() if apart else (router,)), *unblocked, *kept]  # type: ignore[assignment]
         after = dict(module.named_parameters(remove_duplicate=False))
         for name, parameter in before.items():

@@ -8,6 +8,8 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..forward_router import Router
@@ -27,9 +29,6 @@ _MANUAL_RULES = {  # by words of torch's error (2.13)
     "not have been used in the graph": "with FSDP and automatic_optimization=False, torch.autograd.grad can't compute "
     "gradients with respect to parameters, which are shards. Call self.manual_backward, which leaves the gradients in "
     "parameter.grad, or use strategy='ddp'.",
-    "storage of size 0": "with FSDP and automatic_optimization=False, a gradient was differentiated again "
-    "(create_graph=True, as in a gradient penalty), but FSDP frees the gathered parameters after the first backward "
-    "pass. Use strategy='ddp'.",
 }
 
 
@@ -44,10 +43,6 @@ class ShardedRouter(Router):
 
     _is_apart: bool
     _strategy: ref[Strategy]
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._weighted: Any = WeakIdKeyDictionary()  # gathered parameters with a hook of `weigh_gradients`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Afterwards, reshard its parameters if gradients are disabled."""
@@ -69,17 +64,68 @@ class ShardedRouter(Router):
                 reshard_parameters(self)
 
 
-def weigh_gradients(root: Any, block: Any, *_: Any) -> None:
-    """Weight the gradients of ``loss.backward()`` by the rank's share of an uneven batch; see `Strategy`."""
+class BackwardPasses:
+    """Hooks of a block that manual optimization shards on its own, for any number of backward passes through any graph.
 
-    def weigh(gradient: Tensor) -> Tensor:
-        return gradient * root._strategy().backward_weight
+    - A pass that builds a graph (``create_graph=True``) leaves the parameters gathered until the end of the next pass,
+      which needs them.
+    - At the end of a pass, gradients are reduced that FSDP2 has not reduced. FSDP2 relies on hooks of the block's
+      results and inputs, but a pass through the graph of an earlier pass may not reach them (torch 2.13).
+    - The gradients of ``loss.backward()`` are weighted by the rank's share of an uneven batch; see `Strategy`.
 
-    if root._strategy().backward_weight != 1.0:
+    Args:
+        root: Root of the task.
+        block: The block, as sharded by ``fully_shard``.
+    """
+
+    def __init__(self, root: ShardedRouter, block: Any) -> None:
+        self.root, self.block = root, block
+        self._keeps = False
+        self._pass: int | None = None
+        self._followed: Any = WeakIdKeyDictionary()  # the gathered parameters that have hooks
+        block.register_forward_hook(self._follow)  # after FSDP2's own
+
+    def _follow(self, block: Any, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for result in tree_iter(output):
+            if isinstance(result, Tensor) and result.requires_grad:
+                result.register_hook(self._enter)
         for _, group in iterate_groups_of(block):
             for parameter in (fsdp_parameter.unsharded_param for fsdp_parameter in group.fsdp_params):
-                if parameter.requires_grad and parameter not in root._weighted:
-                    root._weighted[parameter] = parameter.register_hook(weigh)
+                if parameter.requires_grad and parameter not in self._followed:
+                    self._followed[parameter] = parameter.register_hook(self._weigh)
+                    parameter.register_post_accumulate_grad_hook(self._enter)
+
+    def _weigh(self, gradient: Tensor) -> Tensor | None:
+        weight = self.root._strategy().backward_weight  # type: ignore[union-attr]
+        return None if weight == 1.0 else gradient * weight
+
+    def _enter(self, _: Tensor) -> None:
+        if torch.is_grad_enabled():
+            self._keep(True)
+            return
+        current = torch._C._current_graph_task_id()
+        if self._pass != current:  # not a flag, which a pass that raised an error would leave set
+            self._pass = current
+            self.block._get_fsdp_state()._register_root_post_backward_final_callback()  # which runs before `_leave`
+            Variable._execution_engine.queue_callback(self._leave)
+
+    def _leave(self) -> None:
+        for state, group in iterate_groups_of(self.block):
+            if any(p.unsharded_param.grad is not None for p in group.fsdp_params if hasattr(p, "_unsharded_param")):
+                group.post_backward()
+                group.finalize_backward()
+                group._training_state = state._training_state
+        if self._keeps:
+            self._keep(False)
+            self.block.reshard()
+
+    def _keep(self, keeps: bool) -> None:
+        if keeps is not self._keeps:
+            self._keeps = keeps
+            self.block.set_reshard_after_backward(not keeps, recurse=False)
+            self.block.set_reshard_after_forward(not keeps, recurse=False)
 
 
 def reshard_parameters(root: Any) -> None:

@@ -1,14 +1,16 @@
 """`EarlyStopping`: after which check it stops, and that all processes do."""
 
 import math
-import os
 from datetime import timedelta
 
 import pytest
 import torch
-from support.callback_runs import Tiny, fit, loader, trainer
+from support.callback_runs import ByEpoch, Tiny, fit, loader, trainer
 from support.processes import run
+from support.trainers import make_trainer
 from treadle.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
+from treadle.callbacks.early_stopping import EarlyStoppingReason
+from treadle.compat.demos.boring_classes import BoringModel
 
 NAN = float("nan")
 
@@ -119,24 +121,6 @@ def test_the_state_of_an_older_release():
     assert (stop.wait_count, stop.best_score.item(), stop.stopping_reason_message) == (1, 1.0, None)
 
 
-@pytest.mark.parametrize("flags", [{}, {"validate": False}, {"limit_val_batches": 0}])
-def test_a_value_that_was_never_logged(tmp_path, flags):
-    # A RuntimeError in Lightning.
-    words = r"^EarlyStopping's monitor 'train_los' was never logged.*mean 'train_loss'"
-    with pytest.raises(RuntimeError, match=words) as raised:
-        fit(tmp_path, EarlyStopping("train_los"), values=[1.0], **flags)
-    assert isinstance(raised.value, ValueError)
-    if flags:
-        with pytest.raises(RuntimeError, match="'val_loss' was never logged, because this run has no validation"):
-            fit(tmp_path, EarlyStopping("val_loss"), values=[1.0], **flags)
-    with pytest.warns(UserWarning, match="skips a check"):
-        fit(tmp_path, EarlyStopping("train_los", strict=False), values=[1.0], **flags)
-
-
-def test_no_check_before_the_first_validation(tmp_path):
-    assert fit(tmp_path, EarlyStopping("val_loss"), values=[1.0], max_steps=3).global_step == 3
-
-
 def test_resumed_it_goes_on_counting(tmp_path):
     def go(epochs, ckpt_path=None, values=(2.0, 2.5, 2.4, 2.3, 2.2)):
         stop = EarlyStopping("val_loss", patience=4)
@@ -152,13 +136,6 @@ def test_resumed_it_goes_on_counting(tmp_path):
         _, _, path = go(9), *go_steps(tmp_path, cut)
         stop, epochs, _ = go(9, path)
         assert (epochs, stop.wait_count) == (5, 4)
-
-
-class ByEpoch(Tiny):
-    """What a validation logs depends on the epoch alone, so a resumed run sees what another one saw."""
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.values[self.trainer.current_epoch])
 
 
 def go_steps(root, steps):
@@ -229,21 +206,6 @@ def test_a_second_fit_goes_on_and_its_checkpoints_too(tmp_path):
     assert (made.current_epoch, stop.stopping_reason_message) == (3, None)
     again = EarlyStopping("val_loss", patience=1)
     assert fit(tmp_path, again, values=[0.4], max_epochs=4, ckpt_path=kept.best_model_path).current_epoch == 4
-
-
-@pytest.mark.parametrize("cut", [2, *(pytest.param(cut, marks=pytest.mark.exhaustive) for cut in (3, 4))])
-def test_a_resumed_run_takes_no_old_validation_for_a_new_one(tmp_path, cut):
-    def go(root, epochs, ckpt_path=None):
-        stop = EarlyStopping("val_loss", patience=3, check_on_train_epoch_end=True)
-        kept = ModelCheckpoint(root, "{epoch}", "val_loss", save_top_k=-1, save_last=True, save_on_train_epoch_end=True)
-        flags = {"max_epochs": epochs, "check_val_every_n_epoch": 2, "ckpt_path": ckpt_path}
-        fit(tmp_path, stop, kept, task=ByEpoch([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), **flags)
-        return stop.wait_count, {os.path.basename(path): score.item() for path, score in kept.best_k_models.items()}
-
-    whole = go(tmp_path / "whole", 7)
-    assert whole == (2, {"epoch=1.ckpt": 1.0, "epoch=3.ckpt": 3.0, "epoch=5.ckpt": 5.0})
-    go(tmp_path / "parts", cut)
-    assert go(tmp_path / "parts", 7, "last") == whole
 
 
 def test_states_of_an_earlier_version(tmp_path):
@@ -336,3 +298,28 @@ def test_a_criterion_that_is_written_out_is_ours(tmp_path, mode, values):
         for kind in (EarlyStopping, ByHand)
     ]
     assert [run.current_epoch for run in runs] == [3, 3]
+
+
+def test_why_a_run_was_stopped() -> None:
+    class Task(BoringModel):
+        def validation_step(self, batch, batch_idx):
+            self.log("x", 1.0)
+
+    for options, reason in (
+        ({"patience": 1}, EarlyStoppingReason.PATIENCE_EXHAUSTED),
+        ({"stopping_threshold": 2.0}, EarlyStoppingReason.STOPPING_THRESHOLD),
+        ({"divergence_threshold": 0.5}, EarlyStoppingReason.DIVERGENCE_THRESHOLD),
+        ({"patience": 9}, EarlyStoppingReason.NOT_STOPPED),
+    ):
+        stopping = EarlyStopping("x", **options)
+        make_trainer(
+            max_epochs=2,
+            limit_train_batches=1,
+            limit_val_batches=1,
+            num_sanity_val_steps=0,
+            callbacks=stopping,
+        ).fit(Task())
+        assert stopping.stopping_reason is reason
+        again = EarlyStopping("x")
+        again.load_state_dict(stopping.state_dict())
+        assert again.stopping_reason is reason

@@ -6,9 +6,7 @@ import inspect
 import math
 import os
 import shutil
-import subprocess
 import sys
-import time
 import typing
 from datetime import timedelta
 from pathlib import Path
@@ -17,29 +15,19 @@ import pytest
 import torch
 import yaml
 from support import stored
-from support.callback_runs import Tiny, fit, loader, trainer
-from support.processes import RankError, run
+from support.callback_runs import Steps, Tiny, fit, loader, trainer
+from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
-from treadle.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from treadle.callbacks import LambdaCallback, ModelCheckpoint
 from treadle.callbacks._checkpointing import finish_removing
-from treadle.engine.checkpoint import filesystem, store
+from treadle.engine.checkpoint import store
 
 NAN = float("nan")
 
 
 def names(folder):
     return sorted(path.name for path in Path(folder).iterdir())
-
-
-class Steps(Callback):
-    """Notes the weights after each optimizer step."""
-
-    def __init__(self):
-        self.weights = {0: None}
-
-    def on_step_end(self, trainer, pl_module):
-        self.weights[trainer.global_step] = pl_module.net.weight.detach().clone()
 
 
 # -- when ----------------------------------------------------------------------------------------------------------
@@ -72,13 +60,6 @@ def test_when(tmp_path, arguments, flags, steps):
     kept = ModelCheckpoint(tmp_path / "c", filename="{step}", **{"save_top_k": -1, **arguments})
     fit(tmp_path, kept, **flags)
     assert (names(tmp_path / "c") if kept.saves else []) == sorted(f"step={s}.ckpt" for s in steps)
-
-
-def test_a_time_interval_asks_seldom_and_saves_when_it_is_over(tmp_path):
-    kept = ModelCheckpoint(tmp_path / "c", train_time_interval=timedelta(seconds=0.4), save_top_k=-1)
-    began = time.monotonic()
-    fit(tmp_path, kept, task=Tiny(pause=0.02), samples=100, max_epochs=1, validate=False)
-    assert 2 <= len(names(tmp_path / "c")) <= max(2, (time.monotonic() - began) // 0.4)
 
 
 def test_a_save_at_the_last_step_of_an_epoch_follows_its_validation(tmp_path):
@@ -457,28 +438,6 @@ def test_going_on_gives_the_same_weights(tmp_path, trigger, flags):
         assert made.optimizers[0].param_groups[0]["lr"] == rates
 
 
-@pytest.mark.parametrize("name", ["c/epoch=0-step=5.ckpt", "resume", "folder/epoch=0-step=5.ckpt"])
-def test_what_is_resumed_from_is_not_removed(tmp_path, monkeypatch, name):
-    first = ModelCheckpoint(tmp_path / "c")
-    fit(tmp_path, first, max_epochs=1)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "resume").symlink_to(first.best_model_path)
-    (tmp_path / "folder").symlink_to(tmp_path / "c")
-    again = ModelCheckpoint("c")
-    fit(tmp_path, again, max_epochs=4, ckpt_path=name)
-    assert names(tmp_path / "c") == ["epoch=0-step=5.ckpt", "epoch=3-step=20.ckpt"]
-
-
-def test_what_lies_elsewhere_is_not_removed(tmp_path):
-    first = ModelCheckpoint(tmp_path / "one", save_last=True)
-    fit(tmp_path, first, max_epochs=2)
-    before = names(tmp_path / "one")
-    moved = ModelCheckpoint(tmp_path / "two", save_last=True)
-    fit(tmp_path, moved, max_epochs=3, ckpt_path=first.last_model_path)
-    assert names(tmp_path / "one") == before
-    assert names(tmp_path / "two") == ["epoch=2-step=15.ckpt", "last.ckpt"]
-
-
 def test_the_best_of_before_stays_the_best_in_another_directory(tmp_path):
     def callback(folder):
         return ModelCheckpoint(tmp_path / folder, "{epoch}", "val_loss", save_last=True)
@@ -496,35 +455,6 @@ def test_the_best_of_before_stays_the_best_in_another_directory(tmp_path):
     fourth = callback("four")
     fit(tmp_path, fourth, values=[9.0], max_epochs=5, ckpt_path=second.last_model_path)
     assert (fourth.best_model_path, fourth.best_model_score) == (str(tmp_path / "four" / "epoch=4.ckpt"), 9.0)
-
-
-def killed(root, name):
-    """A run that is killed when the new checkpoint is in place and the one it replaces is about to be removed."""
-    original = filesystem.rename
-
-    def rename(source, target):
-        if target.name.startswith(f".{name}.") and target.name.endswith(".gone"):
-            os._exit(9)
-        original(source, target)
-
-    filesystem.rename = rename
-    fit(Path(root), saving_best(root), values=[3.0, 2.0, 1.0], max_epochs=3)
-
-
-def saving_best(root):
-    return ModelCheckpoint(Path(root) / "c", "{epoch}", "val_loss", save_last=True)
-
-
-@pytest.mark.guarantee
-def test_killed_between_saving_and_removing(tmp_path):
-    with pytest.raises(RankError):
-        run(killed, 1, str(tmp_path), "epoch=1.ckpt")
-    assert names(tmp_path / "c") == ["epoch=1.ckpt", "epoch=2.ckpt", "last.ckpt"]
-    again = saving_best(tmp_path)
-    made = trainer(tmp_path, again, max_epochs=4)
-    made.fit(Tiny([5.0]), loader(), loader(4), ckpt_path="last")
-    assert names(tmp_path / "c") == ["epoch=2.ckpt", "last.ckpt"]
-    assert (again.best_model_path, again.best_model_score) == (str(tmp_path / "c" / "epoch=2.ckpt"), 1.0)
 
 
 @pytest.mark.parametrize(("template", "folder"), [("{epoch}/{step}", "epoch=0"), ("a/b/{step}", "a/b"), ("x", ".")])
@@ -550,16 +480,6 @@ def test_what_was_saved_anew_under_a_replaced_name_is_not_removed(tmp_path):
     assert finish_removing([kept.best_model_path], str(tmp_path / "c"), 4, None) == []  # saved later
     assert finish_removing([kept.best_model_path], str(tmp_path / "c"), 6, None) == [kept.best_model_path]
     assert names(tmp_path / "c") == ["last.ckpt"]
-
-
-def test_a_kept_one_that_somebody_removed_is_forgotten(tmp_path):
-    first = ModelCheckpoint(tmp_path / "c", "{epoch}", "val_loss", save_top_k=2, save_last=True)
-    fit(tmp_path, first, values=[1.0, 2.0])
-    store.remove(tmp_path / "c" / "epoch=0.ckpt")
-    again = ModelCheckpoint(tmp_path / "c", "{epoch}", "val_loss", save_top_k=2, save_last=True)
-    fit(tmp_path, again, values=[3.0, 4.0], max_epochs=4, ckpt_path=first.last_model_path)
-    assert again.best_model_path.endswith("epoch=1.ckpt")
-    assert names(tmp_path / "c") == ["epoch=1.ckpt", "epoch=2.ckpt", "last.ckpt"]
 
 
 # -- for subclasses and scripts of Lightning -----------------------------------------------------------------------
@@ -662,94 +582,6 @@ def test_a_save_that_fails_changes_nothing_that_is_known(tmp_path):
         fit(tmp_path, LambdaCallback(on_train_epoch_start=block), kept, values=[2.0, 1.0])
     assert kept.best_model_path == str(tmp_path / "c" / "epoch=0.ckpt")
     assert kept.best_model_score.item() == 2.0
-
-
-def full(free):
-    """In the place of `shutil.disk_usage`: a disk with so many bytes left."""
-    return lambda path: shutil._ntuple_diskusage(10**9, 10**9 - free, free)
-
-
-class Wide(Tiny):
-    """10,000 weights in float32, some of them under two names."""
-
-    def __init__(self, optimizer=torch.optim.SGD, **options):
-        super().__init__()
-        self.wide = nn.Linear(100, 100, bias=False)
-        self.tied = self.wide
-        self.options = optimizer, options
-
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) + self.wide(torch.ones(100)).pow(2).mean()
-
-    def configure_optimizers(self):
-        optimizer, options = self.options
-        return optimizer(self.parameters(), lr=0.1, **options)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "options", "copies"),
-    [
-        (torch.optim.SGD, {}, 1),
-        pytest.param(torch.optim.SGD, {"momentum": 0.9}, 2, marks=pytest.mark.exhaustive),
-        (torch.optim.AdamW, {}, 3),
-        pytest.param(torch.optim.Adam, {"amsgrad": True}, 4, marks=pytest.mark.exhaustive),
-        (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}, 4),
-        pytest.param(torch.optim.Adagrad, {}, 2, marks=pytest.mark.exhaustive),
-        pytest.param(torch.optim.Adadelta, {}, 3, marks=pytest.mark.exhaustive),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_the_room_for_one_checkpoint_is_known_before_the_first_step(tmp_path, monkeypatch, optimizer, options, copies):
-    """Never more than what is then written, and nearly as much."""
-    task = Wide(optimizer, **options)
-    needed = 4 * (10_000 + 3) * copies
-    steps = Steps()
-    monkeypatch.setattr(shutil, "disk_usage", full(free=needed - 1))
-    with pytest.raises(OSError, match=rf"a checkpoint needs [0-9,]+ bytes, but only {needed - 1:,} are free") as caught:
-        fit(tmp_path, steps, ModelCheckpoint(tmp_path / "c"), task=task)
-    assert caught.value.errno == errno.ENOSPC
-    assert list(steps.weights) == [0]
-    monkeypatch.setattr(shutil, "disk_usage", full(free=needed + 100))
-    kept = ModelCheckpoint(tmp_path / "c")
-    fit(tmp_path, kept, task=task)
-    written = Path(kept.best_model_path).stat().st_size
-    assert needed <= written < needed + 50_000
-    weights = ModelCheckpoint(tmp_path / "w", save_weights_only=True)
-    monkeypatch.setattr(shutil, "disk_usage", full(free=4 * (10_000 + 3)))
-    fit(tmp_path, weights, task=task)
-
-
-class Quantized(torch.optim.Optimizer):
-    """An optimizer from elsewhere: nobody knows what it will keep."""
-
-    def __init__(self, parameters, lr, betas=(0.9, 0.99)):
-        super().__init__(parameters, {"lr": lr, "betas": betas})
-
-    def step(self, closure=None):
-        pass
-
-
-def test_of_an_unknown_optimizer_nothing_is_assumed(tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", full(free=4 * (10_000 + 3)))
-    saver = ModelCheckpoint(tmp_path / "c")
-    fit(tmp_path, saver, task=Wide(Quantized))
-    store.verify(saver.best_model_path)
-
-
-@pytest.mark.skipif(os.name == "nt" or shutil.which("mount") is None or os.geteuid(), reason="needs root to mount")
-def test_a_disk_that_is_too_small(tmp_path):
-    small = tmp_path / "small"
-    small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small], capture_output=True).returncode:
-        pytest.skip("this machine does not let us mount")
-    steps = Steps()
-    try:
-        with pytest.raises(OSError, match=r"a checkpoint needs [0-9,]+ bytes, but only [0-9,]+ are free"):
-            fit(tmp_path, steps, ModelCheckpoint(small / "c"), task=Wide(torch.optim.AdamW))
-        assert list(steps.weights) == [0]
-        assert [*small.rglob("*")] == [small / "c"]
-    finally:
-        subprocess.run(["umount", small], check=True)
 
 
 def without_capabilities(root):

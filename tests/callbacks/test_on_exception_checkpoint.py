@@ -8,115 +8,14 @@ import numpy as np
 import pytest
 import torch
 from support.callback_runs import Tiny, fit
+from support.failing_runs import Fails, Task, loaders, made, saver
 from support.processes import run
-from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
-from treadle.callbacks import (
-    Callback,
-    EarlyStopping,
-    LambdaCallback,
-    ModelCheckpoint,
-    OnExceptionCheckpoint,
-)
+from treadle.callbacks import Callback, LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from treadle.engine.checkpoint import store
 
 import treadle
 
 PLACES = ("forward", "backward", "batch_end", "step_end", "validation", "epoch_end", "epoch_start")
-
-
-class Samples(Dataset):
-    """The features differ each time they are read."""
-
-    def __len__(self):
-        return 13
-
-    def __getitem__(self, index):
-        x = torch.randn(4, generator=torch.Generator().manual_seed(index)) + 0.1 * torch.rand(4)
-        return (x + 0.1 * random.random() + 0.1 * np.random.rand()).float(), torch.tensor([float(index)])
-
-
-class Task(treadle.TaskModule):
-    """Has everything that moves between two steps."""
-
-    def __init__(self, schedule="epoch", norm=True):
-        super().__init__()
-        torch.manual_seed(0)
-        middle = nn.BatchNorm1d(6) if norm else nn.Identity()
-        self.net = nn.Sequential(nn.Linear(4, 6), middle, nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 1))
-        self.schedule = schedule
-        self.register_buffer("seen", torch.zeros(()))
-        self.order = []
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        self.seen += len(x)
-        self.order.append(y.flatten().tolist())
-        loss = nn.functional.mse_loss(self.net(x), y / 10)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val", nn.functional.mse_loss(self.net(batch[0]), batch[1] / 10))
-
-    def on_train_epoch_start(self):
-        torch.rand(1)
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.schedule}}
-
-
-class Fails(Callback):
-    """Raises once, at a place, when so many steps are done."""
-
-    def __init__(self, place, step, error=RuntimeError):
-        self.place = place
-        self.step = step
-        self.error = error
-
-    def _at(self, place, trainer):
-        if self.place == place and trainer.global_step == self.step and not trainer.sanity_checking:
-            raise self.error(f"planned: {place} {self.step}")
-
-    def on_train_batch_start(self, trainer, task, batch, index):
-        if index % 2:  # the group's second: the first has drawn, and moved the buffers
-            self._at("forward", trainer)
-
-    def on_after_backward(self, trainer, task):
-        self._at("backward", trainer)
-
-    def on_train_batch_end(self, trainer, *_):
-        self._at("batch_end", trainer)
-
-    def on_step_end(self, trainer, task):
-        self._at("step_end", trainer)
-
-    def on_validation_batch_start(self, trainer, task, batch, index, number=0):
-        self._at("validation", trainer)
-
-    def on_train_epoch_end(self, trainer, task):
-        self._at("epoch_end", trainer)
-
-    def on_train_epoch_start(self, trainer, task):
-        self._at("epoch_start", trainer)
-
-
-def saver(root, **more):
-    return ModelCheckpoint(root / "c", every_n_epochs=0, save_on_exception=True, **more)
-
-
-def made(root, *callbacks, **flags):
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    defaults = {"max_epochs": 3, "accelerator": "cpu", "accumulate_grad_batches": 2, "default_root_dir": root}
-    callbacks = [EarlyStopping("val", patience=9), *callbacks]
-    return treadle.Trainer(**{**defaults, **quiet, **flags}, callbacks=callbacks)
-
-
-def loaders():
-    validation = TensorDataset(torch.randn(5, 4, generator=torch.Generator().manual_seed(5)), torch.zeros(5, 1))
-    return DataLoader(Samples(), batch_size=3, shuffle=True, drop_last=True), DataLoader(validation, batch_size=2)
 
 
 def facts(trainer, task):
@@ -219,59 +118,6 @@ def test_ctrl_c(tmp_path, flags):
         train(tmp_path, Fails("backward", 3, KeyboardInterrupt))
     assert len(list((tmp_path / "c").iterdir())) == 1
     assert train(tmp_path, ckpt_path="last") == expected
-
-
-class Half(torch.optim.SGD):
-    """Fails half-way through its third step."""
-
-    taken = 0
-
-    def step(self, closure=None):
-        self.taken += 1
-        with torch.no_grad():
-            self.param_groups[0]["params"][0].add_(1.0)
-        if self.taken == 3:
-            raise RuntimeError("planned")
-        return super().step(closure)
-
-
-class HalfWay(Task):
-    def configure_optimizers(self):
-        return Half(self.parameters(), lr=0.01)
-
-
-def test_nothing_is_saved_of_half_a_step(tmp_path):
-    with (
-        pytest.warns(UserWarning, match="the run is not saved, because the error occurred after the next optim"),
-        pytest.raises(RuntimeError),
-    ):
-        made(tmp_path, saver(tmp_path)).fit(HalfWay(), *loaders())
-    assert list((tmp_path / "c").iterdir()) == []
-
-
-class Averages(Callback):
-    """Validates with other weights, as those do that average them."""
-
-    def on_validation_start(self, trainer, task):
-        self.kept = [p.detach().clone() for p in task.parameters()]
-        for p in task.parameters():
-            p.data.mul_(0.5)
-
-    def on_validation_end(self, trainer, task):
-        for p, kept in zip(task.parameters(), self.kept, strict=True):
-            p.data.copy_(kept)
-
-
-def test_weights_that_are_only_for_a_validation_are_not_saved(tmp_path):
-    with (
-        pytest.warns(UserWarning, match="the run is not saved, because .* the model held other weights"),
-        pytest.raises(RuntimeError),
-    ):
-        made(tmp_path, Averages(), Fails("validation", 2), saver(tmp_path)).fit(Task(), *loaders())
-    assert list((tmp_path / "c").iterdir()) == []
-    with pytest.raises(RuntimeError):
-        made(tmp_path, Averages(), Fails("forward", 3), saver(tmp_path)).fit(Task(), *loaders())
-    assert len(list((tmp_path / "c").iterdir())) == 1
 
 
 class Breaks(Task):

@@ -6,11 +6,9 @@ from datetime import timedelta
 import pytest
 from support.callback_runs import Tiny, fit, loader, trainer
 from support.processes import run
-from treadle.callbacks import (
-    Callback,
-    ModelCheckpoint,
-    Timer,
-)
+from treadle.callbacks import Callback, ModelCheckpoint, Timer
+from treadle.callbacks.prediction_writer import WriteInterval
+from treadle.callbacks.timer import Interval
 
 
 @pytest.mark.parametrize("duration", ["00:00:01:30", timedelta(seconds=90), {"minutes": 1, "seconds": 30}])
@@ -109,3 +107,9 @@ def test_the_time_of_each_stage(tmp_path):
     assert timer.time_elapsed("test") == timer.end_time("test") - timer.start_time("test") > 0.005
     with pytest.raises(ValueError, match="validate"):
         timer.time_elapsed("validation")
+
+
+def test_words_of_intervals() -> None:
+    assert (Interval.epoch, WriteInterval.BATCH_AND_EPOCH) == ("epoch", "batch_and_epoch")
+    assert (WriteInterval("epoch").on_batch, WriteInterval("epoch").on_epoch) == (False, True)
+    assert Timer(duration="00:00:01:00", interval=Interval.epoch).interval == "epoch"

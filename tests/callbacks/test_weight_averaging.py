@@ -4,9 +4,9 @@ import pickle
 
 import pytest
 import torch
+from support.averaged_runs import Task, by_hand, fit, flat
 from support.callback_runs import loader, trainer
 from support.processes import run
-from torch import nn
 from treadle.callbacks import (
     Callback,
     EMAWeightAveraging,
@@ -20,58 +20,6 @@ from treadle.callbacks import (
 import treadle
 
 
-class Task(treadle.TaskModule):
-    """Notes its weights after each step and in each validation."""
-
-    def __init__(self, fails=None):
-        super().__init__()
-        torch.manual_seed(3)
-        self.net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-        self.fails = fails
-        self.trained, self.validated, self.tested = [], [], []
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).pow(2).mean()
-
-    def on_before_zero_grad(self, optimizer):
-        self.trained.append(flat(self))
-
-    def validation_step(self, batch, batch_idx):
-        self.validated.append(flat(self))
-        self.log("val_loss", self.net(batch[0]).mean())
-        if self.fails is not None and self.global_step == self.fails:
-            raise RuntimeError("planned")
-
-    def test_step(self, batch, batch_idx):
-        self.tested.append(flat(self))
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.05)
-
-
-def flat(task):
-    return torch.cat([whole(p).flatten() for p in task.parameters()]).clone()
-
-
-def whole(tensor):
-    tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def by_hand(weights, decay):
-    average = weights[0]
-    for value in weights[1:]:
-        average = decay * average + (1 - decay) * value
-    return average
-
-
-def fit(root, *callbacks, task=None, samples=12, ckpt_path=None, **flags):
-    task = task or Task()
-    made = trainer(root, *callbacks, **flags)
-    made.fit(task, loader(samples, 3), loader(2), ckpt_path=ckpt_path)
-    return made, task
-
-
 def test_an_exponential_average_as_by_hand(tmp_path):
     averaging = pickle.loads(pickle.dumps(EMAWeightAveraging(decay=0.8)))  # as where a launch spawns processes
     _, task = fit(tmp_path, averaging)
@@ -80,19 +28,6 @@ def test_an_exponential_average_as_by_hand(tmp_path):
     plain = Task()
     fit(tmp_path, task=plain)
     assert torch.equal(torch.stack(plain.trained), torch.stack(task.trained))  # training itself is unchanged
-
-
-def test_the_mean_and_functions_of_ones_own(tmp_path):
-    tasks = [
-        fit(tmp_path, WeightAveraging(**arguments))[1]
-        for arguments in (
-            {},
-            {"avg_fn": lambda averaged, current, count: averaged + (current - averaged) / (count + 1)},
-            {"multi_avg_fn": lambda many, current, count: torch._foreach_lerp_(many, current, 1 / (int(count) + 1))},
-        )
-    ]
-    mean = torch.stack(tasks[0].trained).mean(0)
-    assert all(torch.allclose(flat(task), mean, atol=1e-6) for task in tasks)
 
 
 def test_when_to_average(tmp_path):
@@ -105,28 +40,6 @@ def test_when_to_average(tmp_path):
     assert torch.allclose(flat(task), by_hand([task.trained[3], task.trained[7]], 0.5), atol=1e-6)
     task = fit(tmp_path, EMAWeightAveraging(update_starting_at_step=100))[1]
     assert torch.equal(flat(task), task.trained[-1])
-
-
-@pytest.mark.parametrize("buffers", [True, False], ids=["buffers", "parameters"])
-def test_buffers(tmp_path, buffers):
-    class Notes(Callback):
-        def on_train_batch_end(self, trainer, task, *_):
-            norm = task.net[1]
-            seen.append((norm.running_mean.clone(), norm.num_batches_tracked.clone()))
-
-    seen = []
-    task = fit(tmp_path, EMAWeightAveraging(decay=0.8, use_buffers=buffers), Notes())[1]
-    expected = by_hand([mean for mean, _ in seen], 0.8) if buffers else seen[-1][0]
-    assert torch.allclose(task.net[1].running_mean, expected)
-    assert task.net[1].num_batches_tracked == seen[-1][1]  # a count isn't averaged
-
-
-def test_averages_of_half_precision_move(tmp_path):
-    averaging = EMAWeightAveraging(decay=0.999)
-    task = fit(tmp_path, averaging, precision="bf16-true", max_epochs=6)[1]
-    expected = by_hand([value.float() for value in task.trained], 0.999)
-    assert torch.equal(flat(task), expected.bfloat16())
-    assert not torch.equal(flat(task), task.trained[0])  # what an average in bfloat16 would still be
 
 
 def test_a_checkpoint_has_the_weights_and_the_averages(tmp_path):
@@ -171,25 +84,6 @@ def test_it_is_taken_out_when_validation_fails_and_what_is_saved_goes_on(tmp_pat
     assert torch.equal(flat(task), task.trained[-1])
     resumed = fit(tmp_path, EMAWeightAveraging(decay=0.8), ckpt_path=saver.ckpt_path)[1]
     assert torch.equal(resumed.validated[0], whole_run.validated[0])
-    assert torch.equal(flat(resumed), flat(whole_run))
-
-
-def test_tied_weights_are_averaged_under_each_of_their_names(tmp_path):
-    class Tied(Task):
-        def __init__(self):
-            super().__init__()
-            self.again = nn.Linear(2, 3)
-            self.again.weight = self.net[0].weight
-            self.norm = self.net[1]  # a whole part, with buffers
-
-    made, task = fit(tmp_path, EMAWeightAveraging(decay=0.8), ModelCheckpoint(tmp_path / "c"), task=Tied())
-    path = made.checkpoint_callback.best_model_path
-    other = Tied()
-    other.load_state_dict(averaged_weights(path))
-    assert torch.allclose(flat(other), by_hand(task.trained, 0.8), atol=1e-6)
-    assert torch.equal(other.norm.running_mean, task.norm.running_mean)
-    resumed = fit(tmp_path, EMAWeightAveraging(decay=0.8), task=Tied(), ckpt_path=path, max_epochs=3)[1]
-    whole_run = fit(tmp_path, EMAWeightAveraging(decay=0.8), task=Tied(), max_epochs=3)[1]
     assert torch.equal(flat(resumed), flat(whole_run))
 
 

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import warnings
-from pathlib import Path
 
 import pytest
-import torch
 from treadle.common.peer_names import Answer, list_paths, read_names
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("path", list_paths(), ids=lambda path: path or "(root)")
@@ -41,35 +36,3 @@ def test_a_mirrored_module_has_our_own_names_too() -> None:
 
     assert callbacks.ModelCheckpoint is ModelCheckpoint
     assert gather is same_gather
-
-
-def test_fabrics_modules() -> None:
-    from treadle.compat import loggers
-    from treadle.compat.fabric.loggers import CSVLogger
-    from treadle.compat.fabric.utilities import rank_zero_only
-    from treadle.compat.fabric.utilities.cloud_io import get_filesystem
-    from treadle.compat.fabric.utilities.data import has_len, sized_len
-    from treadle.compat.fabric.utilities.types import _PATH, Optimizable
-
-    assert issubclass(CSVLogger, loggers.CSVLogger)
-    assert rank_zero_only.rank == 0
-    assert get_filesystem(ROOT).isdir(str(ROOT))
-    assert get_filesystem("memory://a").protocol == "memory"
-    assert isinstance(ROOT, _PATH)
-    assert isinstance(torch.optim.SGD([torch.zeros(1, requires_grad=True)]), Optimizable)
-    assert (has_len([1]), sized_len(iter([1]))) == (True, None)
-    with pytest.warns(UserWarning, match="length 0"):
-        assert has_len([])
-
-
-def test_warnings_that_may_be_wrong() -> None:
-    from treadle.compat.fabric.utilities.warnings import PossibleUserWarning
-
-    from treadle.utilities import disable_possible_user_warnings
-
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        warnings.warn("shown", PossibleUserWarning, stacklevel=1)
-        disable_possible_user_warnings()
-        warnings.warn("hidden", PossibleUserWarning, stacklevel=1)
-    assert [str(warning.message) for warning in seen] == ["shown"]

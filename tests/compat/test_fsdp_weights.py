@@ -18,7 +18,6 @@ from treadle.compat.utils.fsdp_utils import (
     enable_fsdp_ram_efficient_loading,
     ensure_weights_retied,
     fsdp2_prepare_model,
-    get_fsdp2_grad_scaler,
     load_fsdp_model,
     load_fsdp_optimizer,
     merge_fsdp_weights,
@@ -234,7 +233,3 @@ def test_what_transformers_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     disable_fsdp_ram_efficient_loading()
     assert (os.environ["ACCELERATE_USE_FSDP"], os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"]) == ("True", "False")
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
-
-
-def test_a_scaler_takes_torchs_arguments() -> None:
-    assert get_fsdp2_grad_scaler(device="cpu", init_scale=4.0).get_scale() == 4.0

@@ -8,7 +8,6 @@ import torch
 from support.trainers import NO_OUTPUT
 from torch import nn
 from treadle.callbacks import Callback
-from treadle.compat.plugins import MixedPrecision, Precision
 from treadle.compat.utilities.seed import isolate_rng
 from treadle.compat.utilities.types import OptimizerConfig, OptimizerLRSchedulerConfig
 
@@ -57,20 +56,6 @@ def test_types_of_configure_optimizers_can_be_called() -> None:
     trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **NO_OUTPUT)
     trainer.fit(task, torch.utils.data.DataLoader(torch.ones(1, 1)))
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1)
-
-
-def test_precisions_have_the_attributes_of_plugins() -> None:
-    assert Precision() == Precision(name="32-true")
-    plugin = MixedPrecision("bf16-mixed", "cpu")
-    assert plugin.scaler is None
-    with plugin.autocast_context_manager():
-        assert nn.Linear(1, 1)(torch.ones(1, 1)).dtype == torch.bfloat16
-    trainer = treadle.Trainer(precision="16-mixed", accelerator="cpu", **NO_OUTPUT)
-    assert trainer.precision_plugin.device == "cpu"
-    assert trainer.precision_plugin.scaler is trainer.scaler is not None
-    assert trainer.precision_plugin == Precision.parse("16-mixed")
-    with_plugin = treadle.Trainer(plugins=plugin, accelerator="cpu", **NO_OUTPUT)
-    assert isinstance(with_plugin.precision_plugin, MixedPrecision)
 
 
 def test_isolated_random_numbers() -> None:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from support.processes import run
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
+from treadle.data_loader import DataLoaderDispatcher, DataLoaderShard, DataLoaderStateMixin
 from treadle.strategies import DDP
 
 import treadle
@@ -668,3 +669,35 @@ def test_what_a_subclass_overrides_is_called(tmp_path):
     accelerator.calls.clear()
     accelerator.end_training()
     assert accelerator.calls == ["finish_saving", "wait_for_everyone"]
+
+
+def test_what_prepare_returns():
+    from treadle.compat.optimizer import AcceleratedOptimizer
+    from treadle.compat.scheduler import AcceleratedScheduler
+
+    accelerator, model = treadle.Accelerator(cpu=True), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    assert isinstance(optimizer, AcceleratedOptimizer)
+    assert isinstance(scheduler, AcceleratedScheduler)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from range(4)
+
+
+@pytest.mark.parametrize("dispatches", [None, False, True])
+def test_the_kind_of_a_prepared_dataloader(dispatches):
+    kinds = (DataLoaderShard, DataLoaderDispatcher, DataLoaderStateMixin)
+    config = treadle.utils.DataLoaderConfiguration(dispatch_batches=dispatches)
+    accelerator = treadle.Accelerator(cpu=True, dataloader_config=config)
+    for dataset in (range(4), Stream()):
+        prepared = accelerator.prepare(DataLoader(dataset, 2))
+        # Accelerate's answers. By default it dispatches streams only.
+        dispatched = isinstance(dataset, Stream) if dispatches is None else dispatches
+        expected = [not dispatched, dispatched, True]
+        assert [isinstance(prepared, kind) for kind in kinds] == expected
+        assert [isinstance(treadle.skip_first_batches(prepared, 1), kind) for kind in kinds] == expected
+        assert not any(isinstance(DataLoader(dataset, 2), kind) for kind in kinds)

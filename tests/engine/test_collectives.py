@@ -1,13 +1,20 @@
 """What metrics gather, and the module-level exchanges, against values written by hand; 9 samples, batches of 2."""
 
+import collections
 import os
 
+import numpy as np
 import pytest
 import torch
+from support.models import SGDTask
 from support.processes import run
-from torch.utils.data import DataLoader
+from support.trainers import NO_OUTPUT
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from treadle.engine.collectives import split
 
 import treadle
+from treadle import Accelerator
 from treadle.utils import (
     broadcast,
     broadcast_object_list,
@@ -219,3 +226,330 @@ def test_types_that_no_backend_knows_are_exchanged_too(found):
         exact = [[0.0, 2.0], [1.0, 3.0], [1.0, 3.0], [2.0, 4.0]]
         assert values == ([[float(v > 0) for v in row] for row in exact] if dtype is torch.bool else exact)
     assert [equal for *_, equal in first[2:4]] == [True, True]
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+class Squares(Dataset):
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return index**2
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(5))
+
+
+class Selectable:
+    """What Hugging Face's datasets look like to a split."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitems__(self, indices):
+        return [self.rows[i] for i in indices]
+
+    def select(self, indices):
+        return Selectable([self.rows[i] for i in indices])
+
+
+class Table:
+    columns = ("a", "b")
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        return iter(self.columns)
+
+
+class Frame:
+    """What pandas' frames look like to a split: by position only through `iloc`."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, name):
+        raise KeyError(name)
+
+    @property
+    def iloc(self):
+        return type("Rows", (), {"__getitem__": lambda _, which: Frame(self.rows[which])})()
+
+
+FORMS = {
+    "list": lambda: [0, 1, 4, 9, 16],
+    "tuple": lambda: (0, 1, 4, 9, 16),
+    "tensor": lambda: torch.tensor([0, 1, 4, 9, 16]),
+    "array": lambda: np.array([0, 1, 4, 9, 16]),
+    "deque": lambda: collections.deque([0, 1, 4, 9, 16]),
+    "generator": lambda: (i**2 for i in range(5)),
+    "torch dataset": Squares,
+    "selectable": lambda: Selectable([0, 1, 4, 9, 16]),
+    "dict view": lambda: {0: 0, 1: 1, 4: 4, 9: 9, 16: 16}.values(),
+}
+
+
+def listed(value):
+    if isinstance(value, Selectable):
+        return value.rows
+    return [int(item) for item in ([value[i] for i in range(len(value))] if isinstance(value, Subset) else value)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("padded", "size", "expected"),
+    [
+        (False, 1, [[0, 1, 4, 9, 16]]),
+        (False, 2, [[0, 1, 4], [9, 16]]),
+        (False, 3, [[0, 1], [4, 9], [16]]),
+        (False, 7, [[0], [1], [4], [9], [16], [], []]),
+        (True, 2, [[0, 1, 4], [9, 16, 16]]),
+        (True, 3, [[0, 1], [4, 9], [16, 16]]),
+        (True, 4, [[0, 1], [4, 9], [16, 16], [16, 16]]),
+    ],
+)
+def test_shares(form, padded, size, expected):
+    shares = [split(FORMS[form](), rank, size, padded) for rank in range(size)]
+    assert [listed(share) for share in shares] == expected
+    if form in ("list", "tuple", "tensor", "array", "selectable"):
+        assert {type(share) for share in shares} == {type(FORMS[form]())}
+
+
+def test_ranges_stay_ranges_and_frames_are_cut_by_rows():
+    assert split(range(10, 20), 1, 3) == range(14, 17)
+    assert split(range(3), 1, 2, True) == [2, 2]
+    assert split(Stream(), 0, 2) == [0, 1, 2]
+    assert split(Frame(np.array([[1, 2], [3, 4], [5, 6]])), 1, 2).rows.tolist() == [[5, 6]]
+    assert split(Frame(np.arange(5)), 1, 2, True).rows.tolist() == [3, 4, 4]
+
+
+@pytest.mark.parametrize(
+    "empty",
+    [[], (), torch.zeros(0, 2), {}, {"a": []}, range(0), iter(())],
+    ids=["list", "tuple", "tensor", "dict", "columns", "range", "iterator"],
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_nothing_to_share(empty, padded):
+    for rank in range(3):
+        share = split(empty, rank, 3, padded)
+        assert len(share.get("a", ()) if isinstance(share, dict) else share) == 0
+
+
+def test_dicts_are_split_by_their_values_and_left_as_they_are():
+    given = {"ids": torch.arange(5), "words": ["a", "b", "c", "d", "e"], "inner": {"x": range(5)}}
+    before = dict(given)
+    share = split(given, 1, 2, True)
+    assert share["ids"].tolist() == [3, 4, 4]
+    assert share["words"] == ["d", "e", "e"]
+    assert share["inner"] == {"x": [3, 4, 4]}
+    assert given.keys() == before.keys()
+    assert all(given[key] is before[key] for key in given)
+    encoding = collections.UserDict(given)
+    assert type(split(encoding, 0, 2)) is collections.UserDict
+    assert split(encoding, 0, 2)["words"] == ["a", "b", "c"]
+    assert len(encoding["words"]) == 5
+    assert split(Point([1, 2, 3], (4, 5, 6)), 1, 2) == Point([3], (6,))
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "says"),
+    [
+        ("a prompt", TypeError, r"got 'a prompt' \(a str\), .*Pass a list"),
+        (b"bytes", TypeError, r"got b'bytes' \(a bytes object\)"),
+        ({"b", "a"}, TypeError, r"Pass sorted\(inputs\)"),
+        (5, TypeError, "got an int"),
+        (torch.tensor(5), TypeError, "a Tensor without dimensions"),
+        ({"a": [1], "n": 5}, TypeError, "'n' can't be split: .*got an int"),
+        ({"a": [1], "b": [1, 2]}, ValueError, "'a': 1, 'b': 2"),
+        (Table(), TypeError, "rows as a list"),
+    ],
+    ids=["str", "bytes", "set", "int", "0-d", "number in a dict", "lengths", "table"],
+)
+def test_what_can_not_be_split(bad, error, says):
+    with pytest.raises(error, match=says):
+        split(bad, 0, 2)
+
+
+def there_and_back():
+    from treadle.engine import PartialState
+
+    state = PartialState(cpu=True)
+    for n in range(10):
+        for padded in (False, True):
+            with state.split_between_processes([f"p{i}" for i in range(n)], apply_padding=padded) as mine:
+                results = [prompt.upper() for prompt in mine]
+            everything = state.gather_object(results)
+            assert everything[:n] == [f"P{i}" for i in range(n)]
+            assert padded or len(everything) == n
+            with state.split_between_processes(torch.arange(n), apply_padding=padded) as rows:
+                assert state.gather(rows * 2)[:n].tolist() == [2 * i for i in range(n)]
+            with state.split_between_processes((i for i in range(n)), apply_padding=padded) as items:
+                assert state.gather_for_metrics(items)[:n] == list(range(n))
+    with treadle.Accelerator(cpu=True).split_between_processes(["a", "b", "c"]) as mine:
+        return mine
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_results_come_back_in_the_order_of_the_inputs(world):
+    shares = {1: [["a", "b", "c"]], 2: [["a", "b"], ["c"]], 3: [["a"], ["b"], ["c"]]}
+    assert run(there_and_back, world) == shares[world]
+
+
+def batches(samples, batch_size, **options):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, 3, generator=generator, dtype=torch.float64)
+    return DataLoader(TensorDataset(x, x.roll(1, 1)), batch_size, **options)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+
+
+def contrast(rows, columns, first=0):
+    """CLIP's loss of some rows, of which the first belongs to column ``first``, and a term of the rows alone."""
+    similar = nn.functional.normalize(rows, dim=1) @ nn.functional.normalize(columns, dim=1).T / 0.1
+    positives = torch.arange(first, first + len(rows))
+    return nn.functional.cross_entropy(similar, positives) + rows.pow(2).mean()
+
+
+def loss_of(accelerator, all_gather, form, net, x, y):
+    rows, columns = net(x), net(y)
+    if form == "own rows":
+        counts = accelerator.gather(torch.tensor([len(x)])).tolist()
+        first = sum(counts[: accelerator.process_index])
+        return contrast(rows, accelerator.gather({"columns": columns}, sync_grads=True)["columns"], first)
+    if form == "stacked":
+        rows, columns = all_gather([rows, columns], sync_grads=True)
+        return contrast(rows.reshape(-1, 4), columns.reshape(-1, 4))
+    return contrast(*accelerator.gather((rows, columns), sync_grads=True))
+
+
+class Contrastive(treadle.TaskModule):
+    def __init__(self, form):
+        super().__init__()
+        self.net, self.form = network(), form
+
+    def training_step(self, batch, batch_idx):
+        return loss_of(self.trainer.accelerator, self.all_gather, self.form, self.net, *batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def flat(model):
+    return torch.cat([getattr(p.detach(), "full_tensor", p.detach)().reshape(-1) for p in model.parameters()]).tolist()
+
+
+def by_trainer(world, strategy, form, samples, accumulate=1):
+    task = Contrastive(form)
+    trainer = treadle.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        precision="64-true",
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
+        **NO_OUTPUT,
+    )
+    trainer.fit(task, batches(samples, 8 // world))
+    return flat(task)
+
+
+def by_hand(world, samples):
+    """An own loop of Accelerate's kind."""
+    accelerator = Accelerator(cpu=True)
+    net = network()
+    net, optimizer, loader = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), lr=0.5), batches(samples, 8 // world)
+    )
+    for x, y in loader:
+        loss = loss_of(accelerator, None, "whole", net, x, y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(net)
+
+
+GATHERED = [
+    ("ddp", "whole", 16, 1),
+    ("ddp", "whole", 16, 2),
+    ("ddp", "whole", 19, 1),  # the last batch: two samples and one
+    ("ddp", "whole", 17, 1),  # the last batch: one sample, and none on the other process
+    ("ddp", "own rows", 19, 1),
+    ("ddp", "stacked", 16, 1),
+    ("fsdp", "whole", 16, 2),
+    ("fsdp", "whole", 17, 1),
+    ("fsdp", "own rows", 19, 1),
+]
+
+
+def on_two():
+    return [by_trainer(2, *case) for case in GATHERED] + [by_hand(2, 19), by_hand(2, 17)]
+
+
+def test_two_processes_train_as_one():
+    expected = [by_trainer(1, "auto", *case[1:]) for case in GATHERED] + [by_hand(1, 19), by_hand(1, 17)]
+    plain = network()
+    assert all(abs(a - b) > 1e-3 for a, b in zip(expected[0], flat(plain), strict=True))
+    for rank in run(on_two, 2):
+        for case, ours, theirs in zip([*GATHERED, "by hand", "by hand"], rank, expected, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-13), case
+
+
+class Gathers(SGDTask):
+    """Notes what all_gather returns, and what it raises."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch, batch_idx):
+        rank, group = self.global_rank, None
+        if self.trainer.world_size > 1:
+            group = [torch.distributed.new_group([one]) for one in (0, 1)]
+        found = self.all_gather({"x": [torch.full((2,), rank), rank + 0.5], "name": "kept"})
+        self.found = {"x": [part.tolist() for part in found["x"]], "name": found["name"]}
+        self.cut = not self.all_gather(self.weight * 2).requires_grad
+        self.errors = []
+        if group is not None:
+            self.alone = self.all_gather(self.weight * rank, group=group[rank], sync_grads=True).tolist()
+            for uneven, wrong in [(torch.ones(rank + 1), group[rank]), (torch.ones(1), group[1 - rank])]:
+                try:
+                    self.all_gather(uneven, group=wrong if wrong is group[1 - rank] else None)
+                except ValueError as error:
+                    self.errors.append(str(error))
+            try:
+                self.all_gather(self.weight * 1 if rank else torch.ones(1), sync_grads=True)
+            except ValueError as error:
+                self.errors.append(str(error))
+        return self.weight.sum()
+
+
+def gathers():
+    task = Gathers()
+    treadle.Trainer(accelerator="cpu", max_steps=1, **NO_OUTPUT).fit(task, batches(2, 1))
+    return task.found, task.cut, getattr(task, "alone", None), task.errors
+
+
+def test_forms_of_all_gather():
+    assert gathers() == ({"x": [[0, 0], 0.5], "name": "kept"}, False, None, [])
+    for rank, (found, cut, alone, errors) in enumerate(run(gathers, 2)):
+        assert found == {"x": [[[0, 0], [1, 1]], [0.5, 1.5]], "name": "kept"}
+        assert cut
+        assert alone == [float(rank)]
+        uneven, outside, without = errors
+        assert "the same shapes" in uneven
+        assert "rank 0: (1,) torch.float32; rank 1: (2,) torch.float32" in uneven
+        assert f"rank {rank} is not in the given process group" in outside
+        assert "rank 0: (1,) torch.float32 without gradient; rank 1: (1,) torch.float32." in without

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from support.processes import run
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
-from treadle.engine import list_compiled_names
 from treadle.engine.configuration import resolve_group
 
 import treadle
@@ -111,66 +110,6 @@ def test_what_is_refused_says_why(case):
     options, error, words = REFUSED[case]
     with pytest.raises(error, match=words):
         cpu(**options)
-
-
-OWN = {
-    "DeepSpeedPlugin": (lambda: utils.DeepSpeedPlugin(zero_stage=3), "strategy='fsdp'"),
-    "FP8": (lambda: utils.TERecipeKwargs(), "Set only mixed_precision='fp8'"),
-    "context": (lambda: utils.ParallelismConfig(cp_size=2), "cp_size=2"),
-    "init": (lambda: utils.InitProcessGroupKwargs(init_method="tcp://x"), "init_method"),
-    "limit": (lambda: utils.ProjectConfiguration(total_limit=0), "total_limit=0"),
-    "format": (lambda: utils.FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT"), "save_model"),
-    "ignored": (lambda: utils.FullyShardedDataParallelPlugin(ignored_modules=[1]), "ignored_modules"),
-    "two shardings": (
-        lambda: utils.FullyShardedDataParallelPlugin(
-            sharding_strategy="FULL_SHARD", reshard_after_forward="SHARD_GRAD_OP"
-        ),
-        "contradicts sharding_strategy='FULL_SHARD'",
-    ),
-    "sharding": (lambda: utils.FullyShardedDataParallelPlugin(sharding_strategy="FULL_SHRAD"), "FULL_SHARD"),
-    "wrapping": (lambda: utils.FullyShardedDataParallelPlugin(auto_wrap_policy="size_based_wrap"), "min_num_params"),
-}
-
-
-@pytest.mark.parametrize("case", OWN)
-def test_what_a_plugin_can_not_mean(case):
-    make, words = OWN[case]
-    with pytest.raises(ValueError, match=words):
-        make()
-
-
-@pytest.mark.parametrize("spell", [str.lower, str.upper])  # Accelerate's own constants are upper case
-def test_a_wrap_policy_in_any_case(spell):
-    def policy(name, **options):
-        plugin = utils.FullyShardedDataParallelPlugin(auto_wrap_policy=spell(name), **options)
-        return plugin.strategy(cpu().world).auto_wrap_policy
-
-    assert policy("no_wrap")(torch.nn.Linear(1, 1)) is False
-    assert policy("size_based_wrap", min_num_params=7) == 7
-    assert policy("transformer_based_wrap", transformer_cls_names_to_wrap="A, B") == {"A", "B"}
-
-
-NOT_OF_REPLICAS = {"cpu_offload": True, "activation_checkpointing": True, "mixed_precision_policy": object()}
-
-
-@pytest.mark.parametrize("name", NOT_OF_REPLICAS)
-def test_no_shard_means_replicas_and_drops_no_setting(name):
-    def strategy(parallelism=None, **options):
-        plugin = utils.FullyShardedDataParallelPlugin(sharding_strategy="NO_SHARD", **options)
-        return plugin.strategy(cpu().world, parallelism)
-
-    assert strategy(cpu_offload=False, transformer_cls_names_to_wrap="Block").name == "ddp"
-    assert strategy(utils.ParallelismConfig(dp_replicate_size=2)).name == "ddp"
-    with pytest.raises(ValueError, match=f"{name}=.* has no effect with sharding_strategy='NO_SHARD'"):
-        strategy(**{name: NOT_OF_REPLICAS[name]})
-    with pytest.raises(ValueError, match="'NO_SHARD' contradicts parallelism_config with dp_shard_size=1"):
-        strategy(utils.ParallelismConfig(tp_size=2))
-
-
-@pytest.mark.parametrize(("policy", "offloads"), [("OffloadPolicy", False), ("CPUOffloadPolicy", True)])
-def test_torchs_offload_policies(policy, offloads):
-    plugin = utils.FullyShardedDataParallelPlugin(cpu_offload=getattr(torch.distributed.fsdp, policy)())
-    assert plugin.strategy(cpu().world).cpu_offload is offloads
 
 
 def test_names_that_are_not_there_say_why():
@@ -335,71 +274,6 @@ def test_groups_end_with_the_loader_unless_told_otherwise():
     with pytest.raises(ValueError, match="during gradient accumulation"):
         accelerator.save_state("never")
     assert not Path("never").exists()
-
-
-class Blocks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem, self.head = nn.Linear(1, 1), nn.Linear(1, 1)
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(1, 1), nn.Tanh()) for _ in range(3)))
-
-    def forward(self, x):
-        return self.head(self.blocks(self.stem(x)))
-
-
-def test_compiled_in_place():
-    seen = []
-
-    def backend(graph, _):
-        seen.append(graph)
-        return graph.forward
-
-    net = nn.Sequential(nn.Linear(1, 1))
-    accelerator = cpu(dynamo_plugin=utils.TorchDynamoPlugin(backend=backend))
-    model = accelerator.prepare(net)
-    model(torch.ones(1, 1))
-    assert len(seen) == 1
-    assert list(accelerator.get_state_dict(model)) == ["0.weight", "0.bias"]
-    plugin = utils.TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
-    net, graphs = Blocks(), len(seen)
-    expected = net(torch.ones(1, 1))
-    blocks = cpu(dynamo_plugin=plugin).prepare(net)
-    assert torch.equal(blocks(torch.ones(1, 1)), expected)
-    assert len(seen) == graphs + 3  # one for all blocks
-    assert set(list_compiled_names(net)) == {"stem", "head", "blocks.0", "blocks.1", "blocks.2"}
-    assert blocks._compiled_call_impl is None
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_compiled_by_the_user(when, tmp_path):
-    net, accelerator = nn.Linear(1, 1), cpu(mixed_precision="bf16")
-    if when == "before":
-        compiled = torch.compile(net, backend="eager")
-        model = accelerator.prepare(compiled)
-        assert accelerator.unwrap_model(model) is compiled
-    else:
-        model = torch.compile(accelerator.prepare(net), backend="eager")
-        assert accelerator.unwrap_model(model) is net
-    assert accelerator.unwrap_model(model, keep_torch_compile=False) is net
-    assert sorted(accelerator.get_state_dict(model)) == ["bias", "weight"]
-    accelerator.save_state(tmp_path / "c")
-    plain = cpu()
-    other = plain.prepare(nn.Linear(1, 1))
-    plain.load_state(tmp_path / "c")
-    assert torch.equal(other.weight, net.weight)
-
-
-def test_a_part_that_is_compiled(tmp_path):
-    accelerator = cpu()
-    net = nn.Sequential(nn.Linear(1, 1))
-    net[0] = torch.compile(net[0], backend="eager")
-    model = accelerator.prepare(net)
-    assert sorted(accelerator.get_state_dict(model)) == ["0.bias", "0.weight"]
-    accelerator.save_state(tmp_path / "c")
-    with torch.no_grad():
-        before, _ = net[0].weight.clone(), net[0].weight.zero_()
-    accelerator.load_state(tmp_path / "c")
-    assert torch.equal(net[0].weight, before)
 
 
 def test_profile(tmp_path):
@@ -591,36 +465,6 @@ def test_batches_that_the_main_process_was_to_read_and_samplers_that_restart(siz
         assert found["endless"] == (pairs * 2)[rank::size][:5]
         assert found["started"] == 1
         assert found["ranks"] == [0, 0, 0, 0]
-
-
-def mesh_ranks():
-    shards = utils.ParallelismConfig(dp_replicate_size=1, dp_shard_size=2)
-    accelerator = cpu(parallelism_config=shards)
-    mesh = shards.get_device_mesh("cpu")
-    assert shards.get_device_mesh() is mesh
-    with pytest.raises(ValueError, match="device_type='cuda' must be 'cpu'"):
-        shards.get_device_mesh("cuda")
-    names = [(mesh[name].size(), mesh[name].get_local_rank()) for name in ("dp_shard", "dp", "dp_shard_cp", "dp_cp")]
-    return accelerator.data_parallel_shard_rank, accelerator.is_composable_parallelism_enabled, names
-
-
-def test_ranks_within_a_grid():
-    assert run(mesh_ranks, 2) == [(rank, True, [(2, rank)] * 4) for rank in range(2)]
-
-
-def test_a_grid_from_accelerates_variables(monkeypatch):
-    for name, size in (("DP_REPLICATE", 2), ("DP_SHARD", 4), ("TP", 3), ("CP", 1)):
-        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", str(size))
-    grid = utils.ParallelismConfig()
-    assert (grid.total_size, grid.data_parallel_size, grid.non_data_parallel_size) == (24, 8, 3)
-    assert grid.active_mesh_dims == ["dp_replicate", "dp_shard", "tp"]
-    assert (grid.dp_dim_names, grid.non_dp_dim_names) == (["dp_replicate", "dp_shard"], ["tp"])
-    assert (grid.tp_enabled, grid.cp_enabled, grid.sp_backend) == (True, False, "deepspeed")
-    assert utils.ParallelismConfig(dp_shard_size=1, tp_size=1).total_size == 2  # an argument counts before a variable
-    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "two")
-    with pytest.raises(ValueError, match="PARALLELISM_CONFIG_TP_SIZE=two must be an integer"):
-        utils.ParallelismConfig()
-    assert utils.ParallelismConfig(1, 1, 1).build_device_mesh("cpu") is None
 
 
 def test_accelerates_variable_sets_the_device(monkeypatch):

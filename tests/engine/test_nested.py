@@ -89,13 +89,3 @@ def test_the_bar_is_shown_on_one_process(monkeypatch):
     with redirect_stderr(io.StringIO()) as shown:
         list(u.tqdm(range(3), main_process_only=False))
     assert "3/3" in shown.getvalue()
-
-
-def test_what_is_there():
-    assert u.is_torch_version(">=", "2.6")
-    assert not u.is_torch_version("<", "2.6")
-    assert u.compare_versions("torch", ">", "1.0")
-    assert u.is_tensorboard_available()
-    assert not u.is_tpu_available()
-    with pytest.raises(ValueError, match="operation='=>'"):
-        u.is_torch_version("=>", "2.6")

@@ -10,6 +10,7 @@ import torch
 from support.processes import run
 from torch import nn
 from treadle.engine import AcceleratorState, GradientState, PartialState
+from treadle.state import is_initialized
 
 import treadle
 from treadle import utils
@@ -329,3 +330,26 @@ def test_copies_and_pickles_of_an_accelerator():
     for state in (accelerator, treadle.PartialState()):
         with pytest.raises(TypeError, match=rf"{type(state).__name__} can't be pickled.* Create one in each process"):
             pickle.dumps(state)
+
+
+def test_states_without_and_with_an_accelerator(monkeypatch):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    assert not is_initialized()
+    assert (PartialState().num_processes, PartialState().debug, PartialState().fork_launched) == (1, False, False)
+    assert AcceleratorState().mixed_precision == "no"
+    state = GradientState(treadle.utils.GradientAccumulationPlugin(num_steps=3))
+    assert (state.sync_gradients, state.num_steps, state.in_dataloader, GradientState().num_steps) == (
+        True,
+        3,
+        False,
+        3,
+    )
+    state._set_sync_gradients(False)
+    assert not GradientState().sync_gradients
+    accelerator = treadle.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+    assert is_initialized()
+    assert (AcceleratorState().mixed_precision, GradientState().num_steps) == ("bf16", 2)
+    assert GradientState().sync_gradients
+    GradientState()._set_sync_gradients(False)
+    assert not accelerator.sync_gradients

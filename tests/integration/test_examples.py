@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -96,6 +97,16 @@ def test_gpt(options, tmp_path, monkeypatch):
     done = script(EXAMPLES / "gpt.py", *options, "--max-bytes", "300000", env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
     assert "bits per byte" in done.stdout
+
+
+@pytest.mark.parametrize("devices", ["1", pytest.param("2", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("example", ["packing.py", "token_budget.py"])
+def test_recipes_for_sequences(example, devices, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = script(EXAMPLES / example, "--devices", devices, "--steps", "5", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"([\d.]+) % filled", done.stdout)[1]) > 90
+    assert float(re.search(r"([\d.]+) bits per byte, the mean of 5 steps", done.stdout)[1]) < 8.5
 
 
 @pytest.mark.exhaustive

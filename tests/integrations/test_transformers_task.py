@@ -15,6 +15,7 @@ from treadle.engine.checkpoint import OpenCheckpoint
 from treadle.integrations import TransformersTask
 
 import treadle
+from treadle.data import pack
 
 transformers = pytest.importorskip("transformers")
 
@@ -143,6 +144,24 @@ def test_the_gradient_is_the_mean_over_all_targets(compute, kind, strategy, rank
     for name, value in expected.items():
         # transformers' losses are float32; means of means would be 1e-3 off.
         torch.testing.assert_close(stepped[name], value, rtol=1e-5, atol=1e-8)
+
+
+def test_packed_rows_train_like_texts_alone():
+    """Although the configuration asks for a cache, with which transformers lets the texts of a row see each other."""
+    task = PlainTask(causal().eval())
+    task.eval()
+    rows = pack(texts(), 24)
+    assert len(rows) < len(texts()) / 2
+    trainer = treadle.Trainer(max_epochs=1, precision="64-true", accumulate_grad_batches=99, **NO_OUTPUT)
+    trainer.fit(task, DataLoader(rows, 2))
+    task.model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(
+        ValueError, match=r"a batch has 2 packed rows, but with attn_implementation='flash_attention_2'"
+    ):
+        task(next(iter(DataLoader(rows, 2))))
+    wanted = whole_gradient_step("causal")
+    for name, weight in task.model.named_parameters():
+        torch.testing.assert_close(weight.detach(), wanted.get(name, weight.detach()), atol=1e-8, rtol=0)
 
 
 def test_a_batch_without_labels_weighs_nothing():

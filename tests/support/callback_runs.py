@@ -5,7 +5,7 @@ import time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
+from treadle.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
 from treadle.loggers import Logger
 
 import treadle
@@ -104,3 +104,20 @@ class Rows(Logger):
 
     def of(self, name):
         return [(step, row[name]) for step, row in self.rows if name in row]
+
+
+class Steps(Callback):
+    """Notes the weights after each optimizer step."""
+
+    def __init__(self):
+        self.weights = {0: None}
+
+    def on_step_end(self, trainer, pl_module):
+        self.weights[trainer.global_step] = pl_module.net.weight.detach().clone()
+
+
+class ByEpoch(Tiny):
+    """What a validation logs depends on the epoch alone, so a resumed run sees what another one saw."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.values[self.trainer.current_epoch])

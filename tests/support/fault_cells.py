@@ -22,6 +22,7 @@ from typing import Any
 
 from treadle.engine.checkpoint import CheckpointStore
 from treadle.engine.checkpoint import store as checkpoint
+from treadle.engine.checkpoint.atomic_swap import is_whole
 
 from support import struck_job
 from support.processes import clean_environment, programs
@@ -336,7 +337,9 @@ def _look_at_disk(folder: Path, temporary: Path, outcome: Outcome) -> None:
     store = CheckpointStore(folder / "ckpt")
     path, outcome.broken = store.latest()
     outcome.newest = None if path is None else checkpoint.read_manifest(path).step
-    hidden = [file.name for file in (folder / "ckpt").glob(".*")]
+    # A rank that was killed right before the last rename of its save leaves it whole: the next start puts it in place.
+    # A stopped one gets there in the few milliseconds for which its stack is read, see `fetch_stacks`.
+    hidden = [file.name for file in (folder / "ckpt").glob(".*") if not is_whole(file)]
     # torchrun's, and torch's cache of compiled code, which `import torch._dynamo` creates and every process keeps.
     files = [name for name in sorted(os.listdir(temporary)) if not name.startswith(("torchelastic_", "torchinductor_"))]
     pids = "|".join(file.name for file in (folder / "pids").iterdir())

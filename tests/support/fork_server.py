@@ -277,6 +277,7 @@ def main(listener: socket.socket, lifeline: socket.socket) -> None:
     from support import processes
 
     usual = processes.early(os.environ)  # before a package adds to it
+    processes.heed_signals()
     import multiprocessing.spawn  # noqa: F401  # keeps the path of the interpreter
 
     import pytest  # noqa: F401

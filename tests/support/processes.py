@@ -31,6 +31,7 @@ LAUNCH_PREFIXES = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TREADLE_", "S
 # What is read after torch was imported: a rank with another value of these may be forked from a process with torch.
 READ_LATE = (
     *("GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR"),
+    "PL_",  # of seed_everything
     "KMP_",  # of another OpenMP than torch's; scikit-learn sets some
     *("AWS_", "FSSPEC_", "PYTEST_", "MLFLOW_", "_MLFLOW_", "WANDB_"),  # packages set some themselves
     *("AIM_", "CLEARML_", "COMET_", "GOODSEED_", "RAY_", "SWANLAB_", "TRACKIO_"),
@@ -144,6 +145,13 @@ def early(env: Mapping[str, str]) -> dict[str, str]:
 # As it is before any test: what a fork server is started with.
 _BASE = clean_environment({"CUDA_VISIBLE_DEVICES": ""})
 _USUAL = early(_BASE)
+
+
+def heed_signals() -> None:
+    """Undo what a shell does to its background jobs, and nohup to all: they would ignore interrupts, or hangups."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def share_fork_servers() -> None:

@@ -162,6 +162,10 @@ class FitLoop:
         self.steps.ends_epoch, self.steps.missing_losses, first_batch = False, 0, progress.batch
         if 0 < trainer.reload_dataloaders_every_n_epochs <= progress.epoch - progress.loaded:
             self._reload()
+        self.loader.tell_epoch()  # before the hooks, because epochs may differ in length
+        if isinstance(trainer.val_check_interval, float):
+            self.total = self.loader.length
+            self.validation_every = self._compute_validation_interval()
         metrics.between_batches(True)
         # In a resumed epoch, the hooks have already drawn their random numbers.
         with isolated_random_state() if progress.batch else nullcontext():

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...callbacks import BatchSizeFinder, Callback, LearningRateFinder, _LRFinder
 from ...common.messages import announce, warn
 from ...engine.checkpoint import OpenCheckpoint, load_into_memory, open_callback_states
+from ...engine.data.sequences import BudgetBatchSampler, OverBudgetError
 from ...engine.optim import attempt
 from ...strategies.distributed import Attempts
 from ..loop import KIND_OF_STAGE, EvaluationLoop, check_step, configure, validate
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from ...engine import Loader
     from ..core import TaskModule
     from ..trainer import Trainer
+
+_MOST_SAMPLES, _NO_LIMIT = 8192, 2**62
 
 
 def run_searches(trainer: Trainer) -> None:
@@ -66,7 +69,7 @@ class BatchSizeSearch:
     def __init__(self, trainer: Trainer, finder: BatchSizeFinder) -> None:
         self.trainer = trainer
         self.finder = finder
-        self._loader_sizes: dict[int, int | None] = {}  # batch sizes so far, by the attribute's value
+        self._loader_sizes: dict[int, float | None] = {}  # batch sizes so far, by the attribute's value
 
     def run(self) -> None:
         """Find the batch size and set it.
@@ -85,7 +88,7 @@ class BatchSizeSearch:
                 f"{trainer.stage}. Define {kind}_dataloader() with batch_size=self.{name} in the task or a data module "
                 "instead."
             )
-        limit, samples = finder.max_val, None
+        limit, samples = finder.max_val or _NO_LIMIT, None
         finder.accumulate = None  # that of an earlier search
         if finder.keep_global_batch and trainer.stage == "fit":
             samples = self._count_samples_per_step()
@@ -98,9 +101,14 @@ class BatchSizeSearch:
             if not done:
                 trainer.accelerator.reconnect(attempts.start_over)
                 trainer.logbook.data_world = trainer.accelerator.data_world
+            elif isinstance(most, OverBudgetError):  # on all ranks
+                raise most
             return most if done else None
 
-        size = finder.search(fits, limit)
+        try:
+            size = finder.search(fits, limit)
+        except OverBudgetError as error:  # of the first size, or of one below a size that does not fit
+            size = finder.search(fits, limit, math.ceil(error.budget))
         if samples is not None:
             size = next(divisor for divisor in range(size, 0, -1) if samples % divisor == 0)
             finder.accumulate = samples // size
@@ -134,12 +142,18 @@ class BatchSizeSearch:
             )
         return size * self.trainer.accelerator.gradient_accumulation_steps
 
-    def _try(self, size: int) -> int:
-        """Run a few steps with batches of ``size``; return the largest batch size that the data allows per process."""
+    def _try(self, size: int) -> int | OverBudgetError:
+        """Run a few steps with batches of ``size``; return the largest batch size that the data allows per process.
+
+        If ``size`` is a budget that does not fit each sample, return the error.
+        """
         with rehearsal(self.trainer, **{self.finder.batch_arg_name: size}) as inner:
             assert inner.sources is not None
             inner.sources.limits = dict.fromkeys(inner.sources.limits, 1.0)
-            loader = self._train(inner) if inner.stage == "fit" else self._evaluate(inner)
+            try:
+                loader = self._train(inner) if inner.stage == "fit" else self._evaluate(inner)
+            except OverBudgetError as error:
+                return error
             self._check_use(loader, size)
             return self._count_most_samples(loader)
 
@@ -175,7 +189,8 @@ class BatchSizeSearch:
     def _check_use(self, loader: Loader, size: int) -> None:
         """Raise a ValueError if another value of the attribute did not change the dataloader's batch size."""
         name, sizes = self.finder.batch_arg_name, self._loader_sizes
-        sizes[size] = getattr(loader.source, "batch_size", None)
+        sampler = _get_budget_sampler(loader)
+        sizes[size] = getattr(loader.source, "batch_size", None) if sampler is None else sampler.budget
         first = next(iter(sizes))
         if len(sizes) == 2 and sizes[size] is not None and sizes[size] == sizes[first]:
             method = f"{KIND_OF_STAGE[str(self.trainer.stage)]}_dataloader"
@@ -185,13 +200,23 @@ class BatchSizeSearch:
             )
 
     def _count_most_samples(self, loader: Loader) -> int:
-        """Return the largest batch size that the data allows for one process; a huge number if unknown."""
-        dataset = getattr(loader.source, "dataset", None)
+        """Return the largest batch size that the data allows for one process; a huge number if unknown.
+
+        For a budget, return that of a batch of all samples.
+        """
+        if sampler := _get_budget_sampler(loader):
+            return math.ceil(sampler.total)
+        dataset, most = getattr(loader.source, "dataset", None), self.finder.max_val or _MOST_SAMPLES
         try:
             count = len(dataset)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
-            return 2**62
-        return max(1, count // self.trainer.accelerator.data_world.size)
+            return most
+        return min(most, max(1, count // self.trainer.accelerator.data_world.size))
+
+
+def _get_budget_sampler(loader: Loader) -> BudgetBatchSampler | None:
+    sampler = getattr(loader.source, "batch_sampler", None)
+    return sampler if isinstance(sampler, BudgetBatchSampler) else None
 
 
 # -- learning rate ---------------------------------------------------------------------------------------------------

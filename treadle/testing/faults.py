@@ -183,7 +183,8 @@ class Places:
                 original(*args, **kwargs)
                 os.truncate(paths[0], os.path.getsize(paths[0]) // 2)
                 self.happen(due)
-                os.unlink(paths[0])  # it was a delay: the whole file has been written now
+            # After a delay the whole file is written, and stays the same file: a watchdog that reads the stack of a
+            # stopped rank lets it go on for a moment, and what is half written is removed by its inode.
             result = original(*args, **kwargs)
             self._reach(after, *paths)
             return result

@@ -1,105 +1,21 @@
 """What the page about a run says of errors, hyperparameters, checkpoints and settings, and how its curves are told
 apart."""
 
-import html
 import json
 import math
 import re
 
 import pytest
 import torch
+from support.reports import Data, Task, page_of, section, trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint
-from treadle.callbacks.reporting.html import Chart, Page, choose_styles
-from treadle.callbacks.reporting.report import format_user_frames, judge_times
-from treadle.loggers import CSVLogger
-
-import treadle
-
-
-class Data(treadle.DataModule):
-    def __init__(self, batch_size=2):
-        super().__init__()
-        self.save_hyperparameters()
-
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=self.hparams.batch_size)
-
-    val_dataloader = train_dataloader
-
-
-class Task(treadle.TaskModule):
-    def __init__(self, lr=0.1, net=None, fails=False):
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = self.hparams.net or nn.Linear(2, 1)
-
-    def loss(self, batch):
-        return self.net(batch[0]).square().mean()
-
-    def training_step(self, batch, batch_idx):
-        if self.hparams.fails and self.trainer.global_step == 3:
-            self.helper()
-        return self.loss(batch)
-
-    def helper(self):
-        try:
-            raise KeyError("key")
-        except KeyError as error:
-            raise ValueError("first line <b>\nsecond line " + "x" * 300) from error
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.loss(batch))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
-
-
-def trainer(root, **flags):
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    return treadle.Trainer(logger=CSVLogger(root), **{"max_epochs": 2, **quiet, **flags})
-
-
-def section(page, name):
-    """The text of a section, and what is folded in it."""
-    found = re.search(rf"<section><h2>{re.escape(html.escape(name))}</h2>(.*?)</section>", page, re.DOTALL)[1]
-    return found.partition("<details>")[::2]
+from treadle.callbacks.reporting.html import Chart
 
 
 def rows(content):
     return dict(re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td></tr>", content, re.DOTALL))
-
-
-def page_of(one):
-    with open(f"{one.log_dir}/report.html", encoding="utf-8") as file:
-        return file.read()
-
-
-def test_an_error_is_shown_whole_with_the_users_frames_before_all_others(tmp_path):
-    one = trainer(tmp_path)
-    with pytest.raises(ValueError, match="first line"):
-        one.fit(Task(fails=True), datamodule=Data())
-    page = page_of(one)
-    shown, folded = section(page, "What ended fit")
-    message = re.search(r'<p class="error">(.*?)</p>', shown, re.DOTALL)[1]
-    place = "in fit, epoch 0, after optimizer step 3, in batch 3\nthe batch: [Tensor (2, 2) float32]"
-    assert html.unescape(message) == "ValueError: first line <b>\nsecond line " + "x" * 300 + "\n" + place
-    frames = re.search(r"<pre>(.*?)</pre>", shown, re.DOTALL)[1]
-    assert re.findall(r"in (\w+)\n", frames) == ["helper"]  # of the first cause
-    assert "KeyError" in folded
-    assert "stage.py" in folded
-    assert "stage.py" not in shown
-    assert page.index("What ended fit") < page.index("Where the time went")
-    assert "pre-wrap" in page  # nothing is cut off at the right
-
-
-def test_the_users_frames_of_an_error_without_a_cause():
-    try:
-        Task().training_step([torch.ones(1, 3)], 0)
-    except RuntimeError as error:
-        lines = format_user_frames(error).splitlines()
-    assert [line.rpartition(" ")[2] for line in lines if line.startswith("  File")][-2:] == ["training_step", "loss"]
 
 
 def test_hyperparameters_of_what_was_trained_and_where_the_checkpoints_are(tmp_path):
@@ -196,44 +112,6 @@ def test_the_losses_before_a_failure_are_the_last_ones_of_this_fit(tmp_path):
     assert chart["lines"][0]["steps"] == chart["lines"][0]["values"] == list(range(87, 151))
 
 
-def test_the_last_label_of_a_chart_is_inside_of_it():
-    for last in (2_000, 50_000, 1_000_000, 20_000_000):
-        drawn = Chart("loss", {"loss": ([0, last], [1.0, 2.0])}).draw(0)
-        x, text = re.findall(r'<text x="([\d.]+)" y="\d+" text-anchor="middle">([\d,]+)</text>', drawn)[-1]
-        assert text == f"{last:,}"
-        assert float(x) + 3.5 * len(text) <= 560
-    for low, high in ((1e-5, 9e-5), (-0.004, 0.001), (1e6, 9e6), (1e9, 9e9), (-1e-9, 1e-9)):
-        drawn = Chart("loss", {"loss": ([0, 1], [low, high])}).draw(0)
-        for x, text in re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="end">(.*?)</text>', drawn):
-            assert float(x) - 7 * len(text) >= -7, text
-
-
-def test_an_activity_has_one_colour_on_all_pages():
-    def colors(times):
-        text = Page("x", "finished", times={name: (seconds, 0.0) for name, seconds in times.items()}).render()
-        return dict(re.findall(r'background:(#\w+)"></span>(\w+)', section(text, "Where the time went")[0])[::-1])
-
-    names = ("training", "validation", "checkpoints", "setup", "test", "predict")
-    first = colors(dict.fromkeys(names, 1.0))
-    assert len(first) == len(names)
-    assert colors({"checkpoints": 9.0, "setup": 3.0, "training": 1.0}).items() <= first.items()
-    assert colors({"setup": 9.0, "checkpoints": 3.0, "training": 1.0}).items() <= first.items()
-
-
-def test_a_sentence_about_what_took_most_of_the_time():
-    assert judge_times({"training": 9.0, "checkpoints": 3.0, "validation": 3.0, "setup": 5.0}, 1.0) == ""
-    assert judge_times({}, 0.0) == ""
-    assert judge_times({"training": 9.0, "checkpoints": 9.5, "validation": 0.5}, 0.0).startswith(
-        "50 % of the time went to checkpoints. ModelCheckpoint(every_n_epochs=...)"
-    )
-    assert "validation. Trainer(check_val_every_n_epoch" in judge_times({"training": 1.0, "validation": 9.0}, 0.0)
-    assert judge_times({"training": 10.0}, 8.0).startswith("80 % of the time went to waiting for training batches.")
-    assert judge_times({"training": 1.0, "setup": 30.0}, 0.0) == ""  # imports and first touches of a short run
-    assert judge_times({"training": 1.0, "setup": 90.0}, 0.0) == "99 % of the time went to setup."
-    text = Page("x", "finished", times={"training": (1.0, 0.0)}, verdict="50 % < it.").render()
-    assert "50 % &lt; it." in section(text, "Where the time went")[0]
-
-
 def test_a_constant_rate_is_a_number_and_the_throughput_is_folded(tmp_path):
     one = trainer(tmp_path, log_every_n_steps=2)
     one.fit(Task(0.25), datamodule=Data())
@@ -249,22 +127,3 @@ def test_curves_that_are_the_same_are_one_with_all_names():
     many = Chart("lr", {f"pg{n}": ([1, 2], [3.0, 4.0]) for n in range(50)})
     assert list(many.lines) == ["pg0 = ... = pg49 (50 are the same)"]
     assert list(Chart("x", {"a": ([], []), "b": ([], [])}).lines) == ["a", "b"]
-
-
-def test_a_stage_has_one_colour_on_the_whole_page():
-    def colors(*names):
-        return [re.search(r'stroke="(.*?)"', style)[1] for style in choose_styles(names)]
-
-    train, val = colors("train_loss", "val_loss")
-    assert colors("val_acc", "train_acc") == [val, train]
-    assert colors("val/f1") == [val]
-    assert colors("loss", "val_loss") == [train, val]  # what names no stage is of training
-    pale, _, full = choose_styles(["train_loss_step", "val_loss", "train_loss_epoch"])
-    assert "opacity" in pale
-    assert pale.startswith(full)
-    first, second = choose_styles(["val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"])
-    assert second == f'{first} stroke-dasharray="6 3"'
-    assert len(set(choose_styles([f"x{n}" for n in range(18)]))) == 18
-    page = Page("t", "s", times={"setup": (9.0, 0.0), "training": (3.0, 0.0), "validation": (2.0, 0.0)}).render()
-    drawn = dict(re.findall(r'background:(#\w+)"></span>(\w+)', page))
-    assert (drawn[train], drawn[val]) == ("training", "validation")

@@ -328,11 +328,6 @@ def test_no_line_is_wider_than_asked_for(width, bars):
     assert text.isascii() == bars.isascii()
 
 
-def test_a_misspelled_subcommand_is_answered_with_the_nearest(capsys):
-    assert main(["shw"]) == 2
-    assert "Did you mean 'show'?" in capsys.readouterr().err
-
-
 def test_a_constant_curve_is_a_line():
     assert draw_curves("lr", {"lr": (STEPS, [0.01] * len(STEPS))}, 60) == "lr: 0.01 throughout"
     for lines in ({"lr": ([3], [0.01])}, {"a": (STEPS, [1.0] * len(STEPS)), "b": (STEPS, [2.0] * len(STEPS))}):

@@ -1,66 +1,17 @@
 """Files, overrides and references become one configuration, each of whose values knows where it was written."""
 
-import math
 import subprocess
 import sys
-import time
 
 import pytest
-from support import hostile_files
+from support.configs import made, wrote
 from treadle.cli.config.resolve import load
-from treadle.cli.config.values import ConfigError, to_plain
-from treadle.cli.config.yaml_loader import parse, parse_scalar
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def wrote(folder, **files):
-    for name, text in files.items():
-        (folder / f"{name}.yaml").write_text(text)
-    return [f"{name}.yaml" for name in files]
-
-
-def made(text, *overrides):
-    return load([], overrides, earlier=("run.yaml", text)).to_plain()
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("3", 3),
-        ("-3", -3),
-        ("1_000", 1000),
-        ("0x10", 16),
-        ("3e-4", 3e-4),
-        ("1e3", 1000.0),
-        (".5", 0.5),
-        ("1.", 1.0),
-        ("-.inf", -math.inf),
-        ("true", True),
-        ("False", False),
-        ("null", None),
-        ("~", None),
-        # Text to YAML 1.2, and not a bool, a base-60 number, a date or an octal one, as YAML 1.1 has it.
-        ("no", "no"),
-        ("on", "on"),
-        ("12:30:00", "12:30:00"),
-        ("12:00:00:00", "12:00:00:00"),
-        ("2026-11-22", "2026-11-22"),
-        ("1.2.3", "1.2.3"),
-        ("bf16-mixed", "bf16-mixed"),
-        ("0123", 123),
-        ("1_", "1_"),
-        ("1__0.5", "1__0.5"),
-    ],
-)
-def test_words(text, value):
-    assert type(parse_scalar(text)) is type(value)
-    assert parse_scalar(text) == value
-    assert to_plain(parse(f"a: {text}", "f"))["a"] == value
 
 
 def test_later_files_win(here):
@@ -75,22 +26,6 @@ def test_later_files_win(here):
         "seed": 3,
     }
     assert load(files[::-1]).to_plain()["trainer"]["max_epochs"] == 1
-
-
-def test_each_value_knows_where_it_was_written(here):
-    files = wrote(
-        here, a="trainer:\n  max_epochs: 1\n  devices: 2\n", b="\ntrainer:\n  max_epochs: 5\nmodel:\n- x\n- y\n"
-    )
-    config = load(files, ["seed=1", "trainer.callbacks+=Timer"], defaults={"run": {"name": "x"}})
-    places = {
-        "trainer.max_epochs": "b.yaml:3",
-        "trainer.devices": "a.yaml:3",
-        "model.1": "b.yaml:6",
-        "seed": "command line",
-        "trainer.callbacks.0": "command line",
-        "run.name": "script",
-    }
-    assert {key: config.find_source(key) for key in places} == places
 
 
 def test_another_class_takes_the_place_of_the_whole(here):
@@ -138,23 +73,6 @@ def test_taking_out():
     assert made(text, "~data.a.b", "~data.list.1", "~data.n.4") == {
         "data": {"a": {"c": 2}, "list": [1, 3], "n": {0: "x"}}
     }
-
-
-def test_numbered_keys():
-    assert made("data: {n: {0: x, 4: y}}", "data.n.4=z") == {"data": {"n": {0: "x", 4: "z"}}}
-
-
-def test_anchors_and_merges():
-    text = """
-vars: {defaults: &d {lr: 1, momentum: 0.5}, more: &m {lr: 2, decay: 3}}
-optimizer: {<<: *d, lr: 9}
-lr_scheduler: {<<: [*m, *d]}
-seed: *d
-"""
-    found = made(text)
-    assert found["optimizer"] == {"lr": 9, "momentum": 0.5}
-    assert found["lr_scheduler"] == {"lr": 2, "decay": 3, "momentum": 0.5}
-    assert found["seed"] == {"lr": 1, "momentum": 0.5}
 
 
 def test_lightnings_form():
@@ -234,41 +152,6 @@ def test_long_chains_of_references():
 
 def test_a_reference_may_be_given_on_the_line():
     assert made("vars: {a: 3}", "seed=${vars.a}")["seed"] == 3
-
-
-def test_secrets_are_noted(monkeypatch):
-    monkeypatch.setenv("TREADLE_API_KEY", "hush-hush")
-    config = load([], ["data.key=${oc.env:TREADLE_API_KEY}"])
-    assert config.to_plain()["data"]["key"] == "hush-hush"
-    assert config.secrets == {"hush-hush": "${oc.env:TREADLE_API_KEY}"}
-    assert load([], ["data.key=${ oc.env : TREADLE_API_KEY , x}"]).secrets == config.secrets
-    monkeypatch.setenv("TREADLE_MAX_TOKENS", "100")
-    assert load([], ["data.n=${oc.env:TREADLE_MAX_TOKENS}"]).secrets == {}
-
-
-def test_nothing_of_a_text_is_run(here):
-    marker = here / "marker"
-    for text in (f"a: !!python/object/apply:os.system ['touch {marker}']", f"a: !!python/name:os.system\nb: {marker}"):
-        with pytest.raises(ConfigError, match="is not allowed"):
-            made(text)
-    assert not marker.exists()
-
-
-def test_hostile_files_do_no_harm(here):
-    marker = here / "marker"
-    loaded = []
-    for name, file in hostile_files.settings(here, str(marker)).items():
-        began = time.perf_counter()
-        try:
-            load([file])
-            loaded.append(name)
-        except ConfigError as error:
-            unnamed = [] if str(error).startswith(str(file)) else [name]
-            loaded += unnamed
-        assert time.perf_counter() - began < 20, name
-    assert not marker.exists()
-    assert hostile_files.PAYLOAD not in sys.modules
-    assert loaded == []
 
 
 def test_reading_waits_for_no_torch():

@@ -1,41 +1,21 @@
 """`LightningCLI` runs the programs that were written for Lightning's, with the same settings and the same numbers."""
 
-import sys
 import textwrap
-import uuid
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from lightning_cli_samples import Data, DeepEncoder, Encoder, Factories, Linked, Model, Options, build_model
-from support.processes import run, script
+from lightning_cli_samples import Data, DeepEncoder, Encoder, Factories, Model, Options, build_model
+from support.lightning_cli_runs import DEFAULTS, build, execute
+from support.processes import script
 from support.trainers import NO_OUTPUT
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, Timer
-from treadle.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from treadle.common.remote_path import RemotePath
+from treadle.cli import LightningArgumentParser, LightningCLI
 
 import treadle
 
-DEFAULTS = {"accelerator": "cpu", "max_epochs": 2, **NO_OUTPUT, "enable_report": False}
 SAMPLES = str(Path(__file__).parents[2] / "support" / "samples")
 MODEL = "lightning_cli_samples.Model"
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    return tmp_path
-
-
-def execute(*words, cli=LightningCLI, model=Model, data=Data, **options):
-    settings = {"trainer_defaults": DEFAULTS, "save_config_callback": None, "args": list(words), **options}
-    return cli(model, data, **settings)
-
-
-def build(*words, **options):
-    return execute(*words, run=False, **options)
 
 
 class WithOptimizer(LightningCLI):
@@ -235,54 +215,6 @@ def test_an_object_of_one_group_goes_into_another():
     assert cli.config_init.encoder is cli.model.encoder
 
 
-def test_settings_of_optimizers_go_into_the_model():
-    class Two(LightningCLI):
-        def add_arguments_to_parser(self, parser):
-            parser.add_optimizer_args(nested_key="first", link_to="model.first")
-            parser.add_optimizer_args((torch.optim.SGD, torch.optim.Adam), nested_key="second", link_to="model.second")
-            parser.add_lr_scheduler_args(torch.optim.lr_scheduler.ExponentialLR, link_to="model.schedule")
-
-    words = ("--first=Adam", "--second=SGD", "--second.lr=0.01", "--lr_scheduler.gamma=0.3")
-    first, second, schedule = build(*words, cli=Two, model=Linked).model.linked
-    assert (first["class_path"], first["init_args"]["lr"]) == ("torch.optim.Adam", 0.001)
-    assert (second["class_path"], second["init_args"]["lr"]) == ("torch.optim.SGD", 0.01)
-    assert schedule["class_path"] == "torch.optim.lr_scheduler.ExponentialLR"
-    assert schedule["init_args"]["gamma"] == 0.3
-    optimizer = treadle.cli.instantiate_class(torch.nn.Linear(2, 2).parameters(), second)
-    assert (type(optimizer), optimizer.param_groups[0]["lr"]) == (torch.optim.SGD, 0.01)
-
-
-@pytest.mark.filterwarnings("error")
-def test_the_settings_optimizer_is_announced_and_may_be_changed():
-    class Halved(LightningCLI):
-        @staticmethod
-        def configure_optimizers(lightning_module, optimizer, lr_scheduler=None):
-            lightning_module.seen = [type(optimizer), type(lr_scheduler)]
-            return optimizer
-
-    words = ("fit", "--optimizer=Adam", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=2")
-    with pytest.warns(UserWarning, match=r"`Model.configure_optimizers` will be overridden by `Halved"):
-        cli = execute(*words, cli=Halved)
-    assert cli.model.seen == [torch.optim.Adam, torch.optim.lr_scheduler.StepLR]
-    with pytest.raises(SystemExit):
-        execute(*words, auto_configure_optimizers=False)
-
-
-@pytest.mark.filterwarnings("ignore:.*will be overridden by")
-def test_an_optimizer_is_built_when_the_run_asks_for_it():
-    class Late(Model):
-        def __init__(self):
-            super().__init__()
-            del self.net
-
-        def configure_model(self):
-            if not hasattr(self, "net"):
-                self.net = torch.nn.Linear(4, 2)
-
-    cli = execute("fit", "--optimizer=SGD", "--optimizer.lr=0.02", "--trainer.max_epochs=1", model=Late)
-    assert cli.trainer.optimizers[0].param_groups[0]["params"] == [cli.model.net.weight, cli.model.net.bias]
-
-
 class Stored(Model):
     def __init__(self, encoder: Encoder, width: int = 3):
         super().__init__()
@@ -388,79 +320,6 @@ def test_environment_variables(monkeypatch, here):
 
 # -- the configuration of a run --------------------------------------------------------------------------------------
 
-LOGGED = {**DEFAULTS, "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": ".", "name": "logs"}}}
-WORDS = (
-    *("fit", "--seed_everything=3", "--model.lr=0.1", "--model.color=BLUE", "--model.path=a/b", "--model.name=no"),
-    *("--model.extra={deep: [1, '2', null]}", "--model.options.width=9", "--model.activation=torch.tanh"),
-    *("--model.encoder=DeepEncoder", "--model.encoder.activation=ReLU", "--optimizer=AdamW", "--optimizer.lr=0.05"),
-    *("--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss", "--trainer.max_epochs=1"),
-)
-
-
-@pytest.mark.filterwarnings("ignore:.*will be overridden by")
-def test_the_saved_configuration_repeats_the_run(here):
-    options = {"trainer_defaults": LOGGED, "save_config_callback": SaveConfigCallback}
-    first = execute(*WORDS, **options)
-    saved = here / "logs" / "version_0" / "config.yaml"
-    assert Path(first.trainer.log_dir) == saved.parent.relative_to(here)
-    again = execute("fit", "--config", str(saved), **options)
-    assert (here / "logs" / "version_1" / "config.yaml").read_text() == saved.read_text()
-    assert again.trainer.callback_metrics == first.trainer.callback_metrics
-    assert torch.equal(again.model.net.weight, first.model.net.weight)
-    hparams = again.model.hparams
-    assert (hparams.color, hparams.path, hparams.name, hparams.options["width"]) == ("BLUE", "a/b", "no", 9)
-    assert hparams.extra == {"deep": [1, "2", None]}
-    assert again.model.activation is torch.tanh
-    assert isinstance(again.model.encoder.activation, torch.nn.ReLU)
-    assert yaml.safe_load(saved.read_text())["seed_everything"] == 3
-
-
-def test_a_saved_configuration_is_not_overwritten(here):
-    options = {"trainer_defaults": LOGGED, "save_config_callback": SaveConfigCallback}
-    words = ("fit", "--trainer.max_epochs=0", "--trainer.logger.version=0")
-    execute(*words, **options)
-    with pytest.raises(RuntimeError, match=r"config.yaml already exists.*'overwrite': True"):
-        execute(*words, **options)
-    execute(*words, "--model.lr=0.5", save_config_kwargs={"overwrite": True}, **options)
-    assert "lr: 0.5" in (here / "logs" / "version_0" / "config.yaml").read_text()
-    execute(*words, "--model.lr=0.6", save_config_overwrite=True, **options)
-    execute(*words, save_config_kwargs={"config_filename": "other.yaml"}, **options)
-    assert (here / "logs" / "version_0" / "other.yaml").exists()
-
-
-def test_a_configuration_saved_elsewhere():
-    class Elsewhere(SaveConfigCallback):
-        def save_config(self, trainer, pl_module, stage):
-            pl_module.seen.append((stage, self.parser.dump(self.config, skip_unset=False)))
-
-    kwargs = {"save_config_callback": Elsewhere, "save_config_kwargs": {"save_to_log_dir": False}}
-    ((stage, text),) = execute("fit", "--trainer.max_epochs=1", **kwargs).model.seen
-    assert stage == "fit"
-    assert yaml.safe_load(text)["model"]["lr"] == 0.02
-    with pytest.raises(ValueError, match="`save_to_log_dir=False` only makes sense with"):
-        execute("fit", save_config_callback=SaveConfigCallback, save_config_kwargs={"save_to_log_dir": False})
-
-
-def fit_on_two_ranks(folder):
-    import os
-
-    os.chdir(folder)
-    sys.argv = ["train.py"]
-    options = {"trainer_defaults": {**LOGGED, "devices": 2}, "save_config_callback": SaveConfigCallback}
-    cli = execute("fit", "--trainer.max_epochs=1", **options)
-    try:
-        execute("fit", "--trainer.logger.version=0", **options)
-    except RuntimeError as error:
-        return str(error), cli.trainer.callback_metrics["train_loss"].item()
-
-
-def test_two_processes_write_one_configuration_and_refuse_together(here):
-    (first, loss), (second, other_loss) = run(fit_on_two_ranks, 2, str(here))
-    assert "config.yaml already exists" in first
-    assert "config.yaml already exists" in second
-    assert loss == other_loss
-    assert [path.name for path in (here / "logs").iterdir()] == ["version_0"]
-
 
 def test_a_checkpoint_brings_its_hyperparameters(here, capsys):
     defaults = {**DEFAULTS, "enable_checkpointing": True, "default_root_dir": "."}
@@ -492,13 +351,3 @@ def test_a_script_on_the_shell(here):
     words = ["fit", "--trainer.max_epochs=2", "--trainer.accelerator", "cpu", *flags]
     done = script(textwrap.dedent(SCRIPT), *words, env={"PYTHONPATH": SAMPLES})
     assert float(done.stdout.split("loss ")[-1]) == pytest.approx(3.149636, rel=1e-5)
-
-
-def test_a_configuration_is_saved_at_a_url(here):
-    url = f"memory://{uuid.uuid4().hex}"
-    words = ("fit", "--trainer.max_epochs=0", f"--trainer.default_root_dir={url}")
-    execute(*words, save_config_callback=SaveConfigCallback)
-    assert url in (RemotePath(url) / "config.yaml").read_bytes().decode()
-    assert not list(here.glob("memory:*"))
-    with pytest.raises(RuntimeError, match=r"config.yaml already exists"):
-        execute(*words, save_config_callback=SaveConfigCallback)

@@ -18,7 +18,6 @@ from treadle.compat.utils.modeling import (
     convert_file_size_to_int,
     dtype_byte_size,
     find_tied_parameters,
-    get_grad_scaler,
     get_max_layer_size,
     get_non_persistent_buffers,
     is_peft_model,
@@ -27,8 +26,6 @@ from treadle.compat.utils.modeling import (
     retie_parameters,
     set_module_tensor_to_device,
 )
-
-from treadle.utils import DistributedType
 
 
 @pytest.fixture
@@ -159,11 +156,6 @@ def test_the_tensors_of_a_file(tmp_path: Path) -> None:
     for file in ("s.safetensors", "s.bin"):
         loaded = load_state_dict(str(tmp_path / file), device_map={"a": "cpu", "b": "disk"})
         assert {name: tensor.tolist() for name, tensor in loaded.items()} == {"a": [0, 1, 2], "b": 2}
-
-
-def test_scalers() -> None:
-    assert get_grad_scaler(init_scale=4.0, enabled=False).get_scale() == 1
-    assert type(get_grad_scaler(DistributedType.FSDP, enabled=False)).__name__ == "ShardedGradScaler"
 
 
 def test_a_model_that_is_none_of_pefts(linear: nn.Linear) -> None:

@@ -10,9 +10,6 @@ import torch
 from support.fabric_programs import PROGRAMS, Net
 from support.processes import run
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
-from treadle.compat.fabric import is_wrapped
-from treadle.compat.precision_plugins import HalfPrecision
 from treadle.loggers import CSVLogger
 
 import treadle
@@ -116,46 +113,6 @@ def test_calls_and_logs(tmp_path) -> None:
     assert (tmp_path / "treadle_logs" / "version_0" / "metrics.csv").read_text() == "step,loss,a,b\n3,0.5,,\n4,,1,2\n"
 
 
-def test_a_method_must_be_marked_where_precision_or_processes_need_it() -> None:
-    class Model(nn.Linear):
-        def score(self, x):
-            return self(x)
-
-        def words(self):
-            return "no layer"
-
-    model = Fabric(accelerator="cpu", precision="bf16-mixed").setup(Model(2, 2))
-    assert model.words() == "no layer"
-    with pytest.raises(RuntimeError, match=r"mark_forward_method\('score'\)"):
-        model.score(torch.ones(1, 2))
-    model.mark_forward_method(model.score if hasattr(model.score, "__self__") else "score")
-    assert model.score(torch.ones(1, 2)).dtype == torch.float32
-    assert model(torch.ones(1, 2)).dtype == torch.float32
-    with pytest.raises(AttributeError, match="no method 'scores'"):
-        model.mark_forward_method("scores")
-    assert made().setup(Model(2, 2)).score(torch.ones(1, 2)).shape == (1, 2)
-
-
-def test_half_precision_is_cast_at_the_borders() -> None:
-    fabric = Fabric(accelerator="cpu", plugins=HalfPrecision("bf16-true"))
-    model = fabric.setup(nn.Linear(2, 2))
-    assert (model.weight.dtype, model(torch.ones(1, 2)).dtype) == (torch.bfloat16, torch.float32)
-    with fabric.init_tensor():
-        assert torch.ones(1).dtype == torch.bfloat16
-    assert torch.ones(1).dtype == torch.float32
-
-
-def test_attributes_are_the_models_own() -> None:
-    module = Net()
-    model = made().setup(module)
-    model.epoch = 3
-    assert (module.epoch, model.module, list(model.state_dict())) == (3, module, list(module.state_dict()))
-    model.eval()
-    assert not module.net.training
-    assert is_wrapped(model)
-    assert not is_wrapped(module)
-
-
 def test_errors() -> None:
     fabric = made()
     model = fabric.setup(Net())
@@ -175,37 +132,6 @@ def test_errors() -> None:
     model(torch.ones(1, 64)).sum().mul(float("inf")).backward()
     with pytest.raises(RuntimeError, match="norm is nan"):
         fabric.clip_gradients(model, fabric.setup_optimizers(torch.optim.SGD(model.parameters())), max_norm=1.0)
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(torch.arange(3.0))
-
-
-class EveryOther(torch.utils.data.Sampler):
-    def __iter__(self):
-        return iter(range(0, 8, 2))
-
-    def __len__(self):
-        return 4
-
-
-def shares() -> list[list[float]]:
-    fabric = Fabric(accelerator="cpu", devices=2)
-    data = TensorDataset(torch.arange(8.0))
-    loaders = fabric.setup_dataloaders(
-        DataLoader(data, sampler=EveryOther()),
-        DataLoader(data, batch_sampler=BatchSampler(EveryOther(), 2, False)),
-        DataLoader(TensorDataset(torch.arange(3.0))),
-    )
-    seen = [torch.cat([x for (x,) in loader]).tolist() for loader in loaders]
-    return [*seen, torch.cat(list(fabric.setup_dataloaders(DataLoader(Stream())))).tolist()]
-
-
-def test_samples_are_shared_as_in_lightning() -> None:
-    first, second = run(shares, 2)
-    assert first == [[0.0, 4.0], [0.0, 4.0], [0.0, 2.0], [0.0, 1.0, 2.0]]
-    assert second == [[2.0, 6.0], [2.0, 6.0], [1.0, 0.0], [0.0, 1.0, 2.0]]
 
 
 def sharded(folder: str) -> float:
@@ -274,17 +200,6 @@ class Lite(Fabric):
 
 def test_a_subclass_may_have_a_method_run() -> None:
     assert Lite(accelerator="cpu").run(3) == 3
-
-
-def read_shares() -> list[int]:
-    fabric = Fabric(accelerator="cpu")
-    sampler = DistributedSampler(range(8), fabric.world_size, fabric.global_rank, shuffle=False)
-    loader = DataLoader(range(8), batch_sampler=BatchSampler(sampler, 2, False))
-    return [int(index) for batch in fabric.setup_dataloaders(loader) for index in batch]
-
-
-def test_a_batch_sampler_of_a_ranks_share_is_not_sharded_again() -> None:
-    assert run(read_shares, 2) == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_a_file_at_a_url(tmp_path, monkeypatch) -> None:

@@ -1,9 +1,7 @@
 """A checkpoint of any layout of the processes loads under any other, and nothing is gathered on the way."""
 
-import contextlib
 import json
 import os
-import pathlib
 import shutil
 
 import pytest
@@ -14,7 +12,6 @@ from support.stored import read_part
 from torch import nn
 from torch.distributed.tensor import DTensor
 from treadle.engine.checkpoint import filesystem, store
-from treadle.engine.checkpoint.safetensors_file import FilePiece, Stored
 from treadle.strategies import DDP, FSDP
 
 import treadle
@@ -223,32 +220,6 @@ def test_a_missing_shard_is_noticed(checkpoints, tmp_path):
     (path / "optimizer-shard-00001.safetensors").unlink()
     with pytest.raises(ValueError, match=r"optimizer-shard-00001\.safetensors is missing"):
         store.verify(path)
-
-
-@pytest.mark.guarantee
-@pytest.mark.parametrize(
-    ("boxes", "whole"),
-    [
-        ([((0, 2), (0, 4)), ((2, 4), (0, 4))], True),
-        ([((0, 4), (0, 2)), ((0, 4), (2, 4))], True),
-        ([((0, 2), (0, 2)), ((0, 2), (2, 4)), ((2, 4), (0, 2)), ((2, 4), (2, 4))], True),
-        ([((0, 4), (0, 4)), ((4, 4), (0, 4)), ((0, 0), (0, 4))], True),
-        ([((0, 2), (0, 4)), ((1, 3), (0, 4))], False),
-        ([((0, 3), (0, 2)), ((1, 4), (0, 2)), ((0, 4), (3, 4))], False),
-        ([((0, 4), (0, 2)), ((0, 4), (1, 3))], False),
-        ([((0, 2), (0, 4)), ((0, 2), (0, 4))], False),
-    ],
-    ids=range(8),
-)
-def test_parts_that_overlap(boxes, whole):
-    """Their elements add up to the whole, and some of it is nowhere."""
-    stored = Stored("x", torch.Size((4, 4)), torch.float32)
-    for box in boxes:
-        shape = torch.Size(end - begin for begin, end in box)
-        piece = FilePiece(pathlib.Path("folder/file"), (), torch.float32, shape, 0, 4 * shape.numel())
-        stored.add(piece, [begin for begin, _ in box])
-    with contextlib.nullcontext() if whole else pytest.raises(ValueError, match="elements of tensor 'x'"):
-        stored.check_complete()
 
 
 # -- what several processes must agree on ------------------------------------------------------------------------------

@@ -2,18 +2,15 @@
 
 import json
 import os
-import shutil
 import subprocess
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
+from support.saved_nets import Extra, Net, prepared, same, snapshot
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from treadle.cli.commands.export import export, main
+from torch.utils.data import DataLoader
 from treadle.engine.checkpoint import filesystem
 from treadle.engine.checkpoint.store import read_manifest
 
@@ -21,67 +18,11 @@ import treadle
 from treadle.testing.faults import Fault, forked
 
 
-def net(width=8, activation=nn.Tanh, head="head"):
-    torch.manual_seed(1)
-    parts = {"body": nn.Linear(4, width), "act": activation(), head: nn.Linear(width, 2)}
-    return nn.Sequential(*parts.values()) if head == "" else nn.ModuleDict(parts)
-
-
-class Net(nn.Module):
-    def __init__(self, width=8, activation=nn.Tanh, head="head"):
-        super().__init__()
-        self.parts = net(width, activation, head)
-
-    def forward(self, x):
-        for part in self.parts.values():
-            x = part(x)
-        return x
-
-
-def prepared(make=Net, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.1), accumulate=1, batch=4, steps=1):
-    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
-    model = make()
-    data = DataLoader(TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(2))), batch)
-    model, stepper, data = accelerator.prepare(model, optimizer(model), data)
-    for _ in range(steps):
-        accelerator.backward(model(torch.ones(2, 4)).square().mean())
-        stepper.step()
-        stepper.zero_grad()
-    return accelerator, model, stepper
-
-
 @pytest.fixture
 def saved(tmp_path):
     accelerator, model, optimizer = prepared(steps=2)
     accelerator.save_state(tmp_path / "saved")
     return tmp_path / "saved", model, optimizer
-
-
-def snapshot(model, optimizer):
-    slots = {i: {k: v.clone() for k, v in s.items()} for i, s in optimizer.state_dict()["state"].items()}
-    return {name: value.clone() for name, value in model.state_dict().items()}, slots
-
-
-def same(one, other):
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("make", "lines"),
-    [
-        (lambda: Net(9), ["parts.body.weight: (8, 4) in the checkpoint, (9, 4) in the model"]),
-        (lambda: Net(head="top"), ["missing: parts.top.weight", "unexpected: parts.head.weight"]),
-    ],
-)
-def test_another_model_is_refused_before_anything_changes(saved, make, lines):
-    accelerator, model, optimizer = prepared(make)
-    before = snapshot(model, optimizer)
-    random = torch.get_rng_state()
-    with pytest.raises(ValueError, match="was saved by a different model") as error:
-        accelerator.load_state(saved[0])
-    assert all(line in str(error.value) for line in lines)
-    same(snapshot(model, optimizer), before)
-    assert torch.equal(torch.get_rng_state(), random)
 
 
 def only_head(model):
@@ -113,22 +54,6 @@ def test_another_optimizer_is_refused_before_anything_changes(saved, optimizer, 
     same(snapshot(model, stepper), before)
 
 
-def test_what_fits_is_taken_where_it_is_asked_for(saved):
-    path, model, optimizer = saved
-    accelerator, other, stepper = prepared(lambda: Net(head="top"))
-    with pytest.warns(UserWarning, match="was saved") as said:
-        accelerator.load_state(path, strict=False)
-    text = "\n".join(str(one.message) for one in said)
-    assert "missing: parts.top.weight" in text
-    assert "a different optimizer" in text
-    same(other.parts["body"].weight, model.parts["body"].weight)
-    there = stepper.state[other.parts["body"].weight]
-    same(there["exp_avg"], optimizer.state[model.parts["body"].weight]["exp_avg"])
-    assert other.parts["top"].weight not in stepper.state
-    accelerator.backward(other(torch.ones(2, 4)).square().mean())
-    stepper.step()
-
-
 def test_a_model_may_say_so_itself(saved):
     class Lenient(Net):
         strict_loading = False
@@ -147,25 +72,6 @@ def test_the_order_of_parameters_is_of_no_matter(saved):
     for part in ("body", "head"):
         mine, wanted = stepper.state[other.parts[part].weight], optimizer.state[model.parts[part].weight]
         same(dict(mine), dict(wanted))
-
-
-def test_the_same_shapes_that_compute_something_else(saved):
-    accelerator, *_ = prepared(lambda: Net(activation=nn.GELU))
-    with pytest.warns(
-        UserWarning, match=r"different results:\n  parts\.act: Tanh in the checkpoint, GELU in this model"
-    ):
-        accelerator.load_state(saved[0])
-
-
-def test_a_part_that_is_compiled_is_the_same_part(saved):
-    def compiled():
-        made = Net()
-        made.parts["act"] = torch.compile(made.parts["act"], backend="eager")
-        return made
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        prepared(compiled, steps=0)[0].load_state(saved[0])
 
 
 def test_the_manifest_says_what_was_trained_how(saved):
@@ -369,39 +275,6 @@ def test_another_precision_is_said_and_the_optimizer_goes_with_it(saved, optimiz
         assert slots["step"] == 2
 
 
-class Pair(nn.Module):
-    def __init__(self, tied):
-        super().__init__()
-        torch.manual_seed(4)
-        self.a, self.b = (nn.Linear(3, 3, bias=False) for _ in range(2))
-        if tied:
-            self.b.weight = self.a.weight
-
-
-@pytest.mark.guarantee
-def test_weights_that_are_tied_here_and_differ_there(tmp_path):
-    """torch would take one of the two without a word."""
-    accelerator = treadle.Accelerator(cpu=True)
-    apart = accelerator.prepare(Pair(False))
-    accelerator.save_state(tmp_path / "x")
-    again = treadle.Accelerator(cpu=True)
-    tied = again.prepare(Pair(True))
-    words = r"b\.weight: tied to a\.weight in the model, but has different values in the checkpoint"
-    with pytest.raises(ValueError, match=words):
-        again.load_state(tmp_path / "x")
-    with torch.no_grad():
-        tied.a.weight.zero_()
-    with pytest.warns(UserWarning, match=words):
-        again.load_state(tmp_path / "x", strict=False)
-    same(tied.b.weight, apart.a.weight)
-    with torch.no_grad():
-        apart.b.weight.copy_(apart.a.weight)
-    accelerator.save_state(tmp_path / "equal")
-    again.load_state(tmp_path / "equal")
-    again.save_state(tmp_path / "tied")
-    accelerator.load_state(tmp_path / "tied")
-
-
 @pytest.mark.guarantee
 @pytest.mark.parametrize(
     ("part", "content"),
@@ -473,20 +346,6 @@ def test_one_model_more_without_the_models(saved):
     with pytest.raises(ValueError, match="contains 1 model, but this run has 2"):
         accelerator.load_state(saved[0], models=False)
     same(snapshot(model, stepper), before)
-
-
-class Extra(Net):
-    """Has something of its own in its state."""
-
-    def __init__(self, extra=None):
-        super().__init__()
-        self.extra = {"kind": "own"} if extra is None else extra
-
-    def get_extra_state(self):
-        return self.extra
-
-    def set_extra_state(self, state):
-        self.extra = state
 
 
 def test_an_extra_state_that_was_no_tensor(tmp_path):
@@ -605,81 +464,6 @@ def test_a_full_disk_costs_nothing_that_is_there(small_disk, blocking):
 
 
 # -- treadle export --------------------------------------------------------------------------------------------------
-
-
-def test_export_to_a_file_and_to_a_folder(saved, capsys):
-    path, model, _ = saved
-    out = path.parent / "new" / "m.safetensors"
-    assert main([str(path), str(out)]) == 0
-    same(load_file(out), dict(model.state_dict()))
-    assert "4 tensors, 232 bytes" in capsys.readouterr().out
-    assert main([str(path), str(path.parent / "folder"), "--dtype", "bf16", "--max-shard-size", "40B"]) == 0
-    index = json.loads((path.parent / "folder" / "model.safetensors.index.json").read_text())
-    files = set(index["weight_map"].values())
-    found = {name: value for file in files for name, value in load_file(path.parent / "folder" / file).items()}
-    same(found, {name: value.bfloat16() for name, value in model.state_dict().items()})
-    assert len(files) > 1
-
-
-@pytest.mark.parametrize("name", ["Qwen2.5-7B", "weights.bin/", "there.ckpt", "w.safetensors/"])
-def test_names_of_folders(saved, name):
-    (saved[0].parent / "there.ckpt").mkdir()
-    export(saved[0], f"{saved[0].parent}/{name}")
-    same(load_file(saved[0].parent / name / "model.safetensors"), dict(saved[1].state_dict()))
-
-
-@pytest.mark.guarantee
-@pytest.mark.parametrize("output", ["saved", "saved/model.safetensors", "other/new.safetensors"])
-def test_export_destroys_no_checkpoint(saved, output, capsys):
-    path, *_ = saved
-    shutil.copytree(path, path.parent / "other")
-    before = {str(file): file.read_bytes() for file in path.parent.rglob("*") if file.is_file()}
-    assert main([str(path), str(path.parent / output)]) == 2
-    assert "is a checkpoint" in capsys.readouterr().err
-    assert {str(file): file.read_bytes() for file in path.parent.rglob("*") if file.is_file()} == before
-
-
-def test_export_names_what_it_leaves_out(tmp_path, capsys):
-    prepared(Extra)[0].save_state(tmp_path / "x")
-    assert main([str(tmp_path / "x"), str(tmp_path / "m.safetensors")]) == 0
-    assert "4 tensors, 232 bytes, without values that are not tensors: _extra_state" in capsys.readouterr().out
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(3, 3, bias=False) for _ in range(3))
-        self.b.weight = self.a.weight
-
-
-def test_export_writes_tied_weights_once(tmp_path):
-    accelerator = treadle.Accelerator(cpu=True)
-    accelerator.prepare(Tied())
-    accelerator.save_state(tmp_path / "x")
-    with pytest.raises(ValueError, match=r"dtype=torch\.int8 must be a floating-point dtype"):
-        export(tmp_path / "x", tmp_path / "m.safetensors", torch.int8)
-    export(tmp_path / "x", tmp_path / "m.safetensors")
-    with safe_open(tmp_path / "m.safetensors", framework="pt") as file:
-        assert sorted(file.keys()) == ["a.weight", "c.weight"]
-        assert file.metadata()["b.weight"] == "a.weight"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["nowhere", "x.safetensors"], "does not exist"),
-        (["saved", "x.bin"], "must end in .safetensors"),
-        (["saved", "x.safetensors", "--dtype", "bfloat"], "Did you mean 'bfloat16'"),
-        (["saved", "x", "--max-shard-size", "many"], "many"),
-        (["saved", "x.safetensors", "--model", "3"], "has no part 'model-3'"),
-        (["saved"], "required: output"),
-    ],
-)
-def test_export_says_what_is_wrong(saved, arguments, words, capsys, monkeypatch):
-    monkeypatch.chdir(saved[0].parent)
-    assert main(arguments) == 2
-    assert words in capsys.readouterr().err
-    assert [path.name for path in Path().iterdir()] == ["saved"]
 
 
 def test_a_tensor_of_one_element_and_any_stride(tmp_path):

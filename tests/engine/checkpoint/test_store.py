@@ -1,37 +1,41 @@
 """A committed checkpoint survives whatever happens later, a damaged one is noticed, and reading one runs nothing.
 
 The kill tests fork: the child runs the real code and gets SIGKILL at one disk operation; the parent then looks at what
-stands on the disk. All operations are tried in turn: before, half-way and after. ``tests/test_killed.py`` does so with
-whole runs.
+stands on the disk. All operations are tried in turn: before, half-way and after. ``fault_injection/test_killed.py``
+does so with whole runs.
 """
 
-import contextlib
 import gc
 import json
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import time
-import traceback
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import stored
+from support.stored_states import (
+    ENTRY,
+    FILES,
+    assert_has_things,
+    assert_holds,
+    equal,
+    flip_a_bit,
+    model_state,
+    put_things_into,
+    save,
+)
 from treadle.engine.checkpoint import filesystem
 from treadle.engine.checkpoint import store as checkpoint
 from treadle.engine.checkpoint.store import CheckpointStore
-from treadle.strategies.processes import identify_process, read_start_time
+from treadle.strategies.processes import identify_process
 
 from treadle.testing.faults import Fault, disk_points, forked
-
-FILES = ("model.safetensors", "state.json", "state.safetensors", "rank-00000.json", "rank-00000.safetensors")
 
 
 @pytest.fixture(params=["disk", pytest.param("tmpfs", marks=pytest.mark.exhaustive)])
@@ -44,31 +48,6 @@ def where(request, tmp_path):
         pytest.skip("this machine has no /dev/shm")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         yield Path(name)
-
-
-def model_state(step):
-    return {"weight": torch.full((3, 2), float(step)), "bias": torch.full((3,), -float(step))}
-
-
-def save(target, step, others=False, **info):
-    files = stored.write_part(target, "model", model_state(step))
-    files |= stored.write_part(target, "state", {"lr": 0.1 * step, "exp_avg": torch.full((5,), float(step))})
-    files |= stored.write_part(target, "rank-00000", {"random": (step, torch.arange(step + 1))})
-    return stored.commit(target, files, {"step": step, **info}, others)
-
-
-def assert_holds(path, step):
-    """The checkpoint at ``path`` is intact and is the one of this step."""
-    assert checkpoint.verify(path).step == step
-    assert equal(stored.read_part(path, "model"), model_state(step))
-    state = stored.read_part(path, "state")
-    assert state["lr"] == 0.1 * step
-    assert torch.equal(state["exp_avg"], torch.full((5,), float(step)))
-    assert torch.equal(stored.read_part(path, "rank-00000")["random"][1], torch.arange(step + 1))
-
-
-def equal(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def hidden(directory):
@@ -133,15 +112,6 @@ def test_read_tensors_do_not_depend_on_the_file(tmp_path):
     assert equal(copied, model_state(3))
 
 
-def test_files_are_as_readable_as_their_directory(tmp_path):
-    previous = os.umask(0o027)
-    try:
-        path = save(tmp_path / "x", 1)
-    finally:
-        os.umask(previous)
-    assert {(path / name).stat().st_mode & 0o777 for name in os.listdir(path)} == {0o640}
-
-
 def test_processes_write_their_parts_at_once(tmp_path):
     target = tmp_path / "runs" / "deep" / "step-1"
     children, writer = [], identify_process()
@@ -176,12 +146,6 @@ def test_the_order_is_by_step_then_by_commit_never_by_clock_or_name(tmp_path):
     assert store.latest() == (tmp_path / "a", [])
     assert CheckpointStore(tmp_path / "nowhere").find() == []
     assert CheckpointStore(tmp_path / "nowhere").latest() == (None, [])
-
-
-def flip_a_bit(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def swap_for_an_older_one(path):
@@ -451,173 +415,6 @@ def test_deleted_checkpoints_leave_no_memory_behind(tmp_path):
 # -- leftovers and other people's files ------------------------------------------------------------------------------
 
 
-def test_a_failed_rename_puts_the_old_one_back(tmp_path, monkeypatch):
-    save(tmp_path / "last", 1)
-    rename = filesystem.rename
-
-    def failing(source, target):
-        if source == checkpoint.get_staging_path(tmp_path / "last"):
-            raise OSError(5, "Input/output error")
-        rename(source, target)
-
-    monkeypatch.setattr(filesystem, "rename", failing)
-    with pytest.raises(OSError, match="Input/output"):
-        save(tmp_path / "last", 2)
-    assert_holds(tmp_path / "last", 1)
-    checkpoint.discard(tmp_path / "last")
-    assert os.listdir(tmp_path) == ["last"]
-
-
-def test_a_leftover_that_cannot_be_deleted_does_not_undo_the_save(tmp_path, monkeypatch):
-    save(tmp_path / "last", 1)
-
-    def failing(path):
-        raise OSError(16, "Device or resource busy")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(filesystem, "rmdir", failing)
-        with pytest.warns(UserWarning, match=r"is saved, but.*busy"):
-            save(tmp_path / "last", 2)
-    assert_holds(tmp_path / "last", 2)
-    CheckpointStore(tmp_path).recover()
-    assert os.listdir(tmp_path) == ["last"]
-
-
-def test_what_a_killed_attempt_staged_does_not_get_in(tmp_path):
-    stored.write_part(tmp_path / "x", "rank-00005", {"t": torch.ones(2)})
-    part = checkpoint.get_staging_path(tmp_path / "x")
-    (part / "manifest.json").write_text("{}")
-    (part / "hook" / "deep").mkdir(parents=True)
-    (part / "hook" / "deep" / "a.pt").write_bytes(b"half")
-    assert sorted(os.listdir(save(tmp_path / "x", 1))) == sorted([*FILES, "manifest.json"])
-
-
-def test_a_new_one_that_rots_during_an_interrupted_swap_leaves_the_old_one(tmp_path):
-    save(tmp_path / "last", 2).rename(tmp_path / "new")
-    save(tmp_path / "last", 1).rename(tmp_path / f".last.{stored.DEAD}.old")
-    (tmp_path / "new").rename(tmp_path / f".last.{stored.DEAD}.part")
-    flip_a_bit(tmp_path / f".last.{stored.DEAD}.part" / "model.safetensors")
-    assert "restored" in CheckpointStore(tmp_path).recover()[0]
-    assert_holds(tmp_path / "last", 1)
-
-
-def test_the_replaced_one_is_kept_as_long_as_its_replacement_is_damaged(tmp_path):
-    save(tmp_path / "last", 1)
-    shutil.copytree(tmp_path / "last", tmp_path / f".last.{stored.DEAD}.old")
-    os.truncate(tmp_path / "last" / "model.safetensors", 10)
-    store = CheckpointStore(tmp_path)
-    assert "kept" in store.recover()[0]
-    path, skipped = store.latest()
-    assert_holds(path, 1)
-    assert path.name == f".last.{stored.DEAD}.old"
-    assert all("model.safetensors" in reason for reason in skipped)
-    save(tmp_path / "last", 2)
-    assert os.listdir(tmp_path) == ["last"]
-    assert_holds(tmp_path / "last", 2)
-
-
-def test_directories_of_others_are_left_alone(tmp_path):
-    kinds = {"cache": "part", "book": "old", "thesis": "gone"}
-    foreign = [f".{name}.{stored.DEAD}.{kind}" for name, kind in kinds.items()]
-    for name in (*foreign, ".cache.part", "mine"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "notes.txt").write_text("mine")
-    (tmp_path / ".cache.part.old").write_text("a file")
-    before = sorted(os.listdir(tmp_path))
-    assert CheckpointStore(tmp_path).recover() == []
-    assert CheckpointStore(tmp_path).find() == []
-    with pytest.raises(ValueError, match=r"exists and is not a checkpoint"):
-        save(tmp_path / "mine", 1)
-    for name in kinds:
-        save(tmp_path / name, 1)
-        checkpoint.remove(tmp_path / name)
-    checkpoint.discard(tmp_path / "mine")
-    for path in (tmp_path / "mine", tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(ValueError, match=r"manifest\.json is missing|does not exist"):
-            checkpoint.remove(path)
-    assert sorted(os.listdir(tmp_path)) == before
-
-
-def test_an_empty_directory_may_be_the_target(tmp_path):
-    (tmp_path / "out").mkdir()
-    assert_holds(save(tmp_path / "out", 1), 1)
-
-
-def test_remove_takes_all_of_it_and_refuses_a_link(tmp_path):
-    path = save(tmp_path / "step-1", 1)
-    (path / "nothing" / "in it").mkdir(parents=True)
-    (tmp_path / "last").symlink_to(path)
-    with pytest.raises(ValueError, match="is a link"):
-        checkpoint.remove(tmp_path / "last")
-    checkpoint.remove(path)
-    assert os.listdir(tmp_path) == ["last"]
-
-
-def test_remove_refuses_what_holds_more_than_was_saved(tmp_path):
-    path = save(tmp_path / "step-1", 1)
-    (path / "extra" / "deep").mkdir(parents=True)
-    (path / "extra" / "deep" / "words.txt").write_text("words")
-    (path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"step-1 contains files that .* \(extra, tokenizer\.json\)"):
-        checkpoint.remove(path)
-    assert_holds(path, 1)
-    assert os.listdir(tmp_path) == ["step-1"]
-    assert (path / "extra" / "deep" / "words.txt").read_text() == "words"
-
-
-def put_things_into(path):
-    """What a user may keep in a checkpoint's directory."""
-    (path / "notes" / "deep").mkdir(parents=True)
-    (path / "notes" / "deep" / "a.txt").write_text("mine")
-    (path / "tokenizer.json").write_text("mine")
-    (path / "link").symlink_to(path.parent / "nowhere")
-    save(path / "best", 7)
-
-
-def assert_has_things(path, tokenizer="tokenizer.json"):
-    assert (path / "notes" / "deep" / "a.txt").read_text() == "mine"
-    assert (path / tokenizer).read_text() == "mine"
-    assert os.readlink(path / "link") == str(path.parent / "nowhere")
-    assert_holds(path / "best", 7)
-
-
-def test_what_is_not_a_checkpoints_own_moves_into_the_next_one(tmp_path):
-    target = save(tmp_path / "runs", 1)
-    put_things_into(target)
-    things = {"notes", "tokenizer.json", "link", "best"}
-    for step in (2, 3):
-        save(target, step)
-        assert_holds(target, step)
-        assert_has_things(target)
-        assert set(os.listdir(target)) == {*FILES, "manifest.json", *things}
-    files = stored.write_part(target, "tokenizer", {"words": 3})
-    with pytest.warns(UserWarning, match=r"previous file with this name is kept as tokenizer\.json\.kept"):
-        stored.commit(target, files, {"step": 4})
-    assert stored.read_part(target, "tokenizer") == {"words": 3}
-    assert_has_things(target, "tokenizer.json.kept")
-    assert os.listdir(tmp_path) == ["runs"]
-
-
-def test_it_moves_though_the_manifest_is_damaged(tmp_path):
-    target = save(tmp_path / "runs", 1)
-    put_things_into(target)
-    (target / "manifest.json").write_text("{")
-    save(target, 2)
-    assert_holds(target, 2)
-    assert_has_things(target)
-    assert os.listdir(tmp_path) == ["runs"]
-
-
-def test_a_link_that_is_replaced_leaves_what_it_led_to(tmp_path):
-    put_things_into(save(tmp_path / "real", 1))
-    (tmp_path / "last").symlink_to(tmp_path / "real")
-    save(tmp_path / "last", 2)
-    assert_holds(tmp_path / "last", 2)
-    assert_holds(tmp_path / "real", 1)
-    assert_has_things(tmp_path / "real")
-    assert sorted(os.listdir(tmp_path)) == ["last", "real"]
-
-
 def others_beside(target):
     """Save as with hooks, which write files of any name."""
     source = checkpoint.begin(target)
@@ -670,21 +467,6 @@ def test_a_hostile_name_of_a_hooks_file_is_refused(tmp_path, name):
         checkpoint.verify(path)
 
 
-@pytest.mark.guarantee
-def test_deleting_follows_no_link_out_of_a_hostile_checkpoint(tmp_path):
-    (tmp_path / "home").mkdir()
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "home" / "thesis.tex").write_text("mine")
-    path = save(tmp_path / "x", 1).rename(tmp_path / "runs" / "x")
-    (path / "deep").symlink_to(tmp_path / "home")
-    document = json.loads((path / "manifest.json").read_text())
-    others = {"deep/thesis.tex": filesystem.describe(tmp_path / "home" / "thesis.tex"), "deep": ENTRY}
-    (path / "manifest.json").write_text(json.dumps(document | {"others": others}))
-    checkpoint.remove(path)
-    assert os.listdir(tmp_path / "runs") == []
-    assert (tmp_path / "home" / "thesis.tex").read_text() == "mine"
-
-
 def test_what_hooks_left_of_a_killed_save_goes(tmp_path):
     def work():
         source = checkpoint.begin(tmp_path / "c")
@@ -696,135 +478,6 @@ def test_what_hooks_left_of_a_killed_save_goes(tmp_path):
     assert forked(work, Fault("disk:*", "delay:0")) == 0
     assert "never completed" in CheckpointStore(tmp_path).recover()[0]
     assert os.listdir(tmp_path) == []
-
-
-# -- several runs in one directory -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def other_run(tmp_path):
-    """A process that runs, and the name that it has here."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"], stdout=-1)
-    process.stdout.read(1)
-    pid = str(process.pid)
-    mine, began = identify_process().split("-")[0], read_start_time(process.pid)
-    yield process, f"{mine}-{pid}-{began}"
-    process.kill()
-    process.wait()
-    process.stdout.close()
-
-
-def test_what_a_run_that_lives_is_writing_stays_until_it_is_killed(tmp_path, other_run):
-    process, writer = other_run
-    stored.write_part(tmp_path / "last", "model", {"t": torch.ones(2)}, writer)
-    save(tmp_path / "last", 1).rename(old := tmp_path / f".last.{writer}.old")
-    part = checkpoint.get_staging_path(tmp_path / "last", writer)
-    store = CheckpointStore(tmp_path)
-    assert store.recover() == []  # it is between its two renames
-    assert [path.name for path in store.find()] == [old.name]
-    save(tmp_path / "last", 2)
-    save(tmp_path / "last", 3)
-    checkpoint.discard(tmp_path / "last")
-    assert part.is_dir()
-    assert old.is_dir()
-    process.kill()
-    process.wait()
-    assert len(store.recover()) == 2
-    assert os.listdir(tmp_path) == ["last"]
-    assert_holds(tmp_path / "last", 3)
-
-
-def test_what_another_machine_is_writing_stays_for_an_hour(tmp_path, monkeypatch):
-    writer = "0123abcd-17-99"
-    stored.write_part(tmp_path / "last", "model", {"t": torch.ones(2)}, writer)
-    save(tmp_path / "last", 1).rename(tmp_path / f".last.{writer}.old")
-    (message,) = CheckpointStore(tmp_path).recover()  # two renames take no two seconds
-    assert "restored" in message
-    assert_holds(tmp_path / "last", 1)
-    assert checkpoint.get_staging_path(tmp_path / "last", writer).is_dir()
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 3500)
-    assert CheckpointStore(tmp_path).recover() == []
-    monkeypatch.setattr(time, "time", lambda: now + 3700)
-    assert "never completed" in CheckpointStore(tmp_path).recover()[0]
-    assert os.listdir(tmp_path) == ["last"]
-
-
-def test_what_another_run_has_saved_under_the_same_name_is_not_removed(tmp_path):
-    target = save(tmp_path / "best", 1)
-
-    def work():
-        save(target, 1)  # a twin: the same step, sequence and content
-
-    time.sleep(0.02)
-    assert forked(work, Fault("disk:*", "delay:0")) == 0
-    with pytest.raises(ValueError, match="another run has replaced it"):
-        checkpoint.remove(target)
-    assert_holds(target, 1)
-    with pytest.warns(UserWarning, match=r"another run has replaced it since.*This save replaces it again"):
-        save(target, 2)
-    checkpoint.remove(target)
-    assert os.listdir(tmp_path) == []
-
-
-def test_two_runs_that_replace_one_checkpoint_all_the_time(tmp_path):
-    """Each commit succeeds, a reader finds a whole one at any time, and nothing is left."""
-    target, go = tmp_path / "last", tmp_path / "go"
-    children = []
-    for number in range(3):
-        children.append(os.fork())
-        if children[-1] == 0:
-            code = 1
-            try:
-                warnings.simplefilter("ignore")
-                while not go.exists():
-                    time.sleep(0.001)
-                for step in range(40):
-                    save(target, 100 * number + step)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-    go.touch()
-    ended = dict.fromkeys(children)
-    seen = 0
-    while None in ended.values():
-        for path in CheckpointStore(tmp_path).find():
-            with contextlib.suppress(ValueError):  # it may be replaced while it is read
-                checkpoint.verify(path)
-                seen += 1
-        for child in [child for child, status in ended.items() if status is None]:
-            pid, status = os.waitpid(child, os.WNOHANG)
-            ended[child] = status if pid else None
-    assert list(ended.values()) == [0, 0, 0]
-    assert seen
-    go.unlink()
-    assert os.listdir(tmp_path) == ["last"]
-    assert checkpoint.verify(target).step in (39, 139, 239)
-
-
-def test_a_sibling_that_nobody_may_look_into_is_somebody_elses():
-    with tempfile.TemporaryDirectory() as name:  # pytest's own can't be entered by others
-        folder = Path(name)
-        private = folder / "systemd-private"
-        private.mkdir(mode=0)
-        (folder / f".own.{stored.DEAD}.part").mkdir(mode=0)
-        save(folder / "step-1", 1)
-
-        def work():
-            if os.geteuid() == 0:
-                os.setuid(65534)
-            assert_holds(save(folder / "step-2", 2), 2)
-            assert [path.name for path in CheckpointStore(folder).find()] == ["step-1", "step-2"]
-            assert CheckpointStore(folder).latest() == (folder / "step-2", [])
-            assert CheckpointStore(folder).recover() == []
-            with pytest.raises(ValueError, match="exists and is not a checkpoint"):
-                save(private, 1)
-
-        folder.chmod(0o777)
-        assert forked(work, Fault("disk:*", "delay:0")) == 0
-        private.chmod(0o700)
 
 
 # -- wrong calls and hostile files -----------------------------------------------------------------------------------
@@ -868,9 +521,6 @@ def test_commit_refuses_what_was_not_staged(tmp_path):
             stored.commit(tmp_path / "x", files, {"metric": value})
     assert not (tmp_path / "x").exists()
     assert stored.commit(tmp_path / "x", files, {"step": 1}) == tmp_path / "x"
-
-
-ENTRY = {"bytes": 1, filesystem.DIGEST: "0" * 32}
 
 
 @pytest.mark.guarantee
@@ -977,22 +627,6 @@ def test_random_damage_to_any_file_is_always_an_ordinary_error(tmp_path):
 
 
 # -- the disk says no ------------------------------------------------------------------------------------------------
-
-
-def test_probe_makes_the_directory_and_leaves_nothing(tmp_path):
-    CheckpointStore(tmp_path / "a" / "b").probe(nbytes=1000)
-    assert os.listdir(tmp_path / "a" / "b") == []
-
-
-def test_probe_says_how_much_is_missing_and_why_it_cannot_write(tmp_path):
-    with pytest.raises(OSError, match=r"a checkpoint needs 1,125,899,906,842,624 bytes, but only [\d,]+ are free"):
-        CheckpointStore(tmp_path).probe(nbytes=2**50)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"can't save checkpoints in .*file"):
-        CheckpointStore(tmp_path / "file").probe()
-    with pytest.raises(OSError, match=r"can't save checkpoints in .*sub"):
-        CheckpointStore(tmp_path / "file" / "sub").probe()
-    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_a_full_disk_is_an_oserror_and_the_old_one_stays(tmp_path):

@@ -5,11 +5,11 @@ As in `test_loader`, the ranks of a world are so many loaders in one process.
 
 import itertools
 from collections import Counter, namedtuple
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+from support.loader_ranks import Seat
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 from treadle.engine import CombinedLoader, JointLoader
 from treadle.engine.checkpoint.json_codec import decode, encode
@@ -20,13 +20,6 @@ import treadle
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 Pair = namedtuple("Pair", "left right")
-
-
-@dataclass
-class Seat:
-    rank: int
-    size: int
-    device = torch.device("cpu")
 
 
 def plain(value):

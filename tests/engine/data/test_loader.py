@@ -7,11 +7,11 @@ import itertools
 import random
 import re
 import warnings
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+from support.loader_ranks import Negated, Ranks, Seat, flat, plain_list, seed
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -24,70 +24,7 @@ from torch.utils.data import (
 )
 from treadle.engine.checkpoint.json_codec import decode, encode
 from treadle.engine.data.loader import Cursor, Loader
-from treadle.engine.rng import ProcessStream, RandomStream, random_state
-
-
-@dataclass
-class Seat:
-    rank: int
-    size: int
-    device = torch.device("cpu")
-
-
-def seed(value):
-    random.seed(value)
-    np.random.seed(value)
-    torch.manual_seed(value)
-
-
-def flat(lists):
-    return [item for part in lists for item in part]
-
-
-def plain_list(loader):
-    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in loader]
-
-
-class Ranks:
-    """One `Loader` per rank, over loaders that the same code built, as in a script that every rank runs."""
-
-    def __init__(self, make, size, accumulate=1, evaluation=False, state=None, run_seed=7, limit=None, process=False):
-        seed(run_seed)
-        self.loaders, self.cursors, self.streams = [], [], []
-        for rank in range(size):
-            cursor, stream = Cursor(), ProcessStream() if process else RandomStream(random_state())
-            loader = Loader(
-                make(),
-                world=Seat(rank, size),
-                cursor=cursor,
-                stream=stream,
-                accumulate=lambda: accumulate,
-                evaluation=evaluation,
-            )
-            loader.limit = limit
-            if state is not None:
-                loader.load_state_dict(decode(*encode(state["loader"])))
-                stream.go_to(decode(*encode(state["stream"])))
-            self.loaders.append(loader)
-            self.cursors.append(cursor)
-            self.streams.append(stream)
-
-    def state(self):
-        return {"loader": self.loaders[0].state_dict(), "stream": self.streams[0].get_state()}
-
-    def epoch(self, stop=None, noise=False):
-        """Global batches as (own ids of each rank, facts of each rank), at most `stop` of them."""
-        for pieces in itertools.islice(zip(*map(iter, self.loaders), strict=True), stop):
-            facts = [cursor.micro for cursor in self.cursors]
-            if noise:  # a dropout, a user's random.random()
-                torch.rand(3), random.random(), np.random.rand()
-            yield (
-                [[int(i) for i in np.atleast_1d(p)] if m.samples else [] for p, m in zip(pieces, facts, strict=True)],
-                facts,
-            )
-
-    def ids(self, stop=None, noise=False):
-        return [flat(parts) for parts, _ in self.epoch(stop, noise)]
+from treadle.engine.rng import random_state
 
 
 class Lazy(Sampler):
@@ -551,31 +488,6 @@ def test_an_evaluation_loader_may_get_another_generator():
             Ranks(lambda g=other: DataLoader(range(8), sampler=Held(g)), 1, state=ranks.state())
 
 
-class Drawing(Dataset):
-    def __init__(self, *generators):
-        self.generators = dict(enumerate(generators))
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return index
-
-
-@pytest.mark.parametrize(
-    ("generators", "warning"),
-    [
-        ([np.random.default_rng(1)], "the generators of Drawing differ in type from those in the checkpoint"),
-        ([], "Drawing has 0 generators, but the checkpoint has 1"),
-    ],
-)
-def test_a_datasets_other_generators_are_not_restored(generators, warning):
-    state = Ranks(lambda: DataLoader(Drawing(torch.Generator())), 1).loaders[0].reading_state()
-    loader = Ranks(lambda: DataLoader(Drawing(*generators)), 1).loaders[0]
-    with pytest.warns(UserWarning, match=warning):
-        loader.load_reading_state(state)
-
-
 def test_a_state_between_loading_and_the_first_batch_is_the_same():
     make = dict(sources())["shuffle"]
     ranks = Ranks(make, 2)
@@ -596,43 +508,6 @@ def test_going_back_in_a_live_run():
         stream.state = start["stream"]
     assert ranks.ids() == first
     assert ranks.loaders[0].epoch == 1
-
-
-def test_one_generator_for_training_and_validation():
-    """As in PyTorch's notes on reproducibility."""
-
-    def run(stop=None, state=None):
-        seed(7)
-        stream = RandomStream(random_state())
-        generator = torch.Generator().manual_seed(1)
-        train, val = (
-            Loader(
-                DataLoader(range(10), batch_size=2, shuffle=True, generator=generator),
-                world=Seat(0, 1),
-                cursor=Cursor(),
-                stream=stream,
-                accumulate=lambda: 1,
-            )
-            for _ in range(2)
-        )
-        if state:
-            train.load_state_dict(state[0])
-            val.load_state_dict(state[1])
-            stream.state = state[2]
-        found = []
-        while train.epoch < 3:
-            for batch in train:
-                found.append(batch.tolist())
-                if train.batches == 1:
-                    found += plain_list(val)
-                if len(found) == stop:
-                    return found, (train.state_dict(), val.state_dict(), stream.state)
-        return found
-
-    whole = run()
-    for stop in (6, 9, 10, 17):  # a training batch, five of validation, four of training; and again
-        begun, state = run(stop)
-        assert begun + run(state=state) == whole
 
 
 def test_no_state_inside_a_group():
@@ -919,12 +794,6 @@ def test_iterables_of_batches():
         Ranks(lambda: 3, 1)
 
 
-class Negated(DataLoader):
-    def __iter__(self):
-        for batch in super().__iter__():
-            yield -batch
-
-
 class Noisy(IterableDataset):
     """(number, what it drew): from the generators of the process, and from the seed that torch gives the worker."""
 
@@ -1146,95 +1015,6 @@ def test_another_length_within_an_epoch_is_said(recwarn):
     assert sum("within an epoch of 12 samples" in str(one.message) for one in recwarn) == 1
 
 
-class Joined(DataLoader):
-    """Reads other loaders, like those of semi-supervised methods."""
-
-    def __init__(self, first, second, **options):
-        super().__init__(first, **options)
-        self.first, self.second = DataLoader(first, **options), DataLoader(second, **options)
-
-    def __len__(self):
-        return len(self.first)
-
-    def __iter__(self):
-        return zip(self.first, itertools.cycle(self.second), strict=False)
-
-
-class Chained(Joined):
-    def __len__(self):
-        return DataLoader.__len__(self) + len(self.second)
-
-    def __iter__(self):
-        yield from DataLoader.__iter__(self)
-        yield from self.second
-
-
-class Alternating(Chained):
-    def __iter__(self):
-        for pair in zip(DataLoader.__iter__(self), self.second, strict=False):
-            yield from pair
-
-
-class Filtered(Joined):
-    def __len__(self):
-        return -(-DataLoader.__len__(self) // 2)
-
-    def __iter__(self):
-        return itertools.islice(DataLoader.__iter__(self), 0, None, 2)
-
-
-def to_lists(batch):
-    return [part.tolist() for part in batch] if isinstance(batch, tuple | list) else batch.tolist()
-
-
-def iterate_joined(kind, workers, k, state=None, epochs=2):
-    seed(7 if state is None else 99)
-    cursor, stream = Cursor(), ProcessStream()
-    source = kind(list(range(12)), list(range(100, 112)), batch_size=4, shuffle=True, num_workers=workers)
-    loader = Loader(source, world=Seat(0, 1), cursor=cursor, stream=stream, accumulate=lambda: k)
-    if state is not None:
-        loader.load_state_dict(decode(*encode(state["loader"])))
-        stream.go_to(decode(*encode(state["stream"])))
-    batches, states, scales = [], [], []
-    while loader.epoch < epochs:
-        for batch in loader:
-            batches.append(to_lists(batch))
-            scales.append(cursor.micro.scale)
-            saved = {"loader": loader.state_dict(), "stream": stream.get_state()} if cursor.micro.last else None
-            states.append(saved)
-        assert cursor.micro is None or cursor.micro.last
-    return batches, states, scales
-
-
-@pytest.mark.guarantee
-@pytest.mark.filterwarnings("ignore:.*does not yield one batch")
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("kind", [Joined, Chained, Alternating, Filtered, Negated])
-def test_a_user_defined_iteration_in_one_process(kind, workers):
-    if kind is Negated:
-        make = lambda first, _, **options: Negated(torch.tensor(first), **options)  # noqa: E731
-    else:
-        make = kind
-    seed(7)
-    plain = make(list(range(12)), list(range(100, 112)), batch_size=4, shuffle=True, num_workers=workers)
-    wanted = [to_lists(batch) for _ in range(2) for batch in plain]
-    for k in (1, 2):
-        batches, states, scales = iterate_joined(make, workers, k)
-        assert batches == wanted
-        assert sum(scales) == pytest.approx(2 * -(-len(plain) // k))  # every group is a mean
-        for number, state in enumerate(states):
-            if state is not None:
-                assert iterate_joined(make, workers, k, state)[0] == wanted[number + 1 :], (k, number)
-
-
-def test_that_a_resume_reads_again_is_said_once():
-    with pytest.warns(
-        UserWarning, match=r"Joined\.__iter__ does not yield one batch for each.*reads the epoch"
-    ) as caught:
-        iterate_joined(Joined, 0, 1)
-    assert len(caught) == 1
-
-
 # -- seeds in workers ------------------------------------------------------------------------------------------------
 
 
@@ -1308,92 +1088,6 @@ def test_only_a_batch_with_an_unexpected_draw_is_read_twice():
         read_drawn(data, 1)
         assert [index for index in range(24) if data.reads[index] != 1] == twice, where
         assert data.reads.max() <= 2
-
-
-# -- epochs ----------------------------------------------------------------------------------------------------------
-
-
-class KnowsEpoch(Dataset):
-    epoch = -1
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return self.epoch
-
-
-class StreamKnowsEpoch(IterableDataset):
-    epoch = -1
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        yield from [self.epoch] * 4
-
-
-NESTED = {
-    "plain": lambda data: data,
-    "subset": lambda data: Subset(data, range(4)),
-    "concat": lambda data: torch.utils.data.ConcatDataset([Subset(data, [0, 1]), data]),
-}
-
-
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}], ids=str)
-def test_the_epoch_reaches_the_dataset_in_every_worker(options):
-    # A worker costs a quarter of a second: with workers, `concat` stands for the containers, as it holds a subset too.
-    wraps = [NESTED["concat"]] if options else NESTED.values()
-    for make in (StreamKnowsEpoch, *(lambda wrap=wrap: wrap(KnowsEpoch()) for wrap in wraps)):
-        ranks = Ranks(lambda make=make: DataLoader(make(), batch_size=2, **options), 1)
-        assert [set(flat(ranks.ids())) for _ in range(2)] == [{0}, {1}]
-        ranks.loaders[0].set_epoch(7)
-        assert set(flat(ranks.ids())) == {7}
-        resumed = Ranks(lambda make=make: DataLoader(make(), batch_size=2, **options), 1, state=ranks.state())
-        assert set(flat(resumed.ids())) == {8}
-        for loader in (*ranks.loaders, *resumed.loaders):
-            loader.close()
-
-
-class EpochBatches:
-    """A batch sampler whose length depends on the epoch."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __len__(self):
-        return self.epoch + 1
-
-    def __iter__(self):
-        yield from ([self.epoch, index] for index in range(len(self)))
-
-
-class EpochSource:
-    """An iterable of batches that is no DataLoader."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        yield torch.tensor([self.epoch])
-
-
-def test_set_epoch_reaches_custom_batch_samplers_and_sources_at_once():
-    batches = EpochBatches()
-    ranks = Ranks(lambda: DataLoader(range(9), batch_sampler=batches), 1)
-    ranks.loaders[0].set_epoch(3)
-    assert batches.epoch == 3
-    assert len(ranks.loaders[0]) == 4
-    assert ranks.ids() == [[3, 0], [3, 1], [3, 2], [3, 3]]
-    own = Ranks(EpochSource, 1)
-    assert [own.ids() for _ in range(2)] == [[[0]], [[1]]]
 
 
 # -- a resume with another order -------------------------------------------------------------------------------------

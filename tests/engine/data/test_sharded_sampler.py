@@ -1,14 +1,10 @@
 """The arithmetic of shares and weights."""
 
 import itertools
-from fractions import Fraction
 
-import pytest
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
-from treadle.engine.data.epoch_position import EpochPosition
-from treadle.engine.data.micro_batches import GroupPlanner, share
-from treadle.engine.data.sharded_sampler import ShardedBatches, get_length
-from treadle.engine.rng import RandomStream, random_state
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from treadle.engine.data.micro_batches import share
+from treadle.engine.data.sharded_sampler import get_length
 
 
 def test_shares_are_contiguous_and_even():
@@ -18,39 +14,6 @@ def test_shares_are_contiguous_and_even():
         lengths = [len(part) for part in parts]
         assert lengths == sorted(lengths, reverse=True)
         assert lengths[0] - lengths[-1] <= 1
-
-
-@pytest.mark.guarantee
-@pytest.mark.parametrize("sizes", [[(4, 4), (4, 4)], [(3, 5), (0, 2), (1, 1)], [(0, 0)], [(7, 11)]])
-def test_weights_of_a_group(sizes):
-    total = sum(every for _, every in sizes)
-    planner = GroupPlanner(0, 3, lambda: 1)
-    micros = list(planner.plan(sizes))
-    assert [m.last for m in micros] == [False] * (len(sizes) - 1) + [True]
-    assert [m.samples for m in micros] == [own for own, _ in sizes]
-    assert [m.group_samples for m in micros] == [total] * len(sizes)
-    assert [m.everyone for m in micros] == [every for _, every in sizes]
-    for micro, (own, _) in zip(micros, sizes, strict=True):
-        assert micro.scale == (float(Fraction(3 * own, total)) if total else 0.0)
-
-
-class Blocks(BatchSampler):
-    """Somebody's own batch sampler."""
-
-
-@pytest.mark.parametrize(
-    ("batch_sampler", "left_out"),
-    [
-        (BatchSampler(range(22), 4, drop_last=True), {"sample": 6}),
-        (Blocks(range(22), 4, drop_last=True), {"batch": 1}),
-        (Blocks(range(22), 4, drop_last=False), {}),
-    ],
-)
-def test_what_is_left_out_is_counted_in_samples_or_batches(batch_sampler, left_out):
-    loader = DataLoader(range(22), batch_sampler=batch_sampler)
-    planner, stream = GroupPlanner(0, 2, lambda: 1), RandomStream(random_state())
-    plan = ShardedBatches(loader, planner, stream, EpochPosition(), merge_tail=False, positions=False)
-    assert plan.left_out == left_out
 
 
 def test_sized():

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, random_split
 from treadle.engine import CombinedLoader
 from treadle.engine.data.dataset_check import digest, fingerprint
-from treadle.engine.data.micro_batches import avoid_rewind
 
 import treadle
 
@@ -348,14 +347,6 @@ def test_ranks_own_data_combined_with_shared_data(mode, steps):
     shared = {i for _, shared in ranks for batch in shared for i in batch}
     assert own == set(range(87 if steps == 11 else 32))
     assert shared == set(range(30))
-
-
-def test_running_iterators_are_never_begun_anew():
-    source = iter(samples.Rewinds(range(12)))
-    assert len(list(iter(source))) == 3
-    kept = avoid_rewind(iter(samples.Rewinds(range(12))))
-    assert next(kept).tolist() == [0, 1, 2, 3]
-    assert next(iter(kept)).tolist() == [4, 5, 6, 7]
 
 
 def test_datasets_are_told_apart_by_what_they_hold(tmp_path):

@@ -13,8 +13,7 @@ from support.fault_cells import FaultCell, strike
 from support.processes import clean_environment, programs, run, script
 from torch.distributed import HashStore
 from treadle.strategies.distributed.training_clock import describe_phase
-from treadle.strategies.distributed.watchdog import Watchdog, dismiss, watch
-from treadle.strategies.distributed.world import World
+from treadle.strategies.distributed.watchdog import Watchdog
 
 import treadle
 
@@ -73,54 +72,8 @@ def test_one_process_that_hangs_ends(tmp_path):
     assert re.search(r"treadle: no progress for 1 s: in script, optimizer step 1, .*train.py:12; stacks", done.stderr)
 
 
-def test_a_new_limit_applies_to_the_running_watchdog_in_full():
-    world = World()
-    try:
-        watchdog = watch(world, 100.0)
-        assert (watchdog.clock.limit, watchdog.clock.period, watchdog.exit.awaits_others) == (100.0, 1.0, True)
-        assert watch(world, 2.5) is watchdog
-        assert (watchdog.clock.limit, watchdog.clock.period, watchdog.exit.awaits_others) == (2.5, 0.5, True)
-        assert watch(world, None) is watchdog
-        assert (watchdog.clock.strict, watchdog.exit.awaits_others) == (False, False)
-    finally:
-        dismiss()
-
-
-# As under Ray, which has a thread train and keeps the main thread for itself.
-IN_A_THREAD = """
-import threading, time, torch, treadle
-from torch.utils.data import DataLoader
-def train(hangs):
-    accelerator = treadle.Accelerator(cpu=True, project_dir="here", timeout={"seconds": 1})
-    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.ones(4, 1)))
-    for batch in loader:
-        accelerator.backward(model(batch).sum())
-        time.sleep(0.6)  # twice as long as the limit over all, and progress in between
-    time.sleep(60 * hangs)
-for hangs in (False, True):
-    thread = threading.Thread(target=train, args=(hangs,))
-    thread.start()
-    time.sleep(5)  # also with nothing that trains
-    print("alive", flush=True)
-time.sleep(60)
-"""
-
-
-def test_the_thread_that_trains_is_watched(tmp_path):
-    (tmp_path / "train.py").write_text(IN_A_THREAD.replace('"here"', repr(str(tmp_path))))
-    done = script(tmp_path / "train.py")
-    assert done.returncode == 124, done.stderr
-    assert done.stdout == "alive\n"
-    assert re.search(r"treadle: no progress for 1 s: in script, .*train.py:10; stacks", done.stderr)
-
-
 def test_without_a_limit_one_process_has_no_watchdog():
     assert treadle.Accelerator(cpu=True).watchdog is None
-
-
-def test_a_limit_is_a_duration():
-    with pytest.raises(TypeError, match="timeout=5 must be a string of the form DD:HH:MM:SS"):
-        treadle.Trainer(accelerator="cpu", timeout=5)
 
 
 def slow_alone():

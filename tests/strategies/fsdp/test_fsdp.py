@@ -5,66 +5,26 @@ import contextlib
 import copy
 import functools
 import logging
-import resource
 import types
 
 import pytest
 import torch
 from support.models import SGDTask
 from support.processes import run
+from support.sharded_models import BLOCKS, CLASSES, WIDTH, Block, Net, made, same, whole
 from support.trainers import NO_OUTPUT
 from torch import nn
-from torch.distributed.fsdp import wrap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks.spike import _compute_squared_norm
 from treadle.strategies import DDP, FSDP, Recompute, SingleDevice, World
 from treadle.strategies.fsdp.deferred_init import Tape
-from treadle.strategies.wrap_policy import chosen_blocks
 
 import treadle
 
-WIDTH, CLASSES, BLOCKS = 8, 5, 3
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="this torch can not shard on CPU (2.6)"
 )
-
-
-class Block(nn.Module):
-    def __init__(self, width=WIDTH):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-        self.drop = nn.Dropout(0.0)
-
-    def forward(self, x):
-        return x + self.drop(self.down(torch.tanh(self.up(self.norm(x)))))
-
-
-class Net(nn.Module):
-    """Blocks between an embedding and a head that share their weight, and a parameter of its own."""
-
-    def __init__(self, width=WIDTH, blocks=BLOCKS):
-        super().__init__()
-        self.embed = nn.Embedding(CLASSES, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.head = nn.Linear(width, CLASSES, bias=False)
-        self.head.weight = self.embed.weight
-        self.shift = nn.Parameter(torch.randn(width) * 0.1)
-        self.register_buffer("table", torch.arange(width) / width)
-        self.apply(self.start)
-
-    @staticmethod
-    def start(module):
-        if isinstance(module, nn.Linear):
-            nn.init.trunc_normal_(module.weight, std=0.3)
-
-    def forward(self, x):
-        x = self.embed(x) + self.shift + self.table
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 class Task(treadle.TaskModule):
@@ -112,13 +72,6 @@ def trainer(strategy, epochs=2, **options):
     return treadle.Trainer(accelerator="cpu", strategy=strategy, max_epochs=epochs, **NO_OUTPUT, **options)
 
 
-def whole(task):
-    return {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
-        for name, value in task.state_dict().items()
-    }
-
-
 def fit(options, late=False, frozen=False, world=2, strategy=None, **trainer_options):
     """Train; the weights that come out."""
     torch.manual_seed(11)
@@ -131,12 +84,6 @@ def fit(options, late=False, frozen=False, world=2, strategy=None, **trainer_opt
 @functools.cache
 def in_one_process(late=False, frozen=False, accumulate=1):
     return fit({}, late, frozen, 1, "single", accumulate_grad_batches=accumulate)
-
-
-def same(found, wanted, tolerance=1e-10):
-    assert found.keys() == wanted.keys()
-    for name in wanted:
-        assert torch.allclose(found[name], wanted[name], rtol=0, atol=tolerance), name
 
 
 VARIANTS = {
@@ -203,32 +150,6 @@ def other_seeds():
 def test_built_in_place_frozen_or_unequal(name):
     for rank in by_two():
         same(rank[name], in_one_process("late" in name, "frozen" in name))
-
-
-def test_a_model_built_late_is_the_one_built_at_once():
-    """The reference draws in float64, as the trainer asks for, so the two differ where the format is another."""
-    for late in (False, True):
-        torch.manual_seed(11)
-        if late:
-            torch.set_default_dtype(torch.float64)
-        try:
-            wanted = Net()
-        finally:
-            torch.set_default_dtype(torch.float32)
-        after = torch.rand(3)
-        torch.manual_seed(11)
-        tape = Tape(torch.device("cpu"))
-        with torch.device("meta"), tape.recording():
-            if late:
-                torch.set_default_dtype(torch.float64)
-            try:
-                built = Net()
-            finally:
-                torch.set_default_dtype(torch.float32)
-        assert torch.equal(torch.rand(3), after)  # what is drawn next is as after the real one
-        for name, value in built.state_dict().items():
-            assert value.is_meta
-            assert torch.equal(tape.values(value), wanted.state_dict()[name]), name
 
 
 @pytest.mark.parametrize(
@@ -330,27 +251,6 @@ def watched():
 def test_one_block_is_whole_at_a_time_and_the_next_on_its_way():
     for _, most in memory_of(2):
         assert 0.9 < most < 2.1
-
-
-def memory_of_construction(width, blocks):
-    accelerator = treadle.Accelerator(cpu=True, strategy="fsdp")
-    accelerator.prepare(Net(4, 2))  # what torch imports and sets up
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with accelerator.init_module():
-        net = Net(width, blocks)
-    built = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    accelerator.prepare(net)
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    total = sum(p.nbytes if not hasattr(p, "full_tensor") else p.numel() * p.element_size() for p in net.parameters())
-    return [1024 * (point - before) / total for point in (built, after)]
-
-
-@pytest.mark.exhaustive
-def test_a_model_is_never_whole():
-    at_once = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # what is freed goes back to the system
-    for built, after in run(memory_of_construction, 2, 1024, 24, env=at_once):  # 400 MB, 24 blocks of 17
-        assert built < 0.2
-        assert after < 0.5 + 0.2
 
 
 # -- hybrid, tensor parallel -------------------------------------------------------------------------------------------
@@ -460,91 +360,6 @@ def test_classes_of_the_plugin_of_accelerate():
         treadle.FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=5)
 
 
-# -- policies ----------------------------------------------------------------------------------------------------------
-
-
-def names(net, policy):
-    known = {module: name for name, module in net.named_modules()}
-    return sorted(known[block] for block in chosen_blocks(net, policy, "auto_wrap_policy"))
-
-
-def test_policies():
-    net = Net()
-    blocks = ["blocks.0", "blocks.1", "blocks.2"]
-    assert names(net, "auto") == blocks
-    assert names(net, {Block}) == names(net, Block) == names(net, "Block") == names(net, ["Block"]) == blocks
-    assert names(net, wrap.ModuleWrapPolicy({Block})) == blocks
-    assert names(net, lambda module: isinstance(module, Block)) == blocks
-    assert names(net, 200) == blocks
-    assert names(net, functools.partial(wrap.size_based_auto_wrap_policy, min_num_params=200)) == blocks
-    linear = [f"{block}.{part}" for block in blocks for part in ("down", "up")]
-    assert names(net, {nn.Linear}) == [*linear, "head"]
-    assert names(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "auto") == []
-    nested = nn.ModuleDict({"a": nn.Sequential(Net(), Net()), "b": nn.Linear(2, 2)})
-    assert names(nested, "auto") == ["a.0", "a.1"]
-
-
-class Wrapped(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-
-def names_of_torch(net, policy):
-    """Names of the modules that torch's FSDP would wrap, but the root."""
-    net = copy.deepcopy(net)
-    known = {module: name for name, module in net.named_modules()}
-    wrap._recursive_wrap(net, policy, Wrapped, set(), set(), only_wrap_children=True)
-    return sorted(known[module.module] for module in net.modules() if isinstance(module, Wrapped))
-
-
-NESTED = nn.Sequential(Net(), nn.ModuleDict({"a": nn.Sequential(Net(), Block()), "b": nn.Linear(2, 2)}), nn.GELU())
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        functools.partial(wrap.size_based_auto_wrap_policy, min_num_params=200),
-        functools.partial(wrap.size_based_auto_wrap_policy, min_num_params=50),
-        wrap.size_based_auto_wrap_policy,
-        functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
-        functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Net, nn.Linear}),
-        functools.partial(wrap.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Block)),
-        functools.partial(
-            wrap._or_policy,
-            policies=[
-                functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
-                functools.partial(wrap.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Net)),
-            ],
-        ),
-    ],
-)
-def test_policies_of_torch_select_what_they_do_there(policy):
-    selected = names_of_torch(NESTED, policy)
-    assert names(NESTED, policy) == selected
-    assert bool(selected) == (policy is not wrap.size_based_auto_wrap_policy)
-
-
-def test_a_custom_policy():
-    assert names(NESTED, wrap.CustomPolicy(lambda module: isinstance(module, Block))) == names(NESTED, {Block})
-    with pytest.raises(ValueError, match="returned the options backward_prefetch for a Linear"):
-        names(NESTED, wrap.CustomPolicy(lambda module: {"backward_prefetch": None}))
-
-
-@pytest.mark.parametrize(
-    ("policy", "error", "says"),
-    [
-        ({nn.Conv2d}, ValueError, "names Conv2d, but Net has no module of this class"),
-        ("Blok", ValueError, "Did you mean 'Block'"),
-        (0, ValueError, "at least 1"),
-        (1.5, TypeError, "must be 'auto'"),
-    ],
-)
-def test_policies_that_fit_nothing(policy, error, says):
-    with pytest.raises(error, match=says):
-        chosen_blocks(Net(), policy, "auto_wrap_policy")
-
-
 # -- precision, saving, evaluation, several runs -----------------------------------------------------------------------
 
 
@@ -571,11 +386,6 @@ def test_precisions():
             assert loss == pytest.approx(wanted[precision][0], abs=PRECISIONS[precision]), precision
             assert loss < 0.5, precision  # of 1.6 at first
             assert dtype == ("torch.bfloat16" if precision == "bf16-true" else "torch.float32")
-
-
-def made(strategy="auto"):
-    # With split_batches a prepared scheduler steps once on any number of processes.
-    return treadle.Accelerator(cpu=True, strategy=strategy, split_batches=True)
 
 
 def own_loop(accelerator, steps, folder=None, load=None, build=Net):
@@ -892,32 +702,6 @@ def test_models_built_late_as_libraries_build_them():
         assert rank["late"] == ([], True, 0)
 
 
-def test_what_is_done_around_a_model_built_late():
-    accelerator = treadle.Accelerator(cpu=True, strategy="fsdp")
-    source = nn.Linear(3, 2)
-    with accelerator.init_module():
-        lost, assigned, copied = (nn.Linear(3, 2) for _ in range(3))
-        copied.load_state_dict(source.state_dict())
-    with pytest.warns(UserWarning, match="no-op"):
-        lost.load_state_dict(source.state_dict())
-    with pytest.raises(ValueError, match="written to after it was created without memory"):
-        accelerator.prepare(lost)
-    assigned.load_state_dict(source.state_dict(), assign=True)
-    accelerator.prepare(assigned, copied)
-    same(whole(assigned), source.state_dict())
-    same(whole(copied), source.state_dict())
-    with contextlib.suppress(KeyError), accelerator.init_module():
-        raise KeyError
-    assert torch.empty(1).device.type == "cpu"
-    tape, large = Tape(torch.device("cpu")), torch.ones(1 << 20)
-    with torch.device("meta"), tape.recording():
-        kept = nn.Parameter(torch.empty(1 << 20))
-        kept.data.copy_(large)
-    large.zero_()
-    with pytest.raises(ValueError, match="the model is initialized was changed before the model was prepared"):
-        tape.values(kept)
-
-
 class Single(Net):
     def __init__(self):
         super().__init__()
@@ -1027,18 +811,6 @@ def test_no_cast_copy_of_the_whole_model_where_activations_are_computed_again(po
     strategy = FSDP(auto_wrap_policy={Looks}, activation_checkpointing_policy=policy)
     trainer(strategy, epochs=1, precision="bf16-mixed").fit(task, DataLoader(torch.ones(2, 4), batch_size=1))
     assert {seen for block in task.blocks for seen in block.kept} == {kept}
-
-
-def test_each_gpu_goes_on_from_its_own_random_numbers(monkeypatch):
-    from torch.distributed.tensor import _random
-    from treadle.strategies.distributed import keep_random_state
-
-    made = []
-    monkeypatch.setattr(_random, "OffsetBasedRNGTracker", lambda mesh, run_state_sync: made.append(run_state_sync) or 1)
-    monkeypatch.setattr(_random, "_rng_tracker", None)
-    keep_random_state("mesh")
-    keep_random_state("mesh")
-    assert made == [False]  # torch's default is True: all ranks would go on from rank zero's
 
 
 def test_on_gpus_the_votes_are_summed_after_backward():

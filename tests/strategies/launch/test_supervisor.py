@@ -3,60 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.processes import clean_environment, python, script
+from support.launches import HEAD, SAY_PID, Start, gone, pids, wait_for
+from support.processes import clean_environment, python
 from treadle.strategies.launch import supervisor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and /proc as on Linux")
-
-# Ranks of most tests need no torch, so only the supervisor pays for its import.
-HEAD = """
-import os, signal, sys, time
-rank = int(os.environ.get("RANK", -1))
-def say(text):
-    os.write(1, f"{text}\\n".encode())  # whole lines, also from two processes at once
-if rank < 0:
-    from treadle.strategies.launch import supervisor
-    print("supervisor", os.getpid(), flush=True)
-    supervisor.relaunch(2, **{options})
-"""
-SAY_PID = 'say(f"rank {rank} {os.getpid()}")\n'
-
-
-class Start:
-    """Starts scripts which relaunch themselves in two ranks that run `body`; their streams go to files beside them."""
-
-    def __init__(self) -> None:
-        self.started: list[subprocess.Popen[bytes]] = []
-
-    def __call__(
-        self,
-        folder: Path,
-        body: str,
-        *args: str,
-        options: str = "{}",
-        flags: tuple[str, ...] = (),
-        omit: str = "",
-        program: str = sys.executable,
-    ) -> subprocess.Popen[bytes]:
-        folder.mkdir(exist_ok=True)
-        (folder / "tmp").mkdir()
-        path = folder / "train.py"
-        path.write_text(HEAD.replace("{options}", options) + textwrap.dedent(body))
-        env = clean_environment({"TMPDIR": str(folder / "tmp")})
-        env.pop(omit, None)
-        with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
-            self.started.append(subprocess.Popen([program, *flags, path, *args], env=env, stdout=out, stderr=err))
-        return self.started[-1]
 
 
 @pytest.fixture
@@ -67,28 +27,6 @@ def start() -> Iterator[Start]:
         while process.poll() is None:  # only after a failed test; a second signal kills the ranks at once
             process.terminate()
             time.sleep(0.2)
-
-
-def pids(folder: Path) -> list[int]:
-    """The ids of both ranks, once both have told them."""
-    wait_for(lambda: len(re.findall(r"^rank \d", (folder / "out").read_text(), re.MULTILINE)) == 2, 60)
-    time.sleep(0.5)  # a signal that comes while torch's agent still starts its threads is given torch's own 30 s (2.13)
-    return [int(pid) for pid in re.findall(r"^rank \d (\d+)", (folder / "out").read_text(), re.MULTILINE)]
-
-
-def gone(pid: int) -> bool:
-    """Whether a process has ended; it may still wait to be collected by whoever adopted it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
-def wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s"
-        time.sleep(0.02)
 
 
 @pytest.mark.slow
@@ -126,97 +64,6 @@ def test_two_launches_at_once_each_see_their_own_ranks(start: Start, tmp_path: P
     assert meetings[0] != meetings[1]
 
 
-FAILURES = {
-    # torch's exit with a group left over aborts now and then ("terminate called ..."), so this rank skips it.
-    "raises": ("try: raise ValueError('no such thing')\nexcept ValueError: traceback.print_exc(); os._exit(1)", 1),
-    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", 137),
-    "leaves": ("os._exit(3)", 3),
-}
-IN_COLLECTIVE = """
-import traceback
-import torch.distributed as dist
-dist.init_process_group("gloo")
-dist.barrier()
-if rank == 0:
-    dist.barrier()
-"""
-STUCK_WITH_A_WORKER = """
-import subprocess
-if rank == 0:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    worker = subprocess.Popen(["sleep", "60"])
-    say(f"worker {worker.pid}")
-    time.sleep(60)
-while "worker" not in open(sys.argv[1]).read():
-    time.sleep(0.01)
-"""
-FAIL = 'say(f"failed at {time.time()}")\n'
-
-
-@pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=() if how == "killed" else pytest.mark.exhaustive) for how in FAILURES]
-)
-def test_first_failure_ends_the_others_and_gives_the_status(start: Start, tmp_path: Path, how: str) -> None:
-    action, status = FAILURES[how]
-    peer = IN_COLLECTIVE if how == "raises" else STUCK_WITH_A_WORKER
-    process = start(tmp_path, SAY_PID + peer + FAIL + action, str(tmp_path / "out"), program=python())
-    code = process.wait(60)
-    ended = time.time()
-    out, err = (tmp_path / "out").read_text(), (tmp_path / "err").read_text()
-    assert code == status, err
-    failed = re.search(r"failed at ([\d.]+)", out)
-    assert failed is not None
-    assert ended - float(failed[1]) < 5
-    report = [line for line in err.splitlines() if line.startswith("treadle:")]
-    words = "killed by SIGKILL" if how == "killed" else f"exit status {status}"
-    assert report[0].startswith(f"treadle: rank 1 of 2 failed first: {words}")
-    assert len(report) == 2
-    assert report[1].startswith("treadle: rank 0:")
-    assert how == "raises" or report[1] == "treadle: rank 0: killed by SIGKILL, sent by this launcher"
-    # The traceback comes once, from the rank itself; the agent's own pages are silenced.
-    assert err.count("no such thing") == (2 if how == "raises" else 0)
-    assert "closing signal" not in err
-    assert "Root Cause" not in err
-    assert all(gone(int(pid)) for pid in re.findall(r"^(?:rank \d|worker) (\d+)$", out, re.MULTILINE))
-    assert list((tmp_path / "tmp").iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("number", "times", "options"),
-    [
-        (signal.SIGTERM, 2, "{'grace': 1.0}"),
-        pytest.param(signal.SIGUSR1, 1, "{'grace': 1.0}", marks=pytest.mark.exhaustive),
-        (signal.SIGINT, 2, "{}"),
-    ],
-)
-def test_signal_goes_to_every_rank_and_sigkill_after_the_grace_or_a_second_ctrl_c(
-    start: Start, tmp_path: Path, number: signal.Signals, times: int, options: str
-) -> None:
-    body = f"""
-    def leave(number, frame):
-        say(f"rank {{rank}} saved on {{number}}")
-        os._exit(0)
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, leave if rank == 0 else signal.SIG_IGN)
-    {SAY_PID.strip()}
-    time.sleep(60)
-    """
-    process = start(tmp_path, body, options=options)
-    ranks = pids(tmp_path)
-    began = time.monotonic()
-    for _ in range(times):
-        process.send_signal(number)
-        wait_for(lambda: f"rank 0 saved on {int(number)}\n" in (tmp_path / "out").read_text(), 5)
-    assert process.wait(10) == 128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-    assert time.monotonic() - began < 15  # the ranks sleep for 60
-    assert number == signal.SIGINT or time.monotonic() - began > 1
-    err = (tmp_path / "err").read_text()
-    assert f"treadle: {number.name} was forwarded to 2 ranks\n" in err
-    assert "treadle: rank 1: killed by SIGKILL, sent by this launcher\n" in err
-    assert "Traceback" not in err
-    assert all(gone(pid) for pid in ranks)
-
-
 def test_no_rank_survives_a_killed_supervisor(start: Start, tmp_path: Path) -> None:
     body = f"""
     from treadle.strategies.processes import die_with_parent
@@ -232,22 +79,6 @@ def test_no_rank_survives_a_killed_supervisor(start: Start, tmp_path: Path) -> N
     process.wait(10)
     wait_for(lambda: all(gone(pid) for pid in ranks), 5)
     assert list((tmp_path / "tmp").iterdir()) == []
-
-
-def test_rank_that_comes_after_its_supervisor_died_dies_at_once() -> None:
-    source = """
-    import os, subprocess, sys, time
-    from treadle.strategies.processes import die_with_parent
-    die_with_parent(os.getppid())
-    die_with_parent(1)  # alive, and not the parent: a program started by a rank is left alone
-    print("alive", flush=True)
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    die_with_parent(dead.pid)
-    time.sleep(60)
-    """
-    done = script(textwrap.dedent(source), timeout=30)
-    assert (done.stdout, done.returncode) == ("alive\n", -signal.SIGKILL)
 
 
 def test_module_is_run_again_as_a_module(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Class paths of configurations are translated; requirements and commands are named."""
 
 import pytest
-from treadle.tools.migrate.other_files import find_requirements, is_text, migrate_text
+from treadle.tools.migrate.other_files import find_requirements, migrate_text
 
 CONFIGURATION = """\
 trainer:
@@ -91,9 +91,3 @@ def test_commands_are_named(line):
     (finding,) = migrate_text(f"set -e\n{line}\n", "run.sh")[1]
     assert (finding.line, finding.must_change) == (2, True)
     assert finding.text.endswith("use treadle launch instead.")
-
-
-def test_which_files_are_looked_at():
-    names = "a.yaml b.yml run.sh Makefile Dockerfile requirements/dev.txt requirements.txt environment.yml setup.cfg"
-    assert [name for name in names.split() if not is_text(name)] == ["requirements/dev.txt"]
-    assert [name for name in ["README.md", "notes.txt", "data.csv"] if is_text(name)] == []

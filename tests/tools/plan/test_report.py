@@ -2,54 +2,17 @@
 
 import re
 import shlex
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from support.planned_models import gpu_of, planner
 from treadle.strategies import DDP, FSDP
 from treadle.tools.plan import varied
-from treadle.tools.plan.gpus import GPU
 from treadle.tools.plan.report import Schedule, advise, draw_curve, format_duration, format_rounded, format_size, screen
 from treadle.tools.plan.simulation import simulate
-from treadle.tools.plan.subject import Decoder, Sizes, next_token_loss, tokens
 
 from treadle.__main__ import main
-
-SIZES = Sizes(width=64, layers=2, heads=4, key_heads=2, hidden=128, vocabulary=96, length=32)
-MIB = 2**20
-
-
-def gpu_of(mib, network=50e9):
-    return GPU(
-        name="small",
-        half=1e14,
-        tf32=5e13,
-        single=1e13,
-        bandwidth=1e12,
-        memory=mib * MIB,
-        link=300e9,
-        network=network,
-        per_machine=4,
-    )
-
-
-def planner(strategy, world_size, mib, micro_batch=8, network=50e9, precision="bf16-mixed"):
-    def again(**changes):
-        own = {"micro_batch": micro_batch, "accumulate": 1, "precision": precision}
-        own |= {name: changes.pop(name) for name in own if name in changes}
-        return simulate(
-            partial(Decoder, SIZES),
-            partial(tokens, SIZES),
-            next_token_loss,
-            partial(torch.optim.AdamW, fused=True),
-            world_size=world_size,
-            strategy=varied(strategy(), **changes),
-            gpu=gpu_of(mib, network),
-            **own,
-        )
-
-    return again
 
 
 def test_what_fits_gets_no_advice_to_shrink():
@@ -94,21 +57,6 @@ def test_a_model_without_blocks_gets_other_advice():
     (hint,) = advise(plan, again)
     assert "micro-batches of" in hint
     assert "activation" not in hint
-
-
-def test_hybrid_sharding_is_suggested_where_it_is_faster():
-    again = planner(FSDP, 64, 1000, network=1e8)
-    hints = advise(again(), again)
-    assert any("data_parallel_replicate=16: shards of 4" in hint for hint in hints), hints
-
-
-def test_mixed_precision_is_suggested_where_it_is_faster():
-    again = planner(DDP, 2, 8000, micro_batch=1024, precision="32-true")
-    plan = again()
-    (hint,) = advise(plan, again)
-    gain = plan.band[1] / again(precision="bf16-mixed").band[1] - 1
-    assert 0.5 < gain < 1
-    assert hint.startswith(f"mixed precision (precision=bf16-mixed) would be {gain:.0%} faster")
 
 
 def test_the_screen_holds_one_page():
@@ -167,30 +115,6 @@ def test_the_command(capsys):
     assert "plan of gpt-162m on 16 x h100 (2 machines), fsdp, bf16-mixed" in out
     assert "4,000 in all" in out
     assert "█" in out
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ([], "pass either --config run.yaml or --model 7b"),
-        (["--model", "6b"], "Did you mean"),
-        (["--model", "7b", "--gpu", "h1000"], "Did you mean 'h100'"),
-        (["--model", "7b", "--strategy", "fsdpp"], "Did you mean 'fsdp'"),
-        (["--model", "7b", "--world-size", "0"], "must be an integer of at least 1"),
-        (["--model", "7b", "--worldsize", "4"], "Did you mean '--world-size'?"),
-        (["--model", "7b", "--lr", "nan"], "'nan' must be a number above 0"),
-        (["--model", "7b", "--strategy", "single", "--world-size", "2"], "is for one process"),
-        (["--model", "7b", "--strategy", "ddp", "--world-size", "4", "--replicate", "2"], "Use strategy='fsdp'"),
-        (["--model", "7b", "--strategy", "ddp", "--checkpoint-activations"], "Use strategy='fsdp'"),
-        (["--model", "7b", "--strategy", "fsdp_cpu_offload"], "cpu_offload"),
-        (["--model", "7b", "--world-size", "6", "--replicate", "4"], "must divide"),
-        (["--model", "7b", "model.lr=1"], "needs --config"),
-        (["--config", "run.yaml", "--lr", "1"], "--lr applies to --model only"),
-    ],
-)
-def test_what_can_not_be_planned_is_explained(options, words, capsys):
-    assert main(["plan", *options]) == 2
-    assert words in capsys.readouterr().err
 
 
 def test_the_page_about_it_runs():

@@ -9,32 +9,14 @@ from pathlib import Path
 import optuna
 import pytest
 from support.processes import clean_environment
-from treadle.cli.config import ConfigError
-from treadle.tools.sweep.study import Study, open_trial
-from treadle.tools.sweep.sweep_file import read_sweep
-from treadle.tools.sweep.sweep_folder import SweepFolder
-
-TEXT = """
-config: {model: {class: tasks.Line}, trainer: {max_epochs: 9}}
-method: random
-metric: {name: val_loss, goal: minimize}
-trials: 20
-parameters:
-  model.lr: {min: 1e-4, max: 1e-1, log: true}
-  model.width: {min: 8, max: 64, step: 8}
-  model.kind: [a, b, c]
-"""
+from support.studies import TEXT, make
+from treadle.tools.sweep.study import Study
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("runs/s").mkdir(parents=True)
-
-
-def make(text=TEXT, *overrides):
-    Path("s.yaml").write_text(text)
-    return read_sweep("s.yaml", overrides)
 
 
 def draw(study, count):
@@ -97,53 +79,19 @@ def test_many_processes_run_each_combination_of_a_grid_once(storage):
         TEXT.replace("random", "grid")
         .replace("trials: 20\n", "")
         .replace("{min: 1e-4, max: 1e-1, log: true}", "[1, 2]")
+        .replace("max: 64", "max: 32")  # every trial waits for the disk several times
     )
     sweep = make(text if storage == "sqlite" else text + "storage: journal\n")
     environment = {**clean_environment(), "OMP_NUM_THREADS": "1"}
     processes = [subprocess.Popen([sys.executable, "-c", WORKER, str(number)], env=environment) for number in range(3)]
     assert [process.wait(240) for process in processes] == [0, 0, 0]
     trials = Study(sweep).list_trials()
-    assert [trial.number for trial in trials] == list(range(48))
-    assert [trial.params for trial in trials] == [sweep.get_combination(number) for number in range(48)]
+    assert [trial.number for trial in trials] == list(range(24))
+    assert [trial.params for trial in trials] == [sweep.get_combination(number) for number in range(24)]
     assert set(Counter(str(trial.params) for trial in trials).values()) == {1}
     assert {trial.state for trial in trials} == {optuna.trial.TrialState.COMPLETE}
     assert len({trial.user_attrs["owner"] for trial in trials}) > 1
     assert os.listdir("runs/s/.sweep") == ["lock"]
-
-
-def test_hyperband_knows_the_epochs_of_every_process():
-    study = Study(make(TEXT + "prune: hyperband\n"))
-    assert study.describe_pruner() == {"type": "hyperband", "max_resource": 9}
-    assert study.pruner._max_resource == 9
-    for more in ("trainer.max_epochs: [3, 9]", "trainer.val_check_interval: [0.5, 1.0]"):
-        assert Study(make(f"{TEXT}  {more}\nprune: hyperband\n")).describe_pruner() == {"type": "hyperband"}
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (
-            "prune: {type: hyperband, reductio_factor: 3}",
-            "prune: hyperband has no option 'reductio_factor'. Did you mean",
-        ),
-        ("prune: {type: hyperband, reduction_factor: 1}", "prune: hyperband: "),
-        ("prune: percentile", "missing"),
-        ("storage: postgres://nowhere/x", "can't be opened"),
-    ],
-)
-def test_what_optuna_does_not_take_is_an_error(more, said):
-    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
-        Study(make(f"{TEXT}{more}\n"))
-
-
-def test_options_of_the_method():
-    study = Study(make(TEXT.replace("random", "{type: tpe, n_startup_trials: 2}")))
-    for number in range(4):
-        values = study.draw(study.ask())
-        study.tell(number, optuna.trial.TrialState.COMPLETE, values["model.lr"])
-    assert study.study.sampler._n_startup_trials == 2
-    with pytest.raises(ConfigError, match="tpe has no option 'startup'"):
-        Study(make(TEXT.replace("random", "{type: tpe, startup: 2}")))
 
 
 def test_importance_names_the_parameter_that_matters():
@@ -157,23 +105,3 @@ def test_importance_names_the_parameter_that_matters():
     assert max(importances, key=importances.get) == "model.width"
     assert words == "PED-ANOVA: what distinguishes the best 5 of 20 trials from the others"
     assert study.find_best().value == min(trial.value for trial in study.list_trials())
-
-
-def test_another_process_reports_to_a_trial():
-    study = Study(make(TEXT + "prune: median\n"))
-    number = study.ask()
-    other = Study(make(TEXT + "prune: median\n"))
-    open_trial(other.study, number).report(0.5, 1)
-    assert study.list_trials()[number].intermediate_values == {1: 0.5}
-
-
-def test_of_processes_that_were_killed_nothing_stays():
-    folder = SweepFolder(make())
-    with folder.working():
-        dead = Path("runs/s/.sweep/dead")
-        dead.mkdir()
-        (dead / "lock").write_text("")
-        with folder.deciding():
-            folder.forget_the_dead()
-        assert sorted(os.listdir("runs/s/.sweep")) == sorted(["lock", folder.token])
-    assert os.listdir("runs/s/.sweep") == ["lock"]

@@ -113,7 +113,7 @@ REFUSED = {
     "accumulate": "accumulate_grad_batches",
     "max_steps": "max_steps",
 }
-WAYS = [("ddp", False), ("fsdp", False), ("ddp", True)]
+WAYS = [("ddp", False), ("fsdp", False), ("ddp", True), ("fsdp", True)]
 
 
 def each(cases, always, seldom=(), without=()):

@@ -108,6 +108,19 @@ def test_steps_equal_those_of_a_loop_by_hand_also_resumed(tmp_path):
     assert all(torch.equal(again[name], value) for name, value in whole.items())
 
 
+def test_fused_steps():
+    class Fused(Two):
+        def configure_optimizers(self):
+            both, schedules = super().configure_optimizers()
+            for optimizer in both:
+                optimizer.param_groups[0]["fused"] = True
+            return both, schedules
+
+    task = Fused()
+    fit(task, gradient_clip_val=CLIP)
+    assert_equal(weights(task), by_hand()[-1])
+
+
 def test_without_clipping_and_with_its_limit_by_value():
     task = Two()
     trainer = fit(task)

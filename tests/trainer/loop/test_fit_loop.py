@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from support.fit_runs import Line, Recorder, Staged, Watched, fit, numbers, ones
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
@@ -18,49 +19,6 @@ from treadle.loggers import CSVLogger
 import treadle
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nothing is validated")
-
-
-class Line(treadle.TaskModule):
-    """One weight w, started at 0; the loss is mean(w * x), so the step's gradient is the mean of the x it saw."""
-
-    def __init__(self, lr=1.0, **options):
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(1))
-        self.lr = lr
-        self.options = options
-        self.rates = []
-        self.gradients = []
-        self.batches = []
-
-    def loss(self, batch):
-        return (self.w * batch[0]).mean()
-
-    def training_step(self, batch, batch_idx):
-        self.batches.append(batch[0].flatten().tolist())
-        return self.loss(batch)
-
-    def on_before_optimizer_step(self, optimizer):
-        self.gradients.append(self.w.grad.item())
-
-    def on_step_end(self):
-        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.lr, **self.options)
-
-
-def numbers(*values, batch_size=1, **options):
-    return DataLoader(TensorDataset(torch.tensor(values).reshape(-1, 1).float()), batch_size, **options)
-
-
-def ones(count, batch_size=1, **options):
-    return numbers(*[1.0] * count, batch_size=batch_size, **options)
-
-
-def fit(task, *data, **flags):
-    own = make_trainer(**flags)
-    own.fit(task, *data)
-    return own
 
 
 # -- when a run ends --------------------------------------------------------------------------------------------------
@@ -421,19 +379,6 @@ def test_a_loss_that_is_not_finite_may_be_ignored():
 # -- validation -------------------------------------------------------------------------------------------------------
 
 
-class Watched(Line):
-    def __init__(self):
-        super().__init__()
-        self.when = []
-
-    def on_validation_start(self):
-        if not self.trainer.sanity_checking:
-            self.when.append((self.trainer.progress.epoch, self.trainer.progress.batch))
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val", batch[0].mean())
-
-
 def test_when_validation_runs():
     def when(**flags):
         task = Watched()
@@ -760,66 +705,6 @@ def test_transfer_hooks():
 # -- runs after runs --------------------------------------------------------------------------------------------------
 
 
-def test_one_trainer_for_many_stages():
-    class Task(Line):
-        def validation_step(self, batch, batch_idx):
-            self.log("val", self.w.sum())
-
-        def test_step(self, batch, batch_idx):
-            self.log("test", self.w.sum())
-
-        def predict_step(self, batch, batch_idx):
-            return self.w.item()
-
-    task = Task()
-    own = fit(task, ones(4), ones(1))
-    assert own.test(task, ones(1), verbose=False) == [{"test": -4.0}]
-    assert own.predict(task, ones(1)) == [-4.0]
-    assert own.validate(task, ones(1), verbose=False) == [{"val": -4.0}]
-    own.fit(task, ones(4), ones(1))  # all its epochs are done
-    assert (own.global_step, task.w.item()) == (4, -4.0)
-    own.max_epochs = 2
-    own.fit(task, ones(4), ones(1))
-    assert (own.global_step, own.current_epoch, task.w.item()) == (8, 2, -8.0)
-
-
-def test_fit_again_after_a_run_that_ended_within_an_epoch():
-    class Task(Watched):
-        indices = ()
-
-        def on_train_batch_start(self, batch, batch_idx):
-            self.indices = (*self.indices, batch_idx)
-
-    task = Task()
-    own = fit(task, ones(5), ones(1), max_steps=3)
-    own.max_steps, own.max_epochs = -1, 2
-    own.fit(task, ones(5), ones(1))
-    assert (own.global_step, own.current_epoch) == (13, 2)  # without a checkpoint to go on from, an epoch starts anew
-    assert task.when == [(0, 5), (1, 5)]
-    assert task.indices == (*range(3), *range(5), *range(5))
-
-
-class Recorder(treadle.Callback):
-    """Writes down which hooks ran, and raises in one of them."""
-
-    def __init__(self, where, told, error=RuntimeError):
-        for name in treadle.callbacks.callback.HOOKS:
-
-            def hook(*arguments, name=name):
-                told.append(name)
-                if name == where:
-                    raise error(f"in {name}")
-
-            setattr(self, name, hook)
-
-
-class Staged(Line):
-    def validation_step(self, batch, batch_idx):
-        pass
-
-    test_step = predict_step = validation_step
-
-
 FIT_HOOKS = [
     name
     for name in treadle.callbacks.callback.HOOKS
@@ -954,66 +839,6 @@ def test_a_strict_logger_ends_training(tmp_path, method):
         with pytest.raises(ZeroDivisionError, match="first") as caught:
             fit(Bear(), ones(2), logger=logger())
         assert "the finalize method of a logger raised OSError: disk full" in " ".join(caught.value.__notes__)
-
-
-def test_configure_callbacks():
-    class Mine(treadle.Callback):
-        def __init__(self, name):
-            self.name = name
-            self.starts = 0
-
-        def on_train_start(self, trainer, task):
-            self.starts += 1
-
-    class Other(Mine):
-        pass
-
-    class Task(Line):
-        def configure_callbacks(self):
-            return [Mine("task's")]
-
-    given, other = Mine("given"), Other("other")
-    own = make_trainer(callbacks=[given, other])
-    for _ in range(2):
-        own.fit(Task(), ones(1))
-    assert [callback.name for callback in own.callbacks] == ["other", "task's"]
-    assert (given.starts, other.starts) == (0, 2)
-
-
-def test_hook_order_of_one_step():
-    told = []
-    fit(Staged(), ones(2), callbacks=Recorder(None, told), accumulate_grad_batches=2)
-    batch = ["on_train_batch_start", "on_before_backward", "on_after_backward"]
-    assert told == [
-        "setup",
-        "on_fit_start",
-        "on_train_start",
-        "on_train_epoch_start",
-        *batch,
-        "on_train_batch_end",
-        *batch,
-        "on_before_optimizer_step",
-        "on_before_zero_grad",
-        "on_train_batch_end",
-        "on_step_end",
-        "on_train_epoch_end",
-        "on_train_end",
-        "on_fit_end",
-        "teardown",
-    ]
-
-
-@pytest.mark.parametrize("clip", [None, 10.0])
-def test_hooks_before_the_step_see_gradients_without_the_loss_scale(clip):
-    task = Line()
-    fit(task, ones(4), precision="16-mixed", accumulate_grad_batches=2, gradient_clip_val=clip)
-    assert task.trainer.scaler.get_scale() > 1
-    assert task.gradients == [1.0, 1.0]
-
-
-def test_the_loop_is_described_with_every_hook():
-    text = treadle.trainer.loop.fit_loop.__doc__
-    assert [name for name in treadle.callbacks.callback.HOOKS if name not in text] == []
 
 
 def test_best_checkpoint_is_taken_and_named(tmp_path, caplog):

@@ -277,23 +277,6 @@ def test_the_parameters_are_counted_once(depth, tmp_path, capsys):
 # -- hooks that the user has written with another name or signature ----------------------------------------------------
 
 
-class Misnamed(treadle.TaskModule):
-    def train_step(self, batch, batch_idx): ...
-
-
-class Unlike(treadle.TaskModule):
-    def compute_loss(self, batch): ...
-
-
-@pytest.mark.parametrize(
-    ("task", "advice"),
-    [(Misnamed, "Rename train_step to training_step."), (Unlike, "Define it to return the loss.")],
-)
-def test_a_step_of_another_name(task, advice):
-    with pytest.raises(ValueError, match=f"{task.__name__} has no training_step. {advice}"):
-        treadle.Trainer(**QUIET, logger=False).fit(task(), loader())
-
-
 class Watches(treadle.Callback):
     def on_train_start(self):
         pass

@@ -1,7 +1,6 @@
 """Run folders: numbers that no two jobs share, a lock that ends with its job, and what is told of a run's end."""
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -14,16 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 from support.processes import run, script
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from support.run_folders import Task, at_once, data, fit, record, refused, settings, state
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint, RunReport
 from treadle.callbacks.reporting.run_record import RunRecord
 from treadle.engine.checkpoint.store import verify
 from treadle.loggers import CSVLogger, TensorBoardLogger
-from treadle.trainer.runs import index, lock
+from treadle.trainer.runs import index
 from treadle.trainer.runs.file_names import LOCK
 from treadle.trainer.runs.folder import RunFolder, check_name
-from treadle.trainer.runs.lock import Holder, RunLock, holder
+from treadle.trainer.runs.lock import holder
 
 import treadle
 
@@ -40,80 +38,7 @@ def test_a_wrong_number_of_machines_is_named(nodes, tmp_path):
         RunFolder.create(tmp_path, "x", {"num_nodes": nodes})
 
 
-class Task(treadle.TaskModule):
-    """Learns a constant. `at` is called before each step with the steps so far."""
-
-    def __init__(self, at=lambda step: None):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Linear(2, 1)
-        self.at = at
-
-    def training_step(self, batch, batch_idx):
-        self.at(self.trainer.global_step)
-        loss = (self.net(batch[0]) - 1).pow(2).mean()
-        self.log("train_loss", loss)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", (self.net(batch[0]) - 1).pow(2).mean())
-
-    def test_step(self, batch, batch_idx):
-        self.log("test_loss", (self.net(batch[0]) - 1).pow(2).mean())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
-def data():
-    return DataLoader(TensorDataset(torch.linspace(-1, 1, 32).reshape(16, 2)), batch_size=2)
-
-
-def settings(**more):
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    return {"accelerator": "cpu", "max_epochs": 2, "log_every_n_steps": 1, **quiet, **more}
-
-
-def fit(folder, task=None, ckpt_path=None, **more):
-    trainer = treadle.Trainer(**folder.flags(settings(**more)))
-    trainer.fit(task or Task(), data(), data(), ckpt_path=ckpt_path)
-    return trainer
-
-
-def record(path):
-    return json.loads((Path(path) / "run.json").read_text())
-
-
-def state(path):
-    return index.read(Path(path)).state
-
-
 # -- numbers ---------------------------------------------------------------------------------------------------------
-
-
-def at_once(count, work):
-    """What `work` returns in so many forks, which begin it at the same moment."""
-    go, start = os.pipe()
-    readers, children = [], []
-    for _ in range(count):
-        reader, writer = os.pipe()
-        if (child := os.fork()) == 0:
-            try:
-                os.close(start)
-                os.read(go, 1)  # until all ends of it are closed
-                os.write(writer, json.dumps(work()).encode())
-            finally:
-                os._exit(0)
-        os.close(writer)
-        readers.append(reader)
-        children.append(child)
-    os.close(go)
-    os.close(start)
-    found = [os.read(reader, 4096) for reader in readers]
-    for reader, child in zip(readers, children, strict=True):
-        os.close(reader)
-        os.waitpid(child, 0)
-    return [json.loads(text) for text in found]
 
 
 def test_twenty_jobs_at_once_share_no_number(tmp_path, monkeypatch):
@@ -175,97 +100,12 @@ def test_where_no_folder_can_be_made_the_text_says_so(tmp_path):
 # -- one job per folder ----------------------------------------------------------------------------------------------
 
 
-def holding(work):
-    """A fork that does `work`, whose result must be kept, and then sleeps; returns its process id."""
-    ready, done = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            kept = work()
-            os.write(done, b"1")
-            time.sleep(60)
-            del kept
-        finally:
-            os._exit(1)
-    os.close(done)
-    assert os.read(ready, 1) == b"1", "the fork failed"
-    os.close(ready)
-    return child
-
-
-def kill(child):
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-
-
-def test_a_second_job_is_refused_with_words_until_the_first_is_killed(tmp_path):
-    path = tmp_path / "default" / "1"
-    child = holding(lambda: RunFolder.create(tmp_path))
-    try:
-        assert state(path) == "running"
-        began = time.strftime("%Y-%m-%d %H", time.localtime(record(path)["began"]))
-        with pytest.raises(ValueError, match=rf"in use by process {child} on {os.uname().nodename}, since {began}"):
-            RunFolder.open(path)
-        assert state(path) == "running"  # to look, and to try, takes nothing away
-    finally:
-        kill(child)
-    assert state(path) == "killed"
-    with RunFolder.open(path) as folder:
-        assert state(path) == "running"
-        assert record(path)["pid"] == os.getpid()
-        with pytest.raises(ValueError, match=f"in use by process {os.getpid()}"):  # within one process too
-            RunFolder.open(folder.path)
-    assert state(path) == "finished"
-    RunFolder.open(path).release()
-
-
-def test_no_one_is_told_to_remove_a_lock_that_the_system_holds(tmp_path, monkeypatch):
-    with RunFolder.create(tmp_path) as folder:
-        monkeypatch.setattr(lock, "_describe_place", lambda: "another container on this machine")
-        assert holder(folder.path) is not None
-        with pytest.raises(ValueError, match="in use by process") as caught:
-            RunFolder.open(folder.path)
-    assert "delete" not in str(caught.value)
-
-
-def test_a_forked_worker_does_not_hold_the_lock(tmp_path):
-    worker = tmp_path / "worker"
-
-    def work():
-        folder = RunFolder.create(tmp_path)
-        if os.fork() == 0:  # as a data loader's worker
-            worker.write_text(str(os.getpid()))  # it runs, so it has let go of the lock
-            time.sleep(60)
-            os._exit(0)
-        while not (worker.exists() and worker.read_text()):
-            time.sleep(0.01)
-        return folder
-
-    child = holding(work)
-    kill(child)
-    try:
-        os.kill(int(worker.read_text()), 0)  # lives
-        assert state(tmp_path / "default" / "1") == "killed"
-        RunFolder.open(tmp_path / "default" / "1").release()
-    finally:
-        os.kill(int(worker.read_text()), signal.SIGKILL)
-
-
 def test_only_a_run_folder_is_gone_on_with(tmp_path):
     with pytest.raises(ValueError, match=r"none does not exist\."):
         RunFolder.open(tmp_path / "none")
     with pytest.raises(ValueError, match=r"not a run's folder, because it has no run\.json"):
         RunFolder.open(tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_can_not_be_locked(tmp_path):
-    folder = RunFolder.create(tmp_path)
-    folder.release()
-    (folder.path / LOCK).unlink()
-    (folder.path / LOCK).mkdir()
-    with pytest.raises(OSError, match=f"cannot lock {folder.path}/lock: Is a directory"):
-        RunFolder.open(folder.path)
 
 
 @pytest.mark.parametrize("name", [LOCK, ".run.json.tmp", "run.json", "error.json", "report.html.tmp"])
@@ -294,155 +134,7 @@ def test_a_disk_that_is_full_is_said_with_the_place(tmp_path):
     assert f"cannot lock {tmp_path}/default/1/lock: File too large" in said
 
 
-HOSTILE = {"token": "../../x", "pid": -1, "host": "\x1b[2J", "since": float("nan"), "began": 3, "place": None}
-
-
-@pytest.mark.parametrize(("name", "value"), HOSTILE.items(), ids=HOSTILE)
-def test_what_stands_in_a_lock_is_not_trusted(name, value, tmp_path):
-    RunFolder.create(tmp_path).release()
-    path = tmp_path / "default" / "1"
-    good = vars(Holder("far", 1, 0.0, "far 0", "", "1" * 32, "beat"))
-    (path / LOCK).write_text(json.dumps({**good, name: value}))
-    assert holder(path) is None
-    RunFolder.open(path).release()
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"seconds": "x", "began": [], "best": 3, "metrics": 0}'])
-def test_a_broken_record_does_not_lose_the_folder(content, tmp_path):
-    RunFolder.create(tmp_path).release()
-    path = tmp_path / "default" / "1"
-    (path / "run.json").write_bytes(content)
-    with RunFolder.open(path) as folder:
-        fit(folder, max_epochs=1)
-    found = record(path)
-    assert (found["state"], found["steps"], found["number"]) == ("finished", 8, 1)
-    assert found["seconds"] >= 0
-
-
-# -- where the system keeps no locks ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["no-module", "no-support"])
-def without_locks(request, monkeypatch):
-    if request.param == "no-module":
-        monkeypatch.setattr(lock, "fcntl", None)
-    else:
-
-        def refused(*_):
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
-        monkeypatch.setattr(lock.fcntl, "flock", refused)
-    monkeypatch.setattr(lock, "BEAT", 0.02)
-
-
-def test_without_locks_a_second_job_is_refused_until_the_first_is_killed(without_locks, tmp_path):
-    child = holding(lambda: RunLock(tmp_path))
-    try:
-        assert holder(tmp_path).pid == child
-        with pytest.raises(ValueError, match=f"in use by process {child}"):
-            RunLock(tmp_path)
-    finally:
-        kill(child)
-    assert holder(tmp_path) is None
-    held = RunLock(tmp_path)
-    assert holder(tmp_path) == held.holder
-    held.release()
-    assert holder(tmp_path) is None
-    RunLock(tmp_path).release()
-    assert os.listdir(tmp_path) == [LOCK]
-
-
-def test_a_holder_elsewhere_lives_by_its_signs(without_locks, tmp_path):
-    held = RunLock(tmp_path)
-    os.utime(tmp_path / LOCK, (0, 0))
-    deadline = time.monotonic() + 5
-    while (tmp_path / LOCK).stat().st_mtime == 0:
-        assert time.monotonic() < deadline, "no sign of life"
-        time.sleep(0.01)
-    held.release()
-    (tmp_path / LOCK).unlink()
-    other = Holder("far", 1, time.time(), "far 0", "", "1" * 32, "beat")
-    (tmp_path / LOCK).write_text(json.dumps(vars(other)))
-    with pytest.raises(ValueError, match=r"process 1 on far.*cannot be checked from this machine, delete .*lock"):
-        RunLock(tmp_path)
-    silent = time.time() - lock.SILENCE - 1
-    os.utime(tmp_path / LOCK, (silent, silent))
-    assert holder(tmp_path) is None
-    RunLock(tmp_path).release()
-
-
-def test_who_can_not_see_a_system_lock_leaves_it_alone(without_locks, tmp_path):
-    other = Holder("far", 1, 0.0, "far 0", "", "1" * 32, "system")
-    (tmp_path / LOCK).write_text(json.dumps(vars(other)))
-    os.utime(tmp_path / LOCK, (0, 0))
-    with pytest.raises(ValueError, match="process 1 on far"):
-        RunLock(tmp_path)
-
-
-def test_who_has_system_locks_respects_one_that_has_not(tmp_path):
-    other = Holder("far", 1, 0.0, "far 0", "", "1" * 32, "beat")
-    (tmp_path / LOCK).write_text(json.dumps(vars(other)))
-    with pytest.raises(ValueError, match="process 1 on far"):
-        RunLock(tmp_path)
-    os.utime(tmp_path / LOCK, (0, 0))
-    RunLock(tmp_path).release()
-
-
-def test_of_many_jobs_one_takes_over_a_dead_lock(tmp_path, monkeypatch):
-    def judged(holder, file):
-        time.sleep(0.1)  # all see that it is dead before the first one acts
-        return holder.host != "far"
-
-    monkeypatch.setattr(lock, "fcntl", None)
-    monkeypatch.setattr(Holder, "is_alive", judged)
-    dead = Holder("far", 1, 0.0, "far 0", "", "1" * 32, "beat")
-    (tmp_path / LOCK).write_text(json.dumps(vars(dead)))
-
-    def take():
-        try:
-            held = RunLock(tmp_path)
-        except ValueError:
-            return False
-        time.sleep(0.5)
-        held.release()
-        return True
-
-    assert sorted(at_once(16, take)) == [False] * 15 + [True]
-    assert os.listdir(tmp_path) == [LOCK]
-
-
 # -- how runs end ----------------------------------------------------------------------------------------------------
-
-
-def test_a_finished_run(tmp_path):
-    with RunFolder.create(tmp_path, "a", settings()) as folder:
-        folder.write_config("seed: 0\n")
-        trainer = fit(folder, callbacks=ModelCheckpoint(monitor="val_loss"))
-    found, best = record(folder.path), trainer.checkpoint_callback
-    assert (found["state"], found["note"], found["error"]) == ("finished", "finished", None)
-    assert (found["steps"], found["epochs"], found["samples"]) == (16, 2, 32)
-    value = best.best_model_score.item()
-    assert found["best"] == {
-        "metric": "val_loss",
-        "mode": "min",
-        "value": value,
-        "checkpoint": os.path.relpath(best.best_model_path, folder.path),
-    }
-    assert found["metrics"]["val_loss"] == pytest.approx(trainer.callback_metrics["val_loss"].item())
-    assert found["began"] <= found["ended"] <= found["updated"]
-    assert 0 < found["seconds"] < 60
-    assert (folder.path / "config.yaml").read_text() == "seed: 0\n"
-    assert (
-        json.loads((folder.path / "environment.json").read_text())["torch"].partition("+")[0]
-        == (torch.__version__.partition("+")[0])
-    )
-    files = {path.name for path in folder.path.iterdir()}
-    assert {"report.html", "checkpoints", "run.json", "curves.json", "lock"} <= files
-    assert sum(name.startswith("events.") for name in files) == 1
-    assert not any(name.endswith(".tmp") for name in files)
-    curve = json.loads((folder.path / "curves.json").read_text())["charts"]["loss"]["train_loss"]
-    assert curve["steps"] == trainer.history["train_loss"].steps == list(range(1, 17))
-    assert curve["values"] == pytest.approx(trainer.history["train_loss"].values, rel=1e-6)
 
 
 def test_the_best_value_is_of_the_callback_that_watches_for_one(tmp_path):
@@ -538,22 +230,6 @@ def test_a_failure_after_a_finished_stage_is_told(tmp_path):
         inside(folder, work)
     assert state(folder.path) == "failed: ZeroDivisionError"
     assert record(folder.path)["steps"] == 8
-
-
-def test_another_stage_in_the_folder_keeps_what_training_came_to(tmp_path):
-    with RunFolder.create(tmp_path) as folder:
-        fit(folder, callbacks=ModelCheckpoint(monitor="val_loss"))
-    before, curves = record(folder.path), (folder.path / "curves.json").read_bytes()
-    with RunFolder.open(folder.path) as folder:
-        treadle.Trainer(**folder.flags(settings())).test(Task(), data(), verbose=False)
-    after = record(folder.path)
-    assert (after["stage"], after["state"], after["note"]) == ("test", "finished", "test done")
-    assert {name: after[name] for name in ("steps", "epochs", "best", "began")} == {
-        name: before[name] for name in ("steps", "epochs", "best", "began")
-    }
-    assert after["metrics"] == {**before["metrics"], "test_loss": after["metrics"]["test_loss"]}
-    assert (folder.path / "curves.json").read_bytes() == curves
-    assert after["seconds"] > before["seconds"]
 
 
 def test_a_killed_run_goes_on_in_its_folder_to_the_same_end(tmp_path):
@@ -652,41 +328,6 @@ def test_the_page_of_a_resumed_run_tells_the_rate_of_what_was_done_since(tmp_pat
     page = (folder.path / "report.html").read_text()
     assert rate not in page
     assert "since the resume" in page
-
-
-# -- what can't end a run --------------------------------------------------------------------------------------------
-
-
-def test_a_record_that_can_not_be_written_ends_no_run(tmp_path):
-    folder = RunFolder.create(tmp_path)
-    (folder.path / "run.json").unlink()
-    (folder.path / "run.json").mkdir()
-    with pytest.warns(UserWarning, match=r"RunRecord failed and is disabled|the end of the run could not be recorded"):
-        with folder:
-            trainer = fit(folder)
-    assert trainer.global_step == 16
-    assert holder(folder.path) is None
-    assert not [name for name in os.listdir(folder.path) if name.endswith(".tmp")]
-
-
-def test_values_that_are_not_finite_are_kept_as_words(tmp_path):
-    class Odd(Task):
-        def training_step(self, batch, batch_idx):
-            self.log("odd", float("nan") if self.trainer.global_step % 2 else 1.0)
-            self.log("far", float("-inf"))
-            return super().training_step(batch, batch_idx)
-
-    with RunFolder.create(tmp_path) as folder:
-        fit(folder, Odd(), max_epochs=1)
-
-    def refuse(name):
-        raise AssertionError(name)
-
-    found = json.loads((folder.path / "run.json").read_text(), parse_constant=refuse)
-    assert (found["metrics"]["odd"], found["metrics"]["far"]) == ("nan", "-inf")
-    curves = json.loads((folder.path / "curves.json").read_text(), parse_constant=refuse)["charts"]
-    assert curves["odd"]["odd"] == {"steps": [1, 3, 5, 7], "values": [1.0] * 4, "missing": 4}
-    assert curves["far"]["far"] == {"steps": [], "values": [], "missing": 8}
 
 
 # -- what a Trainer gets ---------------------------------------------------------------------------------------------
@@ -829,14 +470,6 @@ def test_the_first_error_of_any_process_is_shown(rank, tmp_path):
     with RunFolder.open(found.path) as folder:
         assert not (folder.path / "error.json").exists()
     assert state(found.path) == "finished"
-
-
-def refused(directory):
-    try:
-        RunFolder.create(directory, settings={"accelerator": "cpu"})
-    except (OSError, RuntimeError) as error:
-        return str(error)
-    return ""
 
 
 def test_all_processes_fail_where_rank_zero_can_not_make_it(tmp_path):

@@ -1,0 +1,91 @@
+"""Text becomes values as in YAML 1.2, and nothing of it is run."""
+
+import math
+import sys
+import time
+
+import pytest
+from support import hostile_files
+from support.configs import made
+from treadle.cli.config.resolve import load
+from treadle.cli.config.values import ConfigError, to_plain
+from treadle.cli.config.yaml_loader import parse, parse_scalar
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("-3", -3),
+        ("1_000", 1000),
+        ("0x10", 16),
+        ("3e-4", 3e-4),
+        ("1e3", 1000.0),
+        (".5", 0.5),
+        ("1.", 1.0),
+        ("-.inf", -math.inf),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("~", None),
+        # Text to YAML 1.2, and not a bool, a base-60 number, a date or an octal one, as YAML 1.1 has it.
+        ("no", "no"),
+        ("on", "on"),
+        ("12:30:00", "12:30:00"),
+        ("12:00:00:00", "12:00:00:00"),
+        ("2026-11-22", "2026-11-22"),
+        ("1.2.3", "1.2.3"),
+        ("bf16-mixed", "bf16-mixed"),
+        ("0123", 123),
+        ("1_", "1_"),
+        ("1__0.5", "1__0.5"),
+    ],
+)
+def test_words(text, value):
+    assert type(parse_scalar(text)) is type(value)
+    assert parse_scalar(text) == value
+    assert to_plain(parse(f"a: {text}", "f"))["a"] == value
+
+
+def test_anchors_and_merges():
+    text = """
+vars: {defaults: &d {lr: 1, momentum: 0.5}, more: &m {lr: 2, decay: 3}}
+optimizer: {<<: *d, lr: 9}
+lr_scheduler: {<<: [*m, *d]}
+seed: *d
+"""
+    found = made(text)
+    assert found["optimizer"] == {"lr": 9, "momentum": 0.5}
+    assert found["lr_scheduler"] == {"lr": 2, "decay": 3, "momentum": 0.5}
+    assert found["seed"] == {"lr": 1, "momentum": 0.5}
+
+
+def test_nothing_of_a_text_is_run(here):
+    marker = here / "marker"
+    for text in (f"a: !!python/object/apply:os.system ['touch {marker}']", f"a: !!python/name:os.system\nb: {marker}"):
+        with pytest.raises(ConfigError, match="is not allowed"):
+            made(text)
+    assert not marker.exists()
+
+
+def test_hostile_files_do_no_harm(here):
+    marker = here / "marker"
+    loaded = []
+    for name, file in hostile_files.settings(here, str(marker)).items():
+        began = time.perf_counter()
+        try:
+            load([file])
+            loaded.append(name)
+        except ConfigError as error:
+            unnamed = [] if str(error).startswith(str(file)) else [name]
+            loaded += unnamed
+        assert time.perf_counter() - began < 20, name
+    assert not marker.exists()
+    assert hostile_files.PAYLOAD not in sys.modules
+    assert loaded == []

@@ -1,0 +1,64 @@
+"""A script with a command line of its own."""
+
+import sys
+from pathlib import Path
+
+import cli_samples
+import pytest
+import torch
+from support.command_runs import RUN, by_hand
+from support.processes import script
+
+import treadle
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "run.yaml").write_text(RUN)
+    return tmp_path
+
+
+def test_a_script_becomes_a_command_line(here, capsys):
+    done = treadle.cli.run(
+        cli_samples.Line,
+        cli_samples.Points,
+        defaults={"trainer": {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}},
+        arguments=["fit", "model.lr=0.02", "trainer.max_epochs=2"],
+    )
+    assert torch.equal(done.model.net.weight, by_hand())
+    assert done.trainer.current_epoch == 2
+    for arguments, status, words in (
+        (["fit", "model.lrr=1"], 2, "Line has no argument 'lrr'"),
+        (["fit", "--help"], 0, "usage: python"),
+        (["fit", "--help", "model"], 0, "Fits a line."),
+        (["fti"], 2, "'fti' is not one of fit, validate, test, predict"),
+        ([], 2, "a command is missing"),
+    ):
+        with pytest.raises(SystemExit) as raised:
+            treadle.cli.run(cli_samples.Line, cli_samples.Points, arguments=arguments)
+        assert raised.value.code == status
+        said = capsys.readouterr()
+        assert words in said.out + said.err
+
+
+@pytest.mark.slow
+def test_a_script_in_processes(here):
+    source = """
+    import sys
+    sys.path.insert(0, {folder!r})
+    from cli_samples import Line, Points
+    from treadle import cli
+
+    if __name__ == "__main__":
+        done = cli.run(Line, Points)
+        done.trainer.print("lr", done.model.lr)
+    """
+    folder = str(Path(cli_samples.__file__).parent)
+    text = "\n".join(line[4:] for line in source.format(folder=folder).splitlines())
+    path = here / "train.py"
+    path.write_text(text)
+    done = script(path, "fit", "trainer.devices=2", "trainer.accelerator=cpu", "trainer.max_epochs=1", "model.lr=0.5")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("lr 0.5") == 1

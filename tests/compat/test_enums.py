@@ -1,0 +1,17 @@
+"""Accelerate's enums."""
+
+from treadle.utils.dataclasses import ComputeEnvironment, DynamoBackend, LoggerType, PrecisionType, RNGType
+
+import treadle
+
+
+def test_enums():
+    assert ("bf16" in PrecisionType, "int3" in PrecisionType) == (True, False)
+    assert PrecisionType.list() == ["no", "fp8", "fp16", "bf16"]
+    assert (str(LoggerType.COMETML), str(DynamoBackend.INDUCTOR)) == ("comet_ml", "INDUCTOR")
+    assert ComputeEnvironment.LOCAL_MACHINE == "LOCAL_MACHINE"
+    accelerator = treadle.Accelerator(
+        cpu=True, mixed_precision=PrecisionType.BF16, rng_types=[RNGType.GENERATOR], dynamo_backend=DynamoBackend.NO
+    )
+    assert accelerator.mixed_precision == "bf16"
+    treadle.utils.synchronize_rng_states([RNGType.TORCH])

@@ -1,0 +1,77 @@
+"""Accelerate's helpers for the regions and files of models; expected values are those of accelerate 1.15."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from treadle.utils.other import (
+    clean_state_dict_for_safetensors,
+    compile_regions,
+    get_module_children_bottom_up,
+    load,
+    save,
+)
+
+import treadle
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_compilation_settings_of_the_environment(monkeypatch):
+    plain = treadle.utils.TorchDynamoPlugin(backend="eager", mode="default", fullgraph=False)
+    assert (treadle.utils.TorchDynamoPlugin().to_kwargs(), plain.to_kwargs()) == ({}, {"backend": "eager"})
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "true")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "0")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "1")
+    plugin = treadle.Accelerator(cpu=True).dynamo_plugin
+    assert plugin.use_regional_compilation is True
+    environment = {"mode": "reduce-overhead", "fullgraph": True, "dynamic": False}
+    assert plugin.to_kwargs() == {"backend": "aot_eager", **environment}
+    assert treadle.utils.TorchDynamoPlugin(backend="no").to_kwargs() == environment
+    explicit = treadle.utils.TorchDynamoPlugin(mode="default", fullgraph=False, dynamic=True)
+    assert explicit.to_kwargs() == {"backend": "aot_eager", "dynamic": True}
+    assert treadle.Trainer(accelerator="cpu", logger=False).accelerator.dynamo_plugin.backend == "no"
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "maybe")
+    with pytest.raises(ValueError, match="ACCELERATE_DYNAMO_USE_DYNAMIC='maybe' must be one of y"):
+        treadle.utils.TorchDynamoPlugin()
+
+
+def test_files(tmp_path):
+    weight = torch.randn(2, 2)
+    state = {"a": weight, "tied": weight, "row": weight[0], "other": torch.ones(2, 2).T}
+    with pytest.warns(UserWarning, match="tied"):
+        cleaned = clean_state_dict_for_safetensors(state)
+    assert list(cleaned) == ["a", "row", "other"]
+    torch.testing.assert_close(cleaned["row"], weight[0])
+    save({"a": weight, "n": np.float64(2.5), "array": np.arange(3)}, tmp_path / "state.pt")
+    loaded = load(tmp_path / "state.pt")
+    torch.testing.assert_close(loaded["a"], weight)
+    assert loaded["array"].tolist() == [0, 1, 2]
+    with pytest.warns(UserWarning, match="tied"):
+        save(state, tmp_path / "state.safetensors", safe_serialization=True)
+    from safetensors.torch import load_file
+
+    assert sorted(load_file(tmp_path / "state.safetensors")) == ["a", "other", "row"]
+
+
+def test_compiled_regions():
+    model = Blocks()
+    compiled = compile_regions(model, backend="eager")
+    assert compiled.head._orig_mod is model.head
+    assert compiled.layers[0]._orig_mod is model.layers[0]
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(compiled(x), model(x))
+    names = [name for name, _ in get_module_children_bottom_up(model, return_fqns=True)]
+    assert names == ["layers.0", "layers.1", "layers", "head", ""]

@@ -1,0 +1,154 @@
+"""Models are built without memory: parameters are empty, whatever they are, and buffers are not."""
+
+import sys
+import threading
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.language_model import LanguageModel, empty
+from support.processes import script
+from torch import nn
+from treadle.engine.big_models import init_empty_weights, init_on_device
+
+
+def test_parameters_are_empty_and_buffers_are_not(plain):
+    model = empty()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.layers[1].scale, plain.layers[1].scale)
+    assert torch.equal(model.mask, plain.mask)
+    assert {n: (p.shape, p.dtype) for n, p in model.named_parameters()} == {
+        n: (p.shape, p.dtype) for n, p in plain.named_parameters()
+    }
+    with init_empty_weights(include_buffers=True):
+        model = LanguageModel()
+    assert all(buffer.is_meta for buffer in model.buffers())
+
+
+class Marked(nn.Parameter):
+    pass
+
+
+def test_what_a_parameter_is_stays():
+    with init_empty_weights():
+        module, shared = nn.Module(), Marked(torch.ones(3), requires_grad=False)
+        shared.note = "kept"
+        module.one, module.two, module.lazy = shared, shared, nn.LazyLinear(3)
+        module.from_numpy = nn.Parameter(torch.from_numpy(shared.detach().numpy()))
+    assert type(module.one) is Marked
+    assert module.one is module.two
+    assert (module.one.is_meta, module.one.requires_grad, module.one.note) == (True, False, "kept")
+    assert nn.parameter.is_lazy(module.lazy.weight)
+    array = torch.ones(2).numpy()
+    with init_on_device("meta", include_buffers=True):
+        module.register_buffer("late", torch.from_numpy(array))
+    assert module.late.is_meta
+    with init_on_device("cpu"):
+        assert nn.Linear(2, 2).weight.device.type == "cpu"
+
+
+def test_contexts_nest_and_end_whatever_happens():
+    with init_empty_weights():
+        with init_empty_weights():
+            assert nn.Linear(2, 2).weight.is_meta
+        assert nn.Linear(2, 2).weight.is_meta
+        with init_on_device("cpu"):
+            assert not nn.Linear(2, 2).weight.is_meta
+        with pytest.raises(ZeroDivisionError):
+            with init_empty_weights(include_buffers=True):
+                _ = 1 / 0
+        assert not nn.BatchNorm1d(2).running_mean.is_meta
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_threads_do_not_see_each_other():
+    seen, errors, stop = [], [], threading.Event()
+
+    def build(inside):
+        try:
+            while not stop.is_set():
+                if inside:
+                    with init_empty_weights():
+                        seen.append((True, nn.Linear(3, 3).weight.is_meta))
+                else:
+                    seen.append((False, nn.Linear(3, 3).weight.is_meta))
+        except BaseException as error:
+            errors.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    threads = [threading.Thread(target=build, args=(inside,)) for inside in (True, True, False)]
+    try:
+        for thread in threads:
+            thread.start()
+        stop.wait(0.5)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(before)
+    assert errors == []
+    assert set(seen) == {(True, True), (False, False)}
+
+
+PEAK = """
+import resource, torch
+from torch import nn
+from treadle.engine.big_models import *
+
+def peak():
+    with open("/proc/self/status") as file:
+        return 1024 * int(next(line.split()[1] for line in file if line.startswith("VmHWM:")))
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(6))
+        self.noise = nn.Parameter(torch.randn(2048, 2048))
+        self.more = nn.Parameter(torch.randn(2048, 2048))
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+ONE = 4 * 2048 * 2048
+torch.set_num_threads(1)
+torch.nn.functional.linear(torch.ones(1, 64), torch.ones(64, 64))
+nn.Linear(4, 4, device="meta")
+start = peak()  # after what torch loads at its first product and its first weights on device meta
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_never_holds_a_second_copy(tmp_path):
+    torch.manual_seed(0)
+    weights = {f"parts.{i}.weight": torch.randn(2048, 2048) / 45 for i in range(6)}
+    weights |= {name: torch.zeros(2048, 2048) for name in ("noise", "more")}
+    save_file(weights, tmp_path / "model.safetensors")
+    source = f"""{PEAK}
+with init_empty_weights():
+    model = Wide()
+built = peak() - start
+load_checkpoint_and_dispatch(model, {str(tmp_path)!r}, {{"": "disk"}})
+x = torch.ones(1, 2048)
+with torch.no_grad():
+    away = model(x)
+ran = peak() - start
+"""
+    streamed = f"""{PEAK.replace("randn", "empty")}
+with init_empty_weights():
+    model = Wide()
+load_checkpoint_and_dispatch(model, {str(tmp_path)!r}, {{"": "cpu"}})
+assert not any(p.is_meta for p in model.parameters())
+loaded = peak() - start
+print(loaded / ONE)
+"""
+    at_once = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # what is freed goes back to the system
+    away = script(source + "\nprint(built / ONE, ran / ONE)", env=at_once, fresh=True)
+    assert away.returncode == 0, away.stderr
+    built, ran = map(float, away.stdout.split())
+    assert built < 1.5  # one random parameter at a time, of eight
+    assert ran < 3.5  # six of eight are run through, one after the other
+    done = script(streamed, env=at_once, fresh=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 9  # the eight of the model, and less than one more

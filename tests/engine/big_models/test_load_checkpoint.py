@@ -1,0 +1,166 @@
+"""Weights are loaded into a model in place: files of every form, dtypes, links, and checkpoints that do not fit."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.language_model import LanguageModel, assert_same, empty, inputs, offloaded, write
+from torch import nn
+from treadle.engine.big_models import load_checkpoint_and_dispatch, load_checkpoint_in_model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "float64"], ids=str)
+def test_a_dtype_for_all_or_nearly_all(plain, tmp_path, dtype):
+    path = write(plain, tmp_path, "file")
+    kind = torch.bfloat16 if dtype == torch.bfloat16 else torch.float64
+    wanted, norm = copy.deepcopy(plain).to(kind), ["norm"] if kind is torch.bfloat16 else "norm"
+    model = empty()
+    model.mask = model.mask.to(kind)
+    load_checkpoint_and_dispatch(model, path, {"": "disk", "layers.1": "cpu"}, dtype=dtype)
+    words = inputs()[0][0]
+    with torch.no_grad():
+        assert torch.equal(model(words)["logits"], wanted(words)["logits"])
+    model = empty()
+    load_checkpoint_in_model(model, path, dtype=dtype, keep_in_fp32_modules=norm)
+    assert {t.dtype for n, t in model.state_dict().items() if "norm" in n} == {torch.float32}
+    assert {t.dtype for n, t in model.state_dict().items() if "norm" not in n} == {kind}
+
+
+def test_a_real_model_keeps_its_parameters(plain, tmp_path):
+    model = LanguageModel()
+    before = dict(model.named_parameters())
+    assert load_checkpoint_in_model(model, write(plain, tmp_path, "sharded"), strict=False) is None
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("start", range(8))
+def test_bits_do_not_depend_on_the_place_in_the_file(tmp_path, start):
+    """Kernels sum in another order where memory is aligned otherwise; one row shows it."""
+    torch.manual_seed(0)
+    plain, x = nn.Linear(333, 100), torch.randn(1, 333)
+    save_file(plain.state_dict() | {"a": torch.zeros(start)}, tmp_path / "model.safetensors")
+    model = load_checkpoint_and_dispatch(empty(lambda: nn.Linear(333, 100)), tmp_path, {"": "disk"})
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+
+
+def in_cache_layout(path):
+    """Turn a checkpoint into links to blobs, as Hugging Face's cache lays it out."""
+    blobs = path.parent / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(path.iterdir())):
+        file.rename(blobs / f"sha{number}")
+        file.symlink_to(Path("..", "blobs", f"sha{number}"))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        ("file", ""),
+        ("file", "one.safetensors"),
+        ("torch", "model.pt"),
+        ("sharded", ""),
+        ("sharded", "model.safetensors.index.json"),
+    ],
+)
+def test_a_checkpoint_of_links(plain, tmp_path, form, name):
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    write(plain, folder, form)
+    path = in_cache_layout(folder) / name
+    assert_same(load_checkpoint_and_dispatch(empty(), path, {"": "cpu"}), plain)
+
+
+def damaged(plain, tmp_path, how):
+    """A checkpoint with one thing wrong, and what the error must say."""
+    path = write(plain, tmp_path, "sharded")
+    state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    if how == "file missing":
+        (path / "model-2.safetensors").unlink()
+        return path, r"lists model-2.safetensors for layers\.1\..*, but this file is missing from the folder"
+    if how == "file cut":
+        data = (path / "model-1.safetensors").read_bytes()
+        (path / "model-1.safetensors").write_bytes(data[:-10])
+        return path, "model-1.safetensors is not a complete safetensors file"
+    if how == "path outside":
+        index["weight_map"]["positions"] = "../model-1.safetensors"
+    if how == "wrong file":
+        index["weight_map"]["positions"] = "model-2.safetensors"
+    if how == "link to a path outside":
+        index["weight_map"]["positions"] = "../outside/model-1.safetensors"
+        (tmp_path / "outside").mkdir()
+        (path / "model-1.safetensors").rename(tmp_path / "outside" / "model-1.safetensors")
+        (tmp_path / "outside" / "index").write_text(json.dumps(index))
+        (path / "model.safetensors.index.json").unlink()
+        (path / "model.safetensors.index.json").symlink_to(tmp_path / "outside" / "index")
+        return path, "'../outside"
+    if how in ("path outside", "wrong file"):
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+        return path, "'../model" if how == "path outside" else "not in the listed files: positions"
+    if how == "shape":
+        state["positions"] = state["positions"][:, :5].clone()
+        words = r"positions has shape \[16, 5\], but \[16, 32\] in the model"
+    elif how == "missing":
+        del state["layers.1.up.weight"], state["layers.1.up.bias"]
+        words = r"neither the checkpoint nor the model has values for layers\.1\.up\.weight, layers\.1\.up\.bias"
+    elif how == "pickle":
+        torch.save({"positions": copy.deepcopy}, path / "model.pt")
+        return path / "model.pt", "has no tensors at the top level"
+    elif how == "nothing":
+        return path / "none", "none: it does not exist"
+    save_file(state, path / "bad.safetensors")
+    return path / "bad.safetensors", words
+
+
+WRONG = [
+    "file missing",
+    "file cut",
+    "path outside",
+    "link to a path outside",
+    "wrong file",
+    "shape",
+    "missing",
+    "pickle",
+]
+
+
+@pytest.mark.parametrize("how", [*WRONG, "nothing"])
+def test_a_wrong_checkpoint_is_named_and_changes_nothing(plain, tmp_path, how):
+    path, words = damaged(plain, tmp_path, how)
+    model = empty()
+    with pytest.raises(ValueError, match=words):
+        load_checkpoint_and_dispatch(model, path, {"": "cpu"})
+    assert offloaded(model) == {name for name in model.state_dict() if not name.endswith("scale")}
+
+
+@pytest.mark.parametrize("how", ["nested", "legacy"])
+def test_other_files_of_torch(plain, tmp_path, how):
+    state = plain.state_dict()
+    new = how == "nested"
+    torch.save({"state_dict": state} if new else state, tmp_path / "model.pt", _use_new_zipfile_serialization=new)
+    model = load_checkpoint_and_dispatch(empty(), tmp_path / "model.pt", {"": "cpu"})
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_names_that_only_one_side_has(plain, tmp_path):
+    state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    del state["layers.0.scale"]
+    save_file(state | {"surplus": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.warns(
+        UserWarning, match=r"does not have \(surplus\) and lacks tensors of the model \(layers\.0\.scale\)"
+    ):
+        model = load_checkpoint_and_dispatch(empty(), tmp_path, {"": "disk"}, offload_buffers=True)
+    assert_same(model, plain)
+    with pytest.raises(
+        ValueError, match=r"does not have \(surplus\) and lacks tensors of the model \(layers\.0\.scale\)"
+    ):
+        load_checkpoint_in_model(empty(), tmp_path, strict=True)
+    for name in ("full_state_dict", "broadcast_from_rank0"):
+        with pytest.raises(ValueError, match=name):
+            load_checkpoint_in_model(empty(), tmp_path, **{name: name != "full_state_dict"})

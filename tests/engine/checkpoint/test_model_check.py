@@ -1,0 +1,103 @@
+"""A checkpoint of another model is refused before anything changes."""
+
+import warnings
+
+import pytest
+import torch
+from support.saved_nets import Net, prepared, same, snapshot
+from torch import nn
+
+import treadle
+
+
+@pytest.fixture
+def saved(tmp_path):
+    accelerator, model, optimizer = prepared(steps=2)
+    accelerator.save_state(tmp_path / "saved")
+    return tmp_path / "saved", model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "lines"),
+    [
+        (lambda: Net(9), ["parts.body.weight: (8, 4) in the checkpoint, (9, 4) in the model"]),
+        (lambda: Net(head="top"), ["missing: parts.top.weight", "unexpected: parts.head.weight"]),
+    ],
+)
+def test_another_model_is_refused_before_anything_changes(saved, make, lines):
+    accelerator, model, optimizer = prepared(make)
+    before = snapshot(model, optimizer)
+    random = torch.get_rng_state()
+    with pytest.raises(ValueError, match="was saved by a different model") as error:
+        accelerator.load_state(saved[0])
+    assert all(line in str(error.value) for line in lines)
+    same(snapshot(model, optimizer), before)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_what_fits_is_taken_where_it_is_asked_for(saved):
+    path, model, optimizer = saved
+    accelerator, other, stepper = prepared(lambda: Net(head="top"))
+    with pytest.warns(UserWarning, match="was saved") as said:
+        accelerator.load_state(path, strict=False)
+    text = "\n".join(str(one.message) for one in said)
+    assert "missing: parts.top.weight" in text
+    assert "a different optimizer" in text
+    same(other.parts["body"].weight, model.parts["body"].weight)
+    there = stepper.state[other.parts["body"].weight]
+    same(there["exp_avg"], optimizer.state[model.parts["body"].weight]["exp_avg"])
+    assert other.parts["top"].weight not in stepper.state
+    accelerator.backward(other(torch.ones(2, 4)).square().mean())
+    stepper.step()
+
+
+def test_the_same_shapes_that_compute_something_else(saved):
+    accelerator, *_ = prepared(lambda: Net(activation=nn.GELU))
+    with pytest.warns(
+        UserWarning, match=r"different results:\n  parts\.act: Tanh in the checkpoint, GELU in this model"
+    ):
+        accelerator.load_state(saved[0])
+
+
+def test_a_part_that_is_compiled_is_the_same_part(saved):
+    def compiled():
+        made = Net()
+        made.parts["act"] = torch.compile(made.parts["act"], backend="eager")
+        return made
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepared(compiled, steps=0)[0].load_state(saved[0])
+
+
+class Pair(nn.Module):
+    def __init__(self, tied):
+        super().__init__()
+        torch.manual_seed(4)
+        self.a, self.b = (nn.Linear(3, 3, bias=False) for _ in range(2))
+        if tied:
+            self.b.weight = self.a.weight
+
+
+@pytest.mark.guarantee
+def test_weights_that_are_tied_here_and_differ_there(tmp_path):
+    """torch would take one of the two without a word."""
+    accelerator = treadle.Accelerator(cpu=True)
+    apart = accelerator.prepare(Pair(False))
+    accelerator.save_state(tmp_path / "x")
+    again = treadle.Accelerator(cpu=True)
+    tied = again.prepare(Pair(True))
+    words = r"b\.weight: tied to a\.weight in the model, but has different values in the checkpoint"
+    with pytest.raises(ValueError, match=words):
+        again.load_state(tmp_path / "x")
+    with torch.no_grad():
+        tied.a.weight.zero_()
+    with pytest.warns(UserWarning, match=words):
+        again.load_state(tmp_path / "x", strict=False)
+    same(tied.b.weight, apart.a.weight)
+    with torch.no_grad():
+        apart.b.weight.copy_(apart.a.weight)
+    accelerator.save_state(tmp_path / "equal")
+    again.load_state(tmp_path / "equal")
+    again.save_state(tmp_path / "tied")
+    accelerator.load_state(tmp_path / "tied")

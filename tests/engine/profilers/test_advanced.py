@@ -1,0 +1,31 @@
+"""AdvancedProfiler counts functions."""
+
+import pickle
+import pstats
+
+from treadle.profilers import AdvancedProfiler
+
+
+def test_advanced_counts_each_function_once_where_it_is_called(tmp_path):
+    profiler = AdvancedProfiler(tmp_path, dump_stats=True)
+
+    def inner():
+        pass
+
+    def outer():
+        with profiler.profile("inner"):
+            inner()
+
+    profiler.start("outer")
+    outer()
+    outer()
+    profiler.stop("outer")
+    text = profiler.summary()
+    assert "Profile of outer" in text
+    functions = {
+        name: {key[2]: calls[0] for key, calls in pstats.Stats(str(tmp_path / f"{name}.prof")).stats.items()}
+        for name in ("outer", "inner")
+    }
+    assert functions["inner"]["inner"] == 2
+    assert "inner" not in functions["outer"]
+    pickle.dumps(AdvancedProfiler())

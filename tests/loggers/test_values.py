@@ -1,0 +1,42 @@
+"""Values that loggers take."""
+
+from __future__ import annotations
+
+import pytest
+from treadle.loggers import CSVLogger, TensorBoardLogger
+
+BUILT_IN = [CSVLogger, TensorBoardLogger]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "step", "error", "message"),
+    [
+        ({"loss": "low"}, 0, TypeError, "metric 'loss' is 'low'.*must be one number"),
+        ({"loss": None}, 0, TypeError, "metric 'loss' is None"),
+        ({"loss": 1j}, 0, TypeError, "metric 'loss' is 1j"),
+        ({"top": {"five": []}}, 0, TypeError, "metric 'top/five'"),
+        ({3: 1.0}, 0, TypeError, "metric name 3 must be a non-empty string"),
+        ([1.0], 0, TypeError, "must be a dict of numbers"),
+        ({"loss": 1.0}, -1, ValueError, "step=-1 must be at least 0"),
+        ({"loss": 1.0}, 0.5, TypeError, r"step=0\.5 must be an integer"),
+    ],
+)
+@pytest.mark.parametrize("kind", BUILT_IN)
+def test_a_wrong_metric_is_named(kind, metrics, step, error, message, tmp_path):
+    logger = kind(tmp_path)
+    with pytest.raises(error, match=message):
+        logger.log_metrics(metrics, step)
+
+
+@pytest.mark.parametrize("kind", BUILT_IN)
+def test_wrong_hyperparameters_are_named(kind, tmp_path):
+    with pytest.raises(TypeError, match=r"params=\[1, 2\] must be a dict"):
+        kind(tmp_path).log_hyperparams([1, 2])
+
+
+@pytest.mark.parametrize("kind", BUILT_IN)
+def test_many_values_in_one_metric_are_refused(kind, tmp_path):
+    import torch
+
+    with pytest.raises(ValueError, match=r"metric 'loss' has shape \(3,\).*\.mean\(\)"):
+        kind(tmp_path).log_metrics({"loss": torch.zeros(3)}, 0)

@@ -1,0 +1,75 @@
+"""Devices as flags name them."""
+
+import pytest
+import torch
+from treadle.strategies import LaunchEnvironment, open_world
+
+WHOLE = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in (*WHOLE, "TREADLE_SUPERVISOR"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("RANK", "abc", "must be an integer"),
+        ("RANK", "4", "from 0 to 3"),
+        ("RANK", "-1", "from 0 to 3"),
+        ("WORLD_SIZE", "0", "at least 1"),
+        ("WORLD_SIZE", "", "must be an integer"),
+        ("WORLD_SIZE", "2.0", "must be an integer"),
+        ("LOCAL_RANK", "2", "below LOCAL_WORLD_SIZE=2"),
+        ("LOCAL_WORLD_SIZE", "9", "from 1 to 4"),
+        ("GROUP_RANK", "x", "must be an integer"),
+    ],
+)
+def test_bad_numbers(name, value, says):
+    with pytest.raises(ValueError, match=f"{name}.*{says}"):
+        LaunchEnvironment.read({**WHOLE, name: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"accelerator": "gpuu"}, "Did you mean 'gpu'"),
+        ({"accelerator": None}, "accelerator=None"),
+        ({"devices": 0}, "devices=0"),
+        ({"devices": "two"}, "devices='two'"),
+        ({"devices": ""}, "at least 1"),
+        ({"devices": []}, "at least one device"),
+        ({"devices": [0, 0]}, "each device only once"),
+        ({"devices": [-1]}, r"devices=\[-1\]"),
+        ({"devices": ["0"]}, r"devices=\['0'\]"),
+        ({"devices": [True]}, r"devices=\[True\]"),
+        ({"num_nodes": 2}, "needs a launcher"),
+    ],
+)
+def test_wrong_flags(options, says):
+    with pytest.raises(ValueError, match=says):
+        open_world(**{"accelerator": "cpu", **options})
+
+
+@pytest.mark.parametrize("devices", [True, 1.5, None])
+def test_devices_of_a_wrong_type(devices):
+    with pytest.raises(TypeError, match="devices="):
+        open_world("cpu", devices)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_device_that_is_not_there():
+    with pytest.raises(ValueError, match="no CUDA device"):
+        open_world("cuda")

@@ -1,0 +1,102 @@
+"""Accelerate's plugins become strategies, or say why not."""
+
+import pytest
+import torch
+from support.processes import run
+
+import treadle
+from treadle import utils
+
+
+def cpu(**options):
+    return treadle.Accelerator(cpu=True, **options)
+
+
+OWN = {
+    "DeepSpeedPlugin": (lambda: utils.DeepSpeedPlugin(zero_stage=3), "strategy='fsdp'"),
+    "FP8": (lambda: utils.TERecipeKwargs(), "Set only mixed_precision='fp8'"),
+    "context": (lambda: utils.ParallelismConfig(cp_size=2), "cp_size=2"),
+    "init": (lambda: utils.InitProcessGroupKwargs(init_method="tcp://x"), "init_method"),
+    "limit": (lambda: utils.ProjectConfiguration(total_limit=0), "total_limit=0"),
+    "format": (lambda: utils.FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT"), "save_model"),
+    "ignored": (lambda: utils.FullyShardedDataParallelPlugin(ignored_modules=[1]), "ignored_modules"),
+    "two shardings": (
+        lambda: utils.FullyShardedDataParallelPlugin(
+            sharding_strategy="FULL_SHARD", reshard_after_forward="SHARD_GRAD_OP"
+        ),
+        "contradicts sharding_strategy='FULL_SHARD'",
+    ),
+    "sharding": (lambda: utils.FullyShardedDataParallelPlugin(sharding_strategy="FULL_SHRAD"), "FULL_SHARD"),
+    "wrapping": (lambda: utils.FullyShardedDataParallelPlugin(auto_wrap_policy="size_based_wrap"), "min_num_params"),
+}
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_what_a_plugin_can_not_mean(case):
+    make, words = OWN[case]
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.parametrize("spell", [str.lower, str.upper])  # Accelerate's own constants are upper case
+def test_a_wrap_policy_in_any_case(spell):
+    def policy(name, **options):
+        plugin = utils.FullyShardedDataParallelPlugin(auto_wrap_policy=spell(name), **options)
+        return plugin.strategy(cpu().world).auto_wrap_policy
+
+    assert policy("no_wrap")(torch.nn.Linear(1, 1)) is False
+    assert policy("size_based_wrap", min_num_params=7) == 7
+    assert policy("transformer_based_wrap", transformer_cls_names_to_wrap="A, B") == {"A", "B"}
+
+
+NOT_OF_REPLICAS = {"cpu_offload": True, "activation_checkpointing": True, "mixed_precision_policy": object()}
+
+
+@pytest.mark.parametrize("name", NOT_OF_REPLICAS)
+def test_no_shard_means_replicas_and_drops_no_setting(name):
+    def strategy(parallelism=None, **options):
+        plugin = utils.FullyShardedDataParallelPlugin(sharding_strategy="NO_SHARD", **options)
+        return plugin.strategy(cpu().world, parallelism)
+
+    assert strategy(cpu_offload=False, transformer_cls_names_to_wrap="Block").name == "ddp"
+    assert strategy(utils.ParallelismConfig(dp_replicate_size=2)).name == "ddp"
+    with pytest.raises(ValueError, match=f"{name}=.* has no effect with sharding_strategy='NO_SHARD'"):
+        strategy(**{name: NOT_OF_REPLICAS[name]})
+    with pytest.raises(ValueError, match="'NO_SHARD' contradicts parallelism_config with dp_shard_size=1"):
+        strategy(utils.ParallelismConfig(tp_size=2))
+
+
+@pytest.mark.parametrize(("policy", "offloads"), [("OffloadPolicy", False), ("CPUOffloadPolicy", True)])
+def test_torchs_offload_policies(policy, offloads):
+    plugin = utils.FullyShardedDataParallelPlugin(cpu_offload=getattr(torch.distributed.fsdp, policy)())
+    assert plugin.strategy(cpu().world).cpu_offload is offloads
+
+
+def mesh_ranks():
+    shards = utils.ParallelismConfig(dp_replicate_size=1, dp_shard_size=2)
+    accelerator = cpu(parallelism_config=shards)
+    mesh = shards.get_device_mesh("cpu")
+    assert shards.get_device_mesh() is mesh
+    with pytest.raises(ValueError, match="device_type='cuda' must be 'cpu'"):
+        shards.get_device_mesh("cuda")
+    names = [(mesh[name].size(), mesh[name].get_local_rank()) for name in ("dp_shard", "dp", "dp_shard_cp", "dp_cp")]
+    return accelerator.data_parallel_shard_rank, accelerator.is_composable_parallelism_enabled, names
+
+
+def test_ranks_within_a_grid():
+    assert run(mesh_ranks, 2) == [(rank, True, [(2, rank)] * 4) for rank in range(2)]
+
+
+def test_a_grid_from_accelerates_variables(monkeypatch):
+    for name, size in (("DP_REPLICATE", 2), ("DP_SHARD", 4), ("TP", 3), ("CP", 1)):
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", str(size))
+    grid = utils.ParallelismConfig()
+    assert (grid.total_size, grid.data_parallel_size, grid.non_data_parallel_size) == (24, 8, 3)
+    assert grid.active_mesh_dims == ["dp_replicate", "dp_shard", "tp"]
+    assert (grid.dp_dim_names, grid.non_dp_dim_names) == (["dp_replicate", "dp_shard"], ["tp"])
+    assert (grid.tp_enabled, grid.cp_enabled, grid.sp_backend) == (True, False, "deepspeed")
+    assert utils.ParallelismConfig(dp_shard_size=1, tp_size=1).total_size == 2  # an argument counts before a variable
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "two")
+    with pytest.raises(ValueError, match="PARALLELISM_CONFIG_TP_SIZE=two must be an integer"):
+        utils.ParallelismConfig()
+    assert utils.ParallelismConfig(1, 1, 1).build_device_mesh("cpu") is None

@@ -1,0 +1,81 @@
+"""Ranks of a loader in one process, and what they read."""
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+from treadle.engine.checkpoint.json_codec import decode, encode
+from treadle.engine.data.loader import Cursor, Loader
+from treadle.engine.rng import ProcessStream, RandomStream, random_state
+
+
+@dataclass
+class Seat:
+    rank: int
+    size: int
+    device = torch.device("cpu")
+
+
+def seed(value):
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)
+
+
+def flat(lists):
+    return [item for part in lists for item in part]
+
+
+def plain_list(loader):
+    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in loader]
+
+
+class Ranks:
+    """One `Loader` per rank, over loaders that the same code built, as in a script that every rank runs."""
+
+    def __init__(self, make, size, accumulate=1, evaluation=False, state=None, run_seed=7, limit=None, process=False):
+        seed(run_seed)
+        self.loaders, self.cursors, self.streams = [], [], []
+        for rank in range(size):
+            cursor, stream = Cursor(), ProcessStream() if process else RandomStream(random_state())
+            loader = Loader(
+                make(),
+                world=Seat(rank, size),
+                cursor=cursor,
+                stream=stream,
+                accumulate=lambda: accumulate,
+                evaluation=evaluation,
+            )
+            loader.limit = limit
+            if state is not None:
+                loader.load_state_dict(decode(*encode(state["loader"])))
+                stream.go_to(decode(*encode(state["stream"])))
+            self.loaders.append(loader)
+            self.cursors.append(cursor)
+            self.streams.append(stream)
+
+    def state(self):
+        return {"loader": self.loaders[0].state_dict(), "stream": self.streams[0].get_state()}
+
+    def epoch(self, stop=None, noise=False):
+        """Global batches as (own ids of each rank, facts of each rank), at most `stop` of them."""
+        for pieces in itertools.islice(zip(*map(iter, self.loaders), strict=True), stop):
+            facts = [cursor.micro for cursor in self.cursors]
+            if noise:  # a dropout, a user's random.random()
+                torch.rand(3), random.random(), np.random.rand()
+            yield (
+                [[int(i) for i in np.atleast_1d(p)] if m.samples else [] for p, m in zip(pieces, facts, strict=True)],
+                facts,
+            )
+
+    def ids(self, stop=None, noise=False):
+        return [flat(parts) for parts, _ in self.epoch(stop, noise)]
+
+
+class Negated(DataLoader):
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield -batch

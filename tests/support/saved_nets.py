@@ -1,0 +1,59 @@
+"""Small networks with an optimizer, as a loop of one's own saves them."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import treadle
+
+
+def net(width=8, activation=nn.Tanh, head="head"):
+    torch.manual_seed(1)
+    parts = {"body": nn.Linear(4, width), "act": activation(), head: nn.Linear(width, 2)}
+    return nn.Sequential(*parts.values()) if head == "" else nn.ModuleDict(parts)
+
+
+class Net(nn.Module):
+    def __init__(self, width=8, activation=nn.Tanh, head="head"):
+        super().__init__()
+        self.parts = net(width, activation, head)
+
+    def forward(self, x):
+        for part in self.parts.values():
+            x = part(x)
+        return x
+
+
+def prepared(make=Net, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.1), accumulate=1, batch=4, steps=1):
+    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    model = make()
+    data = DataLoader(TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(2))), batch)
+    model, stepper, data = accelerator.prepare(model, optimizer(model), data)
+    for _ in range(steps):
+        accelerator.backward(model(torch.ones(2, 4)).square().mean())
+        stepper.step()
+        stepper.zero_grad()
+    return accelerator, model, stepper
+
+
+def same(one, other):
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+class Extra(Net):
+    """Has something of its own in its state."""
+
+    def __init__(self, extra=None):
+        super().__init__()
+        self.extra = {"kind": "own"} if extra is None else extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+def snapshot(model, optimizer):
+    slots = {i: {k: v.clone() for k, v in s.items()} for i, s in optimizer.state_dict()["state"].items()}
+    return {name: value.clone() for name, value in model.state_dict().items()}, slots

@@ -1,0 +1,161 @@
+"""The plan of a configuration is that of its run: steps, rates, checkpoints, machines."""
+
+import textwrap
+
+import pytest
+from support.collective_counts import CountedCollectives
+from support.planned_runs import CONFIG, TASK, plan
+from support.processes import run
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    (tmp_path / "planned_task.py").write_text(textwrap.dedent(TASK))
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("schedule", ["none", "plateau", "steps", "stream"])
+def test_a_task_that_is_finished_by_the_run(here, capsys, schedule):
+    (here / "run.yaml").write_text(
+        "trainer: {max_epochs: 2, strategy: fsdp, devices: 2}\nmodel: {class: planned_task.Late, schedule: none}"
+    )
+    status, out, err = plan(capsys, "--no-advice", f"model.schedule={schedule}")
+    assert status == 0, err
+    assert "90, all trained" in out  # 8 to 4 x 2 processes, and those to 2 epochs, with biases
+    words = {
+        "none": "learning rate 0.1 throughout",
+        "plateau": "learning rate 0.1 at first, then depending on loss",
+        "steps": "learning rate 0.05 to 0.1",
+        "stream": "epochs of unknown length",
+    }
+    assert words[schedule] in out
+    assert ("number unknown" in out) == (schedule == "stream")
+
+
+def test_a_run_that_fails_is_no_run_that_does_not_fit(here, capsys):
+    status, _, err = plan(capsys, "model.class=planned_task.Broken")
+    assert status == 2
+    assert "planned_task.py" in err
+    assert "no attribute 'missing'" in err
+
+
+def subject_of(*arguments):
+    from treadle.tools.plan.command import build_parser
+    from treadle.tools.plan.config_subject import build_config_subject
+
+    return build_config_subject(build_parser().parse_args(["--config", "run.yaml", *arguments]))
+
+
+def planned(*arguments):
+    """The plan and the schedule of the run."""
+    from treadle.tools.plan.simulation import simulate
+
+    subject = subject_of(*arguments)
+    settings = subject.settings
+    made = simulate(
+        subject.build_model, subject.make_batch, subject.loss, subject.optimizer,
+        strategy=subject.strategy(settings["world_size"]), step=subject.step, **settings,
+    )  # fmt: skip
+    return made, subject.schedule(made)
+
+
+FLAGS = {
+    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "enable_report": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "flags"),
+    [
+        ("Task", "plain", {}),
+        pytest.param("Task", "dropped", {}, marks=pytest.mark.exhaustive),
+        pytest.param("Task", "sampled", {"max_steps": 9}, marks=pytest.mark.exhaustive),
+        pytest.param("Task", "own batches", {}, marks=pytest.mark.exhaustive),
+        pytest.param("Task", "list", {"limit_train_batches": 5}, marks=pytest.mark.exhaustive),
+        pytest.param("Task", "plain", {"limit_train_batches": 0.3}, marks=pytest.mark.exhaustive),
+        pytest.param("Task", "plain", {"overfit_batches": 7}, marks=pytest.mark.exhaustive),
+        pytest.param("Task", "plain", {"fast_dev_run": 3}, marks=pytest.mark.exhaustive),
+        ("Pair", "plain", {}),
+    ],
+)
+def test_steps_and_rates_are_those_of_the_real_run(here, name, form, flags):
+    import planned_task
+
+    import treadle
+
+    given = [f"trainer.{flag}={value}" for flag, value in flags.items()]
+    _, schedule = planned("trainer.strategy=single", "trainer.devices=1", f"model.class=planned_task.{name}",
+                          f"model.form={form}", *given)  # fmt: skip
+    rates = []
+
+    class Watch(treadle.Callback):
+        def on_before_optimizer_step(self, trainer, task, optimizer):
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    trainer = treadle.Trainer(
+        accelerator="cpu", max_epochs=2, accumulate_grad_batches=2, callbacks=[Watch()], **{**FLAGS, **flags}
+    )
+    trainer.fit(getattr(planned_task, name)(width=12, form=form))
+    assert schedule.steps == trainer.global_step
+    assert schedule.per_epoch == -(-trainer.num_training_batches // 2)
+    assert schedule.rates == pytest.approx(rates)
+
+
+def test_a_checkpoint_has_the_bytes_of_a_real_one(here):
+    import planned_task
+
+    import treadle
+
+    made, _ = planned("trainer.strategy=single", "trainer.devices=1", "model.width=64")
+    trainer = treadle.Trainer(accelerator="cpu", max_steps=1, **FLAGS)
+    trainer.fit(planned_task.Task(width=64))
+    trainer.save_checkpoint("saved")
+    written = (here / "saved").stat().st_size
+    assert made.checkpoint <= written < made.checkpoint + 80_000  # what is saved beside: names, random states
+
+
+def test_machines_are_those_of_the_configuration(here, capsys):
+    _, out, _ = plan(capsys, "--no-advice", "trainer.num_nodes=3")
+    assert "on 6 x h100 (3 machines)" in out
+    _, out, _ = plan(capsys, "--no-advice", "--world-size", "8", "--per-machine", "4", "trainer.compile=true")
+    assert "on 8 x h100 (2 machines), fsdp, 32-true, compiled" in out
+    assert "assumed" in out
+    _, out, _ = plan(capsys, "--no-advice", "--gpu", "a100")
+    assert "assumed" not in out
+
+
+def sent_in_a_run():
+    """What one process of the real run sends in its second step."""
+    import planned_task
+
+    import treadle
+
+    written = CountedCollectives()
+
+    class Watch(treadle.Callback):
+        def on_train_batch_start(self, trainer, task, batch, batch_idx):
+            if batch_idx == 2:
+                written.__enter__()
+
+        def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+            if batch_idx == 3:
+                written.__exit__(None, None, None)
+
+    trainer = treadle.Trainer(
+        accelerator="cpu", max_epochs=1, strategy="fsdp", devices=2, accumulate_grad_batches=2, gradient_clip_val=1.0,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, callbacks=[Watch()],
+    )  # fmt: skip
+    trainer.fit(planned_task.Task(width=12))
+    return dict(written.found), trainer.global_step
+
+
+def test_the_exchange_is_that_of_the_real_run(here):
+    made, schedule = planned()
+    sizes = {f"{kind} bytes": number for kind, number in made.traffic.size.items()}
+    sent, steps = run(sent_in_a_run, 2)[0]
+    assert sent == {**made.traffic.count, **sizes}
+    assert schedule.per_epoch == steps
