@@ -226,9 +226,8 @@ class Accelerator(Process):
         self.device_placement, self.step_scheduler_with_optimizer = device_placement, step_scheduler_with_optimizer
         self.dataloader_config = configuration.resolve_dataloader_config(dataloader_config, split_batches)
         self.project_configuration = configuration.resolve_project(project_config, project_dir)
-        self.gradient_accumulation_plugin = configuration.resolve_accumulation(
-            gradient_accumulation_plugin, gradient_accumulation_steps
-        )
+        plugin, steps = gradient_accumulation_plugin, gradient_accumulation_steps
+        self.gradient_accumulation_plugin = configuration.resolve_accumulation(plugin, steps)
         self.dynamo_plugin = configuration.resolve_compilation(dynamo_plugin, dynamo_backend)
         self.precision, self.mixed_precision = configuration.resolve_precision(mixed_precision, handlers["autocast"])
         self.fsdp_plugin, self.parallelism_config, self.on_nonfinite = fsdp_plugin, parallelism_config, on_nonfinite
@@ -238,12 +237,10 @@ class Accelerator(Process):
         world = open_world(kind, devices, num_nodes, spread=spread, **configuration.merge_group(group, strategy))
         self.strategy = choose_strategy(strategy, world, fsdp_plugin, parallelism_config, handlers["replicas"])
         self.strategy.attach(world, self.precision)
-        self.step_micro_batches = step_micro_batches
-        self._tree = None if step_micro_batches is None else FixedTree(step_micro_batches, world.size)
         super().__init__(world, self.strategy.data_world)
-        self._begin(handlers["scaler"], Trackers(world, sources), watch(world, limit))
+        self._begin(handlers["scaler"], Trackers(world, sources), watch(world, limit), step_micro_batches)
 
-    def _begin(self, scaling: Any, trackers: Trackers, watchdog: Watchdog | None) -> None:
+    def _begin(self, scaling: Any, trackers: Trackers, watchdog: Watchdog | None, leaves: int | None) -> None:
         report_uncaught()
         self.precision.warn_if_emulated(self.device)
         scaler = configuration.build_scaler(scaling, self.precision, self.device)
@@ -256,7 +253,9 @@ class Accelerator(Process):
         self._compared = False
         self._trained: dict[int, frozenset[int]] = {}  # by model, the parameters that it was wrapped to train
         self.strategy.prepared = self.models, self.optimizers
-        self.rng = RunRng(self.world, self.strategy, keyed=self._tree is not None)
+        self.step_micro_batches = leaves
+        self._tree = None if leaves is None else FixedTree(leaves, self.world.size)
+        self.rng = RunRng(self.world, self.strategy, keyed=leaves is not None)
         self.accumulation = Accumulation(
             self.gradient_accumulation_plugin,
             self.world,
@@ -528,8 +527,6 @@ class Accelerator(Process):
         if self.stream is None:
             self.compare_settings()
             self.rng.start(self.dataloader_config.data_seed)
-        stream = self.stream
-        assert stream is not None
         if move is None and (self.device_placement if device_placement is None else device_placement):
             move = choose_mover(self.device, self.precision)
         if self.use_seedable_sampler:
@@ -538,14 +535,14 @@ class Accelerator(Process):
             loader,
             world=self.data_world,
             cursor=self.cursor,
-            stream=stream,
+            stream=self.stream,  # type: ignore[arg-type]  # it has started
             accumulate=self.accumulation.loader_group_size,
             shard=shard,
             evaluation=evaluation,
             move=move,
             split=self.split_batches and shard,
             on_begin=self.rng.draw_apart,
-            **({} if self._tree is None else {"tree": self._tree}),
+            tree=self._tree,
         )
         if shard:
             check_loaders_match(loader.flattened if isinstance(loader, CombinedLoader) else [loader], self.data_world)

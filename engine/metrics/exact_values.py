@@ -67,7 +67,7 @@ class ExactEntry(Entry):
         return total / math.fsum(weights) if self.reduction == "mean" else total
 
     def part(self) -> tuple[Any, Any, list[Any], list[float]]:
-        """Return the exact sums, in the place of a total and its weight, and no further values."""
+        """Return the exact sums, as a total and its weight, and no further values."""
         self.fold()
         return list(self.sums), list(self.weight_sums), [], []
 

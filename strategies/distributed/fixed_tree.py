@@ -101,6 +101,18 @@ class PartialSums:
     Attributes:
         needs_gradients: Whether parameters with a held sum need a gradient before the last backward pass, even if that
             does not use them.
+
+    Examples:
+        >>> import torch
+        >>> from treadle.strategies.distributed import PartialSums
+        >>> weight, sums = torch.zeros(1, requires_grad=True), PartialSums()
+        >>> for number in range(3):
+        ...     weight.grad = torch.ones(1)
+        ...     sums.hold([weight], number)
+        >>> weight.grad = torch.ones(1)
+        >>> sums.finish([weight])
+        >>> weight.grad
+        tensor([4.])
     """
 
     def __init__(self) -> None:
