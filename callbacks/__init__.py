@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ._summary import Summary, summarize
     from ._throughput import Throughput, get_available_flops, measure_flops
     from .batch_size_finder import BatchSizeFinder
+    from .batch_size_scheduler import BatchSizeScheduler
     from .callback import HOOKS, Callback
     from .checkpoint import Checkpoint
     from .device_stats_monitor import DeviceStatsMonitor

@@ -59,12 +59,13 @@ class GradientAccumulationScheduler(Callback):
         """
         return self.scheduling[max(first for first in self.epochs if first <= epoch)]
 
-    def steps(self, batches: int, epochs: int) -> int:
+    def steps(self, batches: int, epochs: int, full: int = 1) -> int:
         """Return the number of optimizer steps in the first ``epochs`` epochs.
 
         Args:
             batches: Number of micro-batches in each epoch.
             epochs: Number of epochs.
+            full: Number of samples in a full micro-batch over all processes. It has no effect. Default: 1.
         """
         return sum(-(-batches // self.get_accumulate_grad_batches(epoch)) for epoch in range(epochs))
 
@@ -74,13 +75,13 @@ class GradientAccumulationScheduler(Callback):
             return
         if not pl_module.automatic_optimization:
             raise ValueError(
-                "GradientAccumulationScheduler has no effect with automatic_optimization=False. Remove the "
+                f"{type(self).__name__} has no effect with automatic_optimization=False. Remove the "
                 "callback, and decide in training_step when to call optimizer.step()."
             )
         if trainer.accumulate_grad_batches != 1:
             raise ValueError(
-                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and GradientAccumulationScheduler "
-                "both set the number of micro-batches per optimizer step. Remove one of them."
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and {type(self).__name__} both "
+                "set the number of micro-batches per optimizer step. Remove one of them."
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:

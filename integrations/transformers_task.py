@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ..common.messages import name_type, nearest
 from ..common.optional import require
 from ..common.validation import check_bool, choose
+from ..engine.optim import chunked_cross_entropy
 from ..trainer import TaskModule
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ IGNORED = -100
 
 
 _BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+# The model returns the inputs of its head for all tokens, and the logits of the last ones only.
+_WITHOUT_LOGITS = {"output_hidden_states": True, "logits_to_keep": 1}
 _WITHOUT_LENGTH = ("constant", "constant_with_warmup", "inverse_sqrt", *_BY_METRIC)
 
 
@@ -52,13 +56,18 @@ class TransformersTask(TaskModule):
             step. ``"reduce_lr_on_plateau"`` and ``"greedy"`` advance after each epoch, based on ``val_loss``. Default:
             ``"linear"``.
         warmup_steps: Length of the warmup in optimizer steps. A value below 1 is a fraction of all steps. Default: 0.
-        scheduler_options: Further arguments of the scheduler, such as ``{"num_cycles": 2}``.
+        scheduler_options: Further arguments of the scheduler, such as ``{"num_cycles": 2}``. For
+            ``"warmup_stable_decay"``, ``num_decay_steps`` may also be a fraction of all steps; its default is 0.2.
         metrics: torchmetrics objects by name. `update_metrics` updates them in validation and testing.
         generation: Arguments of ``model.generate`` for predictions, such as ``{"max_new_tokens": 50}``.
         adapter: A peft configuration, as an object or a dict. The model's own weights are frozen and adapters are
             trained. ``ModelCheckpoint(save_trainable_only=True)`` saves only the adapters.
         gradient_checkpointing: Whether to recompute activations in the backward pass to save memory. Default: False.
         model_options: Further arguments of ``from_pretrained``, such as ``{"num_labels": 5}``.
+        loss: ``"model"`` (default) uses the loss that the model returns. ``"chunked"`` computes the same loss with
+            `chunked_cross_entropy`, which needs much less memory for a large vocabulary. The model must be a causal
+            language model with a linear head. Evaluation with ``metrics`` needs all logits, so it uses the model's
+            loss.
 
     Raises:
         ModuleNotFoundError: If transformers is not installed, or if ``adapter`` is set and peft is not installed.
@@ -103,6 +112,7 @@ class TransformersTask(TaskModule):
         adapter: PeftConfig | Mapping[str, Any] | None = None,
         gradient_checkpointing: bool = False,
         model_options: Mapping[str, Any] | None = None,
+        loss: str = "model",
     ) -> None:
         require("TransformersTask", "transformers", extra="transformers")
         super().__init__()
@@ -128,6 +138,9 @@ class TransformersTask(TaskModule):
             # The name in transformers 5; transformers 4 has another one.
             enable = getattr(self.model, "activation_checkpointing_enable", None)
             (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
+        self._is_chunked = choose("loss", loss, ("model", "chunked")) == "chunked"
+        if self._is_chunked:
+            _check_head(self.model)
         self.tokenizer = _load_tokenizer(tokenizer, model if named else None)
         metrics = dict(metrics or {})
         self.val_metrics = nn.ModuleDict(metrics)
@@ -148,9 +161,8 @@ class TransformersTask(TaskModule):
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
         """Return the loss and, with token-level labels, the result of `count_targets` as ``"weight"``."""
-        outputs = self(batch)
         weight = self.count_targets(batch)
-        loss = self._get_loss(outputs, batch, weight)
+        loss = self._get_loss(None if self._is_chunked else self(batch), batch, weight)
         self.log("train_loss", loss, prog_bar=True)
         return {"loss": loss} if weight is None else {"loss": loss, "weight": weight}
 
@@ -257,7 +269,7 @@ class TransformersTask(TaskModule):
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _evaluate(self, batch: Mapping[str, Any], stage: str, metrics: nn.ModuleDict) -> None:
-        outputs = self(batch)
+        outputs: Any = None if self._is_chunked and not metrics else self(batch)
         count = self.count_targets(batch)
         weight = None if count is None else int(count)  # one synchronization per batch; training has none
         self.log(f"{stage}_loss", self._get_loss(outputs, batch, count), prog_bar=True, batch_size=weight)
@@ -266,7 +278,12 @@ class TransformersTask(TaskModule):
             self.log_dict({f"{stage}_{name}": metric for name, metric in metrics.items()}, on_step=False, on_epoch=True)
 
     def _get_loss(self, outputs: Any, batch: Mapping[str, Any], count: Tensor | None) -> Tensor:
-        """Return the loss of a batch, or 0 if the batch has token labels and all of them are ignored."""
+        """Return the loss of a batch, or 0 if the batch has token labels and all of them are ignored.
+
+        If ``outputs`` is None, the loss is computed in chunks.
+        """
+        if outputs is None:
+            return self._get_chunked_loss(batch)
         loss: Tensor | None = getattr(outputs, "loss", None)
         if loss is None:
             fix = "Use a model class that computes a loss" if "labels" in batch else "Add 'labels' to the batch"
@@ -275,6 +292,17 @@ class TransformersTask(TaskModule):
             )
         # The mean of a batch whose labels are all ignored is NaN.
         return loss if count is None else torch.where(count > 0, loss, torch.zeros_like(loss))
+
+    def _get_chunked_loss(self, batch: Mapping[str, Any]) -> Tensor:
+        targets = self._select_targets(batch)
+        if targets is None:
+            raise ValueError("loss='chunked' needs 'input_ids' and 'labels' with a label per token in each batch.")
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        hidden = self({**inputs, **_WITHOUT_LOGITS}).hidden_states[-1]
+        total = chunked_cross_entropy(
+            hidden[:, : targets.shape[1]], self.model.get_output_embeddings(), targets, reduction="sum"
+        )
+        return total / (targets != IGNORED).sum().clamp(min=1)
 
     def _check_packed_rows(self, batch: Mapping[str, Any]) -> None:
         implementation = getattr(self.model.config, "_attn_implementation", None) or ""
@@ -305,6 +333,8 @@ class TransformersTask(TaskModule):
                 f"warmup_steps={warmup} is a fraction of the run, whose length is unknown. Set Trainer(max_steps=...), "
                 "or pass an integer."
             )
+        if name == "warmup_stable_decay" and 0 < (decay := extra.setdefault("num_decay_steps", 0.2)) < 1 and has_length:
+            extra["num_decay_steps"] = math.ceil(decay * steps)
         if not has_length and name not in _WITHOUT_LENGTH and "num_stable_steps" not in extra:
             raise ValueError(
                 f"lr_scheduler={name!r} needs the length of the run, which is unknown. Set Trainer(max_steps=...), or "
@@ -340,6 +370,48 @@ def _predicts_next_token(model: Any) -> bool:
     known = {name for entry in names for name in (entry if isinstance(entry, tuple) else (entry,))}
     causal = getattr(model, "loss_type", None) == "ForCausalLM" or any(c.__name__ in known for c in type(model).__mro__)
     return causal and not model.config.is_encoder_decoder
+
+
+def _check_head(model: Any) -> None:
+    """Raise an error unless the model's loss is the cross-entropy of a linear head on the last hidden states.
+
+    The model runs with two tokens and random numbers in place of the head's results. Large numbers show what is done
+    with logits, such as a limit, also in a model that was not trained yet.
+    """
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    reason = ""
+    if not _predicts_next_token(model) or "logits_to_keep" not in inspect.signature(base.forward).parameters:
+        reason = "is not a causal language model with the argument logits_to_keep"
+    elif not isinstance(head, nn.Linear):
+        kind = type(head)
+        reason = f"has {kind.__module__}.{kind.__qualname__} as its head, not nn.Linear"
+    elif not any(parameter.is_meta for parameter in model.parameters()):
+        seen: list[Tensor] = []
+
+        def replace(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            seen[:] = inputs[0], torch.linspace(-99, 99, output.numel()).reshape(output.shape).to(output)
+            return seen[1]
+
+        tokens, was_training = torch.zeros(1, 2, dtype=torch.int64, device=head.weight.device), model.training
+        hook = head.register_forward_hook(replace)
+        try:
+            with torch.no_grad():
+                outputs = model.eval()(input_ids=tokens, **_WITHOUT_LOGITS)
+                if not (
+                    torch.equal(outputs.hidden_states[-1][:, -1:], seen[0]) and torch.equal(outputs.logits, seen[1])
+                ):
+                    reason = "computes more than the head's product from the last hidden state"
+                loss = model(input_ids=tokens, labels=tokens).loss.float()
+                if not torch.allclose(loss, nn.functional.cross_entropy(seen[1][0, :1].float(), tokens[0, :1])):
+                    reason = reason or "adds to the cross-entropy of its logits"
+        finally:
+            hook.remove()
+            model.train(was_training)
+    if reason:
+        raise ValueError(
+            f"loss='chunked' can't replace the loss of {type(base).__name__}, which {reason}. Use loss='model'."
+        )
 
 
 def _load_model(name: str | os.PathLike[str], auto_class: str | None, options: dict[str, Any]) -> Any:

@@ -663,7 +663,7 @@ class Trainer(LightningAliases, Copyable):
             return self.max_steps if self.max_steps != -1 else float("inf")
         steps = -(-batches // self.accelerator.gradient_accumulation_steps) * self.max_epochs
         for schedule in (c for c in self.callbacks if isinstance(c, GradientAccumulationScheduler)):
-            steps = schedule.steps(batches, self.max_epochs)
+            steps = schedule.steps(batches, self.max_epochs, self.sources.train.total_batch_size)  # type: ignore
         return steps if self.max_steps == -1 else min(steps, self.max_steps)
 
     @property

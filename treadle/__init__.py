@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         engine,
         integrations,
         loggers,
+        optim,
         plugins,
         profilers,
         runs,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         ProfileKwargs,
     )
     from .engine.data import skip_first_batches
+    from .engine.optim import chunked_cross_entropy
     from .engine.weights import load_weights
     from .strategies import (
         DDPCommunicationHookType,

@@ -324,8 +324,9 @@ class JointBatches:
         """
         self.micros.clear()
         read = self._read()
-        while remaining is None or remaining > 0:
-            width = self.planner.accumulate() if remaining is None else min(remaining, self.planner.accumulate())
+        for number in itertools.count():
+            width = self.planner.accumulate(number)
+            width = width if remaining is None else min(remaining, width)
             group = list(itertools.islice(read, width))
             if not group:
                 return
@@ -376,7 +377,7 @@ class JointLoader(Loader):
     _plan: JointBatches  # type: ignore[assignment]
     _reader: JointBatches  # type: ignore[assignment]
 
-    def _prepare(self, source: Any, world: World, shard: bool, accumulate: Callable[[], int], split: bool) -> None:
+    def _prepare(self, source: Any, world: World, shard: bool, accumulate: Callable[[int], int], split: bool) -> None:
         if any(isinstance(dataloader, Loader) for dataloader in source.flattened):
             raise TypeError(
                 "CombinedLoader contains a prepared dataloader. Combine the original DataLoaders, then prepare the "
@@ -390,7 +391,7 @@ class JointLoader(Loader):
                 world=world,
                 cursor=Cursor(),
                 stream=self._stream,
-                accumulate=lambda: 1,
+                accumulate=lambda _: 1,
                 shard=shard,
                 evaluation=True,
                 split=split,

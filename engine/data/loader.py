@@ -71,7 +71,8 @@ class Loader:
         world: The processes that share the data.
         cursor: Position of the loop, shared by the Accelerator and its dataloaders.
         stream: The random stream that samplers without their own generator draw from.
-        accumulate: Function that returns the number of micro-batches per optimizer step.
+        accumulate: Function that returns the number of micro-batches of an optimizer step, given the step's index since
+            the start of the iteration.
         shard: If False, each process yields all batches of its own dataloader. Default: True.
         evaluation: Whether the batches are used for evaluation. If True, ``accumulate`` is ignored. Default: False.
         move: Function that is applied to each batch, for example to move it to the device. Default: None.
@@ -107,7 +108,7 @@ class Loader:
         world: World,
         cursor: Cursor,
         stream: RandomStream,
-        accumulate: Callable[[], int],
+        accumulate: Callable[[int], int],
         shard: bool = True,
         evaluation: bool = False,
         move: Callable[[Any], Any] | None = None,
@@ -141,9 +142,9 @@ class Loader:
         self._tree = None if evaluation else tree
         if self._tree is not None:
             _check_divisible(source, shard, split)
-        self._prepare(source, world, shard, (lambda: 1) if evaluation else accumulate, split)
+        self._prepare(source, world, shard, (lambda _: 1) if evaluation else accumulate, split)
 
-    def _prepare(self, source: Any, world: World, shard: bool, accumulate: Callable[[], int], split: bool) -> None:
+    def _prepare(self, source: Any, world: World, shard: bool, accumulate: Callable[[int], int], split: bool) -> None:
         presharded = not shard or shards_itself(source)
         planner = GroupPlanner(world.rank, world.size, accumulate, presharded, self._tree)
         if isinstance(source, DataLoader) and (shard or world.size == 1 or not reads_other_loaders(source)):

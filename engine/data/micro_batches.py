@@ -95,13 +95,17 @@ class GroupPlanner:
 
     With a ``tree``, each rank plans whole micro-batches, of which it reads its own, so ``rank`` and ``size`` are 0 and
     1 too.
+
+    Attributes:
+        accumulate: Function that returns the number of micro-batches of a group, given its index in the iteration.
+            Groups are planned before the steps of earlier ones, because workers read ahead.
     """
 
     def __init__(
         self,
         rank: int,
         size: int,
-        accumulate: Callable[[], int],
+        accumulate: Callable[[int], int],
         presharded: bool = False,
         tree: FixedTree | None = None,
     ) -> None:
@@ -112,7 +116,7 @@ class GroupPlanner:
         self.tree = tree
         self.rank, self.size = (rank, size) if tree is None else (0, 1)
         if tree is not None:
-            self.accumulate = lambda: tree.leaves
+            self.accumulate = lambda _: tree.leaves
         if presharded and size > 1:
             self.disable_sharding()
 

@@ -421,7 +421,9 @@ class ShardedBatches:
             batches = _merge_tail(batches, self.planner.size)
         for indices, _ in itertools.islice(batches, passing):
             self._advance(len(indices))
-        while group := list(itertools.islice(batches, self.planner.accumulate())):
+        for number in itertools.count():
+            if not (group := list(itertools.islice(batches, self.planner.accumulate(number)))):
+                return
             yield group, [len(indices) for indices, _ in group]
 
     def _advance(self, samples: int) -> None:
@@ -436,9 +438,9 @@ class ShardedBatches:
         for indices, _ in itertools.islice(batches, self.start.batches):
             placeholder = indices[:1]
         first, remaining, name = self.start.batches, self.limit, type(self.sampler).__name__
-        passed = self.start.passing
+        passed, number = self.start.passing, 0
         while remaining is None or remaining > 0:
-            width = passed or self.planner.accumulate()
+            width = passed or self.planner.accumulate(number)
             group = list(itertools.islice(batches, width if remaining is None else min(remaining, width)))
             totals = shares.totals(first, [len(indices) for indices, _ in group], width, name)[:remaining]
             if not totals:
@@ -450,6 +452,7 @@ class ShardedBatches:
                 self._advance(sum(totals))
                 passed = 0
             else:
+                number += 1
                 yield group, totals
 
     def _plan_leaves(self, epoch_seed: int) -> Iterator[Any]:

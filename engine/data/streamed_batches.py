@@ -329,9 +329,10 @@ class StreamedBatches:
     def _deal_batches(self, source: Iterator[Any], remaining: int | None) -> Iterator[Any]:
         """Yield this process's share of a stream that all ranks read completely."""
         micros = self.micros
-        rank, size = self.planner.rank, self.planner.size
+        rank, size, number = self.planner.rank, self.planner.size, 0
         while remaining is None or remaining > 0:
-            width = self.planner.accumulate() if remaining is None else min(remaining, self.planner.accumulate())
+            width = self.planner.accumulate(number)
+            width, number = width if remaining is None else min(remaining, width), number + 1
             group = self._read(source, width * size)
             # A worker's last batch may be short while other workers have more.
             is_short = len(group) < width * size or group[-1][0] < (self.counted or 1)
@@ -349,9 +350,10 @@ class StreamedBatches:
     def _read_rank_batches(
         self, source: Iterator[Any], remaining: int | None, shares: RankShares, placeholder: Any
     ) -> Iterator[Any]:
-        first = self.start.batches
+        first, number = self.start.batches, 0
         while remaining is None or remaining > 0:
-            width = self.planner.accumulate() if remaining is None else min(remaining, self.planner.accumulate())
+            width = self.planner.accumulate(number)
+            width, number = width if remaining is None else min(remaining, width), number + 1
             outlook = self._pop_outlook(shares, width)
             group, drawn = self._take_group(source, width, shares)
             if len(group) < width:
@@ -368,7 +370,7 @@ class StreamedBatches:
             sizes = [(count, total) for (count, _), total in zip(group, totals, strict=True)]
             for micro, (_, batch) in zip(self.planner.plan(sizes), group, strict=True):
                 if micro.last and shares.depth:
-                    self._look_ahead(source, remaining, shares)
+                    self._look_ahead(source, remaining, shares, number)
                 self.micros.append((micro, drawn, None))
                 yield batch
 
@@ -394,14 +396,16 @@ class StreamedBatches:
                 return
             self._ahead.append(BatchAhead(*read[0], state, self._take_drawn()))
 
-    def _look_ahead(self, source: Iterator[Any], remaining: int | None, shares: RankShares) -> None:
-        """Read the group on which the ranks vote during the current step, and set this rank's votes."""
+    def _look_ahead(self, source: Iterator[Any], remaining: int | None, shares: RankShares, number: int) -> None:
+        """Read the group on which the ranks vote during the current step, and set this rank's votes.
+
+        ``number`` is the index of the next group.
+        """
         begin, width = 0, 0
-        for _ in range(shares.depth):
+        for ahead in range(number, number + shares.depth):
             begin += width
-            width = (
-                self.planner.accumulate() if remaining is None else min(remaining - begin, self.planner.accumulate())
-            )
+            width = self.planner.accumulate(ahead)
+            width = width if remaining is None else min(remaining - begin, width)
         outlook = None
         if width > 0:
             self._read_ahead(source, begin + width)

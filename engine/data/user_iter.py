@@ -74,9 +74,10 @@ class UserBatches:
     def _regroup(self, batches: Iterator[Any], remaining: int | None) -> Iterator[Any]:
         """Yield at most ``remaining`` batches, in groups of the yielded batches instead of those of the sampler."""
         plan, position = self._plan, self._plan.position
-        batches = avoid_rewind(batches)
+        batches, number = avoid_rewind(batches), 0
         while remaining is None or remaining > 0:
-            width = plan.planner.accumulate() if remaining is None else min(remaining, plan.planner.accumulate())
+            width = plan.planner.accumulate(number)
+            width, number = width if remaining is None else min(remaining, width), number + 1
             group = list(itertools.islice(batches, width))
             if position.order is None:  # no sampler of this dataloader was read, but the epoch has begun
                 position.begin(plan.draws.state())

@@ -11,9 +11,12 @@ if TYPE_CHECKING:
     from .accumulation import Accumulation, PreparedOptimizer, can_skip_on_device
     from .agreement import Agreement
     from .batch_size import attempt, find_executable_batch_size, is_out_of_memory
+    from .chunked_loss import chunked_cross_entropy
     from .forgotten_objects import LoopCheck
     from .join import join_uneven_inputs
     from .loss_scaling import LossScale
+    from .lr_schedules import lr_schedule
+    from .muon import muon_with_adamw
     from .nonfinite import GradientGuard
     from .optimizer_state import BuiltSchedule, list_parameters
     from .prepared_scheduler import PreparedScheduler

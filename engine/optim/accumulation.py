@@ -95,6 +95,8 @@ class Accumulation:
         adapt_closure: Function that is called with the wrapped optimizer and a closure before each step with a closure,
             and returns the closure to use. None to use the closure as it is.
         check_models: Function that is called once with models that are passed to `accumulate`.
+        plan_group: Function that returns the number of micro-batches of a group, given its index since the start of
+            the loader's iteration; None if all groups have the same number.
         missing: Number of samples in those batches of the group that were None. `exchange_votes` adds up the numbers of
             all processes.
         sums: The held gradients of this process's micro-batches, if they are added in a `FixedTree`; otherwise None.
@@ -120,6 +122,7 @@ class Accumulation:
         self.always_agree = False
         self.watches_gradients = False
         self.guard: Callable[[PreparedOptimizer], bool] | None = None
+        self.plan_group: Callable[[int], int] | None = None
         self.check_models: Callable[[tuple[nn.Module, ...]], None] | None = None
         self.groups_end_with_loader = plugin.sync_with_dataloader
         self.counts_calls = False
@@ -180,9 +183,14 @@ class Accumulation:
         self.sums, self._ranks, self._micro_batches = PartialSums(), 1, tree.most
         self.strategy.add_in_tree(tree, self.sums)
 
-    def loader_group_size(self) -> int:
-        """Return the number of micro-batches that a prepared loader puts into one full group."""
-        return self._micro_batches if self.groups_end_with_loader and not self.counts_calls else 1
+    def loader_group_size(self, number: int) -> int:
+        """Return the number of micro-batches of a full group of a prepared loader.
+
+        ``number`` is the index of the group since the start of the loader's iteration.
+        """
+        if not self.groups_end_with_loader or self.counts_calls:
+            return 1
+        return self._micro_batches if self.plan_group is None else self.plan_group(number)
 
     @property
     def steps(self) -> int:

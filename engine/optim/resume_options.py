@@ -155,6 +155,8 @@ def _compare_rates(scheduler: LambdaLR, saved: State) -> list[str]:
     )
     if not isinstance(step, int) or not len(saved_rates) == len(bases) == len(scheduler.lr_lambdas):
         return []
+    if any(saved.get("lr_lambdas") or ()):  # the attributes of callable objects, which are compared like arguments
+        return []
     rates = [base * function(step) for base, function in zip(bases, scheduler.lr_lambdas, strict=True)]
     if all(math.isclose(old, new, rel_tol=1e-5, abs_tol=1e-12) for old, new in zip(saved_rates, rates, strict=True)):
         return []

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
         clip_to_norm,
         count_shards,
         cut_like,
+        gather_parameters,
         get_original_class,
         is_sharded,
         keep_random_state,
         local,
+        map_whole,
         piece_of,
         whole,
     )

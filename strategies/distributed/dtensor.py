@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -29,6 +29,15 @@ def get_original_class(module: nn.Module) -> type[nn.Module]:
 def local(tensor: Tensor) -> Tensor:
     """Return this process's shard as a plain tensor with the same memory. A plain tensor is returned unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def gather_parameters(module: nn.Module) -> None:
+    """Gather the parameters of a module that FSDP shards as a unit, for a use other than a call of the module.
+
+    FSDP reduces their gradients and shards them again at the end of the backward pass. Other modules are unchanged.
+    """
+    if hasattr(module, "unshard"):
+        module.unshard()  # type: ignore[operator]
 
 
 def whole(value: Any, keep: bool) -> Any:
@@ -132,6 +141,65 @@ def cut_like(full: Whole, like: Any) -> Tensor:
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def map_whole(function: Callable[[Tensor], Tensor], matrices: list[Any], dtype: torch.dtype) -> list[Tensor]:
+    """Return the results of a function of full matrices, sharded like the matrices. Must be called on all ranks.
+
+    The processes take turns: each gathers, and computes, every n-th of the matrices of one shape. Matrices that are
+    sharded in another way than by their rows are gathered, and computed, by all processes.
+
+    Args:
+        function: Function that returns a matrix of the same shape.
+        matrices: Sharded matrices.
+        dtype: Dtype of the results.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    results: list[Any] = [None] * len(matrices)
+    groups: dict[Any, list[int]] = {}
+    for number, matrix in enumerate(matrices):
+        groups.setdefault((matrix.device_mesh, matrix.placements, matrix.shape, matrix.dtype), []).append(number)
+    for (mesh, placements, shape, _), numbers in groups.items():
+        split = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+        by_rows = len(split) == 1 and type(placements[split[0]]) is Shard and placements[split[0]].dim == 0
+        size = mesh.size(split[0]) if by_rows else 1
+        for start in range(0, len(numbers), size):
+            turn = numbers[start : start + size]
+            if by_rows:
+                local_shards = [matrices[number].to_local() for number in turn]
+                shards = _exchange_whole(function, local_shards, mesh, split[0], shape, dtype)
+                whole = {"placements": placements, "shape": shape, "stride": matrices[turn[0]].stride()}
+            else:  # replicated results, of which torch takes the shard without communication
+                shards, whole = [function(matrices[number].full_tensor()) for number in turn], {}
+            for number, shard in zip(turn, shards, strict=True):
+                results[number] = DTensor.from_local(shard, mesh, run_check=False, **whole)
+    return results
+
+
+def _exchange_whole(
+    function: Callable[[Tensor], Tensor],
+    shards: list[Tensor],
+    mesh: DeviceMesh,
+    dim: int,
+    shape: torch.Size,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Send the shards of the n-th matrix to the n-th process, which computes, and return this process's results."""
+    from torch.distributed import all_to_all_single
+
+    size, rank, group = mesh.size(dim), mesh.get_local_rank(dim), mesh.get_group(dim)
+    rows = -(-shape[0] // size)
+    sizes = [shape[1] * max(0, min(rows, shape[0] - number * rows)) for number in range(size)]
+    sent = [sizes[rank] if number < len(shards) else 0 for number in range(size)]
+    received = sizes if rank < len(shards) else [0] * size
+    flat = torch.cat([shard.flatten() for shard in shards])
+    full = flat.new_empty(sum(received))
+    all_to_all_single(full, flat, received, sent, group)
+    result = function(full.view(shape)).flatten() if full.numel() else full.to(dtype)
+    back = flat.new_empty(sum(sent), dtype=dtype)
+    all_to_all_single(back, result, sent, received, group)
+    return [shard.view(-1, shape[1]) for shard in back.split(sent[: len(shards)])]
 
 
 def fill(part: Tensor, full: Whole, like: Any) -> None:

@@ -190,6 +190,7 @@ READ_NOTHING = {
     "ProjectConfiguration.__init__(automatic_checkpoint_naming)": "is no path",
     "ProjectConfiguration.set_directories(project_dir)": "as __init__",
     "ProfileKwargs.__init__(output_trace_dir)": "writes",
+    "PackedStream.__init__(packed_source)": "is the user's stream",
     "ModelCheckpoint.__init__(filename)": "is a pattern of names",
     "ModelCheckpoint.format_checkpoint_name(filename)": "is a pattern of names",
     "ModelCheckpoint.to_yaml(filepath)": "writes",

@@ -33,6 +33,14 @@ def causal(seed=0, dropout=0.0):
     return transformers.GPT2LMHeadModel(config)
 
 
+def untied(seed=0):
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=16, vocab_size=VOCABULARY,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
 def classifier(seed=0):
     torch.manual_seed(seed)
     config = transformers.BertConfig(
@@ -78,6 +86,7 @@ def collate_pairs(rows):
 
 KINDS = {
     "causal": (causal, collate_causal),
+    "untied": (untied, collate_causal),
     "classes": (classifier, collate_classes),
     "pairs": (translator, collate_pairs),
 }
@@ -99,9 +108,9 @@ class PlainTask(TransformersTask):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def one_step(kind, strategy):
+def one_step(kind, strategy, loss="model"):
     build, collate = KINDS[kind]
-    task = PlainTask(build().eval())
+    task = PlainTask(build().eval(), loss=loss)
     task.eval()
     trainer = treadle.Trainer(
         max_epochs=1, strategy=strategy, precision="64-true", accumulate_grad_batches=99, **NO_OUTPUT
@@ -146,9 +155,64 @@ def test_the_gradient_is_the_mean_over_all_targets(compute, kind, strategy, rank
         torch.testing.assert_close(stepped[name], value, rtol=1e-5, atol=1e-8)
 
 
-def test_packed_rows_train_like_texts_alone():
+def chunked_steps():
+    """One step for each way in which the head's weight lies on two ranks: shared, gathered, a unit of its own."""
+    parts = functools.partial(treadle.strategies.FSDP, auto_wrap_policy="parts")
+    ways = [("causal", "ddp"), ("causal", "fsdp"), ("untied", "fsdp"), ("untied", parts())]
+    return [(kind, one_step(kind, strategy, "chunked")) for kind, strategy in ways]
+
+
+def test_the_gradient_of_the_chunked_loss_is_the_mean_over_all_targets():
+    steps = [*run(chunked_steps, 2)[0], ("untied", one_step("untied", "auto", "chunked"))]
+    for kind, stepped in steps:
+        for name, value in whole_gradient_step(kind).items():
+            torch.testing.assert_close(stepped[name], value, rtol=1e-5, atol=1e-8, msg=f"{kind} {name}")
+
+
+def test_chunked_losses_and_gradients_are_the_models_own():
+    """In float32 and with bfloat16, in training and evaluation, with metrics that need the logits."""
+
+    def train_and_validate(loss, precision):
+        metrics = {"accuracy": MulticlassAccuracy(VOCABULARY, average="micro")}
+        trainer = treadle.Trainer(max_epochs=2, precision=precision, accumulate_grad_batches=2, **NO_OUTPUT)
+        task = PlainTask(causal().eval(), loss=loss)
+        loader = DataLoader(texts(), 2, collate_fn=collate_causal)
+        trainer.fit(task, loader, loader)
+        validated, *_ = trainer.validate(PlainTask(task.model, loss=loss, metrics=metrics), loader)
+        return task.state_dict(), trainer.callback_metrics["val_loss"], validated
+
+    for precision, tolerance in (("32-true", 1e-6), ("bf16-mixed", 2e-3)):
+        (chunked, *logged), (plain, *expected) = (train_and_validate(loss, precision) for loss in ("chunked", "model"))
+        torch.testing.assert_close(chunked, plain, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(logged, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (classifier, "is not a causal language model"),
+        (translator, "is not a causal language model"),
+        ("Cohere", "computes more than the head's product"),  # multiplies the logits
+        ("Gemma2", "computes more than the head's product"),  # limits them
+        ("Mixtral", "adds to the cross-entropy"),  # a loss of its routers
+    ],
+)
+def test_models_whose_loss_is_another_are_refused(build, reason):
+    if isinstance(build, str):
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        options = {"vocab_size": VOCABULARY, "num_key_value_heads": 1, "output_router_logits": True, "eos_token_id": 2}
+        config = getattr(transformers, f"{build}Config")(**sizes, **options)
+        model = getattr(transformers, f"{build}ForCausalLM")(config)
+    else:
+        model = build()
+    with pytest.raises(ValueError, match=f"can't replace the loss of {type(model).__name__}, which {reason}"):
+        TransformersTask(model, loss="chunked")
+
+
+@pytest.mark.parametrize("loss", ["model", "chunked"])
+def test_packed_rows_train_like_texts_alone(loss):
     """Although the configuration asks for a cache, with which transformers lets the texts of a row see each other."""
-    task = PlainTask(causal().eval())
+    task = PlainTask(causal().eval(), loss=loss)
     task.eval()
     rows = pack(texts(), 24)
     assert len(rows) < len(texts()) / 2
@@ -164,11 +228,12 @@ def test_packed_rows_train_like_texts_alone():
         torch.testing.assert_close(weight.detach(), wanted.get(name, weight.detach()), atol=1e-8, rtol=0)
 
 
-def test_a_batch_without_labels_weighs_nothing():
+@pytest.mark.parametrize("loss", ["model", "chunked"])
+def test_a_batch_without_labels_weighs_nothing(loss):
     """Its mean over nothing is not a number; texts that are all prompt, or of a single token, have no labels."""
 
     def train_and_validate(rows):
-        task = PlainTask(causal().eval())
+        task = PlainTask(causal().eval(), loss=loss)
         task.eval()
         trainer = treadle.Trainer(max_epochs=1, accumulate_grad_batches=99, **NO_OUTPUT)
         loader = DataLoader(rows, 2, collate_fn=collate_causal)
@@ -388,6 +453,8 @@ def test_a_schedule_is_as_long_as_the_run():
     assert rates("constant") == [1.0] * 6
     assert rates("constant_with_warmup", warmup=2) == [0.0, 0.5, 1.0, 1.0, 1.0, 1.0]
     assert rates("reduce_lr_on_plateau") == [1.0] * 6
+    decaying = [1.0] * 5 + [0.5]  # over the last fifth of the run, rounded up
+    assert rates("warmup_stable_decay", max_steps=6, max_epochs=-1) == pytest.approx(decaying)
     for schedule, warmup, words in (
         ("linear", 0, "lr_scheduler='linear' needs the length of the run, which is unknown"),
         ("cosine", 2, "lr_scheduler='cosine' needs the length of the run, which is unknown"),

@@ -46,7 +46,7 @@ class Ranks:
                 world=Seat(rank, size),
                 cursor=cursor,
                 stream=stream,
-                accumulate=lambda: accumulate,
+                accumulate=lambda _: accumulate,
                 evaluation=evaluation,
             )
             loader.limit = limit

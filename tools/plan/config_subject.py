@@ -288,7 +288,7 @@ class _SimulatedAccelerator:
     def prepare_data_loader(self, source: Any, *, shard: bool, evaluation: bool, move: Any) -> Loader:
         kind = JointLoader if isinstance(source, CombinedLoader) else Loader
         return kind(
-            source, world=self.world, cursor=Cursor(), stream=RandomStream(random_state()), accumulate=lambda: 1,
+            source, world=self.world, cursor=Cursor(), stream=RandomStream(random_state()), accumulate=lambda _: 1,
             shard=shard, evaluation=evaluation, move=move,
         )  # fmt: skip
 

@@ -200,6 +200,9 @@ class Prices:
             formula, count = _FORMULAS[packet]
             return int(formula(*(tensor.shape for tensor in args[:count])))
         counted = flop_counter.flop_registry.get(packet)
+        if counted is None and str(packet) == "torch_nn._linear_cross_entropy_batch_chunked":
+            inputs, weight, needs_gradient = args[0], args[1], args[12:14]  # which it computes along with the loss
+            return 2 * inputs.numel() * len(weight) * (1 + sum(needs_gradient))
         return 0 if counted is None else int(counted(*args, **kwargs, out_val=out))
 
 

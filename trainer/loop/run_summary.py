@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ...callbacks import ModelCheckpoint, ModelSummary, RunReport, folders
+from ...callbacks import GradientAccumulationScheduler, ModelCheckpoint, ModelSummary, RunReport, folders
 from ...common.messages import announce, format_count
 from ...common.remote_path import AnyPath
 from ...engine import CheckpointStore, Loader, describe_compilations, list_compiled_names
@@ -106,6 +106,8 @@ class RunSummary:
             return "optimizer steps: until the dataloader ends or the run is stopped" + done
         if not isinstance(batches, int):
             return f"{format_count(int(steps), 'optimizer step')}; the dataloader has no length{done}"
+        if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
+            return f"{format_count(int(steps), 'optimizer step')}; {format_count(batches, 'batch')} per epoch{done}"
         accumulated = trainer.accelerator.gradient_accumulation_steps
         per_epoch = -(-batches // accumulated)
         if done and trainer.max_epochs != -1:  # the batch size may have been different before

@@ -110,7 +110,7 @@ class Ranks:
                 world=Seat(rank, size),
                 cursor=cursor,
                 stream=stream,
-                accumulate=lambda: accumulate,
+                accumulate=lambda _: accumulate,
                 evaluation=evaluation,
             )
             if state is not None:
@@ -338,7 +338,7 @@ def test_states_that_do_not_fit():
     two = Ranks(lambda: [shuffled(5), shuffled(7)], "min_size")
     state = two.state()["loader"]
     single = Loader(
-        shuffled(5), world=Seat(0, 1), cursor=Cursor(), stream=RandomStream(random_state()), accumulate=lambda: 1
+        shuffled(5), world=Seat(0, 1), cursor=Cursor(), stream=RandomStream(random_state()), accumulate=lambda _: 1
     )
     with pytest.raises(ValueError, match="2 combined dataloaders, but this run has a single dataloader"):
         single.load_state_dict(state)

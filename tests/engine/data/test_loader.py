@@ -228,7 +228,7 @@ def test_the_plain_loops_order(kind, workers):
     loader, validation = make(), DataLoader(range(5), shuffle=True, batch_size=2)
     wanted = [(plain_list(loader), plain_list(validation)) for _ in range(2 if workers else 3)]
     ranks = Ranks(make, 1)
-    other = Loader(validation, world=Seat(0, 1), cursor=Cursor(), stream=ranks.streams[0], accumulate=lambda: 1)
+    other = Loader(validation, world=Seat(0, 1), cursor=Cursor(), stream=ranks.streams[0], accumulate=lambda _: 1)
     for train, val in wanted:
         before = random_state()["torch"]
         assert torch.equal(before, random_state()["torch"])
@@ -243,7 +243,7 @@ def test_a_validation_inside_an_epoch_and_dropout_change_nothing():
     for kind in ("torch", "python", "own"):
         quiet, noisy = (Ranks(lambda k=kind: DataLoader(range(12), sampler=Lazy(12, k), batch_size=2), 2) for _ in "ab")
         validation = DataLoader(range(4), shuffle=True)
-        other = Loader(validation, world=Seat(0, 1), cursor=Cursor(), stream=noisy.streams[0], accumulate=lambda: 1)
+        other = Loader(validation, world=Seat(0, 1), cursor=Cursor(), stream=noisy.streams[0], accumulate=lambda _: 1)
         wanted = [quiet.ids() for _ in range(3)]
         for epoch in wanted:
             found = []
@@ -981,7 +981,9 @@ def test_the_users_distributed_sampler_is_respected(inside):
 def test_the_cursor_comes_back_to_the_outer_loop():
     ranks = Ranks(lambda: DataLoader(range(4)), 1)
     cursor = ranks.cursors[0]
-    inner = Loader(DataLoader(range(3)), world=Seat(0, 1), cursor=cursor, stream=ranks.streams[0], accumulate=lambda: 1)
+    inner = Loader(
+        DataLoader(range(3)), world=Seat(0, 1), cursor=cursor, stream=ranks.streams[0], accumulate=lambda _: 1
+    )
     for _ in ranks.loaders[0]:
         here = cursor.micro
         for _ in inner:

@@ -15,7 +15,7 @@ from treadle.engine.rng import RandomStream, random_state
 @pytest.mark.parametrize("sizes", [[(4, 4), (4, 4)], [(3, 5), (0, 2), (1, 1)], [(0, 0)], [(7, 11)]])
 def test_weights_of_a_group(sizes):
     total = sum(every for _, every in sizes)
-    planner = GroupPlanner(0, 3, lambda: 1)
+    planner = GroupPlanner(0, 3, lambda _: 1)
     micros = list(planner.plan(sizes))
     assert [m.last for m in micros] == [False] * (len(sizes) - 1) + [True]
     assert [m.samples for m in micros] == [own for own, _ in sizes]
@@ -39,7 +39,7 @@ class Blocks(BatchSampler):
 )
 def test_what_is_left_out_is_counted_in_samples_or_batches(batch_sampler, left_out):
     loader = DataLoader(range(22), batch_sampler=batch_sampler)
-    planner, stream = GroupPlanner(0, 2, lambda: 1), RandomStream(random_state())
+    planner, stream = GroupPlanner(0, 2, lambda _: 1), RandomStream(random_state())
     plan = ShardedBatches(loader, planner, stream, EpochPosition(), merge_tail=False, positions=False)
     assert plan.left_out == left_out
 

@@ -47,7 +47,7 @@ def test_one_generator_for_training_and_validation():
                 world=Seat(0, 1),
                 cursor=Cursor(),
                 stream=stream,
-                accumulate=lambda: 1,
+                accumulate=lambda _: 1,
             )
             for _ in range(2)
         )

@@ -13,6 +13,7 @@ from treadle.callbacks import ModelCheckpoint
 
 import treadle
 from treadle import Accelerator
+from treadle.optim import lr_schedule
 
 BEFORE, AFTER, SHORT, LONG = 6, 9, 15, 30
 
@@ -49,6 +50,7 @@ KINDS = {
     "sequence": warmed,
     "chain": chained,
     "callable": lambda o, n: schedules.LambdaLR(o, [Ramp(n), Ramp(n)]),
+    "by name": lambda o, n: lr_schedule("warmup_stable_decay", o, n, warmup_steps=2, decay_steps=0.8),
 }
 FUNCTION = {"function": lambda o, n: schedules.LambdaLR(o, lambda step: 0.5 * (1 + math.cos(step / n)))}
 SAID = {
@@ -63,6 +65,7 @@ SAID = {
     "sequence": r"SequentialLR: _schedulers\[1\].T_max 11 in the checkpoint, 26 in this script",
     "chain": r"ChainedScheduler: _schedulers\[0\].total_iters 15 in the checkpoint, 30 in this script",
     "callable": r"LambdaLR: lr_lambdas\[0\].length 15 in the checkpoint, 30 in this script",
+    "by name": r"LambdaLR: lr_lambdas\[0\].decay_start 3 in the checkpoint, 6 in this script",
     "function": r"LambdaLR: lr \[.*\] in the checkpoint, \[.*\] from this script's function at step 6",
 }
 
@@ -129,6 +132,7 @@ def test_the_saved_schedule_holds_and_both_values_are_said(tmp_path, kind):
         with pytest.warns(UserWarning, match=SAID[kind]) as said:
             assert train(build, LONG, AFTER, tmp_path / "s") == whole[BEFORE:]
         assert sum("in this script" in str(one.message) for one in said) == 1
+        assert not [one for one in said if "Functions are not saved" in str(one.message)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert train(build, LONG, AFTER, tmp_path / "s", schedule="saved") == whole[BEFORE:]

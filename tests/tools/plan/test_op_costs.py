@@ -4,9 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from support.planned_models import planned
+from support.planned_models import ADAMW, WIDTH, Block, Net, batch_of, loss, planned
 from torch import nn
-from treadle.strategies import SingleDevice
+from treadle.strategies import FSDP, SingleDevice
+
+import treadle
 
 
 def test_a_ring_within_a_machine_is_faster_than_between_machines():
@@ -76,3 +78,56 @@ def test_a_small_step_waits_for_the_host():
     assert plan.band == plan.host
     assert plan.band[0] == pytest.approx(plan.launched * 5e-6)
     assert not products(8192)("bf16-true").host_bound
+
+
+class Language(nn.Module):
+    """Its logits are 64 times as large as their inputs."""
+
+    def __init__(self, chunked):
+        super().__init__()
+        self.blocks, self.head, self.chunked = nn.Sequential(Block(), Block()), nn.Linear(WIDTH, 64 * WIDTH), chunked
+
+    def training_step(self, batch):
+        hidden = self.blocks(batch[0])
+        if self.chunked:
+            return treadle.chunked_cross_entropy(hidden, self.head, batch[1])
+        return nn.functional.cross_entropy(self.head(hidden).float(), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("precision", "own"), [("32-true", False), ("32-true", True), ("bf16-mixed", True)], ids=["torch", "own", "half"]
+)
+@pytest.mark.parametrize("strategy", [SingleDevice, FSDP])
+def test_a_chunked_loss_has_no_logits(precision, own, strategy, monkeypatch):
+    from treadle.tools.plan.simulation import simulate
+
+    if own:
+        monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
+    plain, chunked = (
+        simulate(
+            partial(Language, chunked), batch_of, lambda step, batch: step(batch), ADAMW, step="training_step",
+            world_size=1 if strategy is SingleDevice else 2, strategy=strategy(), precision=precision, micro_batch=2048,
+        )
+        for chunked in (False, True)
+    )  # fmt: skip
+    logits, product = 2048 * 64 * WIDTH * 4, 2 * 2048 * WIDTH * 64 * WIDTH
+    assert plain.peak - chunked.peak > 1.5 * logits
+    recomputes = own or not hasattr(torch.nn, "LinearCrossEntropyOptions")  # torch computes gradients with the loss
+    assert chunked.flops - plain.flops == product * recomputes
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
+def test_processes_take_turns_at_the_matrices_of_muon():
+    from treadle.engine.optim.muon import Muon
+    from treadle.tools.plan.simulation import simulate
+
+    def build(parameters):
+        return Muon([parameter for parameter in parameters if parameter.ndim == 2])
+
+    one, adamw, muon = (
+        simulate(Net, batch_of, loss, optimizer, world_size=size, strategy=FSDP(), precision="32-true")
+        for size, optimizer in ((1, build), (2, ADAMW), (2, build))
+    )
+    turns = 2 + 2 + 1  # of two processes, at three matrices of a shape, three of another, and the head
+    assert muon.traffic.count == {**adamw.traffic.count, "all_to_all": 2 * turns}
+    assert (muon.flops - adamw.flops) / (one.flops - adamw.flops) == pytest.approx(0.6, abs=0.1)
