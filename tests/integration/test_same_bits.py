@@ -402,6 +402,10 @@ def own_sampler():
         (r"a dataloader that is already sharded", {"data": own_sampler}),
         (r"already sharded", {"use_distributed_sampler": False}),
         (r"gradient_accumulation_steps=2", {"accumulate_grad_batches": 2}),
+        (
+            r"Trainer\(step_micro_batches=8\) and GradientAccumulationScheduler both set",
+            {"callbacks": lambda: [treadle.callbacks.GradientAccumulationScheduler({0: 2})]},
+        ),
         (r"step_micro_batches=12 must be a power of two.*Use 8 or 16\.", {"step_micro_batches": 12}),
         (r"DDP\(comm_hook=\.\.\.\)", {"strategy": lambda: treadle.strategies.DDP(comm_hook="bf16")}),
         (r"DDP\(local_sgd_steps=\.\.\.\)", {"strategy": lambda: treadle.strategies.DDP(local_sgd_steps=2)}),
