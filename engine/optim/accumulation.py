@@ -11,7 +11,6 @@ from weakref import proxy, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd import _profiler_enabled
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Optimizer
 
 from ...common.messages import warn
@@ -19,6 +18,7 @@ from ...common.validation import check_int
 from ...strategies import FixedTree, PartialSums, Strategy, World
 from ..configuration import GradientAccumulationPlugin
 from ..data import Cursor, Micro
+from ..modules import refuse_batch_norm
 from ..running_loaders import get_running_loader
 from .agreement import Agreement
 from .loss_scaling import LossScale, scale_gradients
@@ -283,7 +283,7 @@ class Accumulation:
         if self.check_models is not None:
             self.check_models(models)
         if self.sums is not None:
-            _refuse_batch_norm(models)
+            refuse_batch_norm(models)
         return self._groups.setdefault(models, _Group(models))
 
     def _count(self, group: _Group, micro: Micro | None) -> bool:
@@ -789,14 +789,3 @@ def can_skip_on_device(optimizer: Any, not_finite: Tensor) -> bool:
         and not (isinstance(optimizer, SGD) and not optimizer.state and any(g["momentum"] for g in groups))
         and all(group.get("fused") and all(p.device.type == device for p in group["params"][:1]) for group in groups)
     )
-
-
-def _refuse_batch_norm(models: tuple[nn.Module, ...]) -> None:
-    for model in models:
-        for name, module in model.named_modules():
-            if isinstance(module, _BatchNorm) and module.training:
-                raise ValueError(
-                    f"step_micro_batches can't be combined with BatchNorm in training mode ({name}), whose running "
-                    "statistics depend on the micro-batches that a process has computed before. Use GroupNorm or "
-                    "LayerNorm, or call eval() of the layer after train()."
-                )
