@@ -27,7 +27,7 @@ class BatchSizeScheduler(GradientAccumulationScheduler):
         ValueError: In ``fit``, if a number of samples is not such a multiple, if the dataloader has no fixed batch
             size, if the Trainer's ``accumulate_grad_batches`` is not 1, or if the task uses manual optimization.
 
-    Example:
+    Examples:
         >>> from treadle.callbacks import BatchSizeScheduler
         >>> scheduler = BatchSizeScheduler({0: 64, 1000: 128, 4000: 512})
         >>> scheduler.get_batch_size(step=2000)

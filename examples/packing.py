@@ -45,10 +45,8 @@ class LanguageModel(tl.TaskModule):
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        x, mask = (
-            self.tokens(batch["input_ids"]) + self.positions(batch["position_ids"]),
-            make_sdpa_mask(batch["seq_idx"]),
-        )
+        x = self.tokens(batch["input_ids"]) + self.positions(batch["position_ids"])
+        mask = make_sdpa_mask(batch["seq_idx"])
         for block in self.blocks:
             x = block(x, mask)
         targets = batch["labels"][:, 1:]  # each byte predicts the next one

@@ -363,6 +363,10 @@ def _end_with(sentinel: Any, memory: WorkerMemory, worker_id: int) -> None:
     os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
 
 
+COPIES_TOLD_FROM = 2**29
+"""Bytes that the workers of a loader copy before it is reported: less does not fill a machine."""
+
+
 class Memory(NamedTuple):
     """Resident memory of a process in bytes: pages of its ``own``, and pages that are ``shared`` with others."""
 
@@ -396,7 +400,7 @@ class WorkerMemory:
     def __init__(self, workers: int) -> None:
         # One row per worker: the pages of its own, and those of its first ones that it no longer shares.
         self._rows = torch.zeros(workers, 2, dtype=torch.int64, device="cpu").share_memory_()
-        self._bound = 2**29
+        self._bound = COPIES_TOLD_FROM
 
     def note(self, worker_id: int, own: int, copied: int) -> None:
         """Write a worker's memory in bytes; the worker calls it."""

@@ -45,7 +45,7 @@ def chunked_cross_entropy(
         TypeError: If ``head`` is neither of these modules nor a tensor.
         ValueError: If ``reduction`` is invalid, or if the weight is sharded.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import treadle as tl
         >>> head, hidden, targets = torch.nn.Linear(8, 1000), torch.randn(2, 64, 8), torch.randint(1000, (2, 64))

@@ -68,7 +68,7 @@ def lr_schedule(
     Raises:
         ValueError: If an argument is invalid, or ``steps`` is infinite and the schedule needs it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from treadle.optim import lr_schedule
         >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)

@@ -108,7 +108,7 @@ def muon_with_adamw(
         RuntimeError: If torch is older than 2.9, which has no Muon.
         ValueError: If the module has no hidden matrix that is trained, or if a name in ``adamw`` matches nothing.
 
-    Example:
+    Examples:
         >>> from torch import nn
         >>> from treadle.optim import muon_with_adamw
         >>> block = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))

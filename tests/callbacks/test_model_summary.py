@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.callback_runs import Tiny, fit, trainer
+from support.callback_runs import Example, fit, trainer
 from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -11,16 +11,6 @@ from treadle.callbacks import ModelSummary
 
 def test_lightnings_name_of_the_depth():
     assert ModelSummary(max_depth=3)._max_depth == ModelSummary(max_depth=3).max_depth == 3
-
-
-class Example(Tiny):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.example_input_array = torch.ones(3, 2)
-
-    def forward(self, x):
-        torch.rand(2)
-        return self.net(x)
 
 
 def test_the_table_is_printed_when_fit_begins(tmp_path, capsys):

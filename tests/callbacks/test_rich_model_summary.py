@@ -2,21 +2,10 @@
 
 import re
 
-import torch
-from support.callback_runs import Tiny, fit
+from support.callback_runs import Example, fit
 from treadle.callbacks import ModelSummary, RichModelSummary, RichProgressBar
 
 from treadle import Trainer
-
-
-class Example(Tiny):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.example_input_array = torch.ones(3, 2)
-
-    def forward(self, x):
-        torch.rand(2)
-        return self.net(x)
 
 
 def test_rich(tmp_path, capsys):

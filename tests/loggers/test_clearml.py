@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 
 import pytest
 from support.tracking_services import ClearML
@@ -13,11 +14,16 @@ clearml.skip_if_missing()
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch, tmp_path):
+    # ClearML handles these signals from its first task on, and so in all processes that later tests fork.
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for name in [name for name in os.environ if name.startswith("CLEARML_")]:
         monkeypatch.delenv(name)
     for name, value in clearml.environment(tmp_path).items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_subsets_share_a_plot(tmp_path):

@@ -121,3 +121,15 @@ class ByEpoch(Tiny):
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.values[self.trainer.current_epoch])
+
+
+class Example(Tiny):
+    """Has an example input, and draws a number in its forward."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.example_input_array = torch.ones(3, 2)
+
+    def forward(self, x):
+        torch.rand(2)
+        return self.net(x)

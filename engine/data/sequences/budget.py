@@ -61,7 +61,7 @@ class BudgetBatchSampler(Sampler[list[int]]):
     Raises:
         ValueError: If a sample's cost exceeds the budget, or an argument is invalid.
 
-    Example:
+    Examples:
         >>> from treadle.data import BudgetBatchSampler
         >>> sampler = BudgetBatchSampler([5, 2, 3, 9, 2, 4], budget=10, shuffle=False)
         >>> list(sampler)

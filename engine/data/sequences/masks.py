@@ -22,7 +22,7 @@ def make_sdpa_mask(seq_idx: Tensor, causal: bool = True) -> Tensor:
     Returns:
         Boolean tensor of shape ``[rows, 1, length, length]``; True where a token (third dimension) attends to another.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from treadle.data import make_sdpa_mask
         >>> make_sdpa_mask(torch.tensor([[0, 0, 1]])).int()

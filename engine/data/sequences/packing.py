@@ -189,7 +189,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     - ``seq_idx``: The number of each token's document in the row, from 0; -1 for padding. See `make_sdpa_mask` and
       `make_flex_mask`.
 
-    Example:
+    Examples:
         >>> from treadle.data import pack
         >>> rows = pack([[1, 2, 3], [4, 5], [6, 7, 8, 9]], length=5)
         >>> rows
@@ -267,7 +267,7 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
     Attributes:
         packed_source: The stream of documents.
 
-    Example:
+    Examples:
         >>> from torch.utils.data import DataLoader, IterableDataset
         >>> from treadle.data import pack
         >>> class Numbers(IterableDataset):

@@ -4,27 +4,13 @@ import itertools
 
 import pytest
 import torch
+from support.launches import WHOLE
 from treadle.strategies import LaunchEnvironment, open_world
 
-WHOLE = {
-    "RANK": "1",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "0",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch):
-    for name in (*WHOLE, "TREADLE_SUPERVISOR"):
-        monkeypatch.delenv(name, raising=False)
-    return monkeypatch
 
 
 def test_a_whole_environment():

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from support.launches import WHOLE
 from support.processes import run
 from treadle.strategies import LaunchEnvironment, Precision, open_world
 from treadle.strategies.distributed import world as world_module
@@ -14,22 +15,7 @@ from treadle.strategies.distributed.process_group import let_segments_grow
 
 import treadle
 
-WHOLE = {
-    "RANK": "1",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "0",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
-
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch):
-    for name in (*WHOLE, "TREADLE_SUPERVISOR"):
-        monkeypatch.delenv(name, raising=False)
-    return monkeypatch
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 def test_a_local_rank_without_a_local_size():

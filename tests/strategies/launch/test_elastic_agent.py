@@ -6,7 +6,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,6 @@ from support.launches import SAY_PID, Start, gone, pids, wait_for
 from support.processes import python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and /proc as on Linux")
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    start = Start()
-    yield start
-    for process in start.started:
-        while process.poll() is None:  # only after a failed test; a second signal kills the ranks at once
-            process.terminate()
-            time.sleep(0.2)
 
 
 FAILURES = {

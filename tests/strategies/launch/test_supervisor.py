@@ -7,8 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,16 +15,6 @@ from support.processes import clean_environment, python
 from treadle.strategies.launch import supervisor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and /proc as on Linux")
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    start = Start()
-    yield start
-    for process in start.started:
-        while process.poll() is None:  # only after a failed test; a second signal kills the ranks at once
-            process.terminate()
-            time.sleep(0.2)
 
 
 @pytest.mark.slow

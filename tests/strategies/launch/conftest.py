@@ -1,0 +1,17 @@
+"""What tests of this folder share."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from support.launches import Start
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    start = Start()
+    yield start
+    for process in start.started:
+        while process.poll() is None:  # only after a failed test; a second signal kills the ranks at once
+            process.terminate()
+            time.sleep(0.2)
