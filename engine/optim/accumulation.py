@@ -22,7 +22,7 @@ from ..modules import refuse_batch_norm
 from ..running_loaders import get_running_loader
 from .agreement import Agreement
 from .loss_scaling import LossScale, scale_gradients
-from .optimizer_state import choose_fused, copy_plain_options, list_parameters
+from .optimizer_state import choose_fused, copy_plain_options, list_parameters, refuse_unequal_kernels
 
 _NO_CONTEXT = nullcontext()
 _get_wrapped = attrgetter("optimizer")  # with map, no Python call per optimizer and step
@@ -43,14 +43,13 @@ class _Group:
         entered: Number of the batch for which a user-defined loop called `accumulate` last; see `Cursor`.
         loss_at_entry: The last loss before that call.
         entries: Number of batches of the loader's group for which it was called; 0 after the last one.
-        samples: In a `FixedTree`, the number of samples of the current micro-batch; 0 for a placeholder.
         number: In a `FixedTree`, the index of the current micro-batch within the step.
         added: In a `FixedTree`, whether this micro-batch has had a backward pass.
     """
 
     def __init__(self, models: tuple[nn.Module, ...]) -> None:
         self.models = models
-        self.samples, self.number, self.added = 0, -1, False
+        self.number, self.added = -1, False
         self.entered, self.entries = -1, 0
         self.loss_at_entry: Any = None
         self.forget()
@@ -180,8 +179,8 @@ class Accumulation:
 
     def add_in_tree(self, tree: FixedTree) -> None:
         """Add the gradients of each step's micro-batches in a tree that does not depend on the number of processes."""
-        self.sums, self._ranks, self._micro_batches = PartialSums(), 1, tree.most
-        self.strategy.add_in_tree(tree, self.sums)
+        self.sums, self._ranks, self._micro_batches = self.strategy.add_in_tree(tree), 1, tree.most
+        self._delays_sync = self.strategy.delays_sync
 
     def loader_group_size(self, number: int) -> int:
         """Return the number of micro-batches of a full group of a prepared loader.
@@ -256,34 +255,30 @@ class Accumulation:
             last = self._count(group, micro)
         self.sync_gradients = last
         if self.sums is not None:
-            self._hold(group)
+            self._begin_leaf(group, self.sums)
         if self._delays_sync:
             for model in models:
                 self.strategy.set_gradient_sync(model, last)
         return _NO_CONTEXT
 
-    def _hold(self, group: _Group) -> None:
-        """Take the gradients of the previous micro-batch from the parameters, before the next one of the group."""
-        assert self.sums is not None
-        micro, trained = self.cursor.micro, list(self._iter_trained_parameters(group))
+    def _begin_leaf(self, group: _Group, sums: PartialSums) -> None:
+        """Begin a micro-batch in a `FixedTree`."""
+        micro = self.cursor.micro
         if micro is None or self.counts_calls or (micro.number and micro.number != group.number + 1):
             raise ValueError(
                 "step_micro_batches needs each batch of a prepared DataLoader once, because the micro-batches of a "
                 "step are added by their numbers. Pass every batch to accumulate once, or remove step_micro_batches."
             )
         if not micro.number:
-            self.sums.forget(trained)
-        elif group.samples:  # after a placeholder, there are only zeros, and placeholders follow
-            self.sums.hold(trained, micro.number - 1)
-        if micro.last and self.sums.needs_gradients:
-            self.sums.fill(trained)
-        group.samples, group.number, group.added = micro.samples, micro.number, False
+            refuse_batch_norm(group.models or self.models)
+            for optimizer in self.optimizers:
+                refuse_unequal_kernels(optimizer.optimizer)
+        sums.begin(self._iter_trained_parameters(group), micro.number, micro.last, not micro.samples)
+        group.number, group.added = micro.number, False
 
     def _open_group(self, models: tuple[nn.Module, ...]) -> _Group:
         if self.check_models is not None:
             self.check_models(models)
-        if self.sums is not None:
-            refuse_batch_norm(models)
         return self._groups.setdefault(models, _Group(models))
 
     def _count(self, group: _Group, micro: Micro | None) -> bool:
@@ -402,9 +397,9 @@ class Accumulation:
             self.strategy.after_backward(backward_marks)
         if self.loss_scale is not None:
             self.loss_scale.check_backward()
+        if self.sums is not None:
+            self.sums.end(self._iter_trained_parameters(group))
         if self.sync_gradients:
-            if self.sums is not None and self.world.size == 1:
-                self.sums.finish(self._iter_trained_parameters(group))
             if group.weight is not None:
                 self.finish_gradients()
             elif self._correction != 1.0:
@@ -413,11 +408,11 @@ class Accumulation:
                 self._correction = 1.0
 
     def _check_sum(self, group: _Group, weight: float | Tensor | None) -> None:
-        if group.added:
+        if group.added or self.cursor.micro is None or group.number != self.cursor.micro.number:
             raise ValueError(
-                "step_micro_batches needs one backward pass per micro-batch, but this is the second one, whose "
-                "gradients would not be added in the same order on other numbers of processes. Add the losses first, "
-                "and enter accelerator.accumulate(model) once for each batch."
+                "step_micro_batches needs one backward pass per micro-batch, within accelerator.accumulate(model), "
+                "because gradients of further ones would not be added in the same order on other numbers of processes. "
+                "Enter accumulate(model) once for each batch, and add the losses of a batch."
             )
         if weight is not None and int(weight) != weight:
             raise ValueError(
@@ -611,7 +606,8 @@ class PreparedOptimizer(Optimizer):
             optimizer: The new optimizer.
         """
         self.optimizer = optimizer
-        self.fused_by_choice = choose_fused(optimizer, self.accumulation.world.device)
+        in_tree = self.accumulation.sums is not None
+        self.fused_by_choice = not in_tree and choose_fused(optimizer, self.accumulation.world.device)
         self.built = self.effective_options = copy_plain_options(optimizer)
 
     @property

@@ -452,7 +452,7 @@ class DDP(Strategy):
                 (counts,) = count_ranks([[p.grad is not None for p in replica.trained]], self.world)  # on some rank
                 average_gradients([p for p, count in zip(replica.trained, counts, strict=True) if count], self.world)
 
-    def add_in_tree(self, tree: FixedTree, held: PartialSums) -> None:
+    def add_in_tree(self, tree: FixedTree) -> PartialSums:
         """See `Strategy.add_in_tree`."""
         clashes = {
             "comm_hook": (self.comm_hook, "adds gradients in its own way"),
@@ -466,9 +466,12 @@ class DDP(Strategy):
                     f"step_micro_batches={tree.leaves} can't be combined with DDP({option}=...), which {reason}, so "
                     f"the result depends on the number of processes. Remove {option}."
                 )
-        if self.world.size > 1:
-            self._order = FixedOrder(tree, held, self.world)
-            held.needs_gradients = self.options["find_unused_parameters"]  # else torch raises an error
+        self.tree = tree
+        if self.world.size == 1:
+            return PartialSums()
+        # Without find_unused_parameters, torch raises an error if a parameter has no gradient.
+        self._order = FixedOrder(tree, self.world, fills=self.options["find_unused_parameters"])
+        return self._order
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from ..distributed import FixedTree, PartialSums, World
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class FixedOrder:
-    """Communication hook that adds the processes' gradients in a fixed tree, and does not divide the sum.
+class FixedOrder(PartialSums):
+    """Partial sums with a communication hook, which adds the processes' gradients in a fixed tree without a division.
 
     Each rank adds one part of a bucket for all ranks, and sends the result to all. As many bytes are sent as in an
     all-reduce. The first exchange of a bucket runs while the buckets after it are computed, and is completed when the
@@ -24,12 +24,14 @@ class FixedOrder:
 
     Args:
         tree: The tree.
-        held: The sums of this rank's earlier micro-batches.
         world: The processes.
+        fills: Whether parameters with a held sum need a gradient before the last backward pass, even if that does not
+            use them.
     """
 
-    def __init__(self, tree: FixedTree, held: PartialSums, world: World) -> None:
-        self._tree, self._held, self._world = tree, held, world
+    def __init__(self, tree: FixedTree, world: World, fills: bool = False) -> None:
+        super().__init__()
+        self._tree, self._world, self._fills = tree, world, fills
         self._complete: Callable[[], None] | None = None  # for the bucket before
 
     def register(self, module: torch.nn.parallel.DistributedDataParallel) -> None:
@@ -40,10 +42,20 @@ class FixedOrder:
 
         module.register_comm_hook(self, send)
 
+    def begin(self, parameters: Iterable[Tensor], number: int, last: bool, empty: bool = False) -> None:
+        """See `PartialSums.begin`."""
+        parameters = list(parameters)
+        super().begin(parameters, number, last, empty)
+        if last and self._fills:
+            self.fill(parameters)
+
+    def finish(self, parameters: Iterable[Tensor]) -> None:
+        """See `PartialSums.finish`. The hook has completed the gradients."""
+
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
             self._complete = None  # of a backward pass that failed
-        self._held.add_to(bucket.parameters(), bucket.gradients())
+        self.add_to(bucket.parameters(), bucket.gradients())
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         before, self._complete = self._complete, self._exchange(bucket.buffer(), done)
         if before is not None:

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from .devices import ACCELERATORS, Devices, device_of, device_type, parse_devices
     from .dtensor import (
         Whole,
-        clip_to_norm,
         count_shards,
         cut_like,
         gather_parameters,
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
         whole,
     )
     from .fixed_tree import FixedTree, PartialSums
+    from .gradient_norm import clip_to_norm
     from .launch_environment import (
         LaunchEnvironment,
         is_forked,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...common.validation import check_int
+from .dtensor import local
 
 
 class FixedTree:
@@ -96,46 +98,61 @@ class PartialSums:
     """Sums of a rank's gradients in a `FixedTree`, held like the bits of a binary counter.
 
     After each micro-batch but the last one, the gradients are taken from the parameters. Two sums of equally many
-    micro-batches become one, so at most ``log2`` of their number are held.
+    micro-batches become one, so at most ``log2`` of their number are held. Subclasses add the sums of several ranks.
 
     Attributes:
-        needs_gradients: Whether parameters with a held sum need a gradient before the last backward pass, even if that
-            does not use them.
+        number: Index of the current micro-batch among those of this rank in the step.
+        last: Whether it is the last one.
+        empty: Whether it is a placeholder, whose gradients do not count.
 
     Examples:
         >>> import torch
         >>> from treadle.strategies.distributed import PartialSums
         >>> weight, sums = torch.zeros(1, requires_grad=True), PartialSums()
-        >>> for number in range(3):
+        >>> for number in range(4):
+        ...     sums.begin([weight], number, number == 3)
         ...     weight.grad = torch.ones(1)
-        ...     sums.hold([weight], number)
-        >>> weight.grad = torch.ones(1)
-        >>> sums.finish([weight])
+        ...     sums.end([weight])
         >>> weight.grad
         tensor([4.])
     """
 
     def __init__(self) -> None:
-        self.needs_gradients = False
-        self._held: dict[Tensor, list[Tensor | None]] = {}
+        self.number, self.last, self.empty = 0, True, False
+        self._held: dict[Any, list[Tensor | None]] = {}
 
     def clear(self) -> None:
         """Discard all sums."""
         self._held = {}
 
-    def forget(self, parameters: Iterable[Tensor]) -> None:
-        """Discard the sums and the gradients of these parameters."""
-        for parameter in parameters:
-            self._held.pop(parameter, None)
-            parameter.grad = None
+    def begin(self, parameters: Iterable[Tensor], number: int, last: bool, empty: bool = False) -> None:
+        """Begin a micro-batch, and take the gradients of the previous one from the parameters.
 
-    def hold(self, parameters: Iterable[Tensor], number: int) -> None:
-        """Take the gradients of a rank's micro-batch, whose index within the step is ``number``."""
+        The first micro-batch of a step discards what is left of the gradients and sums of these parameters.
+        """
         parameters = list(parameters)
-        stacks = [self._held.setdefault(parameter, []) for parameter in parameters]
-        for parameter, stack in zip(parameters, stacks, strict=True):
-            stack.append(parameter.grad)
+        if not number:
+            for parameter in parameters:
+                self._held.pop(parameter, None)
+        else:
+            self.hold(parameters, [parameter.grad for parameter in parameters], number - 1)
+        for parameter in parameters:
             parameter.grad = None
+        self.number, self.last, self.empty = number, last, empty
+
+    def end(self, parameters: Iterable[Tensor]) -> None:
+        """End a micro-batch after its backward pass. After the last one, the gradients of the step are complete."""
+        if self.last:
+            self.finish(parameters)
+        elif self.empty:  # the loss was multiplied by 0, but its gradients may not be finite
+            for parameter in parameters:
+                parameter.grad = None
+
+    def hold(self, keys: Iterable[Any], gradients: Sequence[Tensor | None], number: int) -> None:
+        """Hold the gradients of micro-batch ``number``, each under its key, such as the parameter."""
+        stacks = [self._held.setdefault(key, []) for key in keys]
+        for gradient, stack in zip(gradients, stacks, strict=True):
+            stack.append(gradient)
         while number % 2:
             lefts, rights = [], []
             for stack in stacks:
@@ -143,8 +160,8 @@ class PartialSums:
                 if left is None:
                     stack[-1] = right
                 elif right is not None:
-                    lefts.append(left)
-                    rights.append(right)
+                    lefts.append(local(left))
+                    rights.append(local(right))
             if lefts:
                 torch._foreach_add_(lefts, rights)
             number //= 2
@@ -155,24 +172,26 @@ class PartialSums:
             if parameter.grad is None and any(total is not None for total in self._held.get(parameter, ())):
                 parameter.grad = torch.zeros_like(parameter)
 
-    def add_to(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def add_to(self, keys: Sequence[Any], gradients: Sequence[Tensor]) -> None:
         """Add the held sums to the ``gradients`` of the last micro-batch, the smallest sum first."""
-        stacks = [self._held.get(parameter, ()) for parameter in parameters]
+        if self.empty:
+            torch._foreach_zero_(gradients)
+        stacks = [self._held.get(key, ()) for key in keys]
         for depth in range(1, 1 + max(map(len, stacks), default=0)):
             pairs = [
-                (gradient, stack[-depth])
+                (gradient, local(held))
                 for gradient, stack in zip(gradients, stacks, strict=True)
-                if len(stack) >= depth and stack[-depth] is not None
+                if len(stack) >= depth and (held := stack[-depth]) is not None
             ]
             if pairs:
                 torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
 
     def finish(self, parameters: Iterable[Tensor]) -> None:
-        """Add the held sums to the gradients of the last micro-batch, and make every zero positive, on one process."""
+        """Complete the gradients after the last backward pass of a step, and make every zero positive."""
         parameters = list(parameters)
         self.fill(parameters)
         trained = [parameter for parameter in parameters if parameter.grad is not None]
-        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+        gradients = [local(parameter.grad) for parameter in trained if parameter.grad is not None]
         if gradients:
             self.add_to(trained, gradients)
             torch._foreach_add_(gradients, 0.0)

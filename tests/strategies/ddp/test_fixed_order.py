@@ -5,7 +5,7 @@ import torch
 from support.processes import run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from treadle.strategies import FixedTree, PartialSums
+from treadle.strategies import FixedTree
 from treadle.strategies.ddp.fixed_order import FixedOrder
 
 import treadle
@@ -30,19 +30,19 @@ def gradients(leaf):
 
 def reduce(options):
     world = treadle.Accelerator(cpu=True, strategy="ddp").world
-    tree, sums = FixedTree(V, world.size), PartialSums()
+    tree = FixedTree(V, world.size)
+    sums = FixedOrder(tree, world)
     replica = DistributedDataParallel(Sizes(), bucket_cap_mb=0.001, **options)
-    FixedOrder(tree, sums, world).register(replica)
+    sums.register(replica)
     results = []
     for _ in range(3):  # torch rebuilds its buckets after the first
-        sums.forget(replica.parameters())
         rows = [row[world.rank] for row in tree.cut(V)]
         for number, leaf in enumerate(rows):
             replica.require_backward_grad_sync = number == len(rows) - 1
-            weights = [torch.zeros(size) for size in SIZES] if leaf is None else gradients(leaf)
+            sums.begin(replica.parameters(), number, number == len(rows) - 1, empty=leaf is None)
+            weights = [torch.full((size,), torch.nan) for size in SIZES] if leaf is None else gradients(leaf)
             replica(weights).backward()
-            if leaf is not None and number < len(rows) - 1:
-                sums.hold(list(replica.parameters()), number)
+            sums.end(replica.parameters())
         results.append([p.grad.clone() for p in replica.parameters()])
     return results
 

@@ -22,13 +22,10 @@ def test_every_number_of_ranks_adds_in_the_same_order(world, count):
         parameter, sums = torch.zeros(1000, requires_grad=True), PartialSums()
         rows = [row[rank] for row in tree.cut(count)]
         for number, leaf in enumerate(rows):
-            parameter.grad = torch.zeros(1000) if leaf is None else leaves[leaf].clone()
-            if leaf is not None:
-                used.append(leaf)
-                if number < len(rows) - 1:
-                    sums.hold([parameter], number)
-                    parameter.grad = torch.zeros(1000)  # what a placeholder leaves
-        sums.add_to([parameter], [parameter.grad])
+            sums.begin([parameter], number, number == len(rows) - 1, empty=leaf is None)
+            parameter.grad = torch.full((1000,), torch.nan) if leaf is None else leaves[leaf].clone()
+            used += [] if leaf is None else [leaf]
+            sums.end([parameter])
         totals.append(parameter.grad)
     assert sorted(used) == list(range(count))
     assert torch.equal(tree.add(totals), add_all(leaves, 0, 8))
@@ -49,10 +46,10 @@ def test_ranks_stay_in_step():
 
 def test_a_parameter_that_some_micro_batches_do_not_use():
     used, unused, sums = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True), PartialSums()
-    for number in range(3):
+    for number in range(4):
+        sums.begin([used, unused], number, number == 3)
         used.grad = torch.tensor([2.0]) if number == 1 else None
-        sums.hold([used, unused], number)
-    sums.finish([used, unused])
+        sums.end([used, unused])
     assert used.grad == 2.0
     assert unused.grad is None
 
