@@ -599,6 +599,7 @@ class Accelerator(Process):
             ...         optimizer.step()
             ...         optimizer.zero_grad()
         """
+        self.refuse_in_tree("join_uneven_inputs")
         return join_uneven_inputs(self.accumulation, self.schedulers, joinables, even_batches)
 
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[Any]:
@@ -713,6 +714,14 @@ class Accelerator(Process):
         self.accumulation.note_entered(models)
         return self.accumulation.accumulate(*models)
 
+    def refuse_in_tree(self, name: str) -> None:
+        """Raise a ValueError if ``step_micro_batches`` is set, for a method that decides when gradients are reduced."""
+        if self._tree is not None:
+            raise ValueError(
+                f"{name} can't be used with step_micro_batches={self._tree.leaves}, which determines when and in which "
+                "order the gradients of all processes are added. Remove one of them."
+            )
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which gradients are not reduced over the processes.
 
@@ -722,6 +731,7 @@ class Accelerator(Process):
         Raises:
             ValueError: If ``static_graph`` of `DDP` is set and no backward pass has reduced gradients yet.
         """
+        self.refuse_in_tree("no_sync")
         return self.strategy.no_sync(model)  # type: ignore[no-any-return]
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -733,6 +743,7 @@ class Accelerator(Process):
         Raises:
             ValueError: If ``static_graph`` or ``find_unused_parameters`` of `DDP` is set.
         """
+        self.refuse_in_tree("trigger_sync_in_backward")
         return self.strategy.sync_in_backward(model)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:

@@ -445,6 +445,18 @@ class Loader:
         return self._plan.length(self.limit)
 
     @property
+    def global_length(self) -> int | None:
+        """Like `length`; with ``step_micro_batches``, the number over all processes, without placeholders."""
+        if self._tree is None:
+            return self.length
+        count = self._plan.count_leaves()  # type: ignore[union-attr]
+        return count if self.limit is None else min(count, self._tree.leaves_in(self.limit))
+
+    def count_own(self, batches: int) -> int:
+        """Convert a number as in `global_length` to one of this process's micro-batches, in whole steps of a tree."""
+        return batches if self._tree is None else -(-batches // self._tree.leaves) * self._tree.most
+
+    @property
     def epoch(self) -> int:
         """Number of the epoch, from 0."""
         return self._position.epoch
@@ -562,7 +574,7 @@ class Loader:
         if world.size > 1:
             self._plan.decide_sharding(world)
             if self._tree is not None and self._plan.planner.shares is not None:
-                raise ValueError(_explain_leaves(f"each rank's own {name_type(self.source)}"))
+                raise ValueError(_explain_leaves(f"{name_type(self.source)} of each rank's own data"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the dataloader's state: the epoch, the position in it, and the states that determine its order.

@@ -241,10 +241,15 @@ class ShardedBatches:
         set_host_state(state)
         return items
 
+    def count_leaves(self, items: int | None = None) -> int:
+        """Return the number of global batches of ``items`` items of the sampler. Default: those of an epoch."""
+        count, remainder = divmod(self._count_items(len) if items is None else items, self.width)
+        return count + (bool(remainder) and not self.drop_last)
+
     def _count_batches(self, items: int, limit: int | None = None) -> int:
         size, tree = self.planner.size, self.planner.tree
-        count, remainder = divmod(items, self.width)
-        count += bool(remainder) and not self.drop_last
+        count = self.count_leaves(items)
+        remainder = items % self.width
         if tree is not None:
             return tree.rows(count if limit is None else min(count, tree.leaves_in(limit)))
         if limit is not None and limit < count:

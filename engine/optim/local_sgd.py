@@ -47,6 +47,7 @@ class LocalSGD:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         check_int("local_sgd_steps", local_sgd_steps, 1)
+        accelerator.refuse_in_tree("LocalSGD")
         self.enabled = enabled and accelerator.num_processes > 1
         self.num_steps = 0
         self.local_sgd_steps = local_sgd_steps

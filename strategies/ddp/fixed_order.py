@@ -33,6 +33,7 @@ class FixedOrder(PartialSums):
         super().__init__()
         self._tree, self._world, self._fills = tree, world, fills
         self._complete: Callable[[], None] | None = None  # for the bucket before
+        self._ignored: set[Tensor] = set()  # parameters whose gradients are those of a placeholder
 
     def register(self, module: torch.nn.parallel.DistributedDataParallel) -> None:
         """Register the hook with a replica."""
@@ -48,14 +49,21 @@ class FixedOrder(PartialSums):
         super().begin(parameters, number, last, empty)
         if last and self._fills:
             self.fill(parameters)
+        self._ignored = set(parameters) if empty else set()
 
-    def finish(self, parameters: Iterable[Tensor]) -> None:
-        """See `PartialSums.finish`. The hook has completed the gradients."""
+    def end(self, parameters: Iterable[Tensor]) -> None:
+        """See `PartialSums.end`. The hook has completed the gradients of the last micro-batch."""
+        if not self.last:
+            super().end(parameters)
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
             self._complete = None  # of a backward pass that failed
-        self.add_to(bucket.parameters(), bucket.gradients())
+        parameters, gradients = bucket.parameters(), bucket.gradients()
+        for parameter, gradient in zip(parameters, gradients, strict=True) if self._ignored else ():
+            if parameter in self._ignored:  # not votes, which are reduced with the gradients
+                gradient.zero_()
+        self.add_to(parameters, gradients)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         before, self._complete = self._complete, self._exchange(bucket.buffer(), done)
         if before is not None:

@@ -142,11 +142,17 @@ class PartialSums:
 
     def end(self, parameters: Iterable[Tensor]) -> None:
         """End a micro-batch after its backward pass. After the last one, the gradients of the step are complete."""
-        if self.last:
-            self.finish(parameters)
-        elif self.empty:  # the loss was multiplied by 0, but its gradients may not be finite
+        parameters = list(parameters)
+        if self.empty:  # the loss was multiplied by 0, but its gradients may not be finite
             for parameter in parameters:
                 parameter.grad = None
+        if self.last:
+            self.fill(parameters)
+            trained = [parameter for parameter in parameters if parameter.grad is not None]
+            gradients = [local(parameter.grad) for parameter in trained if parameter.grad is not None]
+            if gradients:
+                self.add_to(trained, gradients)
+                torch._foreach_add_(gradients, 0.0)  # makes every zero positive
 
     def hold(self, keys: Iterable[Any], gradients: Sequence[Tensor | None], number: int) -> None:
         """Hold the gradients of micro-batch ``number``, each under its key, such as the parameter."""
@@ -174,8 +180,6 @@ class PartialSums:
 
     def add_to(self, keys: Sequence[Any], gradients: Sequence[Tensor]) -> None:
         """Add the held sums to the ``gradients`` of the last micro-batch, the smallest sum first."""
-        if self.empty:
-            torch._foreach_zero_(gradients)
         stacks = [self._held.get(key, ()) for key in keys]
         for depth in range(1, 1 + max(map(len, stacks), default=0)):
             pairs = [
@@ -185,13 +189,3 @@ class PartialSums:
             ]
             if pairs:
                 torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
-
-    def finish(self, parameters: Iterable[Tensor]) -> None:
-        """Complete the gradients after the last backward pass of a step, and make every zero positive."""
-        parameters = list(parameters)
-        self.fill(parameters)
-        trained = [parameter for parameter in parameters if parameter.grad is not None]
-        gradients = [local(parameter.grad) for parameter in trained if parameter.grad is not None]
-        if gradients:
-            self.add_to(trained, gradients)
-            torch._foreach_add_(gradients, 0.0)

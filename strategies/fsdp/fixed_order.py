@@ -75,6 +75,8 @@ class ShardedSums(PartialSums):
             self.hold([key], [None if self.empty else gradients], self.number)
             output.zero_()
             return
+        if self.empty:
+            gradients.zero_()
         self.add_to([key], [gradients])
         received = torch.empty_like(gradients)
         dist.all_to_all_single(received, gradients, group=group)

@@ -401,11 +401,6 @@ class FSDP(Strategy):
         )
 
         if isinstance(module, FSDPModule):
-            if self.tree is not None:
-                raise ValueError(
-                    f"step_micro_batches={self.tree.leaves} can't be combined with a {name_type(module)} that "
-                    "configure_model has sharded itself. Leave the sharding to strategy='fsdp'."
-                )
             return  # sharded by the user's own configure_model
         policy = self.mixed_precision
         if policy is None:

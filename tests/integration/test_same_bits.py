@@ -102,17 +102,41 @@ def digest(values):
     ).hexdigest()[:12]
 
 
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def describe(model, optimizer, norms, losses, epochs):
-    moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    moments = [whole(state[key]) for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     double = functools.partial(torch.tensor, dtype=torch.float64)
     return {
-        "weights": digest(p.detach().reshape(-1) for p in model.parameters()),
+        "weights": digest(whole(p.detach()).reshape(-1) for p in model.parameters()),
         "moments": digest(moment.reshape(-1) for moment in moments),
         "norms": digest(norm.reshape(1) for norm in norms),
         "losses": digest([double(losses)]),
         "epochs": digest([double(epochs)]),
         "steps": len(norms),
     }
+
+
+def add_halves(values):
+    while len(values) > 1:
+        half = len(values) // 2
+        pairs = values[:half] + values[half : 2 * half]
+        if len(values) % 2:
+            pairs[0] += values[-1]
+        values = pairs
+    return values[0]
+
+
+def clip(parameters, limit):
+    """Clip by a norm that adds squares within rows, and then over rows, in halves."""
+    gradients = [p.grad.numpy() for p in parameters]
+    rows = [add_halves(np.square(g).reshape(len(g), -1).T) for g in gradients]
+    norm = torch.tensor(add_halves(np.concatenate(rows))).sqrt()  # which MKL rounds in another way than NumPy
+    torch.testing.assert_close(norm, nn.utils.get_total_norm([p.grad for p in parameters]))
+    nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return norm
 
 
 def loader(name):
@@ -171,7 +195,7 @@ def plain(name, precision, epochs, seeds):
                 optimizer.zero_grad()
             for parameter, gradient in zip(model.parameters(), tree(sums, 0, V), strict=True):
                 parameter.grad = gradient + 0.0
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP[name]))
+            norms.append(clip(list(model.parameters()), CLIP[name]))
             optimizer.step()
             optimizer.zero_grad()
             losses.append(math.fsum(value for value, _ in weighted) / total)
@@ -180,70 +204,107 @@ def plain(name, precision, epochs, seeds):
     return describe(model, optimizer, norms, losses, means)
 
 
-CASES = [
-    ("mlp", "32-true", 70),
-    ("mlp", "bf16-mixed", 10),
-    ("transformer", "32-true", 6),
-    ("transformer", "bf16-mixed", 6),
-]
+SHORT = (
+    ("mlp", "32-true", 5),
+    ("mlp", "bf16-mixed", 1),
+    ("transformer", "32-true", 1),
+    ("transformer", "bf16-mixed", 2),
+)
+LONG = tuple((name, precision, 70) for name in CLIP for precision in ("32-true", "bf16-mixed"))
+STRATEGIES = "ddp", "fsdp"
 
 
-def fit_all(flags):
-    return [fit(name, precision, epochs, strategy="ddp", **flags) for name, precision, epochs in CASES]
+def strategy_of(name):
+    return treadle.strategies.FSDP(auto_wrap_policy={nn.Linear}) if name == "fsdp" else name
+
+
+def fit_all(cases, strategies=STRATEGIES):
+    """Train each case with each strategy, of which FSDP gathers each linear layer apart."""
+    flags = {"step_micro_batches": V}
+    return {name: [fit(*case, strategy=strategy_of(name), **flags)[0] for case in cases] for name in strategies}
 
 
 @functools.cache
-def alone():
-    return [fit(name, precision, epochs, step_micro_batches=V) for name, precision, epochs in CASES]
+def alone(case):
+    return fit(*case, step_micro_batches=V)
 
 
 @functools.cache
-def plain_results():
-    return [plain(*case, record["seeds"]) for case, (_, record) in zip(CASES, alone(), strict=True)]
+def plain_result(case):
+    return plain(*case, alone(case)[1]["seeds"])
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def check(ranks, cases):
+    expected = list(map(plain_result, cases))
+    assert [found for found, _ in map(alone, cases)] == expected
+    for rank, by_strategy in enumerate(ranks):
+        for strategy, results in by_strategy.items():
+            keys = ("weights", "moments", "norms") if rank else tuple(expected[0])  # only rank zero logs
+            for case, found, right in zip(cases, results, expected, strict=True):
+                assert {key: found[key] for key in keys} == {key: right[key] for key in keys}, (strategy, case)
+
+
+@pytest.mark.parametrize("world", [2, 3])
 def test_the_bits_of_a_plain_loop_on_every_number_of_processes(world):
-    expected = plain_results()
-    ranks = [alone()] if world == 1 else run(fit_all, world, {"step_micro_batches": V})
-    assert [found for found, _ in ranks[0]] == expected
-    assert [found["steps"] for found in expected] == [210, 30, 18, 18]
-    for rank in ranks[1:]:  # which log nothing
-        for (found, _), right in zip(rank, expected, strict=True):
-            assert all(found[key] == right[key] for key in ("weights", "moments", "norms"))
+    check(run(fit_all, world, SHORT), SHORT)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_the_bits_after_many_steps(world):
+    check(run(fit_all, world, LONG, timeout=900), LONG)
+    assert plain_result(LONG[0])["steps"] == 210
+
+
+@pytest.mark.exhaustive
+def test_the_bits_of_eight_processes():
+    check(run(fit_all, V, SHORT[:2], timeout=300), SHORT[:2])
 
 
 def fit_without(world):
-    return fit("mlp", "32-true", 10, strategy="ddp", accumulate_grad_batches=V // world)
+    flags = {"accumulate_grad_batches": V // world}
+    return [fit("mlp", "32-true", 10, strategy=strategy_of(name), **flags)[0]["weights"] for name in STRATEGIES]
 
 
 def test_ordinary_sums_depend_on_the_number_of_processes():
-    hashes = {run(fit_without, world, world)[0][0]["weights"] for world in (1, 2, 4)}
-    assert len(hashes) == 3
+    hashes = [run(fit_without, world, world)[0] for world in (1, 2, 4)]
+    assert all(len(set(of_strategy)) == 3 for of_strategy in zip(*hashes, strict=True))
 
 
 # -- resuming ------------------------------------------------------------------------------------------------------
 
 
 def fit_until(options):
-    return fit("mlp", "32-true", 4, strategy="ddp", step_micro_batches=V, **options)
+    return fit("mlp", "32-true", 4, step_micro_batches=V, **options | {"strategy": strategy_of(options["strategy"])})
 
 
 @pytest.fixture(scope="module")
 def saved_within_epoch(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("same_bits") / "within.ckpt")
-    run(fit_until, 2, {"save": path, "max_steps": 4})
+    run(fit_until, 2, {"strategy": "ddp", "save": path, "max_steps": 4})
     return path, fit("mlp", "32-true", 4, step_micro_batches=V)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_resume_within_an_epoch_on_another_number_of_processes(world, saved_within_epoch):
+def check_resumed(results, whole, record, steps):
+    for found, _ in results:
+        assert (found["weights"], found["moments"], found["steps"]) == (whole["weights"], whole["moments"], steps)
+    assert results[0][1]["losses"] == record["losses"][-steps:]
+    assert results[0][1]["epochs"] == record["epochs"][-math.ceil(steps / 3) :]
+
+
+def test_resume_within_epochs_from_ddp_on_fsdp_and_on_one_process(saved_within_epoch, tmp_path):
     path, (whole, record) = saved_within_epoch
-    resumed = run(fit_until, world, {"ckpt_path": path})
-    for found, _ in resumed:
-        assert (found["weights"], found["moments"], found["steps"]) == (whole["weights"], whole["moments"], 12 - 4)
-    assert resumed[0][1]["losses"] == record["losses"][4:]
-    assert resumed[0][1]["epochs"] == record["epochs"][1:]
+    second = str(tmp_path / "second.ckpt")
+    run(fit_until, 2, {"strategy": "fsdp", "ckpt_path": path, "save": second, "max_steps": 8})
+    check_resumed(run(fit_until, 1, {"strategy": "auto", "ckpt_path": second}), whole, record, 12 - 8)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_resume_within_an_epoch_on_another_number_of_processes(world, strategy, saved_within_epoch):
+    path, (whole, record) = saved_within_epoch
+    check_resumed(run(fit_until, world, {"strategy": strategy, "ckpt_path": path}), whole, record, 12 - 4)
 
 
 def test_a_checkpoint_of_other_micro_batches_is_refused(saved_within_epoch):
@@ -342,7 +403,7 @@ def settings_alone():
     return run(fit_settings, 1)[0]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_settings_that_keep_the_bits(world):
     ranks, expected = run(fit_settings, world), settings_alone()
     assert expected["noise"] == expected["workers"]
@@ -370,6 +431,16 @@ class WithClosure(Task):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Iterating(Task):
+    def training_step(self, dataloader_iter):
+        return super().training_step(*next(dataloader_iter)[:2])
+
+
+class Fused(Task):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
 class FloatWeights(Task):
     def training_step(self, batch, index):
         return {"loss": super().training_step(batch, index), "weight": 0.5}
@@ -386,6 +457,19 @@ class OwnGenerator(Noisy):
         self.generator = torch.Generator()
 
 
+class Validated(Task):
+    def validation_step(self, batch, index):
+        pass
+
+    def val_dataloader(self):
+        return loader("mlp")
+
+
+def reduced():
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    return treadle.strategies.FSDP(mixed_precision=policy)
+
+
 def own_sampler():
     data = dataset("mlp")
     return DataLoader(data, batch_size=SIZE, sampler=torch.utils.data.DistributedSampler(data, 2, 0))
@@ -394,7 +478,7 @@ def own_sampler():
 @pytest.mark.parametrize(
     ("message", "options"),
     [
-        (r"BatchNorm in training mode \(net\.layers\.1\)", {"task": Normalized}),
+        (r"BatchNorm1d in training mode \(net\.layers\.1\)", {"task": Normalized}),
         (r"can't be combined with automatic_optimization=False", {"task": lambda: Manual("mlp")}),
         (r"can't be combined with LBFGS", {"task": lambda: WithClosure("mlp")}),
         (r"weight=0\.5 must be a whole number", {"task": lambda: FloatWeights("mlp")}),
@@ -416,13 +500,88 @@ def own_sampler():
         (r"DDP\(local_sgd_steps=\.\.\.\)", {"strategy": lambda: treadle.strategies.DDP(local_sgd_steps=2)}),
         (r"DDP\(sync_batchnorm=\.\.\.\)", {"strategy": lambda: treadle.strategies.DDP(sync_batchnorm=True)}),
         (r"DDP\(static_graph=\.\.\.\)", {"strategy": lambda: treadle.strategies.DDP(static_graph=True)}),
-        (r"not supported by strategy='fsdp'", {"strategy": "fsdp"}),
+        (r"can't be combined with training_step\(dataloader_iter\)", {"task": lambda: Iterating("mlp")}),
+        (
+            r"can't be combined with training_step\(dataloader_iter\)",
+            {"task": lambda: Iterating("mlp"), "step_micro_batches": 1},
+        ),
+        (r"can't be combined with AdamW\(fused=True\)", {"task": lambda: Fused("mlp")}),
+        (r"FSDP\(mixed_precision=\.\.\.\), which adds gradients in another dtype", {"strategy": lambda: reduced()}),
+        (
+            r"val_check_interval=8 with check_val_every_n_epoch=None counts the batches of a process",
+            {"task": lambda: Validated("mlp"), "val_check_interval": 8, "check_val_every_n_epoch": None},
+        ),
     ],
 )
 def test_what_can_not_hold_is_refused(message, options):
     made = {name: value() if callable(value) else value for name, value in options.items()}
+    task = made.get("task") or Task("mlp")
+    before = digest(parameter.detach().reshape(-1) for parameter in task.parameters())
     with pytest.raises(ValueError, match=message):
-        fit("mlp", "32-true", 1, **{"step_micro_batches": V, **made})
+        fit("mlp", "32-true", 1, **{"step_micro_batches": V, **made, "task": task})
+    assert digest(parameter.detach().reshape(-1) for parameter in task.parameters()) == before
+
+
+def test_methods_that_decide_about_reductions_are_refused():
+    accelerator = treadle.Accelerator(cpu=True, step_micro_batches=V)
+    model = accelerator.prepare(build("mlp"))
+    model(torch.ones(1, 11)).sum().backward()
+    methods = {
+        "no_sync": lambda: accelerator.no_sync(model),
+        "trigger_sync_in_backward": lambda: accelerator.trigger_sync_in_backward(model),
+        "join_uneven_inputs": lambda: accelerator.join_uneven_inputs([model]),
+        "LocalSGD": lambda: treadle.LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8),
+    }
+    for name, call in methods.items():
+        with pytest.raises(ValueError, match=f"{name} can't be used with step_micro_batches=8"):
+            call()
+    with pytest.raises(ValueError, match="norm_type=3 must be 1, 2 or inf with step_micro_batches"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0, 3)
+    inputs, _ = next(iter(accelerator.prepare(loader("mlp"))))
+    with pytest.raises(ValueError, match=r"within accelerator\.accumulate\(model\)"):
+        accelerator.backward(model(inputs).mean())
+
+
+class Unused(Task):
+    """A task with a layer that only the second micro-batch of a step uses."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.extra = nn.Linear(11, 37)
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        return loss + self.extra(batch[0]).mean() if index == 1 else loss
+
+
+def find_refusals_of_ranks():
+    cases = {
+        "own data": {
+            "data": DataLoader(
+                TensorDataset(*(t[treadle.Accelerator(cpu=True).process_index :: 2] for t in dataset("mlp").tensors))
+            )
+        },
+        "tensor_parallel_size": {"strategy": treadle.strategies.FSDP(tensor_parallel_size=2)},
+        "data_parallel_replicate": {"strategy": treadle.strategies.FSDP(data_parallel_replicate=2)},
+        "unused": {"task": Unused("mlp"), "strategy": strategy_of("fsdp")},
+    }
+    errors = {}
+    for name, options in cases.items():
+        with pytest.raises(ValueError, match="step_micro_batches") as caught:
+            fit("mlp", "32-true", 1, step_micro_batches=V, **{"strategy": "ddp", **options})
+        errors[name] = str(caught.value)
+    return errors
+
+
+def test_refusals_of_several_ranks():
+    expected = {
+        "own data": "a DataLoader of each rank's own data",
+        "tensor_parallel_size": "FSDP(tensor_parallel_size=...)",
+        "data_parallel_replicate": "FSDP(data_parallel_replicate=...)",
+        "unused": "needs each micro-batch to use all trained parameters",
+    }
+    for errors in run(find_refusals_of_ranks, 2):
+        assert all(words in errors[name] for name, words in expected.items()), errors
 
 
 def test_a_second_backward_pass_and_skipped_batches_are_refused():
