@@ -499,6 +499,7 @@ class Accelerator(Process):
         shard: bool = True,
         evaluation: bool = False,
         move: Callable[[Any], Any] | None = None,
+        in_tree: bool = True,
     ) -> Loader:
         """Shard a dataloader over the processes.
 
@@ -508,6 +509,7 @@ class Accelerator(Process):
             shard: If False, each process gets all batches of its own dataloader. Default: True.
             evaluation: Do not group batches for gradient accumulation; see `Loader`. Default: False.
             move: Function to apply to each batch instead of moving it to the device.
+            in_tree: Assign whole batches to processes if ``step_micro_batches`` is set. Default: True.
 
         Returns:
             The prepared dataloader.
@@ -542,7 +544,7 @@ class Accelerator(Process):
             move=move,
             split=self.split_batches and shard,
             on_begin=self.rng.draw_apart,
-            tree=self._tree,
+            tree=self._tree if in_tree else None,
         )
         if shard:
             check_loaders_match(loader.flattened if isinstance(loader, CombinedLoader) else [loader], self.data_world)

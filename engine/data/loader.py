@@ -139,9 +139,15 @@ class Loader:
         self._plan: ShardedBatches | StreamedBatches
         self._reader: ShardedBatches | StreamedBatches | UserBatches  # the plan, or what groups its batches anew
         self._view: Any = source
-        self._tree = None if evaluation else tree
-        if self._tree is not None:
-            _check_divisible(source, shard, split)
+        self._tree = tree
+        if tree is not None and (obstacle := _find_obstacle(source, shard, split)) is not None:
+            if not evaluation:
+                raise ValueError(_explain_leaves(obstacle))
+            self._tree = None
+            warn(
+                f"values that are logged in the evaluation of {obstacle} depend on the number of processes, although "
+                "step_micro_batches is set. Use a DataLoader with a map-style dataset that is the same on all ranks."
+            )
         self._prepare(source, world, shard, (lambda _: 1) if evaluation else accumulate, split)
 
     def _prepare(self, source: Any, world: World, shard: bool, accumulate: Callable[[int], int], split: bool) -> None:
@@ -750,23 +756,21 @@ def batch_indices(loader: Loader, number: int | None = None) -> list[Any] | None
     return indices.get_indices(micro.number if number is None else number)
 
 
-def _check_divisible(source: Any, shard: bool, split: bool) -> None:
-    """Raise a ValueError if a loader's batches cannot be assigned to the processes by their number in the step."""
-    obstacle = None
+def _find_obstacle(source: Any, shard: bool, split: bool) -> str | None:
+    """Return what prevents that a loader's batches are assigned to processes by their number in the step, or None."""
     if not isinstance(source, DataLoader):
-        obstacle = name_type(source)
-    elif isinstance(source.dataset, IterableDataset):
-        obstacle = f"the stream of {name_type(source.dataset)}"
-    elif has_user_iter(source):
-        obstacle = f"{name_type(source)}, whose __iter__ chooses the batches"
-    elif not shard or shards_itself(source):
-        obstacle = "a dataloader that is already sharded"
-    elif split:
-        obstacle = "split_batches=True"
-    elif find_generators(source.dataset):
-        obstacle = f"{name_type(source.dataset)}, which draws from a generator of its own"
-    if obstacle is not None:
-        raise ValueError(_explain_leaves(obstacle))
+        return name_type(source)
+    if isinstance(source.dataset, IterableDataset):
+        return f"the stream of {name_type(source.dataset)}"
+    if has_user_iter(source):
+        return f"{name_type(source)}, whose __iter__ chooses the batches"
+    if not shard or shards_itself(source):
+        return "a dataloader that is already sharded"
+    if split:
+        return "split_batches=True"
+    if find_generators(source.dataset):
+        return f"{name_type(source.dataset)}, which draws from a generator of its own"
+    return None
 
 
 def _explain_leaves(obstacle: str) -> str:

@@ -96,18 +96,19 @@ class ExactEntry(Entry):
 
 
 class ExactMetrics(Metrics):
-    """Store of the values logged in training by micro-batches of a `FixedTree`.
+    """Store of the values logged by micro-batches of a `FixedTree`.
 
     A step's value covers all of its micro-batches. Sums are exact until they are rounded once, so it does not matter
     which process has logged which value.
 
     Args:
         cursor: Position of the loop.
+        training: Whether this is a training stage.
         copies: See `Metrics`.
     """
 
-    def __init__(self, cursor: Cursor, copies: bool = False) -> None:
-        super().__init__(training=True, copies=copies)
+    def __init__(self, cursor: Cursor, training: bool, copies: bool = False) -> None:
+        super().__init__(training, copies=copies)
         self._cursor = cursor
 
     def _make_entry(self, *args: Any, **options: Any) -> Entry:
@@ -117,7 +118,7 @@ class ExactMetrics(Metrics):
         """Record one value; see `Metrics.log`."""
         super().log(name, *args, **options)
         entry, micro = self._entries.get(name), self._cursor.micro
-        if isinstance(entry, ExactEntry) and entry.on_step and micro is not None:
+        if self.training and isinstance(entry, ExactEntry) and entry.on_step and micro is not None:
             step = self._cursor.number - micro.number
             if step != entry.step:
                 entry.step, entry.in_step = step, []

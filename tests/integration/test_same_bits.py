@@ -90,7 +90,7 @@ class Rows(treadle.loggers.Logger):
 
     def log_metrics(self, metrics, step=None):
         self.steps += [metrics["loss_step"]] if "loss_step" in metrics else []
-        self.epochs += [metrics["loss_epoch"]] if "loss_epoch" in metrics else []
+        self.epochs += [metrics[name] for name in ("loss_epoch", "val_loss") if name in metrics]
 
     def log_hyperparams(self, *args, **kwargs):
         pass
@@ -363,6 +363,21 @@ class Branching(Task):
         ]
 
 
+class Plateau(Task):
+    """A task whose learning rate, and whose end, depend on a loss in validation."""
+
+    def validation_step(self, batch, index):
+        self.log("val_loss", self.net.loss(batch) + 1e-3 * torch.rand(()))
+
+    def val_dataloader(self):
+        return DataLoader(torch.utils.data.Subset(dataset("mlp"), range(29)), batch_size=SIZE)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.05)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
 def fit_own_loop():
     torch.manual_seed(1)
     accelerator = treadle.Accelerator(cpu=True, step_micro_batches=V)
@@ -385,6 +400,8 @@ def fit_settings():
     flags = {"step_micro_batches": V}
     few = {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}
     ddp = treadle.strategies.DDP
+    stopping = treadle.callbacks.EarlyStopping("val_loss", patience=2, min_delta=0.1)
+    few_batches = {"limit_train_batches": 10, "val_check_interval": 0.5, "limit_val_batches": 3}
     noisy = {"dataset": Noisy(dataset("mlp")), "batch_size": SIZE, "shuffle": True}
     results = {
         "buckets": fit("transformer", "32-true", 2, strategy=ddp(**few), **flags),
@@ -394,6 +411,8 @@ def fit_settings():
         "noise": fit("mlp", "32-true", 2, strategy="ddp", data=DataLoader(**noisy), **flags),
         "workers": fit("mlp", "32-true", 2, strategy="ddp", data=DataLoader(**noisy, num_workers=2), **flags),
         "fast": fit("mlp", "32-true", 2, strategy="ddp", fast_dev_run=True, **flags),
+        "validation": fit("mlp", "32-true", 30, strategy="ddp", task=Plateau("mlp"), callbacks=[stopping], **flags),
+        "limits": fit("mlp", "32-true", 3, strategy="ddp", task=Plateau("mlp"), **few_batches, **flags),
     }
     return {name: found for name, (found, _) in results.items()} | {"own loop": fit_own_loop()}
 
@@ -407,6 +426,9 @@ def settings_alone():
 def test_settings_that_keep_the_bits(world):
     ranks, expected = run(fit_settings, world), settings_alone()
     assert expected["noise"] == expected["workers"]
+    assert expected["fast"]["steps"] == 1
+    assert expected["limits"]["steps"] == 6
+    assert 10 < expected["validation"]["steps"] < 90  # the run stops early
     for rank, ranks_results in enumerate(ranks):
         for name, found in ranks_results.items():
             keys = ("weights", "norms") if rank or name in ("zero", "fast") else tuple(found)

@@ -14,7 +14,6 @@ from ...callbacks import LatestValidation
 from ...common.messages import describe_error, warn
 from ...common.remote_path import as_path, is_url
 from ...engine import Accelerator, Entry, Metrics
-from ...engine.data import Cursor
 from ...engine.metrics import ExactMetrics, MutedMetrics, is_wide
 from ...loggers import EVALUATED_AT, DirectoryLogger, Logger, NullExperiment, claim_version
 from ...strategies import World
@@ -444,11 +443,7 @@ def choose_metrics(accelerator: Accelerator, barebones: bool) -> Callable[..., M
     copies = accelerator.dynamo_plugin.uses_cuda_graphs(accelerator.device)
     if accelerator.accumulation.sums is None:
         return partial(Metrics, copies=copies)
-    return partial(_choose_by_stage, accelerator.cursor, copies)
-
-
-def _choose_by_stage(cursor: Cursor, copies: bool, training: bool) -> Metrics:
-    return ExactMetrics(cursor, copies) if training else Metrics(False, copies)
+    return partial(ExactMetrics, accelerator.cursor, copies=copies)
 
 
 def _make_file_name(name: str | None) -> str:

@@ -193,7 +193,11 @@ class Sources:
         for single_source in source.flattened if isinstance(source, CombinedLoader) else [source]:
             _refuse_non_loaders(kind, single_source)
         loader = self._accelerator.prepare_data_loader(
-            source, shard=self._shard, evaluation=kind != "train", move=self._choose_transfer(number)
+            source,
+            shard=self._shard,
+            evaluation=kind != "train",
+            move=self._choose_transfer(number),
+            in_tree=kind != "predict",  # whose results are sorted by rank
         )
         is_sequential = isinstance(loader, JointLoader) and loader.mode == "sequential"
         for single_loader in loader.loaders if is_sequential else [loader]:  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ class Place:
 
 def logged(order, reduction="mean", size=8):
     cursor = Place()
-    metrics = ExactMetrics(cursor)
+    metrics = ExactMetrics(cursor, training=True)
     for index in order:
         cursor.advance(size)
         metrics.log(
@@ -71,7 +71,7 @@ def test_a_step_covers_its_micro_batches(world):
 def test_a_restored_epoch_continues_exactly(world, reduction):
     state = logged(range(70), reduction).state_dict(world)
     cursor = Place()
-    restored = ExactMetrics(cursor)
+    restored = ExactMetrics(cursor, training=True)
     restored.load_state_dict(state, world)
     for index in range(70, 200):
         cursor.advance(8)
