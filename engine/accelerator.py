@@ -30,6 +30,7 @@ from ..strategies import (
 from ..strategies.distributed import SHARD, TENSOR, Devices, Watchdog, name_phase, watch
 from . import configuration
 from .checkpoint import Checkpointer, Job, OpenCheckpoint
+from .checkpoint.model_check import digest_parameters
 from .configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -58,6 +59,7 @@ from .profilers import profile
 from .quantization import convert_to_float8
 from .rank_consistency import check_loaders_match, check_model_matches, check_values_match
 from .rng import RandomStream, RunRng
+from .run_environment import warn_if_kernels_differ
 from .trackers import GeneralTracker, Trackers, tracker_sources
 
 # Lists that public code reads although they are private in Accelerate.
@@ -254,6 +256,7 @@ class Accelerator(Process):
         self._trained: dict[int, frozenset[int]] = {}  # by model, the parameters that it was wrapped to train
         self.strategy.prepared = self.models, self.optimizers
         self.step_micro_batches = leaves
+        self.weight_digests: dict[int, str] = {}  # by optimizer step
         self._tree = None if leaves is None else FixedTree(leaves, self.world.size)
         self.rng = RunRng(self.world, self.strategy, keyed=leaves is not None)
         self.accumulation = Accumulation(
@@ -410,9 +413,21 @@ class Accelerator(Process):
             ValueError: If settings differ. Every rank raises the error.
         """
         if not self._compared:
+            if self._tree is not None:
+                warn_if_kernels_differ(self.world)
             values = self._collect_settings() if settings is None else settings
             check_values_match("the ranks are configured differently", values, self.world)
             self._compared = True
+
+    def record_weights(self) -> str:
+        """Record a digest of the parameters at the current step, and return it. Must be called on all processes.
+
+        ``treadle runs compare`` finds the first step at which the digests of two runs differ. Checkpoints call this
+        method if ``step_micro_batches`` is set.
+        """
+        digest = digest_parameters(self.unwrapped_models, self.world)
+        self.weight_digests[self.accumulation.steps] = digest
+        return digest
 
     def _collect_settings(self) -> dict[str, Any]:
         return {
@@ -1261,6 +1276,7 @@ class Accelerator(Process):
             prepared.clear()  # type: ignore[attr-defined]
         self.cursor.micro = self.rng.stream = None
         self._compared = False
+        self.weight_digests.clear()
         self.loop_check.reset()
         self._trained.clear()
         self.checkpointer.forget_prepared()

@@ -157,6 +157,8 @@ class Checkpointer:
             )
         copying, staged = None, targets[0] if world.is_main and self.save_hooks else None
         with store.discarding_on_failure(staged), world.failing_together():
+            if accelerator.step_micro_batches is not None:
+                info["weights_digest"] = accelerator.record_weights()
             frozen = self.find_frozen(world) if trainable_only else ()
             files = content.collect(accelerator, targets[0], parts or {}, weights_only, frozen)
             make_save = None if choose_save is None else choose_save(files, frozen[0] if frozen else ())

@@ -20,6 +20,7 @@ from ..metrics import metric_state
 from ..optim import PreparedScheduler, optimizer_state
 from ..parameter_names import make_view_key, strip_compile_prefix
 from ..rng import random_state
+from ..run_environment import describe_kernels
 from . import model_check, store
 from .json_codec import decode, encode
 from .parts import STATE, Files, TensorFile, encode_part, extra_part, model_part, optimizer_part, rank_part
@@ -401,4 +402,5 @@ def run_metadata(accelerator: Accelerator) -> dict[str, Any]:
         "batch_size": batch,  # of a micro-batch, summed over all processes
         "global_batch_size": None if training is None else training.step_size(accumulate),
         "models": [model_check.fingerprint(model) for model in accelerator.unwrapped_models],
+        "kernels": None if accelerator.step_micro_batches is None else describe_kernels(accelerator.device),
     }

@@ -83,6 +83,15 @@ def compute_digests(model: nn.Module, names: Collection[str], world: World) -> d
     return cast(dict[str, str], world.broadcast(digests))
 
 
+def digest_parameters(models: Iterable[nn.Module], world: World) -> str:
+    """Return a digest of all parameters' bits, the same for full and sharded ones. Must be called on all ranks."""
+    total = xxh3_64()
+    for model in models:
+        names = {strip_compile_prefix(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+        total.update(repr(sorted(compute_digests(model, names, world).items())).encode())
+    return total.hexdigest()
+
+
 def _sum_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return for each tensor the sum of its elements' bits, read as integers."""
     sums = {name: torch.stack([_add_bits(part) for part in _flatten(local(t))]).sum() for name, t in tensors.items()}

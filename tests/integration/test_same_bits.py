@@ -11,6 +11,7 @@ import torch
 from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from treadle.engine.checkpoint import OpenCheckpoint
 
 import treadle
 
@@ -297,6 +298,10 @@ def test_resume_within_epochs_from_ddp_on_fsdp_and_on_one_process(saved_within_e
     second = str(tmp_path / "second.ckpt")
     run(fit_until, 2, {"strategy": "fsdp", "ckpt_path": path, "save": second, "max_steps": 8})
     check_resumed(run(fit_until, 1, {"strategy": "auto", "ckpt_path": second}), whole, record, 12 - 8)
+    third = str(tmp_path / "third.ckpt")
+    fit("mlp", "32-true", 4, step_micro_batches=V, max_steps=8, save=third)
+    digests = {OpenCheckpoint(saved).manifest.info["weights_digest"] for saved in (second, third)}
+    assert len(digests) == 1
 
 
 @pytest.mark.exhaustive
