@@ -3,12 +3,14 @@
 import functools
 import hashlib
 import math
+import os
 import random
+import signal
 
 import numpy as np
 import pytest
 import torch
-from support.processes import run
+from support.processes import RankError, run
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from treadle.engine.checkpoint import OpenCheckpoint
@@ -147,17 +149,9 @@ def loader(name):
 def fit(name, precision, epochs, *, ckpt_path=None, save=None, task=None, data=None, **flags):
     task, rows = task or Task(name), Rows()
     treadle.seed_everything(1)
-    trainer = treadle.Trainer(
-        accelerator="cpu",
-        precision=precision,
-        max_epochs=epochs,
-        log_every_n_steps=1,
-        logger=rows,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **flags,
-    )
+    off = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    flags = {"max_epochs": epochs, "log_every_n_steps": 1, "logger": rows, **off, **flags}
+    trainer = treadle.Trainer(accelerator="cpu", precision=precision, **flags)
     trainer.fit(task, loader(name) if data is None else data, ckpt_path=ckpt_path)
     if save is not None:
         trainer.save_checkpoint(save)
@@ -310,6 +304,35 @@ def test_resume_within_epochs_from_ddp_on_fsdp_and_on_one_process(saved_within_e
 def test_resume_within_an_epoch_on_another_number_of_processes(world, strategy, saved_within_epoch):
     path, (whole, record) = saved_within_epoch
     check_resumed(run(fit_until, world, {"strategy": strategy, "ckpt_path": path}), whole, record, 12 - 4)
+
+
+class Killer(treadle.Callback):
+    """Callback that kills the process of the last rank before a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, task, batch, index):
+        if trainer.global_step == self.step and trainer.global_rank == trainer.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit_elastic(folder, strategy, killed_at):
+    saves = treadle.callbacks.ModelCheckpoint(folder, every_n_train_steps=7, save_last=True, save_top_k=1)
+    flags = {"strategy": strategy_of(strategy), "enable_checkpointing": True, "callbacks": [saves, Killer(killed_at)]}
+    return fit("mlp", "32-true", 100, step_micro_batches=V, ckpt_path="auto", **flags)
+
+
+@pytest.mark.exhaustive
+def test_a_run_whose_processes_are_killed_on_other_numbers_of_them(tmp_path):
+    for world, strategy, killed_at in ((2, "ddp", 100), (4, "fsdp", 200)):
+        with pytest.raises(RankError, match=r"SIGKILL|-9|killed"):
+            run(fit_elastic, world, str(tmp_path), strategy, killed_at)
+    resumed = run(fit_elastic, 3, str(tmp_path), "ddp", None)
+    whole, _ = fit("mlp", "32-true", 100, step_micro_batches=V)
+    assert whole["steps"] == 300
+    assert resumed[0][0]["steps"] == 300 - 196  # the last multiple of 7 before the second kill
+    assert {(found["weights"], found["moments"]) for found, _ in resumed} == {(whole["weights"], whole["moments"])}
 
 
 def test_a_checkpoint_of_other_micro_batches_is_refused(saved_within_epoch):
