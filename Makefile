@@ -104,6 +104,7 @@ types: wheel
 docs: $(VENV)/.docs
 	$(BIN)/python .ci/check_reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict  # not --quiet, which turns strict off
+	$(BIN)/python .ci/write_redirects.py build/html
 $(VENV)/.docs: $(VENV)/.installed
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@

@@ -22,7 +22,7 @@ from treadle.common.peer_names import Answer
 from treadle.tools.migrate import find_counterpart
 
 ROOT = Path(__file__).resolve().parent.parent
-GUIDES = {peer: ROOT / "docs" / "migrating" / f"{peer}_names.md" for peer in ("lightning", "accelerate")}
+NAMES = ROOT / "docs" / "migrating" / "names.md"
 DIFFERENCES = ROOT / "docs" / "differences"
 SIGNS = ROOT / "compat" / "differences.toml"
 ROOTS = {"lightning": "lightning.pytorch", "accelerate": "accelerate"}
@@ -38,11 +38,10 @@ def read_peer_names():
     }
 
 
-def write_guides():
-    """Return the texts of the pages of names by file, and the names without counterpart or answer."""
-    texts, unknown = {}, []
+def write_names():
+    """Return the text of the page of names, and the names without counterpart or answer."""
+    text, unknown = NAMES.read_text(encoding="utf-8"), []
     for peer, modules in read_peer_names().items():
-        text = GUIDES[peer].read_text(encoding="utf-8")
         rows, answers = {}, {}
         for module, names in modules.items():
             for name in names:
@@ -59,8 +58,7 @@ def write_guides():
         table = ["| Not here | |", "|---|---|"]
         table += [f"| {', '.join(names)} | {answer} |" for answer, names in sorted(answers.items(), key=lambda a: a[1])]
         text = replace_part(text, f"answers for {peer}", table if answers else ["Every name has a counterpart."])
-        texts[GUIDES[peer]] = text
-    return texts, unknown
+    return text, unknown
 
 
 def replace_part(text, name, lines):
@@ -68,7 +66,7 @@ def replace_part(text, name, lines):
     start, end = f"<!-- {name}, written by `make compat` -->\n", "<!-- end -->"
     before, _, rest = text.partition(start)
     if not rest:
-        raise ValueError(f"docs/migrating/*_names.md has no line {start}")
+        raise ValueError(f"docs/migrating/names.md has no line {start}")
     return before + start + "\n".join(["", *lines, "", end]) + rest.partition(end)[2]
 
 
@@ -99,8 +97,8 @@ def quote(text):
 
 def main(arguments):
     """Write or check the files and return the exit status."""
-    guides, unknown = write_guides()
-    texts = {SIGNS: write_signs(), **guides}
+    names, unknown = write_names()
+    texts = {SIGNS: write_signs(), NAMES: names}
     stale = [file for file, text in texts.items() if file.read_text(encoding="utf-8") != text]
     if "--check" not in arguments:
         for file in stale:

@@ -1,4 +1,4 @@
-"""Names that scripts import: every row of docs/migrating/*_names.md, and Lightning's own in one module."""
+"""Names that scripts import: every row of docs/migrating/names.md, and Lightning's own in one module."""
 
 import importlib
 import re
@@ -12,7 +12,7 @@ import treadle.compat as pl
 import treadle
 
 ROOT = Path(__file__).parents[2]
-TEXT = "".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "migrating").glob("*_names.md")))
+TEXT = (ROOT / "docs" / "migrating" / "names.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `([a-z]+\.?[\w.]*)` \| `(treadle[\w.]*)` \| (`.*`) \|$", TEXT, re.MULTILINE)
 PARTS = re.findall(r"^<!-- answers for \w+, .* -->\n(.*?)^<!-- end -->", TEXT, re.MULTILINE | re.DOTALL)
 ANSWERS = re.findall(r"^\| (`.*?`) \| (.*) \|$", "".join(PARTS), re.MULTILINE)

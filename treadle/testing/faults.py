@@ -1,4 +1,4 @@
-"""Planned failures at exact points of a real run, and a check that each of them happened; see docs/faults.md."""
+"""Planned failures at exact points of a real run, and a check that each of them happened; see docs/internals.md."""
 
 from __future__ import annotations
 
@@ -274,8 +274,8 @@ class Fault:
     """Planned failure that happens once on each selected process.
 
     Args:
-        point: Point in the run, such as ``"backward:after"`` or ``"disk:*"``; docs/faults.md lists the points.
-        action: Action to perform; docs/faults.md lists the actions. Default: ``"raise"``.
+        point: Point in the run, such as ``"backward:after"`` or ``"disk:*"``; docs/internals.md lists the points.
+        action: Action to perform; docs/internals.md lists the actions. Default: ``"raise"``.
         rank: Rank on which the fault happens. Default: None, every rank.
         step: Optimizer step in which the fault happens, counted from 1, until the next step begins. Step 0 is
             everything before the first step in this process. Default: None, any step.
