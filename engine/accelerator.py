@@ -29,8 +29,7 @@ from ..strategies import (
 )
 from ..strategies.distributed import SHARD, TENSOR, Devices, Watchdog, name_phase, watch
 from . import configuration
-from .checkpoint import Checkpointer, Job, OpenCheckpoint
-from .checkpoint.model_check import digest_parameters
+from .checkpoint import Checkpointer, Job, OpenCheckpoint, digest_parameters
 from .configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -535,8 +534,7 @@ class Accelerator(Process):
         """
         if isinstance(loader, Loader):
             return loader
-        # The loader is from prepare_data_loader, without an Accelerator.
-        if getattr(type(loader), "is_sharded", False):
+        if getattr(type(loader), "is_sharded", False):  # by the function prepare_data_loader, without an Accelerator
             raise TypeError(
                 f"prepare got {name_type(loader)}, which is already sharded over the processes. Pass the "
                 f"original DataLoader, or use the {type(loader).__name__} without preparing it."
@@ -616,7 +614,7 @@ class Accelerator(Process):
             ...         optimizer.step()
             ...         optimizer.zero_grad()
         """
-        self.refuse_in_tree("join_uneven_inputs")
+        configuration.refuse_in_tree("join_uneven_inputs", self.step_micro_batches)
         return join_uneven_inputs(self.accumulation, self.schedulers, joinables, even_batches)
 
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[Any]:
@@ -731,14 +729,6 @@ class Accelerator(Process):
         self.accumulation.note_entered(models)
         return self.accumulation.accumulate(*models)
 
-    def refuse_in_tree(self, name: str) -> None:
-        """Raise a ValueError if ``step_micro_batches`` is set, for a method that decides when gradients are reduced."""
-        if self._tree is not None:
-            raise ValueError(
-                f"{name} can't be used with step_micro_batches={self._tree.leaves}, which determines when and in which "
-                "order the gradients of all processes are added. Remove one of them."
-            )
-
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which gradients are not reduced over the processes.
 
@@ -748,7 +738,7 @@ class Accelerator(Process):
         Raises:
             ValueError: If ``static_graph`` of `DDP` is set and no backward pass has reduced gradients yet.
         """
-        self.refuse_in_tree("no_sync")
+        configuration.refuse_in_tree("no_sync", self.step_micro_batches)
         return self.strategy.no_sync(model)  # type: ignore[no-any-return]
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -760,7 +750,7 @@ class Accelerator(Process):
         Raises:
             ValueError: If ``static_graph`` or ``find_unused_parameters`` of `DDP` is set.
         """
-        self.refuse_in_tree("trigger_sync_in_backward")
+        configuration.refuse_in_tree("trigger_sync_in_backward", self.step_micro_batches)
         return self.strategy.sync_in_backward(model)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:

@@ -671,6 +671,15 @@ def check_tree_settings(plugin: GradientAccumulationPlugin, leaves: int) -> None
         )
 
 
+def refuse_in_tree(name: str, leaves: int | None) -> None:
+    """Raise a ValueError if ``step_micro_batches`` is set, for what decides when or how gradients are reduced."""
+    if leaves is not None:
+        raise ValueError(
+            f"{name} can't be used with step_micro_batches={leaves}, which determines when and in which order the "
+            "gradients of all processes are added. Remove one of them."
+        )
+
+
 def resolve_compilation(plugin: TorchDynamoPlugin | None, backend: Any) -> TorchDynamoPlugin:
     """Return ``plugin``, or the settings for ``backend``. Raise a ValueError if they are invalid."""
     check_optional_type("dynamo_plugin", plugin, TorchDynamoPlugin)

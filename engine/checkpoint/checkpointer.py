@@ -157,8 +157,6 @@ class Checkpointer:
             )
         copying, staged = None, targets[0] if world.is_main and self.save_hooks else None
         with store.discarding_on_failure(staged), world.failing_together():
-            if accelerator.step_micro_batches is not None:
-                info["weights_digest"] = accelerator.record_weights()
             frozen = self.find_frozen(world) if trainable_only else ()
             files = content.collect(accelerator, targets[0], parts or {}, weights_only, frozen)
             make_save = None if choose_save is None else choose_save(files, frozen[0] if frozen else ())
@@ -167,8 +165,13 @@ class Checkpointer:
                 files, copying = self.host_copies.copy_tensors(files, optimizer_files, optimizers)
         if numbering is not None:
             numbering.iteration += 1
-        self._start_save(targets, files, info, numbering, copying, make_save)
+        self._start_save(targets, files, info | self._describe_weights(), numbering, copying, make_save)
         return targets[0]
+
+    def _describe_weights(self) -> dict[str, str]:
+        if self._accelerator.step_micro_batches is None:
+            return {}
+        return {"weights_digest": self._accelerator.record_weights()}
 
     def _start_save(
         self,
