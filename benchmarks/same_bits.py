@@ -5,7 +5,7 @@
 Every arm trains the small transformer of distributed.py with the Trainer, in micro-batches of 8 samples, with clipping.
 The arms take turns. The time of a step is the slope between a short and a long run, on the slowest process's clock; a
 ratio is the median of the ratios to the arm without the flag of the same round. The bytes are those of the tensors that
-torch's profiler records for one step, times the share of them that a ring, or an exchange of parts, sends to others.
+torch's profiler records for one step, times the share of them that a ring, or an exchange of parts, sends.
 The losses of both arms with the flag must be equal, or the program ends with status 1.
 """
 
@@ -18,6 +18,7 @@ import math
 import platform
 import statistics
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,13 @@ from torch.profiler import ProfilerActivity, profile
 import treadle
 
 MICRO_BATCHES = 8
-PARTS = {"allreduce": 2, "reduce_scatter": 1, "all_to_all": 1, "gather": 1}  # sent, in units of (W - 1) / W buffers
+# The tensors of the recorded size that a process sends, in a world of W processes. A gather records its own part.
+SENT: dict[str, Callable[[int], float]] = {
+    "gather": lambda world: world - 1,
+    "reduce_scatter": lambda world: (world - 1) / world,
+    "all_to_all": lambda world: (world - 1) / world,
+    "all_reduce": lambda world: 2 * (world - 1) / world,
+}
 
 
 def train(strategy: str, fixed: bool, width: int, steps: int, losses: list[Tensor]) -> None:
@@ -57,12 +64,11 @@ def find_sent_bytes(arm: Any, width: int) -> float:
     def count(steps: int) -> float:
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
             arm(width, steps, [])
-        world, total = dist.get_world_size(), 0.0
-        for event in profiled.events():
-            name = event.name.removeprefix("gloo:").replace("_reduce", "reduce", 1) if "gloo:" in event.name else ""
-            units = next((units for kind, units in PARTS.items() if kind in name), 0)
+        total = 0.0
+        for event in (event for event in profiled.events() if event.name.startswith("gloo:")):
+            shares = [share(dist.get_world_size()) for kind, share in SENT.items() if kind in event.name]
             sizes = [math.prod(shape) for shape in event.input_shapes if shape]
-            total += 4 * units * (world - 1) / world * max(sizes, default=0)
+            total += 4 * sum(shares) * max(sizes, default=0)
         return total / 2**20
 
     return count(3) - count(2)
@@ -73,7 +79,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--steps", type=int, nargs=2, default=(2, 12))
+    parser.add_argument("--steps", type=int, nargs=2, default=(2, 8))
     parser.add_argument("--json", help="where to write the figures")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
