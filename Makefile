@@ -15,18 +15,24 @@ demo: $(VENV)/.demo
 	$(BIN)/python examples/digits.py
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[examples]'
+	$(QUICK_PIP) setuptools
+	$(QUICK_PIP) --no-build-isolation --editable '.[examples]'
 	touch $@
+# Files are compiled when they are imported. The package is built with the setuptools that TensorBoard needs anyway.
+QUICK_PIP = PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile \
+  --constraint constraints.txt
 
 install: $(VENV)/.installed
 $(VENV)/.installed: $(VENV)/.demo
+	$(BIN)/python -m pip install --quiet --upgrade pip
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,examples]'
 	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt $(STREAMING)
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some packages hold templates that are no Python
 	touch $@
 
+# More processes than a small machine has cores, because tests that start processes wait more than they compute.
 test: install
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not exhaustive and not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m 'not exhaustive and not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)
 
 # For the loop of an editor: what shows itself within a minute, in this process and one beside it.
 quick: install
@@ -37,13 +43,13 @@ QUICK := -m 'not exhaustive and not slow and not faults' tests/common tests/engi
 
 # The same, and every variant of what the tests above show with one.
 test-all: install
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m 'not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)
 
 # The tests of CI beside another torch, in an environment of its own; TORCH=newest takes what pip finds.
 TORCH ?= 2.14.1
 OTHER := .venv-torch-$(TORCH)
 test-torch: $(OTHER)/.installed
-	$(OTHER)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not exhaustive and not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)
+	$(OTHER)/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m 'not exhaustive and not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)
 $(OTHER)/.installed: pyproject.toml constraints.txt
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	$(OTHER)/bin/python -m pip install --quiet --upgrade pip
@@ -80,8 +86,8 @@ test-slurm: install
 	  { echo "$$program is missing: apt-get install --no-install-recommends munge slurmctld slurmd slurm-client"; exit 1; }; done
 	$(BIN)/python -m pytest -m slurm tests/strategies/launch/test_slurm.py tests/fault_injection/test_slurm_faults.py
 
-# The pages a run leaves, opened in a browser without a window.
-test-browser: install
+# The pages a run leaves and those of the site, opened in a browser without a window.
+test-browser: docs
 	$(BIN)/python -m pytest -m browser tests/integration/test_browser.py $(ARGS)
 
 # On this machine's first GPU, below ten minutes on an H100: in an environment of yours with a CUDA build of torch, in
@@ -100,11 +106,10 @@ types: wheel
 	rm -rf build/site && $(BIN)/python -m pip install --quiet --no-deps --target build/site dist/*.whl
 	MYPYPATH=build/site $(BIN)/mypy -p treadle
 
-# The site, in build/html: strict, so a broken link is an error. Its code blocks are run by the tests.
+# The site, in build/html, and its check: a broken link is an error. Its code blocks are run by the tests.
 docs: $(VENV)/.docs
 	$(BIN)/python .ci/check_reference.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict  # not --quiet, which turns strict off
-	$(BIN)/python .ci/write_redirects.py build/html
+	$(BIN)/python .ci/build_site.py
 $(VENV)/.docs: $(VENV)/.installed
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
@@ -139,4 +144,4 @@ bench-gpu:
 	$(GPU_PYTHON) benchmarks/gpu.py --json gpu.json $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(BENCH) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(BENCH) build dist *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .model_checkpoint import ModelCheckpoint
     from .model_summary import ModelSummary
     from .monitored_metric import (
-        LatestValidation,
         checks_at_epoch_end,
         explain_returned,
         is_better,

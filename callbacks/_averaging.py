@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..common.messages import announce, format_count, warn
-from ..engine import isolated_random_state, strip_compile_prefix
+from ..engine import isolated_random_state
 from ..engine.checkpoint import OpenCheckpoint, Stored, model_part, open_added
-from ..strategies.distributed import cut_like, is_sharded, local
+from ..strategies.distributed import cut_like, is_sharded, local, strip_compile_prefix
 from ._pruning import collect_masks
 from .callback import Callback
 

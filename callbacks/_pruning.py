@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from ..engine import strip_compile_prefix
+from ..strategies.distributed import strip_compile_prefix
 
 
 class PrunedParameter:

@@ -92,13 +92,13 @@ class BatchSizeFinder(Callback):
         self.accumulate: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
-        """Raise a ValueError if a `GradientAccumulationScheduler` conflicts with ``keep_global_batch``."""
-        scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
-        if stage == "fit" and self.keep_global_batch and scheduled:
-            raise ValueError(
-                "BatchSizeFinder(keep_global_batch=True) and GradientAccumulationScheduler both set the number of "
-                "micro-batches per optimizer step. Remove one of them."
-            )
+        """Raise a ValueError if another callback that sets the accumulation conflicts with ``keep_global_batch``."""
+        for callback in trainer.callbacks:
+            if stage == "fit" and self.keep_global_batch and isinstance(callback, GradientAccumulationScheduler):
+                raise ValueError(
+                    f"{type(self).__name__}(keep_global_batch=True) and {type(callback).__name__} both set the number "
+                    "of micro-batches per optimizer step. Remove one of them."
+                )
 
     def search(self, fits: Callable[[int], int | None], limit: int, least: int = 1) -> int:
         """Search for the largest size that fits, and return it. With ``"binsearch"``, ``margin`` may reduce the result.

@@ -8,6 +8,7 @@ from ..common.messages import announce
 from .gradient_accumulation_scheduler import GradientAccumulationScheduler
 
 if TYPE_CHECKING:
+    from ..engine.data import Loader
     from ..trainer import TaskModule, Trainer
 
 
@@ -32,8 +33,6 @@ class BatchSizeScheduler(GradientAccumulationScheduler):
         >>> scheduler = BatchSizeScheduler({0: 64, 1000: 128, 4000: 512})
         >>> scheduler.get_batch_size(step=2000)
         128
-        >>> scheduler.steps(batches=3000, epochs=1, full=64)  # 1000 steps of 1 micro-batch and 1000 of 2
-        2000
     """
 
     _full = 1
@@ -60,19 +59,19 @@ class BatchSizeScheduler(GradientAccumulationScheduler):
         """
         return self.get_batch_size(step) // self._full
 
-    def steps(self, batches: int, epochs: int, full: int = 1) -> int:
+    def estimate_steps(self, loader: Loader, epochs: int) -> int:
         """Return the number of optimizer steps in the first ``epochs`` epochs.
 
         Args:
-            batches: Number of micro-batches in each epoch.
+            loader: The prepared training dataloader, whose length must be known.
             epochs: Number of epochs.
-            full: Number of samples in a full micro-batch over all processes. Default: 1.
         """
+        assert loader.length is not None
         step = 0
         for _ in range(epochs):
-            remaining = batches
+            remaining = loader.length
             while remaining > 0:
-                width = max(1, self.get_batch_size(step) // full)
+                width = max(1, self.get_batch_size(step) // loader.total_batch_size)
                 steps = min([-(-remaining // width), *(first - step for first in self.epochs if first > step)])
                 step, remaining = step + steps, remaining - steps * width
         return step

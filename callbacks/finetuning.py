@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from ..common.messages import announce, format_count, warn
 from ..common.validation import check_bool, check_int, check_number
-from ..engine import strip_compile_prefix
 from ..engine.checkpoint import open_callback_states
+from ..strategies.distributed import strip_compile_prefix
 from .callback import Callback
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from ..common.validation import check_int
 from .callback import Callback
 
 if TYPE_CHECKING:
+    from ..engine.data import Loader
     from ..trainer import TaskModule, Trainer
 
 
@@ -22,16 +23,14 @@ class GradientAccumulationScheduler(Callback):
 
     Raises:
         ValueError, TypeError: If ``scheduling`` is invalid.
-        ValueError: In ``fit``, if the Trainer's ``accumulate_grad_batches`` is not 1, or if the task uses manual
-            optimization.
+        ValueError: In ``fit``, if the Trainer's ``accumulate_grad_batches`` is not 1, if another callback changes it,
+            or if the task uses manual optimization.
 
     Examples:
         >>> from treadle.callbacks import GradientAccumulationScheduler
         >>> scheduler = GradientAccumulationScheduler({0: 1, 4: 8})
         >>> scheduler.get_accumulate_grad_batches(epoch=5)
         8
-        >>> scheduler.steps(batches=64, epochs=5)  # 4 epochs of 64 steps and one of 8
-        264
     """
 
     exchanges = True
@@ -59,15 +58,15 @@ class GradientAccumulationScheduler(Callback):
         """
         return self.scheduling[max(first for first in self.epochs if first <= epoch)]
 
-    def steps(self, batches: int, epochs: int, full: int = 1) -> int:
+    def estimate_steps(self, loader: Loader, epochs: int) -> int:
         """Return the number of optimizer steps in the first ``epochs`` epochs.
 
         Args:
-            batches: Number of micro-batches in each epoch.
+            loader: The prepared training dataloader, whose length must be known.
             epochs: Number of epochs.
-            full: Number of samples in a full micro-batch over all processes. It has no effect. Default: 1.
         """
-        return sum(-(-batches // self.get_accumulate_grad_batches(epoch)) for epoch in range(epochs))
+        assert loader.length is not None
+        return sum(-(-loader.length // self.get_accumulate_grad_batches(epoch)) for epoch in range(epochs))
 
     def setup(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """In ``fit``, check that the task and the Trainer support the callback."""
@@ -85,6 +84,12 @@ class GradientAccumulationScheduler(Callback):
             raise ValueError(
                 f"Trainer({flag}={value}) and {type(self).__name__} both set the number of micro-batches per optimizer "
                 "step. Remove one of them."
+            )
+        others = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler) and c is not self]
+        if others:
+            raise ValueError(
+                f"{type(self).__name__} and {type(others[0]).__name__} both set the number of micro-batches per "
+                "optimizer step. Remove one of them."
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..common.messages import nearest, warn
 
@@ -19,62 +19,6 @@ class NeverLoggedError(ValueError, RuntimeError):
 
     Lightning raises a RuntimeError in EarlyStopping and a MisconfigurationException, here ValueError, elsewhere.
     """
-
-
-class LatestValidation:
-    """Names that the latest validation logged, and the optimizer step of that validation.
-
-    The values logged under these names must not be used to rank a checkpoint of later weights.
-
-    Attributes:
-        step: Number of optimizer steps taken before the latest validation; None before the first validation.
-
-    Examples:
-        >>> from treadle.callbacks import LatestValidation
-        >>> LatestValidation().state_dict()
-        {'step': None, 'names': []}
-    """
-
-    def __init__(self) -> None:
-        self.step: int | None = None
-        self.names: frozenset[str] = frozenset()
-
-    def end(self, trainer: Trainer) -> None:
-        """Record the logged names and the optimizer step after a validation.
-
-        Args:
-            trainer: The Trainer.
-        """
-        self.names = trainer.logbook.epoch_names
-        self.step = trainer.progress.step
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state to save in checkpoints."""
-        return {"step": self.step, "names": sorted(self.names)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned.
-
-        Args:
-            state_dict: The saved state.
-        """
-        self.step, self.names = state_dict["step"], frozenset(state_dict["names"])
-
-    def just_measured(self, trainer: Trainer) -> frozenset[str]:
-        """Return the names logged by the latest validation, or an empty set if the weights have changed since then.
-
-        Args:
-            trainer: The Trainer.
-        """
-        return self.names if self.step == trainer.progress.step else frozenset()
-
-    def stale(self, trainer: Trainer) -> frozenset[str]:
-        """Return the names logged by the latest validation, or an empty set if it ran on the current weights.
-
-        Args:
-            trainer: The Trainer.
-        """
-        return self.names if self.step != trainer.progress.step else frozenset()
 
 
 def read_logged_metrics(trainer: Trainer, keep: Container[str] = ()) -> dict[str, float]:

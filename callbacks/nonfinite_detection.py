@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from ..common.messages import format_count
 from ..common.validation import check_bool
-from ..engine import strip_compile_prefix
 from ..strategies import iter_tensors
-from ..strategies.distributed import local
+from ..strategies.distributed import local, strip_compile_prefix
 from .callback import Callback
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from torch.nn.utils import prune
 
 from ..common.messages import announce, name_type
 from ..common.validation import check_bool, check_int, choose
-from ..engine import strip_compile_prefix
 from ..engine.checkpoint import open_callback_states
+from ..strategies.distributed import strip_compile_prefix
 from ._pruning import PrunedParameter, find_prunable
 from .callback import Callback
 from .weight_averaging import WeightAveraging

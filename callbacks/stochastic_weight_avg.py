@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -34,7 +35,8 @@ class StochasticWeightAveraging(Averaging):
     resumed run restores the averages. `averaged_weights` returns them for other uses.
 
     Args:
-        swa_lrs: The learning rate to anneal to, or a list with one rate for each parameter group.
+        swa_lrs: The learning rate to anneal to, or a list with one rate for each parameter group. With several
+            optimizers, the groups of the first one come first.
         swa_epoch_start: First epoch whose weights are averaged, counted from 1 (int) or given as a fraction of
             ``max_epochs`` (float). Default: 0.8.
         annealing_epochs: Number of epochs until ``swa_lrs`` is reached; 0 sets the rates immediately. Default: 10.
@@ -46,8 +48,8 @@ class StochasticWeightAveraging(Averaging):
 
     Raises:
         ValueError, TypeError, RuntimeError: If an argument is invalid.
-        ValueError: In ``fit``, if the task uses manual optimization or does not have exactly one optimizer, or if
-            another callback also averages weights.
+        ValueError: In ``fit``, if the task uses manual optimization or has no optimizer, or if another callback also
+            averages weights.
         ValueError: In ``fit``, if the strategy does not support averaging, if ``swa_epoch_start`` is a fraction but
             ``max_epochs`` is unlimited, if the length of ``swa_lrs`` differs from the number of parameter groups, or if
             the averages in the checkpoint do not match the model.
@@ -105,7 +107,7 @@ class StochasticWeightAveraging(Averaging):
         self.device = device
         self._average = average_equally if avg_fn is None else partial(average_each, avg_fn)
         self._start = 0
-        self._initial: list[float] | None = None  # rates at the start of the annealing
+        self._initial: list[list[float]] | None = None  # each optimizer's rates at the start of the annealing
 
     @property
     def n_averaged(self) -> int:
@@ -121,11 +123,10 @@ class StochasticWeightAveraging(Averaging):
                 "StochasticWeightAveraging needs automatic_optimization=True, but the task has "
                 "automatic_optimization=False. Change the task, or remove the callback."
             )
-        if len(trainer.optimizers) != 1:
+        if not trainer.optimizers:
             raise ValueError(
-                "StochasticWeightAveraging needs one optimizer, but configure_optimizers returned "
-                f"{len(trainer.optimizers) or 'none'}. Return one optimizer, or use "
-                "WeightAveraging, which does not set learning rates."
+                "StochasticWeightAveraging needs an optimizer, but configure_optimizers returned none. Return an "
+                "optimizer, or use WeightAveraging, which does not set learning rates."
             )
         if isinstance(self.swa_epoch_start, float) and trainer.max_epochs == -1:
             raise ValueError(
@@ -143,26 +144,27 @@ class StochasticWeightAveraging(Averaging):
         past = trainer.progress.epoch - self._start
         if past < 0:
             return
-        groups = trainer.optimizers[0].param_groups
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         rates = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * len(groups)
         if len(rates) != len(groups):
             raise ValueError(
-                f"swa_lrs has {format_count(len(rates), 'rate')}, but the optimizer has "
-                f"{format_count(len(groups), 'parameter group')}. Pass one rate per group, or a number for all groups."
+                f"swa_lrs has {format_count(len(rates), 'rate')} for {format_count(len(groups), 'parameter group')}. "
+                "Pass one rate per group, or a number for all groups."
             )
         if self._initial is None:
-            self._initial = [float(group["lr"]) for group in groups]
+            self._initial = [[] for _ in trainer.optimizers]
             announce(
                 f"stochastic weight averaging starts in epoch {trainer.progress.epoch}; the learning rate schedulers "
                 "stop"
             )
-        self._initial += [float(group["lr"]) for group in groups[len(self._initial) :]]  # for groups added later
+        for initial, optimizer in zip(self._initial, trainer.optimizers, strict=True):
+            initial += [float(group["lr"]) for group in optimizer.param_groups[len(initial) :]]  # also of later groups
         assert trainer.steps is not None
         trainer.steps.schedules.stop()
         share = min(1.0, past / self.annealing_epochs) if self.annealing_epochs else 1.0
         annealed = _STRATEGIES[self.annealing_strategy](share)
-        for group, rate, initial in zip(groups, rates, self._initial, strict=True):
-            value = rate * annealed + initial * (1 - annealed)
+        for group, rate, initial_rate in zip(groups, rates, itertools.chain(*self._initial), strict=True):
+            value = rate * annealed + initial_rate * (1 - annealed)
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(value)
             else:

@@ -23,9 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ..common.messages import name_type
 from ..engine.checkpoint import filesystem
-from ..engine.parameter_names import split_tied
 from ..engine.weights import open_weights, write_weights
-from ..strategies.distributed import current_world
+from ..strategies.distributed import current_world, split_tied
 
 _MODEL = "pytorch_model_fsdp"
 _OPTIMIZER = "optimizer"

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..common.messages import warn
-from ..engine.parameter_names import split_tied
 from ..engine.process_state import PartialState
 from ..engine.weights import save_object
+from ..strategies.distributed import split_tied
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from .nested import honor_type
     from .optim.batch_size import find_executable_batch_size
     from .optim.local_sgd import LocalSGD
-    from .parameter_names import make_view_key, strip_compile_prefix
     from .preemption.signals import Preempted, Preemption
     from .process_state import AcceleratorState, GradientState, PartialState
     from .rank_consistency import check_values_match

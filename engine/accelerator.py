@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 from ..common.messages import format_count, name_type, warn
 from ..common.remote_path import AnyPath
 from ..strategies import (
-    FixedTree,
     ParallelismConfig,
     Strategy,
     choose_strategy,
@@ -29,7 +28,7 @@ from ..strategies import (
 )
 from ..strategies.distributed import SHARD, TENSOR, Devices, Watchdog, name_phase, watch
 from . import configuration
-from .checkpoint import Checkpointer, Job, OpenCheckpoint, digest_parameters
+from .checkpoint import Checkpointer, Job, OpenCheckpoint
 from .configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -53,11 +52,12 @@ from .optim import (
     replica_check,
 )
 from .preemption import Preemption, preemptible
-from .process_state import AcceleratorState, GradientState, Process, register_accelerator
+from .process import Prepared
+from .process_state import AcceleratorState, GradientState, register_accelerator
 from .profilers import profile
 from .quantization import convert_to_float8
 from .rank_consistency import check_loaders_match, check_model_matches, check_values_match
-from .rng import RandomStream, RunRng
+from .rng import RandomStream
 from .run_environment import warn_if_kernels_differ
 from .trackers import GeneralTracker, Trackers, tracker_sources
 
@@ -94,7 +94,7 @@ def _find_directory(accelerator: Accelerator) -> Any:
     return accelerator.logging_dir or accelerator.project_dir
 
 
-class Accelerator(Process):
+class Accelerator(Prepared):
     """Distributed training, mixed precision and checkpoints for a user-defined loop.
 
     Args:
@@ -150,6 +150,7 @@ class Accelerator(Process):
 
     Attributes:
         models, optimizers, schedulers, loaders: The prepared objects, in the order of preparation.
+        registered: The objects registered with `register_for_checkpointing`, by name.
         tracking: The trackers that ``log_with`` selects.
         rng: The RNG states of the ranks, and the random stream from which the order of samples is drawn.
         watchdog: Monitor that ends the run if a rank hangs, or None.
@@ -226,50 +227,27 @@ class Accelerator(Process):
         handlers = configuration.sort_handlers(kwargs_handlers)
         self.device_placement, self.step_scheduler_with_optimizer = device_placement, step_scheduler_with_optimizer
         self.dataloader_config = configuration.resolve_dataloader_config(dataloader_config, split_batches)
-        self.project_configuration = configuration.resolve_project(project_config, project_dir)
-        plugin, steps = gradient_accumulation_plugin, gradient_accumulation_steps
-        self.gradient_accumulation_plugin = configuration.resolve_accumulation(plugin, steps)
+        project = configuration.resolve_project(project_config, project_dir)
+        plugin = configuration.resolve_accumulation(gradient_accumulation_plugin, gradient_accumulation_steps)
         self.dynamo_plugin = configuration.resolve_compilation(dynamo_plugin, dynamo_backend)
-        self.precision, self.mixed_precision = configuration.resolve_precision(mixed_precision, handlers["autocast"])
+        precision, mixed_precision = configuration.resolve_precision(mixed_precision, handlers["autocast"])
         self.fsdp_plugin, self.parallelism_config, self.on_nonfinite = fsdp_plugin, parallelism_config, on_nonfinite
-        self.profile_handler, sources = handlers["profile"], tracker_sources(log_with, self.project_configuration)
+        self.profile_handler, sources = handlers["profile"], tracker_sources(log_with, project)
         group = configuration.resolve_group(handlers["group"], limit := configuration.resolve_timeout(timeout))
         kind, devices = resolve_devices(strategy, configuration.resolve_device(accelerator, cpu), devices)
         world = open_world(kind, devices, num_nodes, spread=spread, **configuration.merge_group(group, strategy))
-        self.strategy = choose_strategy(strategy, world, fsdp_plugin, parallelism_config, handlers["replicas"])
-        self.strategy.attach(world, self.precision)
-        super().__init__(world, self.strategy.data_world)
-        self._begin(handlers["scaler"], Trackers(world, sources), watch(world, limit), step_micro_batches)
+        chosen = choose_strategy(strategy, world, fsdp_plugin, parallelism_config, handlers["replicas"])
+        chosen.attach(world, precision)
+        precision.warn_if_emulated(world.device)
+        scaler = configuration.build_scaler(handlers["scaler"], precision, world.device)
+        super().__init__(chosen, precision, mixed_precision, project, plugin, scaler, step_micro_batches)
+        self._begin(Trackers(world, sources), watch(world, limit))
 
-    def _begin(self, scaling: Any, trackers: Trackers, watchdog: Watchdog | None, leaves: int | None) -> None:
+    def _begin(self, trackers: Trackers, watchdog: Watchdog | None) -> None:
         report_uncaught()
-        self.precision.warn_if_emulated(self.device)
-        scaler = configuration.build_scaler(scaling, self.precision, self.device)
         self.watchdog = watchdog
-        self.models: list[nn.Module] = []
-        self.optimizers: list[PreparedOptimizer] = []
-        self.schedulers: list[Any] = []
-        self.schedules_built: list[BuiltSchedule] = []
-        self.loaders: list[Loader] = []
         self._compared = False
         self._trained: dict[int, frozenset[int]] = {}  # by model, the parameters that it was wrapped to train
-        self.strategy.prepared = self.models, self.optimizers
-        self.step_micro_batches = leaves
-        self.weight_digests: dict[int, str] = {}  # by optimizer step
-        self._tree = None if leaves is None else FixedTree(leaves, self.world.size)
-        self.rng = RunRng(self.world, self.strategy, keyed=leaves is not None)
-        self.accumulation = Accumulation(
-            self.gradient_accumulation_plugin,
-            self.world,
-            self.strategy,
-            scaler,
-            self.cursor,
-            self.models,
-            self.optimizers,
-        )
-        if self._tree is not None:
-            configuration.check_tree_settings(self.gradient_accumulation_plugin, self._tree.leaves)
-            self.accumulation.add_in_tree(self._tree)
         self._gradient_guard = GradientGuard(self.on_nonfinite, self.loaders, on_host=self.device.type == "cpu")
         self.accumulation.guard = None if self.on_nonfinite == "ignore" else self._gradient_guard
         self.loop_check = LoopCheck(self.accumulation)
@@ -424,9 +402,7 @@ class Accelerator(Process):
         ``treadle runs compare`` finds the first step at which the digests of two runs differ. Checkpoints call this
         method if ``step_micro_batches`` is set.
         """
-        digest = digest_parameters(self.unwrapped_models, self.world)
-        self.weight_digests[self.accumulation.steps] = digest
-        return digest
+        return self.checkpointer.record_weights()
 
     def _collect_settings(self) -> dict[str, Any]:
         return {
@@ -883,12 +859,7 @@ class Accelerator(Process):
     @property
     def unwrapped_models(self) -> list[nn.Module]:
         """The user's own modules inside the prepared models."""
-        return [self.strategy.unwrap(model) for model in self.models]
-
-    @property
-    def registered(self) -> dict[str, Any]:
-        """The objects registered with `register_for_checkpointing`, by name."""
-        return self.checkpointer.registered
+        return self.strategy.unwrapped_models
 
     @property
     def saving(self) -> Job | None:

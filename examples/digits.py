@@ -9,6 +9,7 @@ The 1,797 images of 8 x 8 pixels come with scikit-learn. `own_loop.py` does the 
 """
 
 import argparse
+import os
 import sys
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 import treadle as tl
+from treadle.runs import RunFolder
 
 EXPECTED_ACCURACY = 0.97
 
@@ -89,24 +91,28 @@ def main() -> None:
     task = DigitsTask()
     train, val, test = build_loaders(args.batch_size)
     best = tl.callbacks.ModelCheckpoint(monitor="val_acc", mode="max")
-    trainer = tl.Trainer(
-        max_epochs=args.max_epochs,
-        devices=args.devices,
-        strategy=args.strategy,
-        precision=args.precision,
-        accumulate_grad_batches=args.accumulate,
-        gradient_clip_val=1.0,
-        log_every_n_steps=5,
-        logger=tl.loggers.TensorBoardLogger("runs", name="digits"),
-        callbacks=[best, tl.callbacks.EarlyStopping(monitor="val_loss", patience=5)],
-    )
-    trainer.fit(task, train, val)
-    accuracy = trainer.test(task, test, ckpt_path="best")[0]["test_acc"]
+    settings = {
+        "max_epochs": args.max_epochs,
+        "devices": args.devices,
+        "strategy": args.strategy,
+        "precision": args.precision,
+        "accumulate_grad_batches": args.accumulate,
+        "gradient_clip_val": 1.0,
+        "log_every_n_steps": 5,
+        "callbacks": [best, tl.callbacks.EarlyStopping(monitor="val_loss", patience=5)],
+    }
+    with RunFolder.create("runs", "digits", settings) as folder:  # runs/digits/1, then runs/digits/2 and so on
+        trainer = tl.Trainer(**folder.flags(settings))
+        trainer.fit(task, train, val)
+        accuracy = trainer.test(task, test, ckpt_path="best")[0]["test_acc"]
 
+    python, script = (path.removeprefix(f"{os.getcwd()}/") for path in (sys.executable, sys.argv[0]))
     trainer.print(f"\nTest accuracy    {accuracy:.4f}")
-    trainer.print(f"Logs             {trainer.logger.log_dir}")
+    trainer.print(f"Run folder       {folder.path}")
     trainer.print(f"Best checkpoint  {best.best_model_path}")
-    trainer.print("\nNext: tensorboard --logdir runs\n      python examples/digits.py --devices 2")
+    trainer.print(f"\nNext: {python} -m treadle runs show digits/{folder.path.name}")
+    trainer.print(f"      {python} -m tensorboard.main --logdir runs")
+    trainer.print(f"      {python} {script} --devices 2")
     if accuracy < EXPECTED_ACCURACY:
         sys.exit(f"The accuracy is {accuracy:.4f}, expected at least {EXPECTED_ACCURACY}.")
 

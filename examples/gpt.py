@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import treadle as tl
+from treadle.runs import RunFolder
 
 
 @dataclass(frozen=True)
@@ -200,32 +201,33 @@ def main() -> None:
     tl.seed_everything(args.seed)
     task = LanguageModel(args.size)
     data = StandardLibrary(args.size, args.batch_size, args.max_bytes)
-    trainer = tl.Trainer(
-        max_steps=args.steps,
-        max_epochs=-1,
-        devices=args.devices,
-        strategy=args.strategy,
-        precision=args.precision,
-        accumulate_grad_batches=args.accumulate,
-        gradient_clip_val=1.0,
-        val_check_interval=max(1, args.steps // 4) * args.accumulate,
-        check_val_every_n_epoch=None,  # by steps, regardless of the length of an epoch
-        limit_val_batches=20,
-        log_every_n_steps=10,
-        logger=tl.loggers.TensorBoardLogger("runs", name="gpt"),
-    )
-    trainer.print(
-        f"{sum(p.numel() for p in task.parameters()):,} parameters, {len(data.train.text):,} bytes to train on"
-    )
-    started = time.perf_counter()
-    trainer.fit(task, datamodule=data)
+    settings = {
+        "max_steps": args.steps,
+        "max_epochs": -1,
+        "devices": args.devices,
+        "strategy": args.strategy,
+        "precision": args.precision,
+        "accumulate_grad_batches": args.accumulate,
+        "gradient_clip_val": 1.0,
+        "val_check_interval": max(1, args.steps // 4) * args.accumulate,
+        "check_val_every_n_epoch": None,  # by steps, regardless of the length of an epoch
+        "limit_val_batches": 20,
+        "log_every_n_steps": 10,
+    }
+    with RunFolder.create("runs", "gpt", settings) as folder:
+        trainer = tl.Trainer(**folder.flags(settings))
+        trainer.print(
+            f"{sum(p.numel() for p in task.parameters()):,} parameters, {len(data.train.text):,} bytes to train on"
+        )
+        started = time.perf_counter()
+        trainer.fit(task, datamodule=data)
 
-    speed = args.accumulate * args.batch_size * trainer.world_size * task.size.context
-    speed *= trainer.global_step / (time.perf_counter() - started)
-    bits = trainer.callback_metrics["val_bits"]
-    prompts = [torch.tensor(list(prompt)) for prompt in (b"def read(self, ", b"class Parser:\n    ")]
-    for texts in trainer.predict(task, DataLoader(prompts, batch_size=1)):
-        trainer.print(*texts, "-" * 80, sep="\n")
+        speed = args.accumulate * args.batch_size * trainer.world_size * task.size.context
+        speed *= trainer.global_step / (time.perf_counter() - started)
+        bits = trainer.callback_metrics["val_bits"]
+        prompts = [torch.tensor(list(prompt)) for prompt in (b"def read(self, ", b"class Parser:\n    ")]
+        for texts in trainer.predict(task, DataLoader(prompts, batch_size=1)):
+            trainer.print(*texts, "-" * 80, sep="\n")
     trainer.print(f"Validation  {bits:.3f} bits per byte")
     trainer.print(f"Speed       {speed:,.0f} tokens per second, validation included")
 

@@ -51,7 +51,8 @@ def main() -> None:
 
     tl.seed_everything(0)
     files = sorted(Path(os.__file__).parent.glob("*.py"))
-    lines = [torch.tensor(list(line)) for file in files for line in file.read_bytes().splitlines(keepends=True)]
+    texts = [line for file in files for line in file.read_bytes().splitlines(keepends=True)]
+    lines = [torch.tensor(list(text)) for text in texts if len(text) > 1]  # an empty line has no byte to predict
     lengths = [len(line) for line in lines]
     batches = BudgetBatchSampler(lengths, args.budget)
     trainer = tl.Trainer(

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from ..common.messages import name_type, nearest
 from ..common.optional import require
 from ..common.validation import check_bool, choose
+from ..engine import evaluation_mode
+from ..engine.data.sequences import make_sdpa_mask
 from ..engine.optim import chunked_cross_entropy
 from ..trainer import TaskModule
 
@@ -138,6 +140,7 @@ class TransformersTask(TaskModule):
             # The name in transformers 5; transformers 4 has another one.
             enable = getattr(self.model, "activation_checkpointing_enable", None)
             (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
+        self._needs_mask: bool | None = None  # None until there is a packed row
         self._is_chunked = choose("loss", loss, ("model", "chunked")) == "chunked"
         if self._is_chunked:
             _check_head(self.model)
@@ -156,7 +159,7 @@ class TransformersTask(TaskModule):
             # otherwise tokens attend to other documents.
             if "position_ids" in kwargs and _predicts_next_token(self.model):
                 kwargs.setdefault("use_cache", False)
-                self._check_packed_rows(kwargs)
+                self._separate_documents(kwargs)
         return self.model(*args, **kwargs)
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
@@ -304,7 +307,8 @@ class TransformersTask(TaskModule):
         )
         return total / (targets != IGNORED).sum().clamp(min=1)
 
-    def _check_packed_rows(self, batch: Mapping[str, Any]) -> None:
+    def _separate_documents(self, batch: dict[str, Any]) -> None:
+        """Add a mask to a batch of packed rows if the model needs one to treat each document as if it were alone."""
         implementation = getattr(self.model.config, "_attn_implementation", None) or ""
         # transformers' `_is_packed_sequence`, up to version 5.23
         if "flash" in implementation and "seq_idx" in batch and len(batch["seq_idx"]) > 1:
@@ -313,6 +317,17 @@ class TransformersTask(TaskModule):
                 "transformers separates their documents only if a batch is a single row. Use batch_size=1 and longer "
                 "rows, or attn_implementation='sdpa' or 'flex_attention'."
             )
+        if "attention_mask" in batch or "input_ids" not in batch:
+            return
+        if self._needs_mask is None:
+            starts = batch["position_ids"] == 0
+            if type(starts) is not Tensor or torch.compiler.is_compiling():
+                return  # values can't be read, such as those of the fake tensors of a plan
+            packed = "seq_idx" in batch or bool(starts.sum() > len(starts))
+            self._needs_mask = packed and _needs_mask(self.model, starts.device, implementation)
+        if self._needs_mask:
+            documents = batch["seq_idx"] if "seq_idx" in batch else (batch["position_ids"] == 0).cumsum(-1)
+            batch["attention_mask"] = make_sdpa_mask(documents)
 
     def _select_targets(self, batch: Mapping[str, Any]) -> Tensor | None:
         """Return the token labels that the loss uses, or None if the batch has no labels for tokens."""
@@ -370,6 +385,39 @@ def _predicts_next_token(model: Any) -> bool:
     known = {name for entry in names for name in (entry if isinstance(entry, tuple) else (entry,))}
     causal = getattr(model, "loss_type", None) == "ForCausalLM" or any(c.__name__ in known for c in type(model).__mro__)
     return causal and not model.config.is_encoder_decoder
+
+
+def _needs_mask(model: Any, device: torch.device, implementation: str) -> bool:
+    """Return whether a model separates the documents of packed rows only if it gets a mask.
+
+    Not every model of transformers derives its mask from the position ids (up to version 5.23: OPT and BioGPT do not),
+    and some can't separate documents at all (BLOOM, Mamba). The model's results for a document are compared with those
+    after another document, and with those of the document alone.
+
+    Raises:
+        ValueError: If the documents are not separate with a mask either.
+    """
+    count = model.get_input_embeddings().num_embeddings
+    first, other, document = (torch.arange(n, n + 3, device=device)[None] % count for n in (1, 4, 7))
+    positions = torch.arange(6, device=device)[None] % 3
+    seq_idx = (torch.arange(6, device=device)[None] // 3).int()
+
+    def predict(*documents: Tensor, **inputs: Tensor) -> Tensor:
+        return model(input_ids=torch.cat(documents, 1), use_cache=False, **inputs).logits[:, -3:]
+
+    with torch.no_grad(), evaluation_mode(model), torch.compiler.set_stance("force_eager"):
+        alone = predict(document)
+        limit = alone.abs().max() * max(3e-4, 4 * torch.finfo(alone.dtype).eps)
+        for mask in [{}, {"attention_mask": make_sdpa_mask(seq_idx)}][: 1 + (implementation == "sdpa")]:
+            inputs = {"position_ids": positions, "seq_idx": seq_idx, **mask}
+            packed, replaced = (predict(before, document, **inputs) for before in (first, other))
+            if (packed - replaced).abs().max() <= limit and (packed - alone).abs().max() <= 0.1 * alone.abs().max():
+                return bool(mask)
+    raise ValueError(
+        f"a batch has packed rows, but with attn_implementation={implementation!r}, the results of "
+        f"{type(model).__name__} for a document depend on the other documents in its row. Use "
+        "attn_implementation='sdpa' if the model has it, or rows with one document each, batched by BudgetBatchSampler."
+    )
 
 
 def _check_head(model: Any) -> None:

@@ -235,6 +235,11 @@ class Strategy(StrategyAliases):
             else:
                 return module
 
+    @property
+    def unwrapped_models(self) -> list[nn.Module]:
+        """The user's own modules inside the prepared models."""
+        return [self.unwrap(model) for model in self.prepared[0]]
+
     def graph_leaves(self, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each leaf in the autograd graph of a wrapped ``module``, paired with its parameter.
 

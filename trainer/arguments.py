@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -21,6 +22,8 @@ from .settings import Limit, TrainerSettings
 
 if TYPE_CHECKING:
     from .trainer import Trainer
+
+F = TypeVar("F", bound=Callable[..., None])
 
 
 def check_limit(name: str, value: Limit) -> int | float:
@@ -203,6 +206,14 @@ def refuse_unknown(arguments: dict[str, Any], valid: Iterable[str]) -> None:
         problems.append(f"Trainer() has no argument {name!r}.{advice}")
     if problems:
         raise TypeError(" ".join(problems))
+
+
+def hide_unknown(init: F) -> F:
+    """Remove ``**unknown`` from the signature of a constructor, from which parsers make their options."""
+    full = inspect.signature(init)
+    flags = [parameter for parameter in full.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    init.__signature__ = full.replace(parameters=flags)  # type: ignore[attr-defined]
+    return init
 
 
 def select_changed_flags(arguments: Mapping[str, Any], defaults: Mapping[str, Any] | None) -> dict[str, Any]:

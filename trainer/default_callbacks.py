@@ -79,15 +79,9 @@ def choose_callbacks(
     return callbacks
 
 
-def set_aside(callbacks: list[Callback]) -> list[Callback]:
-    """Remove and return the callbacks that a ``fast_dev_run`` does not use.
-
-    Args:
-        callbacks: Callbacks of the Trainer, changed in place.
-    """
-    removed: list[Callback] = [c for c in callbacks if isinstance(c, ModelCheckpoint | EarlyStopping | RunReport)]
-    callbacks[:] = [c for c in callbacks if not any(c is other for other in removed)]
-    return removed
+def drop_idle(callbacks: list[Callback]) -> list[Callback]:
+    """Return the callbacks without those that a ``fast_dev_run`` never calls, though scripts still find them."""
+    return [c for c in callbacks if not isinstance(c, ModelCheckpoint | EarlyStopping | RunReport)]
 
 
 def as_callbacks(label: str, value: Any) -> list[Callback]:

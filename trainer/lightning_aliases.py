@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ..callbacks import EarlyStopping
+from ..callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from ..engine import JointLoader
 from ..engine.data import CombinedLoader
 from ..strategies import Precision
@@ -277,10 +277,7 @@ class LightningAliases:
     @property
     def lightning_module(self) -> TaskModule | None:
         """Task of the run, or of a later ``trainer.strategy.connect(task)``; None before both."""
-        if self._trainer.stage is not None:
-            return self._trainer.task
-        connected = (m for m in self._trainer.accelerator.unwrapped_models if isinstance(m, TaskModule))
-        return next(connected, self._trainer.task)
+        return self._trainer.checkpointer.find_task()
 
     @property
     def model(self) -> Any:
@@ -289,7 +286,15 @@ class LightningAliases:
         return models[0] if models else self._trainer.task
 
     @property
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        """First `ModelCheckpoint`, or None.
+
+        An `OnExceptionCheckpoint` is returned only if there is no other `ModelCheckpoint`.
+        """
+        callbacks = [callback for callback in self._trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+        return min(callbacks, key=lambda callback: isinstance(callback, OnExceptionCheckpoint), default=None)
+
+    @property
     def early_stopping_callback(self) -> EarlyStopping | None:
         """First early-stopping callback, or None. It is inactive with ``fast_dev_run``."""
-        callbacks = [*self._trainer.callbacks, *self._trainer.idle_callbacks]
-        return next((callback for callback in callbacks if isinstance(callback, EarlyStopping)), None)
+        return next((callback for callback in self._trainer.callbacks if isinstance(callback, EarlyStopping)), None)

@@ -18,7 +18,6 @@ from ..callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
     ModelCheckpoint,
-    OnExceptionCheckpoint,
     ProgressBar,
 )
 from ..common.validation import WrongTypeError, choose
@@ -33,7 +32,7 @@ from . import arguments
 from .checkpointing import LastStep, TrainerCheckpointer
 from .copies import Copyable
 from .core import DataModule, SchedulerConfig, TaskModule, log_to, overrides, warn_of_code
-from .default_callbacks import choose_callbacks, choose_loggers, set_aside
+from .default_callbacks import choose_callbacks, choose_loggers, drop_idle
 from .function_ranks import plan_ranks
 from .lightning_aliases import LightningAliases
 from .logging import History, Logbook, choose_metrics, collect_callback_metrics
@@ -176,6 +175,7 @@ class Trainer(LightningAliases, Copyable):
         2
     """
 
+    @arguments.hide_unknown
     def __init__(
         self,
         *,
@@ -309,8 +309,6 @@ class Trainer(LightningAliases, Copyable):
             and self.accelerator.device.type == "cuda"
             and not barebones,
         )
-        # Scripts read their paths; they are never called.
-        self.idle_callbacks = set_aside(self.callbacks) if fast else []
         self.history = History(self.accelerator.cursor)
         self.logbook = Logbook(self.accelerator.world, self.accelerator.data_world, loggers, self.history)
         self.progress = Progress()
@@ -558,7 +556,7 @@ class Trainer(LightningAliases, Copyable):
                 `Accelerator.save_state`.
             TypeError, OSError: See `Accelerator.save_state`.
         """
-        self.task = self.lightning_module
+        self.task = self.checkpointer.find_task()
         if self.task is None:
             raise ValueError(
                 "save_checkpoint needs a task. Call fit or another stage first, or trainer.strategy.connect(task)."
@@ -663,7 +661,7 @@ class Trainer(LightningAliases, Copyable):
             return self.max_steps if self.max_steps != -1 else float("inf")
         steps = -(-batches // self.accelerator.gradient_accumulation_steps) * self.max_epochs
         for schedule in (c for c in self.callbacks if isinstance(c, GradientAccumulationScheduler)):
-            steps = schedule.steps(batches, self.max_epochs, self.sources.train.total_batch_size)  # type: ignore
+            steps = schedule.estimate_steps(self.sources.train, self.max_epochs)  # type: ignore[union-attr]
         return steps if self.max_steps == -1 else min(steps, self.max_steps)
 
     @property
@@ -746,23 +744,19 @@ class Trainer(LightningAliases, Copyable):
     # -- callbacks -----------------------------------------------------------------------------------------------
 
     @property
-    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        """All active `ModelCheckpoint` callbacks."""
-        return [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
+    def active_callbacks(self) -> list[Callback]:
+        """Callbacks whose hooks are called: all but those that a ``fast_dev_run`` disables."""
+        return drop_idle(self.callbacks) if self.fast_dev_run else self.callbacks
 
     @property
-    def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """First `ModelCheckpoint`, or None.
-
-        An `OnExceptionCheckpoint` is returned only if there is no other `ModelCheckpoint`.
-        """
-        callbacks = self.checkpoint_callbacks or [c for c in self.idle_callbacks if isinstance(c, ModelCheckpoint)]
-        return min(callbacks, key=lambda callback: isinstance(callback, OnExceptionCheckpoint), default=None)
+    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
+        """All active `ModelCheckpoint` callbacks."""
+        return [callback for callback in self.active_callbacks if isinstance(callback, ModelCheckpoint)]
 
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
         """All active `EarlyStopping` callbacks."""
-        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
+        return [callback for callback in self.active_callbacks if isinstance(callback, EarlyStopping)]
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:

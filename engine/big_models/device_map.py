@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ...common.messages import announce, nearest
+from ...strategies.distributed import make_view_key
 from ..checkpoint import abbreviate
-from ..parameter_names import make_view_key
 from .memory import Device, format_bytes, get_max_memory, is_accelerator, resolve
 from .module_sizes import Dtypes, Part, measure_tensors, split_model
 from .module_tensors import READ_FROM_OUTSIDE, group_tied_names, iter_direct_tensors, named_tensors

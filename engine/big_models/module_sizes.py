@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...common.messages import nearest, warn
-from ..parameter_names import make_view_key
+from ...strategies.distributed import make_view_key
 from .module_tensors import (
     READ_FROM_OUTSIDE,
     is_buffer,

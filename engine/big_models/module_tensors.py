@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...common.messages import nearest
-from ..parameter_names import make_view_key
+from ...strategies.distributed import make_view_key
 
 READ_FROM_OUTSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules of torch that read the weights of their submodules without calling the submodules. They are never split."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .async_save import Job
     from .atomic_swap import forget_saved, recover_interrupted
     from .checkpointer import Checkpointer
-    from .content import check_places
+    from .content import check_places, refuse_not_finite
     from .filesystem import CODES, Files, TensorFile
     from .json_codec import MAX_DEPTH, Record, check_tensor, decode, encode
     from .model_check import (
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         compute_digests,
         digest_parameters,
         read_frozen_note,
-        refuse_not_finite,
     )
     from .one_file import is_checkpoint_file, lay_out
     from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together, read_part

@@ -9,7 +9,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -18,21 +18,18 @@ from torch.utils.hooks import RemovableHandle
 from ...common.messages import named_ranks, warn
 from ...common.remote_path import AnyPath, RemotePath, absolute, as_path
 from ...strategies import World
-from ...strategies.distributed import is_sharded, whole
+from ...strategies.distributed import is_sharded, strip_compile_prefix, whole
 from ..configuration import ProjectConfiguration
 from ..optim import check_schedule
-from ..parameter_names import strip_compile_prefix
+from ..process import Prepared
 from ..weights import save as export
-from . import content, filesystem, model_check, restore, store
+from . import content, filesystem, restore, store
 from .async_save import Copying, HostCopies, Job
-from .model_check import FrozenWeights
+from .model_check import FrozenWeights, digest_parameters
 from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together
-from .parts import MANIFEST, STATE, Files, Manifest
+from .parts import MANIFEST, STATE, Files
 from .safetensors_file import UnreadTensor
 from .store import Save
-
-if TYPE_CHECKING:
-    from ..accelerator import Accelerator
 
 _NAME = re.compile(r"checkpoint_(\d+)")
 _REPLACED = re.compile(r"\.checkpoint_(\d+)\..+\.old")
@@ -60,49 +57,44 @@ class Checkpointer:
     """Saver and loader of the state of an `Accelerator`, whose methods document arguments and errors in full.
 
     Attributes:
-        registered: Objects passed to `register`, by name. A metric object is wrapped in `Counts`.
-        loaded_from: For each loaded model, the path and manifest of its checkpoint, and the number of optimizer steps
-            that the run had taken. An entry is removed once the rest of the state is loaded too.
+        loaded_from: The checkpoint of each loaded model, until the rest of the state is loaded too.
         saving: The latest asynchronous save; None before the first one and after `finish_saving`.
         frozen: The digests of frozen weights, for each model that was saved with ``trainable_only=True``.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.registered: dict[str, Any] = {}
-        self.save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
-        self.load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
-        self.loaded_from: WeakKeyDictionary[nn.Module, tuple[str, Manifest, int]] = WeakKeyDictionary()
+    def __init__(self, accelerator: Prepared) -> None:
+        self.loaded_from: restore.LoadedFrom = WeakKeyDictionary()
         self.saving: Job | None = None
         self.host_copies = HostCopies()
         self.frozen: WeakKeyDictionary[nn.Module, FrozenWeights] = WeakKeyDictionary()
         # A proxy, so that an Accelerator and its models are freed by reference counting once their last user releases
         # them.
-        self._accelerator: Accelerator = weakref.proxy(accelerator)
+        self._accelerator: Prepared = weakref.proxy(accelerator)
 
     def register(self, objects: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Include the states of objects in later checkpoints, except in those that contain weights only.
 
         A load matches ``objects`` by class name and position, and ``named`` objects by name.
         """
-        content.register(self.registered, objects, named, self._accelerator.data_world)
+        content.register(self._accelerator.registered, objects, named, self._accelerator.data_world)
 
     def add_save_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register a hook that is called before each save; see `Accelerator.register_save_state_pre_hook`."""
-        return _add(self.save_hooks, hook)
+        return _add(self._accelerator.save_hooks, hook)
 
     def add_load_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register a hook that is called before models are loaded; see `Accelerator.register_load_state_pre_hook`."""
-        return _add(self.load_hooks, hook)
+        return _add(self._accelerator.load_hooks, hook)
 
     def forget_prepared(self) -> None:
         """Discard the registered objects and digests of frozen weights, and release the buffers in host memory."""
-        self.registered.clear()
+        self._accelerator.registered.clear()
         self.frozen.clear()
         self.host_copies.clear()
 
     def find_frozen(self, world: World) -> list[dict[str, str]]:
         """Return for each model the digests of its frozen weights, by name. Call it on all ranks."""
-        models = self._accelerator.unwrapped_models
+        models = self._accelerator.strategy.unwrapped_models
         return [self.frozen.setdefault(model, FrozenWeights()).update(model, world) for model in models]
 
     # -- saving --------------------------------------------------------------------------------------------------
@@ -143,19 +135,19 @@ class Checkpointer:
             targets = [absolute(target) for target in (path, *also)]
             content.check_part_names(parts or {})
             optimizers = [prepared.optimizer for prepared in accelerator.optimizers]
-            model_check.refuse_not_finite(
-                accelerator.unwrapped_models, () if weights_only else optimizers, info["step"], targets[0]
+            content.refuse_not_finite(
+                accelerator.strategy.unwrapped_models, () if weights_only else optimizers, info["step"], targets[0]
             )
             if choose_save is None and world.is_main:  # otherwise the `Save` decides
                 for target in targets:
                     store.check_target(target)
         _check_equal_targets(targets, world)
-        if self.save_hooks and len(targets) > 1:
+        if accelerator.save_hooks and len(targets) > 1:
             raise ValueError(
                 "save_state(also=...) can't be combined with a save_state pre-hook, whose files would be in only one "
                 "of the checkpoints. Save to one directory at a time."
             )
-        copying, staged = None, targets[0] if world.is_main and self.save_hooks else None
+        copying, staged = None, targets[0] if world.is_main and accelerator.save_hooks else None
         with store.discarding_on_failure(staged), world.failing_together():
             frozen = self.find_frozen(world) if trainable_only else ()
             files = content.collect(accelerator, targets[0], parts or {}, weights_only, frozen)
@@ -169,9 +161,14 @@ class Checkpointer:
         return targets[0]
 
     def _describe_weights(self) -> dict[str, str]:
-        if self._accelerator.step_micro_batches is None:
-            return {}
-        return {"weights_digest": self._accelerator.record_weights()}
+        return {} if self._accelerator.step_micro_batches is None else {"weights_digest": self.record_weights()}
+
+    def record_weights(self) -> str:
+        """Record a digest of the parameters; see `Accelerator.record_weights`."""
+        accelerator = self._accelerator
+        digest = digest_parameters(accelerator.strategy.unwrapped_models, accelerator.world)
+        accelerator.weight_digests[accelerator.accumulation.steps] = digest
+        return digest
 
     def _start_save(
         self,
@@ -186,7 +183,7 @@ class Checkpointer:
 
         If ``copying`` is not None, a thread waits for these copies and does this work.
         """
-        hooked = bool(self.save_hooks)
+        hooked = bool(self._accelerator.save_hooks)
 
         def save_to_all(world: World) -> None:
             for target in targets:
@@ -217,7 +214,7 @@ class Checkpointer:
             return f"strategy={accelerator.strategy.name!r} writes the shards of each process to a file of its own"
         if any(accelerator.strategy.keeps_apart(prepared.optimizer) for prepared in accelerator.optimizers):
             return "each process writes its shard of the optimizer's state to a file of its own"
-        if self.save_hooks:
+        if accelerator.save_hooks:
             return "a hook of register_save_state_pre_hook may add files"
         return ""
 
@@ -270,6 +267,7 @@ class Checkpointer:
         info = restore.restore(
             accelerator,
             opened,
+            self.loaded_from,
             models=models,
             state=state,
             strict=strict,
@@ -277,7 +275,7 @@ class Checkpointer:
             finish_epoch=finish_epoch,
         )
         if state:
-            accelerator.steps = info["step"]
+            accelerator.accumulation.steps = info["step"]
             project.iteration = world.broadcast(_compute_next_iteration(project, opened.path))
         return info
 

@@ -1,37 +1,47 @@
-"""Content of a checkpoint: what may be saved, and the collection of the state of all prepared objects."""
+"""Content of a checkpoint: what may be saved, and the collection of the state of all prepared objects.
+
+`Checkpointer.save_state` uses it in this order: the checks before a save, the metadata for the manifest, and `collect`,
+which asks each object for its state and returns the files that this process writes. Nothing is written here.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from xxhash import xxh3_64
 
 from ...common.messages import abbreviate, name_type, warn
 from ...common.remote_path import AnyPath, RemotePath
 from ...strategies import World
-from ...strategies.distributed import is_sharded, local
+from ...strategies.distributed import get_original_class, is_sharded, local, make_view_key, strip_compile_prefix
 from ...strategies.processes import identify_process
+from ..data import Loader
 from ..metrics import metric_state
 from ..optim import PreparedScheduler, optimizer_state
-from ..parameter_names import make_view_key, strip_compile_prefix
+from ..process import Prepared
 from ..rng import random_state
 from ..run_environment import describe_kernels
-from . import model_check, store
+from . import store
 from .json_codec import decode, encode
 from .parts import STATE, Files, TensorFile, encode_part, extra_part, model_part, optimizer_part, rank_part
 from .train_state import OptimizerState, RandomState, RankState, TrainState
 
-if TYPE_CHECKING:
-    from ..accelerator import Accelerator
-    from ..data import Loader
+MODULES_NOTE, FROZEN_NOTE = "modules", "frozen"
+"""Notes about a model in the header of its file: its submodules' classes, and the weights that it omits."""
 
 _RESERVED = re.compile(r"(model|optimizer)(-.*)?|(extra|rank)-.*|state|manifest|unfinished", re.IGNORECASE)
 """Pattern of reserved part names: the engine's own parts (see `train_state`), ``manifest`` and ``unfinished``."""
+
+
+# -- registered objects --------------------------------------------------------------------------------------------
 
 
 class Counts:
@@ -85,6 +95,9 @@ def register(registered: dict[str, Any], objects: tuple[Any, ...], named: dict[s
         registered[name] = Counts(value, world) if is_metric else value
 
 
+# -- checks before a save ------------------------------------------------------------------------------------------
+
+
 def check_places(call: str, places: Mapping[str, Any], also: Any) -> None:
     """Check the types of the places to which a checkpoint is saved.
 
@@ -125,6 +138,154 @@ def check_part_names(parts: dict[str, Any]) -> None:
             )
 
 
+def refuse_not_finite(
+    models: Iterable[nn.Module], optimizers: Iterable[Optimizer], step: int, path: AnyPath | str
+) -> None:
+    """Raise a ValueError if this process's weights or optimizer states contain values that must not be saved.
+
+    ``step`` is the number of optimizer steps taken, and ``path`` that of the checkpoint, for the message.
+    """
+    models = list(models)
+    bad = [name for model in models for name in find_not_finite(model)]
+    names: dict[Tensor, str] = {
+        p: strip_compile_prefix(name) for model in models for name, p in model.named_parameters()
+    }
+    bad += [name for optimizer in optimizers for name in find_not_finite_states(optimizer, names)]
+    if bad:
+        raise ValueError(
+            f"{abbreviate(bad, 3)} {'contains' if len(bad) == 1 else 'contain'} NaN or infinity after optimizer step "
+            f"{step}, so {path} is not saved. Earlier checkpoints are kept. Lower the learning rate or clip the "
+            "gradients, and resume from an earlier checkpoint or start again."
+        )
+
+
+def find_not_finite(model: nn.Module) -> list[str]:
+    """Return the names of tensors with values that must not be saved, in this process's shard of a model.
+
+    A parameter with ``requires_grad=True`` must be finite. In other tensors, only NaN is refused, because masks and
+    ranges may contain infinities.
+    """
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    others = {
+        name: t.detach() for name, t in model.state_dict().items() if isinstance(t, Tensor) and name not in trained
+    }
+    return _find_bad(trained | others, set(trained))
+
+
+def find_not_finite_states(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[str]:
+    """Return the names of tensors with values that must not be saved, in this process's optimizer state.
+
+    A tensor with the shape of its parameter must be finite, unless it is a scalar: with an infinite second moment, the
+    parameter would never change again. In other tensors, only NaN is refused. ``names`` holds the parameters' names,
+    which become part of the result, as in ``"exp_avg of layer.weight"``.
+    """
+    states: dict[str, Tensor] = {}
+    like_parameter = set()
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, Tensor):
+                name = f"{key} of {names.get(parameter, 'a parameter')}"
+                states[name] = value.detach()
+                if isinstance(parameter, Tensor) and value.shape == parameter.shape and value.ndim:
+                    like_parameter.add(name)
+    return _find_bad(states, like_parameter)
+
+
+def _find_bad(tensors: Mapping[str, Tensor], finite: Collection[str]) -> list[str]:
+    tensors = {n: _to_summable(t) for n, t in tensors.items() if t.is_floating_point() or t.is_complex()}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel() and not tensor.is_meta}
+    suspects: list[str] = []
+    for device in {tensor.device for tensor in tensors.values()}:
+        names_on_device = [name for name, tensor in tensors.items() if tensor.device == device]
+        # A sum is finite only if all its terms are. The reverse does not hold: tensors with another sum are checked one
+        # by one.
+        sums = torch.stack([_sum(tensors[name]) for name in names_on_device])
+        fine = torch.isfinite(sums).tolist()
+        suspects += [name for name, good in zip(names_on_device, fine, strict=True) if not good]
+    return [name for name in tensors if name in suspects and _is_bad(tensors[name], name in finite)]
+
+
+def _to_summable(tensor: Tensor) -> Tensor:
+    tensor = local(tensor)
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor.float() if tensor.element_size() == 1 else tensor  # 8-bit formats cannot be summed
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return tensor.sum(dtype=wide).to(torch.float32 if tensor.device.type == "mps" else torch.float64)
+
+
+def _is_bad(tensor: Tensor, finite: bool) -> bool:
+    return not bool(torch.isfinite(tensor).all()) if finite else bool(torch.isnan(tensor).any())
+
+
+# -- metadata ------------------------------------------------------------------------------------------------------
+
+
+def describe_save(accelerator: Prepared, info: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata for the manifest: the run's own metadata, and the values in ``info``.
+
+    Raises:
+        ValueError: If ``info`` uses a name of the run's own metadata, or cannot be encoded.
+        TypeError: If ``info`` is not a dict, or contains tensors, arrays, or something that is not data.
+    """
+    if not isinstance(info, Mapping):
+        raise TypeError(f"save_state(info={info!r:.100}) must be a dict of values by name.")
+    metadata = run_metadata(accelerator)
+    if clashing := sorted(metadata.keys() & info.keys()):
+        raise ValueError(
+            f"save_state(info=...) has the key {clashing[0]!r}, which is reserved for the run's own metadata. Choose "
+            "another key."
+        )
+    document, tensors = encode(info, "info")
+    if tensors:
+        raise TypeError(
+            f"{next(iter(tensors))} is a tensor or an array, but save_state(info=...) must not contain any. Pass its "
+            ".item() or .tolist(), or save it with save_state(parts=...)."
+        )
+    training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
+    counts = {"step": accelerator.accumulation.steps, "epoch": 0 if training is None else training.epoch}
+    return {**metadata, **counts, **decode(document, {})}
+
+
+def run_metadata(accelerator: Prepared) -> dict[str, Any]:
+    """Return the run's metadata for the manifest, such as world size, precision, batch sizes and fingerprints."""
+    training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
+    accumulate = accelerator.accumulation.micro_batches
+    batch = None if training is None else training.total_batch_size
+    return {
+        "world_size": accelerator.world.size,
+        "strategy": accelerator.strategy.name,
+        "precision": accelerator.precision.name,
+        "accumulate": accumulate,
+        "batch_size": batch,  # of a micro-batch, summed over all processes
+        "global_batch_size": None if training is None else training.step_size(accumulate),
+        "models": [fingerprint(model) for model in accelerator.strategy.unwrapped_models],
+        "kernels": None if accelerator.step_micro_batches is None else describe_kernels(accelerator.device),
+    }
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return a short digest of the submodules' names and classes, and the parameters' names, shapes and dtypes."""
+    forms = [(strip_compile_prefix(name), tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    return xxh3_64(repr((sorted(list_part_kinds(model).items()), forms)).encode()).hexdigest()
+
+
+def list_part_kinds(model: nn.Module) -> dict[str, str]:
+    """Return each submodule's class name, by submodule name.
+
+    The model's own class is omitted, because scripts may rename it.
+    """
+    # Of a compiled part, the class inside is used, which comes second.
+    names = ((strip_compile_prefix(f"{name}.").removesuffix("."), part) for name, part in model.named_modules())
+    return {name: get_original_class(part).__qualname__ for name, part in names if name}
+
+
+# -- state ---------------------------------------------------------------------------------------------------------
+
+
 class ErrorCollector:
     """Context manager for blocks that all run even if one fails, because other processes may be waiting for them."""
 
@@ -146,7 +307,7 @@ class ErrorCollector:
 
 
 def collect(
-    accelerator: Accelerator,
+    accelerator: Prepared,
     target: AnyPath,
     parts: dict[str, Any],
     weights_only: bool,
@@ -188,12 +349,37 @@ def collect(
             files |= encode_part(STATE, _collect_shared_state(accelerator), rank)
         with errors:
             has_rank_buffers = rank > 0 and accelerator.strategy.has_rank_buffers
-            buffers = _collect_buffers(accelerator.unwrapped_models) if has_rank_buffers else []
+            buffers = _collect_buffers(accelerator.strategy.unwrapped_models) if has_rank_buffers else []
             files |= encode_rank_state(rank, collect_rank_random_state(accelerator.loaders), buffers)
     errors.raise_first()
-    if not weights_only and not accelerator.checkpointer.save_hooks:  # a hook may write them
-        _warn_unsaved(accelerator.unwrapped_models, [p.optimizer for p in accelerator.optimizers], files)
+    if not weights_only and not accelerator.save_hooks:  # a hook may write them
+        _warn_unsaved(accelerator.strategy.unwrapped_models, [p.optimizer for p in accelerator.optimizers], files)
     return files
+
+
+def _collect_weights(accelerator: Prepared, target: AnyPath, errors: ErrorCollector) -> list[dict[str, Any] | None]:
+    """Return each model's state dict: sharded, or whole if there are save hooks.
+
+    A state that a hook removed is None.
+    """
+    models = accelerator.models
+    if not accelerator.save_hooks:
+        states = (accelerator.strategy.model_state(model) for model in models)
+        return [{strip_compile_prefix(name): value for name, value in state.items()} for state in states]
+    with accelerator.world.failing_together():
+        if accelerator.world.is_main:
+            store.begin(target)
+    staging = str(store.get_staging_path(target, accelerator.world.broadcast(identify_process())))
+    full = [accelerator.get_state_dict(model) for model in models]
+    left = list(full)
+    for hook in accelerator.save_hooks.values():
+        with errors:
+            hook(list(models), left, staging)
+    # Ranks other than zero may have no part of a sharded object, and then write nothing.
+    return [
+        {name: value for name, value in state.items() if value is not None} if any(state is s for s in left) else None
+        for state in full
+    ]
 
 
 def _collect_model_files(
@@ -201,21 +387,37 @@ def _collect_model_files(
 ) -> Files:
     """Return the files of one unwrapped model that this process writes."""
     tensors, extra = _split_tensors({name: value for name, value in weights.items() if name not in frozen})
-    notes = model_check.make_notes(model)
+    notes = make_notes(model)
     if frozen:
-        notes |= model_check.make_frozen_note(frozen)
+        notes |= make_frozen_note(frozen)
     files = encode_part(model_part(number), tensors, rank, notes)
     return files | (encode_part(extra_part(number), extra, rank) if extra else {})
 
 
-def encode_optimizers(accelerator: Accelerator) -> Files:
+def _split_tensors(weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tensors of a model's state, and other values in it (``get_extra_state``)."""
+    extra = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
+    return {name: value for name, value in weights.items() if name not in extra}, extra
+
+
+def make_notes(model: nn.Module) -> dict[str, str]:
+    """Return the note that records the classes of a model's submodules in a checkpoint, for `model_check.compare`."""
+    return {MODULES_NOTE: json.dumps(list_part_kinds(model), separators=(",", ":"))}
+
+
+def make_frozen_note(digests: Mapping[str, str]) -> dict[str, str]:
+    """Return a checkpoint's note about the weights that it omits, from their digests by name."""
+    return {FROZEN_NOTE: json.dumps(digests, separators=(",", ":"))}
+
+
+def encode_optimizers(accelerator: Prepared) -> Files:
     """Return the files of the optimizers' states that this process writes. Call this function on all ranks."""
     rank, strategy, errors = accelerator.world.rank, accelerator.strategy, ErrorCollector()
     files: Files = {}
     for number, prepared in enumerate(accelerator.optimizers):
         with errors:
             optimizer = prepared.optimizer
-            names = optimizer_state.name_parameters(optimizer, accelerator.unwrapped_models)
+            names = optimizer_state.name_parameters(optimizer, accelerator.strategy.unwrapped_models)
             state: OptimizerState = optimizer_state.encode_by_name(
                 strategy.optimizer_state(optimizer), optimizer, names
             )
@@ -228,97 +430,16 @@ def encode_optimizers(accelerator: Accelerator) -> Files:
     return files
 
 
-def _warn_unsaved(models: list[nn.Module], optimizers: list[Optimizer], files: Files) -> None:
-    """Warn about parameters that an optimizer updates but that are not saved in any file."""
-    unknown = {id(p): p for optimizer in optimizers for p in optimizer_state.find_unowned_parameters(optimizer, models)}
-    if not unknown:
-        return
-    written = [content for content in files.values() if isinstance(content, TensorFile)]
-    saved = {make_view_key(tensor) for content in written for tensor in content.tensors.values()}
-    shapes = [tuple(p.shape) for p in unknown.values() if make_view_key(local(p.detach())) not in saved]
-    if shapes:
-        warn(
-            f"an optimizer updates parameters that are not in a prepared model (shapes: {abbreviate(shapes, 5)}). "
-            "Their optimizer state is saved, but not their values, so a resumed run "
-            "would start with different values. Pass their module to prepare() or register_for_checkpointing()."
-        )
-
-
-def select_optimizer_files(files: Files) -> set[str]:
-    """Return the names of the ``files`` that contain an optimizer's state."""
-    first = optimizer_part(0)
-    return {name for name in files if name.partition(".")[0] == first or name.startswith(f"{first}-")}
-
-
-def collect_rank_random_state(loaders: list[Loader]) -> RandomState:
-    """Return this process's RNG state, and the state of each dataloader on this process; see `Loader.reading_state`."""
-    readers = [loader.reading_state() for loader in sort_loaders(loaders)]
-    return cast(RandomState, {**random_state(), "loaders": readers})
-
-
-def sort_loaders(loaders: list[Loader]) -> list[Loader]:
-    """Return training dataloaders before evaluation dataloaders, because the latter may be added or removed."""
-    return sorted(loaders, key=lambda loader: loader.evaluation)
-
-
-def encode_rank_state(rank: int, random: RandomState, buffers: list[dict[str, Tensor]]) -> Files:
-    """Return the files with the state that belongs to process ``rank`` alone.
-
-    ``buffers`` is empty on rank zero, and on all ranks if rank zero's buffers apply to them.
-    """
-    return encode_part(rank_part(rank), RankState(random=random, buffers=buffers))
-
-
-def _collect_buffers(models: list[nn.Module]) -> list[dict[str, Tensor]]:
-    """Return each model's persistent buffers on this process, except sharded ones."""
-    states = [model.state_dict() for model in models]
-    return [
-        {strip_compile_prefix(name): b for name, b in model.named_buffers() if name in state and not is_sharded(b)}
-        for model, state in zip(models, states, strict=True)
-    ]
-
-
-def _collect_weights(accelerator: Accelerator, target: AnyPath, errors: ErrorCollector) -> list[dict[str, Any] | None]:
-    """Return each model's state dict: sharded, or whole if there are save hooks.
-
-    A state that a hook removed is None.
-    """
-    models = accelerator.models
-    if not accelerator.checkpointer.save_hooks:
-        states = (accelerator.strategy.model_state(model) for model in models)
-        return [{strip_compile_prefix(name): value for name, value in state.items()} for state in states]
-    with accelerator.world.failing_together():
-        if accelerator.world.is_main:
-            store.begin(target)
-    staging = str(store.get_staging_path(target, accelerator.world.broadcast(identify_process())))
-    whole = [accelerator.get_state_dict(model) for model in models]
-    left = list(whole)
-    for hook in accelerator.checkpointer.save_hooks.values():
-        with errors:
-            hook(list(models), left, staging)
-    # Ranks other than zero may have no part of a sharded object, and then write nothing.
-    return [
-        {name: value for name, value in state.items() if value is not None} if any(state is s for s in left) else None
-        for state in whole
-    ]
-
-
-def _split_tensors(weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors of a model's state, and other values in it (``get_extra_state``)."""
-    extra = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
-    return {name: value for name, value in weights.items() if name not in extra}, extra
-
-
-def _collect_shared_state(accelerator: Accelerator) -> TrainState:
+def _collect_shared_state(accelerator: Prepared) -> TrainState:
     errors, registered = ErrorCollector(), dict[str, Any]()
-    for name, value in accelerator.checkpointer.registered.items():
+    for name, value in accelerator.registered.items():
         with errors:
             registered[name] = value.state_dict()
     errors.raise_first()
     return collect_train_state(accelerator, registered)
 
 
-def collect_train_state(accelerator: Accelerator, registered: dict[str, Any], copied: bool = False) -> TrainState:
+def collect_train_state(accelerator: Prepared, registered: dict[str, Any], copied: bool = False) -> TrainState:
     """Return the state that all ranks share, with the states of registered objects. A new entry is added here alone.
 
     Args:
@@ -363,44 +484,51 @@ def list_scheduler_kinds(schedulers: list[Any]) -> list[str]:
     return [type(scheduler).__qualname__ for scheduler in wrapped]
 
 
-def describe_save(accelerator: Accelerator, info: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata for the manifest: the run's own metadata, and the values in ``info``.
+def collect_rank_random_state(loaders: list[Loader]) -> RandomState:
+    """Return this process's RNG state, and the state of each dataloader on this process; see `Loader.reading_state`."""
+    readers = [loader.reading_state() for loader in sort_loaders(loaders)]
+    return cast(RandomState, {**random_state(), "loaders": readers})
 
-    Raises:
-        ValueError: If ``info`` uses a name of the run's own metadata, or cannot be encoded.
-        TypeError: If ``info`` is not a dict, or contains tensors, arrays, or something that is not data.
+
+def sort_loaders(loaders: list[Loader]) -> list[Loader]:
+    """Return training dataloaders before evaluation dataloaders, because the latter may be added or removed."""
+    return sorted(loaders, key=lambda loader: loader.evaluation)
+
+
+def encode_rank_state(rank: int, random: RandomState, buffers: list[dict[str, Tensor]]) -> Files:
+    """Return the files with the state that belongs to process ``rank`` alone.
+
+    ``buffers`` is empty on rank zero, and on all ranks if rank zero's buffers apply to them.
     """
-    if not isinstance(info, Mapping):
-        raise TypeError(f"save_state(info={info!r:.100}) must be a dict of values by name.")
-    metadata = run_metadata(accelerator)
-    if clashing := sorted(metadata.keys() & info.keys()):
-        raise ValueError(
-            f"save_state(info=...) has the key {clashing[0]!r}, which is reserved for the run's own metadata. Choose "
-            "another key."
-        )
-    document, tensors = encode(info, "info")
-    if tensors:
-        raise TypeError(
-            f"{next(iter(tensors))} is a tensor or an array, but save_state(info=...) must not contain any. Pass its "
-            ".item() or .tolist(), or save it with save_state(parts=...)."
-        )
-    training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
-    counts = {"step": accelerator.accumulation.steps, "epoch": 0 if training is None else training.epoch}
-    return {**metadata, **counts, **decode(document, {})}
+    return encode_part(rank_part(rank), RankState(random=random, buffers=buffers))
 
 
-def run_metadata(accelerator: Accelerator) -> dict[str, Any]:
-    """Return the run's metadata for the manifest, such as world size, precision, batch sizes and fingerprints."""
-    training = next((loader for loader in accelerator.loaders if not loader.evaluation), None)
-    accumulate = accelerator.accumulation.micro_batches
-    batch = None if training is None else training.total_batch_size
-    return {
-        "world_size": accelerator.world.size,
-        "strategy": accelerator.strategy.name,
-        "precision": accelerator.precision.name,
-        "accumulate": accumulate,
-        "batch_size": batch,  # of a micro-batch, summed over all processes
-        "global_batch_size": None if training is None else training.step_size(accumulate),
-        "models": [model_check.fingerprint(model) for model in accelerator.unwrapped_models],
-        "kernels": None if accelerator.step_micro_batches is None else describe_kernels(accelerator.device),
-    }
+def _collect_buffers(models: list[nn.Module]) -> list[dict[str, Tensor]]:
+    """Return each model's persistent buffers on this process, except sharded ones."""
+    states = [model.state_dict() for model in models]
+    return [
+        {strip_compile_prefix(name): b for name, b in model.named_buffers() if name in state and not is_sharded(b)}
+        for model, state in zip(models, states, strict=True)
+    ]
+
+
+def _warn_unsaved(models: list[nn.Module], optimizers: list[Optimizer], files: Files) -> None:
+    """Warn about parameters that an optimizer updates but that are not saved in any file."""
+    unknown = {id(p): p for optimizer in optimizers for p in optimizer_state.find_unowned_parameters(optimizer, models)}
+    if not unknown:
+        return
+    written = [content for content in files.values() if isinstance(content, TensorFile)]
+    saved = {make_view_key(tensor) for content in written for tensor in content.tensors.values()}
+    shapes = [tuple(p.shape) for p in unknown.values() if make_view_key(local(p.detach())) not in saved]
+    if shapes:
+        warn(
+            f"an optimizer updates parameters that are not in a prepared model (shapes: {abbreviate(shapes, 5)}). "
+            "Their optimizer state is saved, but not their values, so a resumed run "
+            "would start with different values. Pass their module to prepare() or register_for_checkpointing()."
+        )
+
+
+def select_optimizer_files(files: Files) -> set[str]:
+    """Return the names of the ``files`` that contain an optimizer's state."""
+    first = optimizer_part(0)
+    return {name for name in files if name.partition(".")[0] == first or name.startswith(f"{first}-")}

@@ -20,8 +20,7 @@ import torch
 from xxhash import xxh3_128
 
 from ...common.remote_path import AnyPath, RemotePath
-from ...strategies.distributed import Whole
-from ..parameter_names import view_bytes
+from ...strategies.distributed import Whole, view_bytes
 
 DIGEST = "xxh3_128"
 """Name of the digest in a manifest. It is as fast as reading memory, so it can be compared at every load.

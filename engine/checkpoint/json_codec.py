@@ -29,8 +29,7 @@ import torch
 
 from ...common.messages import name_type
 from ...common.optional import is_config
-from ...strategies.distributed import is_sharded
-from ..parameter_names import make_view_key
+from ...strategies.distributed import is_sharded, make_view_key
 from .filesystem import CODES
 
 __all__ = ["MAX_DEPTH", "Record", "check_tensor", "decode", "encode"]

@@ -1,4 +1,4 @@
-"""Checks of models, such as the names, shapes, dtypes and values of their weights, and of optimizer states."""
+"""Checks of a model against a checkpoint: names, shapes, dtypes and classes, and digests of frozen weights."""
 
 from __future__ import annotations
 
@@ -9,37 +9,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 from xxhash import xxh3_64
 
 from ...common.messages import abbreviate, name_type, warn
 from ...common.remote_path import AnyPath
 from ...strategies import World
-from ...strategies.distributed import get_original_class, local, whole
-from ..parameter_names import strip_compile_prefix, view_bytes
+from ...strategies.distributed import local, strip_compile_prefix, view_bytes, whole
+from .content import FROZEN_NOTE, MODULES_NOTE, list_part_kinds
 from .filesystem import RESTORE
 
-_NOTE = "modules"
-_FROZEN_NOTE = "frozen"
 _SHOWN = 10
 
 # A resumed ``fit`` has no argument ``strict``.
 TO_LOAD_WHAT_FITS = "To load what fits, set strict_loading = False in the task (own loop: load_state(strict=False))."
-
-
-def _list_part_kinds(model: nn.Module) -> dict[str, str]:
-    """Return each submodule's class name, by submodule name.
-
-    The model's own class is omitted, because scripts may rename it.
-    """
-    # Of a compiled part, the class inside is used, which comes second.
-    names = ((strip_compile_prefix(f"{name}.").removesuffix("."), part) for name, part in model.named_modules())
-    return {name: get_original_class(part).__qualname__ for name, part in names if name}
-
-
-def make_notes(model: nn.Module) -> dict[str, str]:
-    """Return the note that records the classes of a model's submodules in a checkpoint, for `compare`."""
-    return {_NOTE: json.dumps(_list_part_kinds(model), separators=(",", ":"))}
 
 
 class FrozenWeights:
@@ -124,11 +106,6 @@ def _digest(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def make_frozen_note(digests: Mapping[str, str]) -> dict[str, str]:
-    """Return a checkpoint's note about the weights that it omits, from their digests by name."""
-    return {_FROZEN_NOTE: json.dumps(digests, separators=(",", ":"))}
-
-
 def read_frozen_note(noted: Mapping[str, str], path: AnyPath | str) -> dict[str, str]:
     """Return the digests of the weights that a checkpoint omits, by name; empty for a complete checkpoint.
 
@@ -136,7 +113,7 @@ def read_frozen_note(noted: Mapping[str, str], path: AnyPath | str) -> dict[str,
         ValueError: If the note is damaged.
     """
     try:
-        digests = json.loads(noted.get(_FROZEN_NOTE, "{}"))
+        digests = json.loads(noted.get(FROZEN_NOTE, "{}"))
     except ValueError:
         digests = None
     if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
@@ -168,19 +145,13 @@ def check_frozen(current: Mapping[str, str], saved: Mapping[str, str], path: Any
     warn(f"{text}.")
 
 
-def fingerprint(model: nn.Module) -> str:
-    """Return a short digest of the submodules' names and classes, and the parameters' names, shapes and dtypes."""
-    forms = [(strip_compile_prefix(name), tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-    return xxh3_64(repr((sorted(_list_part_kinds(model).items()), forms)).encode()).hexdigest()
-
-
 def compare(model: nn.Module, noted: Mapping[str, str], path: AnyPath) -> None:
     """Warn if weights were saved by a model in which submodules with the same names have other classes."""
     try:
-        saved_kinds = json.loads(noted.get(_NOTE, "{}"))
+        saved_kinds = json.loads(noted.get(MODULES_NOTE, "{}"))
     except ValueError:
         saved_kinds = {}
-    current_kinds = _list_part_kinds(model)
+    current_kinds = list_part_kinds(model)
     if not isinstance(saved_kinds, dict) or not saved_kinds:
         return
     other = [
@@ -301,86 +272,3 @@ def warn_dtypes_changed(model: nn.Module, weights: Mapping[str, Any], path: AnyP
     if lines:
         text = abbreviate(lines, _SHOWN, "\n  ")
         warn(f"{path} was saved by a model with different dtypes, so the run does not resume exactly:\n  {text}")
-
-
-def refuse_not_finite(
-    models: Iterable[nn.Module], optimizers: Iterable[Optimizer], step: int, path: AnyPath | str
-) -> None:
-    """Raise a ValueError if this process's weights or optimizer states contain values that must not be saved.
-
-    ``step`` is the number of optimizer steps taken, and ``path`` that of the checkpoint, for the message.
-    """
-    models = list(models)
-    bad = [name for model in models for name in find_not_finite(model)]
-    names: dict[Tensor, str] = {
-        p: strip_compile_prefix(name) for model in models for name, p in model.named_parameters()
-    }
-    bad += [name for optimizer in optimizers for name in find_not_finite_states(optimizer, names)]
-    if bad:
-        raise ValueError(
-            f"{abbreviate(bad, 3)} {'contains' if len(bad) == 1 else 'contain'} NaN or infinity after optimizer step "
-            f"{step}, so {path} is not saved. Earlier checkpoints are kept. Lower the learning rate or clip the "
-            "gradients, and resume from an earlier checkpoint or start again."
-        )
-
-
-def find_not_finite(model: nn.Module) -> list[str]:
-    """Return the names of tensors with values that must not be saved, in this process's shard of a model.
-
-    A parameter with ``requires_grad=True`` must be finite. In other tensors, only NaN is refused, because masks and
-    ranges may contain infinities.
-    """
-    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    others = {
-        name: t.detach() for name, t in model.state_dict().items() if isinstance(t, Tensor) and name not in trained
-    }
-    return _find_bad(trained | others, set(trained))
-
-
-def find_not_finite_states(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[str]:
-    """Return the names of tensors with values that must not be saved, in this process's optimizer state.
-
-    A tensor with the shape of its parameter must be finite, unless it is a scalar: with an infinite second moment, the
-    parameter would never change again. In other tensors, only NaN is refused. ``names`` holds the parameters' names,
-    which become part of the result, as in ``"exp_avg of layer.weight"``.
-    """
-    states: dict[str, Tensor] = {}
-    like_parameter = set()
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items() if isinstance(state, dict) else ():
-            if isinstance(value, Tensor):
-                name = f"{key} of {names.get(parameter, 'a parameter')}"
-                states[name] = value.detach()
-                if isinstance(parameter, Tensor) and value.shape == parameter.shape and value.ndim:
-                    like_parameter.add(name)
-    return _find_bad(states, like_parameter)
-
-
-def _find_bad(tensors: Mapping[str, Tensor], finite: Collection[str]) -> list[str]:
-    tensors = {n: _to_summable(t) for n, t in tensors.items() if t.is_floating_point() or t.is_complex()}
-    tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel() and not tensor.is_meta}
-    suspects: list[str] = []
-    for device in {tensor.device for tensor in tensors.values()}:
-        names_on_device = [name for name, tensor in tensors.items() if tensor.device == device]
-        # A sum is finite only if all its terms are. The reverse does not hold: tensors with another sum are checked one
-        # by one.
-        sums = torch.stack([_sum(tensors[name]) for name in names_on_device])
-        fine = torch.isfinite(sums).tolist()
-        suspects += [name for name, good in zip(names_on_device, fine, strict=True) if not good]
-    return [name for name in tensors if name in suspects and _is_bad(tensors[name], name in finite)]
-
-
-def _to_summable(tensor: Tensor) -> Tensor:
-    tensor = local(tensor)
-    if tensor.is_complex():
-        return torch.view_as_real(tensor.resolve_conj())
-    return tensor.float() if tensor.element_size() == 1 else tensor  # 8-bit formats cannot be summed
-
-
-def _sum(tensor: Tensor) -> Tensor:
-    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    return tensor.sum(dtype=wide).to(torch.float32 if tensor.device.type == "mps" else torch.float64)
-
-
-def _is_bad(tensor: Tensor, finite: bool) -> bool:
-    return not bool(torch.isfinite(tensor).all()) if finite else bool(torch.isnan(tensor).any())

@@ -41,8 +41,8 @@ from torch import Tensor
 from xxhash import xxh3_128
 from zlib_ng.zlib_ng import crc32
 
+from ...strategies.distributed import make_view_key
 from .. import pickle_reader
-from ..parameter_names import make_view_key
 from ..pickle_reader import MAX_BYTES, Name, UnbuiltCall
 from . import filesystem
 from .filesystem import CODES, DIGEST, DTYPES, RESTORE, Entry, Files, Piece, TensorFile, split_tensor

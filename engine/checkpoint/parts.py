@@ -24,9 +24,8 @@ from torch import Tensor
 
 from ...common.messages import name_type
 from ...common.remote_path import AnyPath, RemotePath, as_path
-from ...strategies.distributed import is_sharded, local, piece_of
+from ...strategies.distributed import is_sharded, local, piece_of, split_tied
 from ...strategies.processes import note_unfinished
-from ..parameter_names import split_tied
 from . import filesystem
 from .filesystem import Files, TensorFile
 from .json_codec import check_tensor, decode, encode

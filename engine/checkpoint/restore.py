@@ -1,11 +1,16 @@
-"""Loading of a checkpoint into the objects of an Accelerator, and its comparison with a model."""
+"""Loading of a checkpoint into the objects of an Accelerator, and its comparison with a model.
+
+`restore` changes no object until everything is checked and read, so a checkpoint that does not fit leaves the run as it
+is: the digests of all files, the number and kinds of the objects, then the weights and states, which are read into
+memory, and only then loaded. On an error in one process, all processes fail.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 from torch import Tensor, nn
@@ -13,7 +18,8 @@ from torch import Tensor, nn
 from ...common.messages import abbreviate, announce, format_count, warn
 from ...common.remote_path import AnyPath, absolute
 from ...strategies import World
-from ...strategies.distributed import cut_like, is_sharded
+from ...strategies.distributed import cut_like, is_sharded, strip_compile_prefix
+from ..data import Loader
 from ..optim import (
     LoadedOptimizer,
     PreparedOptimizer,
@@ -22,7 +28,7 @@ from ..optim import (
     optimizer_state,
     resume_options,
 )
-from ..parameter_names import strip_compile_prefix
+from ..process import Prepared
 from ..rng import isolated_random_state, set_random_state
 from ..run_environment import warn_if_kernels_differ
 from . import model_check
@@ -33,9 +39,8 @@ from .parts import Manifest, extra_part, model_part, optimizer_part, rank_part
 from .safetensors_file import Stored
 from .train_state import OptimizerState, RankState, TrainState, check_form, open_train_state
 
-if TYPE_CHECKING:
-    from ..accelerator import Accelerator
-    from ..data import Loader
+LoadedFrom = MutableMapping[nn.Module, tuple[str, Manifest, int]]
+"""For each loaded model, the path and manifest of its checkpoint, and the number of optimizer steps of the run."""
 
 _OF_SCHEDULERS: tuple[Literal["schedulers", "scheduler_kinds", "steps_since", "scheduler_advances"], ...] = (
     "schedulers",
@@ -46,8 +51,9 @@ _OF_SCHEDULERS: tuple[Literal["schedulers", "scheduler_kinds", "steps_since", "s
 
 
 def restore(
-    accelerator: Accelerator,
+    accelerator: Prepared,
     opened: OpenCheckpoint,
+    loaded_from: LoadedFrom,
     *,
     models: bool,
     state: bool,
@@ -60,6 +66,7 @@ def restore(
     Args:
         accelerator: The Accelerator whose objects are restored.
         opened: The checkpoint, which is verified first.
+        loaded_from: See `Checkpointer`.
         models: Restore the models' weights.
         state: Restore everything else, such as optimizers, schedulers, dataloaders and RNG states.
         strict: If False, load only what fits, with a warning. Default: the models' ``strict_loading``, else True.
@@ -69,83 +76,27 @@ def restore(
     Returns:
         The checkpoint's ``info``; see `Accelerator.load_state` for its ``epoch``.
     """
-    world, manifest = accelerator.world, opened.manifest
-    shared: TrainState | None = None
-    of_rank: RankState | None = None
-    optimizers: list[LoadedOptimizer] = []
-    schedules: list[SavedSchedule] = []
-    unwrapped = accelerator.unwrapped_models
-    by_models = all(getattr(model, "strict_loading", True) for model in unwrapped)
-    exactly = by_models if strict is None else strict
+    world, manifest, unwrapped = accelerator.world, opened.manifest, accelerator.strategy.unwrapped_models
+    exactly = all(getattr(model, "strict_loading", True) for model in unwrapped) if strict is None else strict
     opened.verify(world)
     with _read_together(world, opened):
-        if state:
-            shared = _open_checked_state(accelerator, opened, exactly, asked=strict is not None)
-            if not models:
-                _check_not_replaced(accelerator, opened)
+        shared = _open_checked_state(accelerator, opened, exactly, asked=strict is not None) if state else None
+        if state and not models:
+            _check_not_replaced(accelerator, opened, loaded_from)
     chosen = _choose_models(accelerator, opened.path) if models else []
     layouts = {} if shared is None else _collect_layouts(accelerator, shared["registered"])
     with _read_together(world, opened):
         weights = _select_fitting_weights(accelerator, opened, chosen, strict)
-        if shared is not None:
-            optimizers = _select_fitting_optimizers(accelerator.optimizers, unwrapped, opened, exactly)
-            shared = cast(TrainState, load_into_memory(shared, {"registered": layouts}, {}))
-            schedules = resume_options.match_schedules(accelerator.schedulers, accelerator.schedules_built, shared)
-            _choose_schedule(opened.path, optimizers, accelerator.schedulers, schedules, schedule)
-            for loader, saved in zip(_list_loaders(accelerator, False), shared["loaders"], strict=False):
-                loader.check(saved)
-            if world.rank < manifest.world_size:  # a rank that was not saved keeps its own state
-                of_rank = _read_rank_state(world.rank, opened)
+        training = None if shared is None else _read_training(accelerator, opened, shared, layouts, exactly, schedule)
     _check_frozen(accelerator, opened, chosen, strict)
     for model, values, fully in weights:
         accelerator.strategy.load_model_state(model, values, fully)
-        accelerator.checkpointer.loaded_from[model] = str(absolute(opened.path)), manifest, accelerator.steps
-    if shared is not None:
-        _load_training(accelerator, manifest, shared, of_rank, optimizers)
-        resume_options.hold(optimizers, schedules, script=schedule == "script")
+        loaded_from[model] = str(absolute(opened.path)), manifest, accelerator.accumulation.steps
+    if training is not None:
+        _load_training(accelerator, manifest, training, loaded_from)
+        resume_options.hold(training.optimizers, training.schedules, script=schedule == "script")
     accelerator.accumulation.drop_gradients()
     return _finish_epoch(_list_loaders(accelerator, False), manifest.info) if state and finish_epoch else manifest.info
-
-
-def _finish_epoch(loaders: list[Loader], info: dict[str, Any]) -> dict[str, Any]:
-    """Start the next epoch if the state was saved after the last batch of one; return the updated info."""
-    epochs = [loader.epoch for loader in loaders]
-    with isolated_random_state():  # so that an empty pass does not change what the process draws next
-        finished = [loader.finish_epoch() for loader in loaders]
-    if not any(finished):
-        return info
-    announce(
-        f"the checkpoint was saved after the last batch of epoch {epochs[finished.index(True)]}, so the dataloader "
-        "starts the next epoch. If your loop resumes in the saved epoch, call load_state(finish_epoch=False). The "
-        "first pass over the dataloader then yields no batches."
-    )
-    # A number that differs from the loader's is the script's own count.
-    return info | {"epoch": epochs[0] + 1} if finished[0] and info.get("epoch") == epochs[0] else info
-
-
-def _load_training(
-    accelerator: Accelerator,
-    manifest: Manifest,
-    shared: TrainState,
-    of_rank: RankState | None,
-    optimizers: list[LoadedOptimizer],
-) -> None:
-    for prepared, saved, *_ in optimizers:
-        accelerator.strategy.load_optimizer_state(prepared.optimizer, saved)
-        optimizer_state.keep_formats(prepared.optimizer, saved)
-    _load_shared_state(accelerator, shared, manifest)
-    world_unchanged = accelerator.world.size == manifest.world_size
-    _load_buffers(accelerator, manifest, of_rank["buffers"] if of_rank is not None and world_unchanged else [])
-    accelerator.rng.draw_apart()  # a rank that is not in the checkpoint draws its own numbers
-    if of_rank is not None:
-        random = of_rank["random"]
-        set_random_state(random)
-        for loader, states in zip(sort_loaders(accelerator.loaders), random["loaders"], strict=False):
-            loader.load_reading_state(states)
-    if accelerator.rng.stream is not None and (stream := shared["stream"]) is not None:
-        # Last, because with one process the stream is the state of that process, and the state saved by several is rank
-        # zero's.
-        accelerator.rng.stream.go_to(stream)
 
 
 @contextmanager
@@ -165,234 +116,24 @@ def _read_together(world: World, opened: OpenCheckpoint) -> Iterator[None]:
             raise error
 
 
-def _is_identical_save(first: Manifest, second: Manifest) -> bool:
-    """Return whether two manifests belong to the same save. ``info`` may contain NaN, so it is not compared."""
-    return (first.sequence, first.files) == (second.sequence, second.files)
+# -- checks --------------------------------------------------------------------------------------------------------
 
 
-def _open_checked_state(accelerator: Accelerator, opened: OpenCheckpoint, strict: bool, asked: bool) -> TrainState:
+def _open_checked_state(accelerator: Prepared, opened: OpenCheckpoint, strict: bool, asked: bool) -> TrainState:
     """Check the state that all ranks share against this run, and return it without reading its tensors."""
     shared = open_train_state(opened)
     _check_counts(accelerator, shared, opened, strict, asked)
-    _check_kinds(accelerator.schedulers, set(accelerator.checkpointer.registered), shared, opened.path, strict)
+    _check_kinds(accelerator.schedulers, set(accelerator.registered), shared, opened.path, strict)
     current = run_metadata(accelerator)
     _warn_batches_changed(current, opened.manifest.info)
     if current["kernels"] is not None and (saved := opened.manifest.info.get("kernels")) is not None:
         warn_if_kernels_differ(accelerator.world, saved)
     if strict and opened.manifest.info.get("precision") == current["precision"]:  # otherwise it has just warned
-        _warn_dtypes_changed(accelerator.unwrapped_models, current["models"], opened)
+        _warn_dtypes_changed(accelerator.strategy.unwrapped_models, current["models"], opened)
     return shared
 
 
-def _check_not_replaced(accelerator: Accelerator, opened: OpenCheckpoint) -> None:
-    """Check that models loaded from this path since the last optimizer step were loaded from the same save."""
-    path, manifest = str(absolute(opened.path)), opened.manifest
-    for model in accelerator.models:
-        place, of_models, steps = accelerator.checkpointer.loaded_from.get(model, (None, manifest, None))
-        if (place, steps) == (path, accelerator.steps) and not _is_identical_save(of_models, manifest):
-            raise ValueError(
-                f"{opened.path} was replaced after the models were loaded from it. Load the models and the state "
-                "again in one load_state call."
-            )
-
-
-def _choose_models(accelerator: Accelerator, path: AnyPath) -> list[nn.Module]:
-    """Call the load hooks, which may remove models from the list, and return the models to load."""
-    chosen = list(accelerator.models)
-    with accelerator.world.failing_together():
-        for hook in accelerator.checkpointer.load_hooks.values():
-            hook(chosen, str(path))
-    return chosen
-
-
-def _collect_layouts(accelerator: Accelerator, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of registered objects that show how to shard their saved tensors; empty without sharding."""
-    if not accelerator.strategy.sharded:
-        return {}
-    return {
-        name: getattr(value, "state_layout", value.state_dict)()
-        for name, value in accelerator.checkpointer.registered.items()
-        if _holds_tensors(saved.get(name))
-    }
-
-
-def _holds_tensors(value: Any) -> bool:
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return isinstance(value, Stored) or any(map(_holds_tensors, items))
-
-
-def compare_weights(model: nn.Module, opened: OpenCheckpoint, complete: bool) -> list[str]:
-    """Return the differences between the names and shapes of a checkpoint's first model and those of ``model``.
-
-    The list is empty if the checkpoint has no model. Pass ``complete=False`` if the model is not completely built;
-    missing and unexpected names are then not reported.
-
-    Raises:
-        ValueError: If the checkpoint is damaged, or was changed after it was opened.
-    """
-    if not opened.has(model_part(0)):
-        return []
-    part = opened.part(model_part(0))
-    saved = part.unread()
-    if opened.has(extra_part(0)):
-        saved = saved | opened.read_part(extra_part(0))
-    left_out = model_check.read_frozen_note(part.notes, opened.path)
-    return model_check.list_differences(model, saved, complete, left_out)
-
-
-def load_into_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor]) -> Any:
-    """Return a state with its tensors loaded into memory.
-
-    Where ``like`` has a sharded tensor of the same shape at the same place, only this process's shard is read. ``once``
-    caches the tensors that were read, so tied tensors become one object again; pass an empty dict.
-    """
-    if isinstance(saved, Stored):
-        alike = is_sharded(like) and like.shape == saved.shape
-        key = id(saved), id(like) if alike else 0
-        if key not in once:
-            once[key] = cut_like(saved, like) if alike else saved.read()
-        return once[key]
-    if isinstance(saved, np.ndarray):
-        return np.array(saved)  # the array shares memory with the file
-    if type(saved) is dict:
-        layouts = like if isinstance(like, Mapping) else {}
-        return {name: load_into_memory(value, layouts.get(name), once) for name, value in saved.items()}
-    if type(saved) in (list, tuple):
-        alike = isinstance(like, list | tuple) and len(like) == len(saved)
-        pairs = zip(saved, like if alike else [None] * len(saved), strict=True)
-        return type(saved)(load_into_memory(value, layout, once) for value, layout in pairs)
-    return saved
-
-
-def _read_rank_state(rank: int, opened: OpenCheckpoint) -> RankState:
-    path, name = opened.path, rank_part(rank)
-    state = check_form(RankState, opened.read_part(name), path, name)
-    if not all(isinstance(values, dict) for values in state["buffers"]):
-        raise ValueError(f"{path}: part {name!r} is damaged: the items of 'buffers' are not dicts. {RESTORE}")
-    return state
-
-
-def _list_loaders(accelerator: Accelerator, evaluation: bool) -> list[Loader]:
-    return [loader for loader in accelerator.loaders if loader.evaluation == evaluation]
-
-
-def _load_buffers(accelerator: Accelerator, manifest: Manifest, saved: list[dict[str, Tensor]]) -> None:
-    """Restore this process's buffers in the models that were loaded from this checkpoint."""
-    loaded = [accelerator.checkpointer.loaded_from.pop(model, None) for model in accelerator.models]
-    for model, values, source in zip(accelerator.unwrapped_models, saved, loaded, strict=False):
-        if source is None or not _is_identical_save(source[1], manifest):
-            continue
-        for name, buffer in model.named_buffers():
-            value = values.get(strip_compile_prefix(name))
-            if isinstance(value, Tensor) and value.shape == buffer.shape and not is_sharded(buffer):
-                buffer.copy_(value)
-
-
-def _select_fitting_weights(
-    accelerator: Accelerator, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None
-) -> list[tuple[nn.Module, dict[str, Any], bool]]:
-    """Return, for each chosen model, the weights to load, sharded like the model, and whether loading is strict."""
-    loads = []
-    for number, model in enumerate(accelerator.models):
-        if not any(model is candidate for candidate in chosen):
-            continue
-        module = accelerator.strategy.unwrap(model)
-        exactly = getattr(module, "strict_loading", True) if strict is None else strict
-        part = opened.part(model_part(number))
-        model_check.compare(module, part.notes, opened.path)
-        saved = part.unread()
-        if opened.has(extra_part(number)):
-            saved = saved | opened.read_part(extra_part(number))
-        left_out = model_check.read_frozen_note(part.notes, opened.path)
-        current = module.state_dict()
-        saved = _restore_compiled_names(current, saved)
-        fitting = model_check.check_weights(module, saved, opened.path, exactly, left_out)
-        values = {n: cut_like(v, current.get(n)) if isinstance(v, Stored) else v for n, v in fitting.items()}
-        loads.append((model, values, exactly and not left_out))
-    return loads
-
-
-def _check_frozen(
-    accelerator: Accelerator, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None
-) -> None:
-    """Check that each model has the frozen weights that the checkpoint omits. Call it on all ranks."""
-    for number, model in enumerate(accelerator.models):
-        if not any(model is candidate for candidate in chosen):
-            continue
-        module = accelerator.strategy.unwrap(model)
-        saved = model_check.read_frozen_note(opened.part(model_part(number)).notes, opened.path)
-        if saved:
-            exactly = getattr(module, "strict_loading", True) if strict is None else strict
-            current = model_check.compute_digests(module, saved, accelerator.world)
-            model_check.check_frozen(current, saved, opened.path, exactly)
-
-
-def _select_fitting_optimizers(
-    optimizers: list[PreparedOptimizer], models: list[nn.Module], opened: OpenCheckpoint, strict: bool
-) -> list[LoadedOptimizer]:
-    """Return the state to load into each optimizer. Without ``strict``, an optimizer of another class is skipped."""
-    loads, path = [], opened.path
-    for number, prepared in enumerate(optimizers):
-        optimizer = prepared.optimizer
-        saved = _merge_optimizer_state(opened, number)
-        names = optimizer_state.name_parameters(optimizer, models)
-        if lines := optimizer_state.list_differences(saved, optimizer, names):
-            text = f"{path} was saved with a different optimizer:\n  " + abbreviate(lines, 30, "\n  ")
-            if strict:
-                raise ValueError(f"{text}\n{model_check.TO_LOAD_WHAT_FITS}")
-            warn(f"{text}\nState that does not fit is not restored.")
-            if saved["class"] != optimizer_state.name_class(optimizer):
-                continue
-        options = saved.get("built")
-        state = optimizer_state.decode_by_name(saved, optimizer, names)
-        groups = len(saved["groups"])
-        loads.append(LoadedOptimizer(prepared, state, options if isinstance(options, list) else None, groups))
-    return loads
-
-
-def _merge_optimizer_state(opened: OpenCheckpoint, number: int) -> OptimizerState:
-    first = optimizer_part(number)
-    of_ranks = re.compile(rf"({first}-rank-\d{{5,}})\.json")
-    names = [first, *(match[1] for match in map(of_ranks.fullmatch, sorted(opened.manifest.files)) if match)]
-    parts = [check_form(OptimizerState, opened.open_part(name), opened.path, name) for name in names]
-    merged = parts[-1]
-    merged["slots"] = {name: slot for part in parts for name, slot in part["slots"].items()}
-    return merged
-
-
-def _choose_schedule(
-    path: AnyPath,
-    optimizers: list[LoadedOptimizer],
-    schedulers: list[Any],
-    saved_schedules: list[SavedSchedule],
-    schedule: str | None,
-) -> None:
-    if schedule == "script":
-        resume_options.follow_script(optimizers, saved_schedules)
-        return
-    # If a mismatch is allowed: a schedule keeps values for each group of parameters, so the saved one cannot continue
-    # with other groups.
-    regrouped = [loaded for loaded in optimizers if loaded.groups != len(loaded.prepared.param_groups)]
-    if regrouped := [loaded for loaded in regrouped if resume_options.is_scheduled(loaded.prepared, schedulers)]:
-        saved, current = regrouped[0].groups, len(regrouped[0].prepared.param_groups)
-        warn(
-            f"an optimizer has {format_count(saved, 'parameter group')} in {path}, but {current} in the script, so "
-            "its learning rates and schedule come from the script."
-        )
-        resume_options.follow_script(regrouped, saved_schedules)
-    if schedule is None:
-        resume_options.compare(path, [loaded for loaded in optimizers if loaded not in regrouped], saved_schedules)
-
-
-def _restore_compiled_names(names: Iterable[str], weights: dict[str, Any]) -> dict[str, Any]:
-    """Return weights under the names in a model's own state, which have a prefix if submodules are compiled."""
-    renamed = {strip_compile_prefix(name): name for name in names if name != strip_compile_prefix(name)}
-    return {renamed.get(name, name): value for name, value in weights.items()} if renamed else weights
-
-
-def _check_counts(
-    accelerator: Accelerator, state: TrainState, opened: OpenCheckpoint, strict: bool, asked: bool
-) -> None:
+def _check_counts(accelerator: Prepared, state: TrainState, opened: OpenCheckpoint, strict: bool, asked: bool) -> None:
     """Check that as many objects are prepared as were saved; evaluation dataloaders are not counted.
 
     If a difference is permitted, warn, and remove the states that cannot be matched from ``state``.
@@ -477,7 +218,274 @@ def _warn_dtypes_changed(models: list[nn.Module], current: list[str], opened: Op
             model_check.warn_dtypes_changed(model, _restore_compiled_names(model.state_dict(), stored), opened.path)
 
 
-def _load_schedulers(accelerator: Accelerator, state: TrainState, manifest: Manifest) -> None:
+def _check_not_replaced(accelerator: Prepared, opened: OpenCheckpoint, loaded_from: LoadedFrom) -> None:
+    """Check that models loaded from this path since the last optimizer step were loaded from the same save."""
+    path, manifest = str(absolute(opened.path)), opened.manifest
+    for model in accelerator.models:
+        place, of_models, steps = loaded_from.get(model, (None, manifest, None))
+        if (place, steps) == (path, accelerator.accumulation.steps) and not _is_identical_save(of_models, manifest):
+            raise ValueError(
+                f"{opened.path} was replaced after the models were loaded from it. Load the models and the state "
+                "again in one load_state call."
+            )
+
+
+def _is_identical_save(first: Manifest, second: Manifest) -> bool:
+    """Return whether two manifests belong to the same save. ``info`` may contain NaN, so it is not compared."""
+    return (first.sequence, first.files) == (second.sequence, second.files)
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+def _choose_models(accelerator: Prepared, path: AnyPath) -> list[nn.Module]:
+    """Call the load hooks, which may remove models from the list, and return the models to load."""
+    chosen = list(accelerator.models)
+    with accelerator.world.failing_together():
+        for hook in accelerator.load_hooks.values():
+            hook(chosen, str(path))
+    return chosen
+
+
+def _collect_layouts(accelerator: Prepared, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of registered objects that show how to shard their saved tensors; empty without sharding."""
+    if not accelerator.strategy.sharded:
+        return {}
+    return {
+        name: getattr(value, "state_layout", value.state_dict)()
+        for name, value in accelerator.registered.items()
+        if _holds_tensors(saved.get(name))
+    }
+
+
+def _holds_tensors(value: Any) -> bool:
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, Stored) or any(map(_holds_tensors, items))
+
+
+def _select_fitting_weights(
+    accelerator: Prepared, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None
+) -> list[tuple[nn.Module, dict[str, Any], bool]]:
+    """Return, for each chosen model, the weights to load, sharded like the model, and whether loading is strict."""
+    loads = []
+    for number, model in enumerate(accelerator.models):
+        if not any(model is candidate for candidate in chosen):
+            continue
+        module = accelerator.strategy.unwrap(model)
+        exactly = getattr(module, "strict_loading", True) if strict is None else strict
+        part = opened.part(model_part(number))
+        model_check.compare(module, part.notes, opened.path)
+        saved = part.unread()
+        if opened.has(extra_part(number)):
+            saved = saved | opened.read_part(extra_part(number))
+        left_out = model_check.read_frozen_note(part.notes, opened.path)
+        current = module.state_dict()
+        saved = _restore_compiled_names(current, saved)
+        fitting = model_check.check_weights(module, saved, opened.path, exactly, left_out)
+        values = {n: cut_like(v, current.get(n)) if isinstance(v, Stored) else v for n, v in fitting.items()}
+        loads.append((model, values, exactly and not left_out))
+    return loads
+
+
+def _restore_compiled_names(names: Iterable[str], weights: dict[str, Any]) -> dict[str, Any]:
+    """Return weights under the names in a model's own state, which have a prefix if submodules are compiled."""
+    renamed = {strip_compile_prefix(name): name for name in names if name != strip_compile_prefix(name)}
+    return {renamed.get(name, name): value for name, value in weights.items()} if renamed else weights
+
+
+class _Training(NamedTuple):
+    """State of a run except for its weights, read from a checkpoint and checked. ``of_rank`` is None on new ranks."""
+
+    shared: TrainState
+    of_rank: RankState | None
+    optimizers: list[LoadedOptimizer]
+    schedules: list[SavedSchedule]
+
+
+def _read_training(
+    accelerator: Prepared,
+    opened: OpenCheckpoint,
+    shared: TrainState,
+    layouts: dict[str, Any],
+    strict: bool,
+    schedule: str | None,
+) -> _Training:
+    optimizers = _select_fitting_optimizers(
+        accelerator.optimizers, accelerator.strategy.unwrapped_models, opened, strict
+    )
+    shared = cast(TrainState, load_into_memory(shared, {"registered": layouts}, {}))
+    schedules = resume_options.match_schedules(accelerator.schedulers, accelerator.schedules_built, shared)
+    _choose_schedule(opened.path, optimizers, accelerator.schedulers, schedules, schedule)
+    for loader, saved in zip(_list_loaders(accelerator, False), shared["loaders"], strict=False):
+        loader.check(saved)
+    rank = accelerator.world.rank
+    # A rank that was not saved keeps its own state.
+    of_rank = _read_rank_state(rank, opened) if rank < opened.manifest.world_size else None
+    return _Training(shared, of_rank, optimizers, schedules)
+
+
+def _select_fitting_optimizers(
+    optimizers: list[PreparedOptimizer], models: list[nn.Module], opened: OpenCheckpoint, strict: bool
+) -> list[LoadedOptimizer]:
+    """Return the state to load into each optimizer. Without ``strict``, an optimizer of another class is skipped."""
+    loads, path = [], opened.path
+    for number, prepared in enumerate(optimizers):
+        optimizer = prepared.optimizer
+        saved = _merge_optimizer_state(opened, number)
+        names = optimizer_state.name_parameters(optimizer, models)
+        if lines := optimizer_state.list_differences(saved, optimizer, names):
+            text = f"{path} was saved with a different optimizer:\n  " + abbreviate(lines, 30, "\n  ")
+            if strict:
+                raise ValueError(f"{text}\n{model_check.TO_LOAD_WHAT_FITS}")
+            warn(f"{text}\nState that does not fit is not restored.")
+            if saved["class"] != optimizer_state.name_class(optimizer):
+                continue
+        options = saved.get("built")
+        state = optimizer_state.decode_by_name(saved, optimizer, names)
+        groups = len(saved["groups"])
+        loads.append(LoadedOptimizer(prepared, state, options if isinstance(options, list) else None, groups))
+    return loads
+
+
+def _merge_optimizer_state(opened: OpenCheckpoint, number: int) -> OptimizerState:
+    first = optimizer_part(number)
+    of_ranks = re.compile(rf"({first}-rank-\d{{5,}})\.json")
+    names = [first, *(match[1] for match in map(of_ranks.fullmatch, sorted(opened.manifest.files)) if match)]
+    parts = [check_form(OptimizerState, opened.open_part(name), opened.path, name) for name in names]
+    merged = parts[-1]
+    merged["slots"] = {name: slot for part in parts for name, slot in part["slots"].items()}
+    return merged
+
+
+def _choose_schedule(
+    path: AnyPath,
+    optimizers: list[LoadedOptimizer],
+    schedulers: list[Any],
+    saved_schedules: list[SavedSchedule],
+    schedule: str | None,
+) -> None:
+    if schedule == "script":
+        resume_options.follow_script(optimizers, saved_schedules)
+        return
+    # If a mismatch is allowed: a schedule keeps values for each group of parameters, so the saved one cannot continue
+    # with other groups.
+    regrouped = [loaded for loaded in optimizers if loaded.groups != len(loaded.prepared.param_groups)]
+    if regrouped := [loaded for loaded in regrouped if resume_options.is_scheduled(loaded.prepared, schedulers)]:
+        saved, current = regrouped[0].groups, len(regrouped[0].prepared.param_groups)
+        warn(
+            f"an optimizer has {format_count(saved, 'parameter group')} in {path}, but {current} in the script, so "
+            "its learning rates and schedule come from the script."
+        )
+        resume_options.follow_script(regrouped, saved_schedules)
+    if schedule is None:
+        resume_options.compare(path, [loaded for loaded in optimizers if loaded not in regrouped], saved_schedules)
+
+
+def _read_rank_state(rank: int, opened: OpenCheckpoint) -> RankState:
+    path, name = opened.path, rank_part(rank)
+    state = check_form(RankState, opened.read_part(name), path, name)
+    if not all(isinstance(values, dict) for values in state["buffers"]):
+        raise ValueError(f"{path}: part {name!r} is damaged: the items of 'buffers' are not dicts. {RESTORE}")
+    return state
+
+
+def _check_frozen(accelerator: Prepared, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None) -> None:
+    """Check that each model has the frozen weights that the checkpoint omits. Call it on all ranks."""
+    for number, model in enumerate(accelerator.models):
+        if not any(model is candidate for candidate in chosen):
+            continue
+        module = accelerator.strategy.unwrap(model)
+        saved = model_check.read_frozen_note(opened.part(model_part(number)).notes, opened.path)
+        if saved:
+            exactly = getattr(module, "strict_loading", True) if strict is None else strict
+            current = model_check.compute_digests(module, saved, accelerator.world)
+            model_check.check_frozen(current, saved, opened.path, exactly)
+
+
+def load_into_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor]) -> Any:
+    """Return a state with its tensors loaded into memory.
+
+    Where ``like`` has a sharded tensor of the same shape at the same place, only this process's shard is read. ``once``
+    caches the tensors that were read, so tied tensors become one object again; pass an empty dict.
+    """
+    if isinstance(saved, Stored):
+        alike = is_sharded(like) and like.shape == saved.shape
+        key = id(saved), id(like) if alike else 0
+        if key not in once:
+            once[key] = cut_like(saved, like) if alike else saved.read()
+        return once[key]
+    if isinstance(saved, np.ndarray):
+        return np.array(saved)  # the array shares memory with the file
+    if type(saved) is dict:
+        layouts = like if isinstance(like, Mapping) else {}
+        return {name: load_into_memory(value, layouts.get(name), once) for name, value in saved.items()}
+    if type(saved) in (list, tuple):
+        alike = isinstance(like, list | tuple) and len(like) == len(saved)
+        pairs = zip(saved, like if alike else [None] * len(saved), strict=True)
+        return type(saved)(load_into_memory(value, layout, once) for value, layout in pairs)
+    return saved
+
+
+def compare_weights(model: nn.Module, opened: OpenCheckpoint, complete: bool) -> list[str]:
+    """Return the differences between the names and shapes of a checkpoint's first model and those of ``model``.
+
+    The list is empty if the checkpoint has no model. Pass ``complete=False`` if the model is not completely built;
+    missing and unexpected names are then not reported.
+
+    Raises:
+        ValueError: If the checkpoint is damaged, or was changed after it was opened.
+    """
+    if not opened.has(model_part(0)):
+        return []
+    part = opened.part(model_part(0))
+    saved = part.unread()
+    if opened.has(extra_part(0)):
+        saved = saved | opened.read_part(extra_part(0))
+    left_out = model_check.read_frozen_note(part.notes, opened.path)
+    return model_check.list_differences(model, saved, complete, left_out)
+
+
+# -- loading -------------------------------------------------------------------------------------------------------
+
+
+def _load_training(accelerator: Prepared, manifest: Manifest, training: _Training, loaded_from: LoadedFrom) -> None:
+    shared, of_rank, optimizers, _ = training
+    for prepared, saved, *_ in optimizers:
+        accelerator.strategy.load_optimizer_state(prepared.optimizer, saved)
+        optimizer_state.keep_formats(prepared.optimizer, saved)
+    _load_shared_state(accelerator, shared, manifest)
+    world_unchanged = accelerator.world.size == manifest.world_size
+    buffers = of_rank["buffers"] if of_rank is not None and world_unchanged else []
+    _load_buffers(accelerator, manifest, buffers, loaded_from)
+    accelerator.rng.draw_apart()  # a rank that is not in the checkpoint draws its own numbers
+    if of_rank is not None:
+        random = of_rank["random"]
+        set_random_state(random)
+        for loader, states in zip(sort_loaders(accelerator.loaders), random["loaders"], strict=False):
+            loader.load_reading_state(states)
+    if accelerator.rng.stream is not None and (stream := shared["stream"]) is not None:
+        # Last, because with one process the stream is the state of that process, and the state saved by several is rank
+        # zero's.
+        accelerator.rng.stream.go_to(stream)
+
+
+def _load_shared_state(accelerator: Prepared, state: TrainState, manifest: Manifest) -> None:
+    _load_schedulers(accelerator, state, manifest)
+    accelerator.accumulation.counts_calls = state["counts_calls"]  # before the loaders form groups
+    for loader, saved in zip(_list_loaders(accelerator, False), state["loaders"], strict=False):
+        loader.load_state_dict(saved)
+    for loader, saved in zip(_list_loaders(accelerator, True), state["evaluation_loaders"], strict=False):
+        loader.load_state_dict(saved)
+    for model, order in zip(accelerator.models, state["reduction_orders"], strict=True):
+        accelerator.strategy.take_reduction_order(model, order)
+    if (loss_scale := accelerator.accumulation.loss_scale) is not None and (scaler := state["scaler"]) is not None:
+        loss_scale.load_state_dict(scaler)
+    for name, value in accelerator.registered.items():
+        if name in state["registered"]:
+            value.load_state_dict(state["registered"][name])
+
+
+def _load_schedulers(accelerator: Prepared, state: TrainState, manifest: Manifest) -> None:
     kinds = list_scheduler_kinds(accelerator.schedulers)
     samples = run_metadata(accelerator)["global_batch_size"]
     batch_size_unchanged = samples is not None and samples == manifest.info.get("global_batch_size")
@@ -491,17 +499,35 @@ def _load_schedulers(accelerator: Accelerator, state: TrainState, manifest: Mani
             scheduler.load_state_dict(saved)
 
 
-def _load_shared_state(accelerator: Accelerator, state: TrainState, manifest: Manifest) -> None:
-    _load_schedulers(accelerator, state, manifest)
-    accelerator.accumulation.counts_calls = state["counts_calls"]  # before the loaders form groups
-    for loader, saved in zip(_list_loaders(accelerator, False), state["loaders"], strict=False):
-        loader.load_state_dict(saved)
-    for loader, saved in zip(_list_loaders(accelerator, True), state["evaluation_loaders"], strict=False):
-        loader.load_state_dict(saved)
-    for model, order in zip(accelerator.models, state["reduction_orders"], strict=True):
-        accelerator.strategy.take_reduction_order(model, order)
-    if (loss_scale := accelerator.accumulation.loss_scale) is not None and (scaler := state["scaler"]) is not None:
-        loss_scale.load_state_dict(scaler)
-    for name, value in accelerator.checkpointer.registered.items():
-        if name in state["registered"]:
-            value.load_state_dict(state["registered"][name])
+def _load_buffers(
+    accelerator: Prepared, manifest: Manifest, saved: list[dict[str, Tensor]], loaded_from: LoadedFrom
+) -> None:
+    """Restore this process's buffers in the models that were loaded from this checkpoint."""
+    loaded = [loaded_from.pop(model, None) for model in accelerator.models]
+    for model, values, source in zip(accelerator.strategy.unwrapped_models, saved, loaded, strict=False):
+        if source is None or not _is_identical_save(source[1], manifest):
+            continue
+        for name, buffer in model.named_buffers():
+            value = values.get(strip_compile_prefix(name))
+            if isinstance(value, Tensor) and value.shape == buffer.shape and not is_sharded(buffer):
+                buffer.copy_(value)
+
+
+def _finish_epoch(loaders: list[Loader], info: dict[str, Any]) -> dict[str, Any]:
+    """Start the next epoch if the state was saved after the last batch of one; return the updated info."""
+    epochs = [loader.epoch for loader in loaders]
+    with isolated_random_state():  # so that an empty pass does not change what the process draws next
+        finished = [loader.finish_epoch() for loader in loaders]
+    if not any(finished):
+        return info
+    announce(
+        f"the checkpoint was saved after the last batch of epoch {epochs[finished.index(True)]}, so the dataloader "
+        "starts the next epoch. If your loop resumes in the saved epoch, call load_state(finish_epoch=False). The "
+        "first pass over the dataloader then yields no batches."
+    )
+    # A number that differs from the loader's is the script's own count.
+    return info | {"epoch": epochs[0] + 1} if finished[0] and info.get("epoch") == epochs[0] else info
+
+
+def _list_loaders(accelerator: Prepared, evaluation: bool) -> list[Loader]:
+    return [loader for loader in accelerator.loaders if loader.evaluation == evaluation]

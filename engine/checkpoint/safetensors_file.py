@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...common.messages import abbreviate as abbreviate
 from ...common.open_files import allow_open_files
-from ..parameter_names import view_bytes
+from ...strategies.distributed import view_bytes
 from .filesystem import DTYPES, RESTORE
 
 OFFSETS = "DCP_SHARDING_INFO"

@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from ...common.messages import announce, warn
 from ...strategies import World
-from ..parameter_names import view_bytes
+from ...strategies.distributed import view_bytes
 
 _ENDS = 256  # items examined at each end
 _BETWEEN = 4096  # items examined in between, evenly spread: sorted indices differ in the middle

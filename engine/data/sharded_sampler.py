@@ -93,6 +93,12 @@ class ShardedBatches:
         self.drop_last = bool(getattr(batches, "drop_last", False))
         self._loader = loader
         self.dataset = loader.dataset
+        count, length = getattr(batches, "num_samples", None), get_length(self.dataset)
+        if self._split_batch is not None and count is not None and length is not None and count != length:
+            raise ValueError(
+                f"{type(batches).__name__} has the lengths of {count} samples, but the dataset has {length}. Pass one "
+                "length per sample of the DataLoader's dataset."
+            )
         self.planner = planner
         self.merge_tail = merge_tail and self.batched
         self.positions = positions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def chunked_cross_entropy(
 
     Raises:
         TypeError: If ``head`` is neither of these modules nor a tensor.
-        ValueError: If ``reduction`` is invalid, or if the weight is sharded.
+        ValueError: If ``reduction`` is invalid, the number of targets is another one, or the weight is sharded.
 
     Examples:
         >>> import torch
@@ -57,7 +58,7 @@ def chunked_cross_entropy(
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r} must be 'mean' or 'sum'.")
     weight, bias = _get_weights(head)
-    hidden, targets = hidden.flatten(0, -2), targets.flatten()
+    hidden, targets = _flatten(hidden, targets)
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(device))
@@ -65,12 +66,25 @@ def chunked_cross_entropy(
     # In lower precision, torch's function (2.13) rounds the loss, and factors such as 1 / count, to that precision.
     with torch.autocast(device, enabled=False):
         if _is_exact(hidden) and not label_smoothing and hasattr(torch.nn, "LinearCrossEntropyOptions"):
-            options: dict[str, Any] = {"linear_bias": bias, "ignore_index": ignore_index, "reduction": reduction}
+            options: dict[str, Any] = {"linear_bias": bias, "ignore_index": ignore_index, "reduction": "sum"}
             chunks = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None)
-            return F.linear_cross_entropy(hidden, weight, targets, options=chunks, **options)
-        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "sum"}
-        total = _recompute_chunks(hidden, targets, weight, bias, rows, options)
-    return total if reduction == "sum" else total / (targets != ignore_index).sum()
+            total = F.linear_cross_entropy(hidden, weight, targets, options=chunks, **options)
+        else:
+            options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "sum"}
+            total = _recompute_chunks(hidden, targets, weight, bias, rows, options)
+    if reduction == "sum":
+        return total
+    count = (targets != ignore_index).sum()  # without targets, the loss is NaN, but gradients are zero, as torch's are
+    return torch.where(count > 0, total / count.clamp(min=1), torch.full_like(total, math.nan))
+
+
+def _flatten(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    if hidden.shape[:-1].numel() != targets.numel():
+        raise ValueError(
+            f"hidden has shape {tuple(hidden.shape)} and targets {tuple(targets.shape)}, but each vector of hidden "
+            "needs one target. Cut both to the same tokens."
+        )
+    return hidden.flatten(0, -2), targets.flatten()
 
 
 def _recompute_chunks(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ...common.validation import choose
+from ...common.validation import check_number, choose
 
 _NAMES = ("constant", "linear", "cosine", "warmup_stable_decay")
 _DECAYS = ("linear", "cosine", "1-sqrt")
@@ -77,6 +77,11 @@ def lr_schedule(
         [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
     kind, shape = choose("name", name, _NAMES), choose("decay", decay, _DECAYS)
+    for argument, length in (("warmup_steps", warmup_steps), ("decay_steps", decay_steps)):
+        if check_number(argument, length, 0) > 1 and length % 1:
+            raise ValueError(f"{argument}={length} must be a number of steps, or a fraction below 1 of the run.")
+    if check_number("min_lr_ratio", min_lr_ratio, 0) > 1:
+        raise ValueError(f"min_lr_ratio={min_lr_ratio} must be a fraction of the peak, at most 1.")
     needs_length = kind != "constant" or 0 < warmup_steps < 1
     if needs_length and not math.isfinite(steps):
         raise ValueError(f"{name!r} needs the length of the run, but steps={steps}. Set Trainer(max_steps=...).")
@@ -84,10 +89,9 @@ def lr_schedule(
         math.ceil(length * steps) if 0 < length < 1 else int(length)
         for length in (warmup_steps, decay_steps if kind == "warmup_stable_decay" else 0)
     )
-    if warmup < 0 or decaying < 0 or warmup + decaying > steps:
-        raise ValueError(
-            f"warmup_steps={warmup_steps} and decay_steps={decay_steps} must fit into steps={steps}. Reduce one."
-        )
+    if needs_length and warmup + decaying > steps:
+        both = f"warmup_steps={warmup_steps}" + (f" and decay_steps={decay_steps}" if decaying else "")
+        raise ValueError(f"{both} must fit into the run, steps={steps}. Reduce {'one' if decaying else 'it'}.")
     end = int(steps) if needs_length else 0
     if kind == "warmup_stable_decay":
         return LambdaLR(optimizer, _Factor(shape, warmup, end - decaying, end, min_lr_ratio))

@@ -13,8 +13,7 @@ from torch.optim import AdamW, Optimizer
 
 from ...common.messages import announce, format_count
 from ...strategies import repeated_blocks
-from ...strategies.distributed import is_sharded, map_whole
-from ..parameter_names import strip_compile_prefix
+from ...strategies.distributed import is_sharded, map_whole, strip_compile_prefix
 
 _Muon: Any = getattr(torch.optim, "Muon", Optimizer)
 # Embeddings, heads and tables of biases under the names that libraries give them: "wte", "lm_head", "pos_embed" ...

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ...common.messages import announce, format_count, named_ranks
 from ...strategies import Strategy
+from ...strategies.distributed import strip_compile_prefix
 from ..data import batch_indices
-from ..parameter_names import strip_compile_prefix
 from .agreement import Agreement
 
 if TYPE_CHECKING:

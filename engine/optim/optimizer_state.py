@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...common.messages import format_count
-from ...strategies.distributed import cut_like, is_sharded
+from ...strategies.distributed import cut_like, is_sharded, strip_compile_prefix
 from ..checkpoint import OptimizerState, Stored
-from ..parameter_names import strip_compile_prefix
 
 State = dict[str, Any]
 

@@ -11,10 +11,9 @@ from torch.nn.parameter import is_lazy
 
 from ...common.messages import abbreviate, name_type, warn
 from ...strategies import SingleDevice, World
-from ...strategies.distributed import cut_like
+from ...strategies.distributed import cut_like, strip_compile_prefix
 from ..big_models import is_dispatched
 from ..checkpoint import check_frozen, compute_digests, read_tensor
-from ..parameter_names import strip_compile_prefix
 from .sources import Opened, Source, open_source
 
 Rename = Callable[[str], str | None] | Mapping[str, str | None]

@@ -23,10 +23,9 @@ from torch import Tensor
 from ...common.byte_sizes import parse_bytes
 from ...common.messages import name_type, warn
 from ...common.remote_path import AnyPath, RemotePath, absolute, lexists
-from ...strategies.distributed import Whole, is_sharded
+from ...strategies.distributed import Whole, is_sharded, split_tied
 from ...strategies.processes import IDENTITY, has_ended, identify_process
 from ..checkpoint import MANIFEST, UnreadTensor, check_tensor, encode, filesystem
-from ..parameter_names import split_tied
 
 _KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
 

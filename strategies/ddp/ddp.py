@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ...common.messages import announce, nearest, read_text
 from ...common.validation import check_positive
-from ..distributed import FixedTree, PartialSums, World
+from ..distributed import FixedTree, PartialSums, World, strip_compile_prefix
 from ..forward_router import Ballot, Router, ballot_dtype
 from ..precision import Precision
 from ..strategy import Strategy, make_group_options
@@ -104,7 +104,7 @@ class _Replica(DistributedDataParallel):
         super().__init__(router, **options)
         self._advance = advance
         names = [name for name, p in router.named_parameters() if p.requires_grad]  # the reducer's order
-        self._names = [name.replace("_orig_mod.", "") for name in names]
+        self._names = [strip_compile_prefix(name) for name in names]
         self.trained = [p for p in router.module.parameters() if p.requires_grad]
         # Whether torch's reducer reduces the next backward pass. A list, because setting an attribute of a module takes
         # a microsecond.

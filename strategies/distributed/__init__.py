@@ -9,19 +9,6 @@ from ...common.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from . import process_group
     from .devices import ACCELERATORS, Devices, device_of, device_type, parse_devices
-    from .dtensor import (
-        Whole,
-        count_shards,
-        cut_like,
-        gather_parameters,
-        get_original_class,
-        is_sharded,
-        keep_random_state,
-        local,
-        map_whole,
-        piece_of,
-        whole,
-    )
     from .fixed_tree import FixedTree, PartialSums
     from .gradient_norm import clip_to_norm
     from .launch_environment import (
@@ -42,6 +29,23 @@ if TYPE_CHECKING:
     )
     from .process_group import disconnect
     from .retry import DONE, RETRY, Attempts
+    from .tensors import (
+        Whole,
+        count_shards,
+        cut_like,
+        gather_parameters,
+        get_original_class,
+        is_sharded,
+        keep_random_state,
+        local,
+        make_view_key,
+        map_whole,
+        piece_of,
+        split_tied,
+        strip_compile_prefix,
+        view_bytes,
+        whole,
+    )
     from .tracebacks import PeerFailed, format_error, hide_frames
     from .training_clock import name_phase
     from .waiting_call import DistributedOperationException

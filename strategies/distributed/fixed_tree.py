@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...common.validation import check_int
-from .dtensor import local
+from .tensors import local
 
 
 class FixedTree:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .dtensor import is_sharded, local
+from .tensors import is_sharded, local
 from .world import World
 
 

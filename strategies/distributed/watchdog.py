@@ -46,10 +46,10 @@ from ..processes import (
     is_alive,
     is_stage_running,
     limit_exit,
+    os_process,
     postpone_exit_limit,
     read_start_time,
     run_briefly,
-    scratch,
     write_beat,
 )
 from . import process_group
@@ -177,7 +177,7 @@ class RankExit:
             if (pid := self._messages.find_pid(rank)) is not None and is_alive(pid):
                 _kill(pid)
         if verdict.failed or self._messages.rank not in verdict.blamed:
-            run_briefly(scratch.remove_files)  # before the launcher notices the first end and ends this rank
+            run_briefly(os_process.remove_files)  # before the launcher notices the first end and ends this rank
             # Each rank needs the store for this, and rank zero may host it. The rank that hangs leaves first.
             time.sleep(0.3)
         end_at_once(1 if verdict.failed else HUNG)
@@ -357,7 +357,7 @@ class Watchdog:
         atexit.unregister(self.stop)
         if os.getpid() != self.pid or self._stopped.is_set():
             return
-        scratch.leave_on_sigterm()  # other ranks may be waited for
+        os_process.leave_on_sigterm()  # other ranks may be waited for
         # Not if the store is gone, because torch would print many warnings.
         if self._messages.store is not None and self._messages.answered_at != math.inf:
             with contextlib.suppress(RuntimeError):

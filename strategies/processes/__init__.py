@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from . import scratch
+    from . import os_process
     from .exit_limit import end_at_once, limit_exit, postpone_exit_limit, run_briefly
     from .network import (
         find_source_address,
@@ -19,13 +19,20 @@ if TYPE_CHECKING:
     from .os_process import (
         IDENTITY,
         die_with_parent,
+        end_by_signal,
+        forget_unfinished,
         has_ended,
         identify_host,
         identify_process,
         is_alive,
+        is_unfinished,
         kill_session,
+        leave_on_sigterm,
+        note_unfinished,
+        open_scratch,
         read_start_time,
         read_stat,
+        sweep,
     )
     from .rank_board import (
         Dumps,
@@ -39,15 +46,6 @@ if TYPE_CHECKING:
         mark_stage,
         was_signaled,
         write_beat,
-    )
-    from .scratch import (
-        end_by_signal,
-        forget_unfinished,
-        is_unfinished,
-        leave_on_sigterm,
-        note_unfinished,
-        open_scratch,
-        sweep,
     )
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

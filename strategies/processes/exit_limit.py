@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from ...common.messages import write_stderr
-from . import scratch
+from . import os_process
 
 _PACKAGE = __name__.partition(".")[0]
 _STATUS = 124  # the exit status of timeout(1), as for a rank that hangs
@@ -36,7 +36,7 @@ def end_at_once(status: int) -> None:
     for child in multiprocessing.active_children():  # data workers
         child.kill()
     run_briefly(sys.stdout.flush)
-    run_briefly(scratch.remove_files)
+    run_briefly(os_process.remove_files)
     os._exit(status)
 
 

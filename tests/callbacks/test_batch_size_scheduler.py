@@ -5,7 +5,13 @@ import torch
 from support.callback_runs import Tiny, trainer
 from support.processes import run
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from treadle.callbacks import BatchSizeFinder, BatchSizeScheduler, Callback, ModelCheckpoint
+from treadle.callbacks import (
+    BatchSizeFinder,
+    BatchSizeScheduler,
+    Callback,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+)
 
 SCHEDULE = {0: 4, 3: 8, 5: 12}
 # Two epochs of 40 samples: the sizes change within the first one, and the last group of the second is shorter.
@@ -117,7 +123,9 @@ def test_errors(tmp_path):
         train(tmp_path, size=3)
     with pytest.raises(ValueError, match=r"accumulate_grad_batches=2.* and BatchSizeScheduler both set"):
         train(tmp_path, accumulate_grad_batches=2)
+    with pytest.raises(ValueError, match="BatchSizeScheduler and GradientAccumulationScheduler both set the number"):
+        train(tmp_path, GradientAccumulationScheduler({1: 2}))
     with pytest.raises(ValueError, match="needs a dataloader with a fixed batch size"):
         train(tmp_path, size=None)
-    with pytest.raises(ValueError, match="both set the number"):
+    with pytest.raises(ValueError, match=r"BatchSizeFinder\(keep_global_batch=True\) and BatchSizeScheduler both set"):
         train(tmp_path, BatchSizeFinder(keep_global_batch=True))

@@ -131,7 +131,7 @@ def test_the_pass_for_the_statistics_leaves_the_tasks_metrics_alone(tmp_path):
 def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="fraction of max_epochs"):
         fit(tmp_path, swa(swa_epoch_start=0.5), max_epochs=-1, max_steps=4)
-    with pytest.raises(ValueError, match="2 rates, but the optimizer has 1"):
+    with pytest.raises(ValueError, match="2 rates for 1 parameter group"):
         fit(tmp_path, swa(swa_lrs=[0.1, 0.1]))
     for wrong in ({"swa_epoch_start": 1.5}, {"swa_epoch_start": 0}, {"swa_lrs": 0}, {"annealing_strategy": "sine"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -19,13 +19,12 @@ from treadle.strategies import DDP, FSDP
 import treadle
 from treadle import loggers
 
-transformers = pytest.importorskip("transformers")
-TrainingArguments = transformers.TrainingArguments
+transformers = pytest.importorskip("transformers")  # its classes are imported in tests: 3 s for each worker
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "from_hf_trainer.md"
 
 
 def arguments(folder, **fields):
-    return TrainingArguments(output_dir=str(folder), **{"use_cpu": True, "disable_tqdm": True, **fields})
+    return transformers.TrainingArguments(output_dir=str(folder), **{"use_cpu": True, "disable_tqdm": True, **fields})
 
 
 def model():
@@ -76,7 +75,7 @@ def test_a_run_is_the_one_of_transformers_own_trainer(tmp_path):
 
 def test_every_field_has_a_place_here_and_on_the_page():
     known = {*translated._BY_THE_SCRIPT, *translated._WITHOUT_EFFECT, *translated._REFUSED, *translated._TRANSLATED}
-    fields = {field.name for field in dataclasses.fields(TrainingArguments)}
+    fields = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     assert fields <= known
     rows = {name for line in PAGE.read_text().splitlines() if line.startswith("| `") for name in _names(line)}
     assert fields <= rows

@@ -1,8 +1,5 @@
-"""Who runs what: on one, on all, first, in one process and in several."""
+"""State objects of Accelerate's API, and functions that run on some processes."""
 
-import contextlib
-import copy
-import pickle
 import time
 
 import pytest
@@ -55,59 +52,6 @@ def test_on_some_processes(found):
     assert [by_rank["decorated"] for by_rank in found[1]] == [everything]
     first, second = (by_rank["decorated"] for by_rank in found[2])
     assert (first, second) == (["main", "called", "local main", "local"], ["second", "last"])
-
-
-class Stop(BaseException):
-    """As a signal's handler raises."""
-
-
-def first(folder):
-    state = treadle.Accelerator(cpu=True)
-    path = folder / "prepared"
-    with state.main_process_first():
-        if state.is_main_process:
-            time.sleep(0.3)
-            path.write_text("data")
-        assert path.read_text() == "data"
-    with state.local_main_process_first():
-        if not state.is_local_main_process:
-            assert (folder / "local").exists()
-        else:
-            time.sleep(0.3)
-            (folder / "local").touch()
-    found = []
-    for error in (KeyError("lost"), Stop(), SystemExit(3), KeyboardInterrupt()):
-        try:
-            with state.main_process_first():
-                if state.is_main_process:
-                    raise error
-                found.append("ran on")
-        except BaseException as caught:
-            found.append((type(caught).__name__, str(caught)))
-    for _ in range(2):  # leaving it early frees the others too
-        with state.main_process_first():
-            continue
-    with contextlib.suppress(ValueError), state.main_process_first():
-        if not state.is_main_process:
-            raise ValueError("on another process, after rank zero")
-    state.wait_for_everyone()  # all are still in step
-    return found
-
-
-def test_the_main_process_first(tmp_path):
-    own = [("KeyError", "'lost'"), ("Stop", ""), ("SystemExit", "3"), ("KeyboardInterrupt", "")]
-    (tmp_path / "1").mkdir()
-    (tmp_path / "3").mkdir()
-    assert run(first, 1, tmp_path / "1") == [own]
-    main, *others = run(first, 3, tmp_path / "3")
-    assert main == own
-    told = [
-        ("PeerFailed", "rank 0 failed: KeyError: 'lost'"),
-        ("PeerFailed", "rank 0 failed: Stop: "),
-        ("SystemExit", "3"),
-        ("PeerFailed", "rank 0 failed: KeyboardInterrupt: "),
-    ]
-    assert others == [told] * 2
 
 
 # -- state objects ---------------------------------------------------------------------------------------------------
@@ -261,10 +205,8 @@ def test_distributed_types_compare_with_words():
 def runs_in_turn(count):
     import gc
     import os
-    import time
 
     import torch
-    from torch import nn
     from torch.utils.data import DataLoader
 
     def train(strategy, precision):
@@ -317,19 +259,6 @@ def test_one_run_after_the_other():
 def test_every_name_of_utils_is_there():
     assert [name for name in utils.__all__ if not hasattr(utils, name)] == []
     assert len(set(utils.__all__)) == len(utils.__all__)
-
-
-def test_copies_and_pickles_of_an_accelerator():
-    """An average of a model that holds its Accelerator is a plain deep copy; no other process can have one."""
-    accelerator = treadle.Accelerator(cpu=True)
-    model = nn.Linear(1, 1)
-    model.accelerator = accelerator
-    average = copy.deepcopy(model)
-    assert average.accelerator is accelerator
-    assert average.weight is not model.weight
-    for state in (accelerator, treadle.PartialState()):
-        with pytest.raises(TypeError, match=rf"{type(state).__name__} can't be pickled.* Create one in each process"):
-            pickle.dumps(state)
 
 
 def test_states_without_and_with_an_accelerator(monkeypatch):

@@ -1,6 +1,8 @@
-"""The pages that a run leaves, opened in a real browser without a window. ``make test-browser`` runs these."""
+"""The pages that a run leaves and those of the site, in a browser without a window: ``make test-browser``."""
 
 import contextlib
+import html
+import json
 import re
 import shutil
 import socket
@@ -8,6 +10,9 @@ import subprocess
 import sys
 import time
 import urllib.request
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -22,6 +27,7 @@ from treadle.trainer.runs import RunFolder
 import treadle
 
 pytestmark = pytest.mark.browser
+ROOT = Path(__file__).parents[2]
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 # Move the pointer over the first chart, and note what the page then says, and every error it had.
@@ -77,7 +83,7 @@ def opened(url, folder, *flags, seconds=5):
     """What a page is once its scripts have run, and what they wrote to the console."""
     command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-extensions"]
     command += ["--enable-logging=stderr", f"--user-data-dir={folder}", f"--virtual-time-budget={seconds * 1000}"]
-    done = subprocess.run([*command, *flags, "--dump-dom", url], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, *flags, "--dump-dom", url], capture_output=True, text=True, timeout=120 + seconds)
     assert done.returncode == 0, done.stderr
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
@@ -202,3 +208,64 @@ def test_tensorboards_page(ran, tmp_path):
     text = re.sub(r"<[^>]+>", " ", dom)
     for name in ("train_loss", "val_loss"):
         assert name in text
+
+
+# Load each page of the site in a frame, and note what is wider than what it stands in. Code and tables scroll,
+# and a name at the end of a line sticks out by the 5 pixels that are left of its background.
+BOXES = """<!doctype html><iframe></iframe><script>
+const frame = document.querySelector("iframe"), seen = [];
+const wide = box => box.scrollWidth > box.clientWidth + 8 && box.clientWidth > 0;
+async function measure(page, width) {
+  frame.style = `width: ${width}px; height: 900px`;
+  await new Promise(resolve => { frame.onload = resolve; frame.src = page; });
+  const {documentElement, defaultView} = frame.contentDocument;
+  if (!documentElement.querySelector("article")) seen.push(`${page}: no page`);
+  if (wide(documentElement)) seen.push(`${page}, ${width}: the page is ${documentElement.scrollWidth} wide`);
+  for (const box of documentElement.querySelectorAll("article *"))
+    if (wide(box) && defaultView.getComputedStyle(box).overflowX === "visible" && !box.closest("svg"))
+      seen.push(`${page}, ${width}: <${box.localName} ${box.className}> ${box.textContent.trim().slice(0, 60)}`);
+}
+(async () => {
+  for (const page of PAGES) for (const width of [1280, 400]) await measure(page, width);
+  document.body.innerHTML = '<div id="seen"></div>';
+  document.querySelector("#seen").textContent = JSON.stringify(seen);
+})();
+</script>
+"""
+
+
+@contextlib.contextmanager
+def served(folder, page):
+    """Serve a folder, and ``page`` as its /boxes."""
+
+    class Handler(SimpleHTTPRequestHandler):
+        def __init__(self, *args):
+            super().__init__(*args, directory=str(folder))
+
+        def do_GET(self):
+            if self.path != "/boxes":
+                return super().do_GET()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(page.encode())
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/boxes"
+        server.shutdown()
+
+
+def test_no_text_of_the_site_runs_out_of_its_box(tmp_path):
+    site = ROOT / "build" / "html"
+    pages = [path for path in sorted(site.rglob("*.html")) if "http-equiv=" not in path.read_text("utf-8")]
+    pages = [path.relative_to(site).as_posix() for path in pages]  # without those that redirect
+    assert len(pages) > 40, "make docs"
+    alone = ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+    with served(site, BOXES.replace("PAGES", json.dumps(pages))) as address:
+        dom, console = opened(address, tmp_path / "profile", *alone, seconds=600)
+    assert console == []  # nothing is missing, nothing is fetched from elsewhere
+    assert json.loads(html.unescape(re.search(r'<div id="seen">(.*?)</div>', dom)[1])) == []

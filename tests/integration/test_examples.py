@@ -1,9 +1,12 @@
 """The examples do their job; the own loop has the losses of the Trainer's, bit for bit."""
 
 import argparse
+import contextlib
+import io
 import itertools
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -87,6 +90,9 @@ def test_digits(options, tmp_path, monkeypatch):
     done = script(EXAMPLES / "digits.py", *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Test accuracy") == 1
+    (command,) = re.findall(r"^Next: (.* -m treadle runs show digits/1)$", done.stdout, re.MULTILINE)
+    shown = subprocess.run(command.split(), env=clean_environment(), capture_output=True, text=True, timeout=120)
+    assert shown.stdout.startswith("digits/1  finished"), shown.stderr
 
 
 @pytest.mark.parametrize(
@@ -111,6 +117,81 @@ def test_recipes_for_sequences(example, devices, tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     assert float(re.search(r"([\d.]+) % filled", done.stdout)[1]) > 90
     assert float(re.search(r"([\d.]+) bits per byte, the mean of 5 steps", done.stdout)[1]) < 8.5
+
+
+# -- recipes that fit on a screen ------------------------------------------------------------------------------------
+
+RECIPES = {  # options, what they print, and after which step to save
+    "several_optimizers": (("--max-epochs", "1"), r"Loss ([\d.]+) in the last", 30),
+    "gan": (("--max-epochs", "1"), r"Distance ([\d.]+) between", 20),
+    "large_vocabulary": (("--max-steps", "4"), r"loss ([\d.]+), peak memory", 2),
+    "growing_batch": (("--max-epochs", "3"), r"Test accuracy ([\d.]+) after 97 steps", 85),
+}
+
+
+def run_recipe(name, folder, *options, resumes=False):
+    """Run an example as a script, saving or resuming within; return what it prints, and the weights."""
+    path, (small, pattern, step), weights = folder / name, RECIPES[name], {}
+
+    class Save(treadle.Callback):
+        def on_step_end(self, trainer, pl_module):
+            if trainer.global_step == step and not resumes:
+                trainer.save_checkpoint(path)
+
+    class Trainer(treadle.Trainer):
+        def __init__(self, callbacks=(), **flags):
+            super().__init__(callbacks=[*callbacks, Save()], accelerator="cpu", enable_progress_bar=False, **flags)
+
+        def fit(self, task, *loaders):
+            super().fit(task, *loaders, ckpt_path=path if resumes else None)
+            full = self.accelerator.get_state_dict(task)  # on rank zero
+            weights.update({n: value.clone() for n, value in full.items() if value is not None})
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(treadle, "Trainer", Trainer)
+        patch.setattr(sys, "argv", [name, *small, *options])
+        patch.syspath_prepend(EXAMPLES)
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    (number,) = re.findall(pattern, printed.getvalue()) or [None]  # ranks other than zero print nothing
+    return number, weights
+
+
+def run_recipes(folder, *options):
+    results = {}
+    for name in RECIPES:
+        (number, whole), (again, resumed) = (run_recipe(name, folder, *options, resumes=r) for r in (False, True))
+        assert all(torch.equal(resumed[key], value) for key, value in whole.items()), name
+        results[name] = number, again
+    return results
+
+
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.exhaustive), "fsdp"])
+def test_recipes_train_the_same_on_two_processes_and_resumed(strategy, tmp_path):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    one = run_recipes(tmp_path / "one")
+    two, _ = run(run_recipes, 2, tmp_path / "two", "--devices", "2", "--strategy", strategy)
+    for results in (one, two):
+        assert float(results["several_optimizers"][0]) < 4
+        assert float(results["gan"][0]) < 3
+        assert float(results["growing_batch"][0]) > 0.8
+    for name in RECIPES.keys() - {"gan"}:  # whose noise each process draws for its own images
+        assert float(two[name][0]) == pytest.approx(float(one[name][0]), abs=2e-3), name
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "option"), [("large_vocabulary", "--plain"), ("growing_batch", "--by-epoch")])
+def test_the_other_way_of_a_recipe(name, option, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    chosen, plain = (script(EXAMPLES / f"{name}.py", *RECIPES[name][0], *options) for options in ((option,), ()))
+    assert chosen.returncode == plain.returncode == 0, chosen.stderr + plain.stderr
+
+
+def test_each_example_is_in_the_index():
+    index = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    names = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".yaml") or path.name == "kubernetes"}
+    assert {name.rstrip("/") for name in re.findall(r"\]\(([^)]+)\)", index)} == names
+    assert all(len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= 60 for name in RECIPES)
 
 
 @pytest.mark.exhaustive

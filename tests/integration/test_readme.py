@@ -246,11 +246,22 @@ def test_the_diff_is_the_one_between_both_loops():
         assert [line for line in lines if line in wanted] == wanted
 
 
+def test_the_landing_page_shows_what_the_readme_shows():
+    shown = [
+        [block.text for block in BLOCKS if block.document == document and block.language in ("python", "diff")]
+        for document in ("README.md", "index.md")
+    ]
+    assert len(shown[0]) == 2
+    assert shown[0] == shown[1]
+
+
 def test_figures_are_those_that_were_measured():
     measured = make_images.read_overhead()
     claims = dict(zip(README_FIGURES, re.search(CLAIM, README, re.DOTALL).groups(), strict=True))
     assert {name: float(figure) for name, figure in claims.items()} == {name: measured[name] for name in claims}
     assert f"{measured[README_FIGURES[0]] - 1:.0%} overhead" in README
+    landing_page = " ".join((ROOT / "docs" / "index.md").read_text().split())
+    assert f"takes {measured[README_FIGURES[0]] - 1:.0%} more time" in landing_page
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     rows = re.findall(r"^\| [^|]+ \| ([\d.]+) µs \| ([\d.]+) \| (?:(\d+) µs)? ?\|$", page, re.MULTILINE)
     assert [float(ratio) for _, ratio, _ in rows] == list(measured.values())

@@ -1,21 +1,19 @@
-"""What the site makes of pages that the tests and GitHub read as well: `.ci/site_hooks.py`, without mkdocs."""
+"""`.ci/build_site.py`: what it makes of pages that the tests and GitHub read, too, and what it finds in built ones."""
 
 import importlib.util
-import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import yaml
 
 ROOT = Path(__file__).parents[2]
-SPEC = importlib.util.spec_from_file_location("site_hooks", ROOT / ".ci" / "site_hooks.py")
-hooks = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(hooks)
+MOST_PAGES = 60  # beside the API's; a person must find the page
+SPEC = importlib.util.spec_from_file_location("build_site", ROOT / ".ci" / "build_site.py")
+site = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(site)
 
 
 def shown(text, page="start/install.md"):
-    return hooks.on_page_markdown(text, SimpleNamespace(file=SimpleNamespace(src_uri=page)), None, None)
+    return site.adapt_markdown(text, page)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +54,13 @@ def test_links_out_of_the_documents_become_text(link, adapted):
     assert shown(f"See {link}.") == f"See {adapted}."
 
 
+def test_bold_links_on_a_line_of_their_own_are_buttons():
+    text = "Text\n\n**[Start](start/trainer.md)** **[Install](start/install.md)**\n\nSee **[data](data.md)**.\n"
+    start, install = "[Start](start/trainer.md)", "[Install](start/install.md)"
+    buttons = f"{start}{{ .md-button .md-button--primary }} {install}{{ .md-button }}"
+    assert shown(text, "index.md") == f"Text\n\n{buttons}\n\nSee **[data](data.md)**.\n"
+
+
 def test_a_notebook_becomes_a_page():
     cells = [
         {"cell_type": "markdown", "source": ["# Title\n", "text"]},
@@ -66,31 +71,67 @@ def test_a_notebook_becomes_a_page():
             "outputs": [{"data": {"image/png": "AAAA", "text/plain": ["<Figure>"]}}],
         },
     ]
-    assert hooks.convert_notebook({"cells": cells}) == (
+    assert site.convert_notebook({"cells": cells}) == (
         '# Title\ntext\n\n```python\nprint(1)\n```\n\n```text title="Output"\n1\n```\n\n'
         "```python\ndraw()\n```\n\n![output](data:image/png;base64,AAAA)\n"
     )
 
 
-def test_patterns_of_the_nav_take_the_pages_that_are_left():
-    nav = [{"How to": ["how_to/*.md"]}, {"Tutorials": ["tutorials/*.ipynb"]}, {"None": ["none/*.md"]}, "data.md"]
-    nav += [{"More": ["*.md", {"Words": ["gloss*.md"]}]}]
-    pages = ["how_to/index.md", "data.md", "glossary.md", "how_to/a.md", "ray.md", "tutorials/b.ipynb"]
-    assert hooks.expand_nav(nav, pages) == [
-        {"How to": ["how_to/index.md", "how_to/a.md"]},
-        {"Tutorials": ["tutorials/b.md"]},
-        "data.md",
-        {"More": ["ray.md", {"Words": ["glossary.md"]}]},
-    ]
+@pytest.mark.parametrize(
+    ("environment", "first", "second"),
+    [
+        ({}, "Download the notebook](gan.ipynb)", "Open Colab](https://colab.research.google.com/#upload=true)"),
+        (
+            {"GITHUB_REPOSITORY": "some/one", "GITHUB_REF_NAME": "v1"},
+            "Open in Colab](https://colab.research.google.com/github/some/one/blob/v1/docs/tutorials/gan.ipynb)",
+            "Download the notebook](gan.ipynb)",
+        ),
+    ],
+)
+def test_buttons_of_a_notebook(environment, first, second, monkeypatch):
+    monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    line = f"[{first}{{ .md-button .md-button--primary }} [{second}{{ .md-button }}"
+    assert site.link_notebook("tutorials/gan.md") == line
 
 
-def test_every_page_is_in_the_nav():
-    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    nav = yaml.safe_load(re.search(r"^nav:\n(.*)", text, re.MULTILINE | re.DOTALL)[0])["nav"]
-    entries = list(hooks._entries(nav))
-    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    assert {page for page in entries if "*" not in page} - {"results.md", "changelog.md"} <= pages
-    assert {page for page in pages if not any(hooks._matches(page, entry) for entry in entries)} == set()
+def test_every_page_is_in_the_nav_once():
+    pages = {
+        path.relative_to(ROOT / "docs").with_suffix(".md")
+        for path in (ROOT / "docs").rglob("*.*")
+        if path.suffix in (".md", ".ipynb")
+    }
+    wanted = sorted([*(page.as_posix() for page in pages), *site.GENERATED])
+    assert sorted(site.list_pages(site.read_config()["nav"])) == wanted
+
+
+def test_pages_stay_few():
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if not page.is_relative_to(ROOT / "docs/reference/api")]
+    assert len(pages) <= MOST_PAGES
+
+
+def test_addresses_that_moved_redirect(tmp_path):
+    moved = site.read_config()["extra"]["moved"]
+    assert len(moved) > 20
+    assert not any((ROOT / "docs" / old).exists() for old in moved)
+    site.write_redirects(tmp_path, {"ray.md": "b/c.md#part", "b/ray.md": "b/c.md#part", "d/ray.md": "e.md"})
+    (tmp_path / "b" / "c.html").write_text('<h2 id="part">Part</h2>')
+    assert site.check_site(tmp_path, []) == ["d/ray.html: no such file: ../e.html"]
+
+
+def test_llms_txt_has_each_page_with_its_first_sentence():
+    config = {"site_name": "Treadle", "site_description": "Trains", "nav": [{"Home": "index.md"}]}
+    config["nav"] += [{"Start": ["a.md", {"More": ["b/c.md"]}]}, {"Reference": ["api.md"]}]
+    texts = {
+        "a.md": "---\nsearch: {}\n---\n\n# First\n\n```bash\nls\n```\n\nA\n[link](b/c.md) stands. More.\n",
+        "b/c.md": "# Second\n\n## Part\n\nThree sizes:\n",
+        "api.md": "# Names\n\n::: treadle.Trainer\n",
+    }
+    assert site.describe_site(config, texts) == (
+        "# Treadle\n\n> Trains\n\n## Start\n\n- [First](a.md): A link stands.\n- [Second](b/c.md): Three sizes\n\n"
+        "## Reference\n\n- [Names](api.html)\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,9 +141,35 @@ def test_every_page_is_in_the_nav():
         ("<p>A prompt is <code>&gt;&gt;&gt;</code>.</p>", ""),
         ("<blockquote><blockquote><p>1 + 1 2</p></blockquote></blockquote>", "<blockquote>"),
         ("<p>&gt;&gt;&gt; 1 + 1 2</p>", "&gt;&gt;&gt; 1 + 1 2"),
+        ("<p>```python</p>", "```python"),
     ],
 )
-def test_examples_that_lost_their_lines_are_found(html, lost, caplog):
-    hooks.on_page_content(html, SimpleNamespace(file=SimpleNamespace(src_uri="reference/api/data.md")))
-    assert hooks.find_lost_code(html).startswith(lost)
-    assert bool(lost) == bool(caplog.records)
+def test_examples_that_lost_their_lines_are_found(html, lost):
+    assert bool(site.find_lost_code(html)) == bool(lost)
+    assert site.find_lost_code(html).startswith(lost)
+
+
+@pytest.mark.parametrize(
+    ("html", "wrong"),
+    [
+        ('<a href="b/c.html#part">c</a> <a href="#top" id="top">top</a> <a href="https://pytorch.org">torch</a>', None),
+        ('<img src="data:image/png;base64,AAAA"> <img src="x.svg">', None),
+        ("<blockquote><p>said</p></blockquote>", None),
+        ('<a href="b/d.html">d</a>', "no such file: b/d.html"),
+        ('<img src="y.svg">', "no such file: y.svg"),
+        ('<a href="b/c.html#other">c</a>', "no such anchor: b/c.html#other"),
+        ('<a href="#other">c</a>', "no such anchor: #other"),
+        ('<script src="https://unpkg.com/shim"></script>', "fetches https://unpkg.com/shim"),
+        ('<link rel="stylesheet" href="//fonts.com/x.css">', "fetches //fonts.com/x.css"),
+        ("<blockquote>\n<blockquote><p>said</p></blockquote></blockquote>", "not rendered as code"),
+    ],
+)
+def test_what_is_wrong_with_a_built_site(html, wrong, tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "x.svg").write_text("<svg/>")
+    (tmp_path / "b" / "c.html").write_text('<h2 id="part">Part</h2><a href="../a.html">a</a>')
+    (tmp_path / "a.html").write_text(html)
+    found = site.check_site(tmp_path, ["a.html", "b/c.html"])
+    assert len(found) == bool(wrong)
+    assert all(line.startswith(f"a.html: {wrong}") for line in found)
+    assert site.check_site(tmp_path, ["b/e.html"])[0] == "b/e.html: not built"

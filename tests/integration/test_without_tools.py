@@ -56,7 +56,7 @@ def run(tmp_path_factory):
     shutil.copytree(Path(treadle.__file__).parent, folder / "treadle", ignore=skipped)
     for room in set(TOP_ROOMS) - {"tools"}:
         shutil.copytree(root(room), folder / "treadle" / room, ignore=skipped)
-    for part in ("support", "integration/test_layering.py", "conftest.py"):
+    for part in ("support", "integration/test_layering.py"):
         copy = shutil.copytree if (TESTS / part).is_dir() else shutil.copy
         (folder / "tests" / part).parent.mkdir(parents=True, exist_ok=True)
         copy(TESTS / part, folder / "tests" / part)

@@ -7,6 +7,7 @@ import torch
 from safetensors import safe_open
 from support.processes import run
 from support.trainers import NO_OUTPUT
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics.classification import MulticlassAccuracy
 from treadle.callbacks import ModelCheckpoint
@@ -39,6 +40,15 @@ def untied(seed=0):
         num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=16, vocab_size=VOCABULARY,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
+
+
+def opt(seed=0):
+    torch.manual_seed(seed)
+    config = transformers.OPTConfig(
+        num_hidden_layers=1, hidden_size=16, num_attention_heads=2, ffn_dim=16, word_embed_proj_dim=16,
+        vocab_size=VOCABULARY, max_position_embeddings=32, dropout=0.0,
+    )  # fmt: skip
+    return transformers.OPTForCausalLM(config)
 
 
 def classifier(seed=0):
@@ -87,6 +97,7 @@ def collate_pairs(rows):
 KINDS = {
     "causal": (causal, collate_causal),
     "untied": (untied, collate_causal),
+    "opt": (opt, collate_causal),
     "classes": (classifier, collate_classes),
     "pairs": (translator, collate_pairs),
 }
@@ -156,10 +167,14 @@ def test_the_gradient_is_the_mean_over_all_targets(compute, kind, strategy, rank
 
 
 def chunked_steps():
-    """One step for each way in which the head's weight lies on two ranks: shared, gathered, a unit of its own."""
+    """One step for each way in which the head's weight lies on two ranks: shared, gathered, a unit of its own.
+
+    Another one for each way in which a packed model may be asked there whether it mixes documents.
+    """
     parts = functools.partial(treadle.strategies.FSDP, auto_wrap_policy="parts")
     ways = [("causal", "ddp"), ("causal", "fsdp"), ("untied", "fsdp"), ("untied", parts())]
-    return [(kind, one_step(kind, strategy, "chunked")) for kind, strategy in ways]
+    steps = [(kind, one_step(kind, strategy, "chunked")) for kind, strategy in ways]
+    return steps + [("opt", packed_step("opt", strategy)) for strategy in ("ddp", "fsdp", parts())]
 
 
 def test_the_gradient_of_the_chunked_loss_is_the_mean_over_all_targets():
@@ -209,23 +224,54 @@ def test_models_whose_loss_is_another_are_refused(build, reason):
         TransformersTask(model, loss="chunked")
 
 
-@pytest.mark.parametrize("loss", ["model", "chunked"])
-def test_packed_rows_train_like_texts_alone(loss):
-    """Although the configuration asks for a cache, with which transformers lets the texts of a row see each other."""
-    task = PlainTask(causal().eval(), loss=loss)
+def packed_step(kind, strategy="auto", loss="model"):
+    task = PlainTask(KINDS[kind][0]().eval(), loss=loss)
     task.eval()
-    rows = pack(texts(), 24)
-    assert len(rows) < len(texts()) / 2
-    trainer = treadle.Trainer(max_epochs=1, precision="64-true", accumulate_grad_batches=99, **NO_OUTPUT)
-    trainer.fit(task, DataLoader(rows, 2))
+    flags = {"max_epochs": 1, "precision": "64-true", "accumulate_grad_batches": 99, "strategy": strategy}
+    trainer = treadle.Trainer(**flags, **NO_OUTPUT)
+    trainer.fit(task, DataLoader(pack(texts(), 24), 2))
+    assert not any(part.training for part in task.model.modules())
+    return {n.removeprefix("model."): p for n, p in trainer.accelerator.get_state_dict(task).items()}
+
+
+@pytest.mark.parametrize("loss", ["model", "chunked"])
+@pytest.mark.parametrize("kind", ["causal", "untied", "opt"])
+def test_packed_rows_train_like_texts_alone(kind, loss):
+    """Although the configuration asks for a cache, with which transformers lets the texts of a row see each other.
+
+    OPT makes no use of position ids to separate them (5.23).
+    """
+    assert len(pack(texts(), 24)) < len(texts()) / 2
+    trained = packed_step(kind, loss=loss)
+    for name, weight in whole_gradient_step(kind).items():
+        torch.testing.assert_close(trained[name], weight, atol=1e-8, rtol=0, msg=name)
+
+
+def test_packed_rows_that_a_model_would_mix_are_refused():
+    batch = next(iter(DataLoader(pack(texts(), 24), 2)))
+    task = TransformersTask(causal())
     task.model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(
         ValueError, match=r"a batch has 2 packed rows, but with attn_implementation='flash_attention_2'"
     ):
-        task(next(iter(DataLoader(rows, 2))))
-    wanted = whole_gradient_step("causal")
-    for name, weight in task.model.named_parameters():
-        torch.testing.assert_close(weight.detach(), wanted.get(name, weight.detach()), atol=1e-8, rtol=0)
+        task(batch)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 1, "n_head": 2}
+    bloom = TransformersTask(transformers.BloomForCausalLM(transformers.BloomConfig(**sizes)))
+    with pytest.raises(ValueError, match=r"results of BloomForCausalLM .* depend on the other .*BudgetBatchSampler"):
+        bloom(batch)
+    assert bloom.model.training
+    batch.pop("seq_idx")  # as from transformers' own collator; its rows are packed if positions start anew
+    with pytest.raises(ValueError, match=r"results of BloomForCausalLM"):
+        bloom(batch)
+    batch["position_ids"] = torch.arange(24).expand(2, 24)
+    assert bloom(batch).loss.isfinite()
+
+
+def test_a_plan_needs_no_values_of_packed_rows():
+    batch = next(iter(DataLoader(pack(texts(), 24), 2)))
+    with FakeTensorMode() as fake:
+        loss = TransformersTask(opt())({name: fake.from_tensor(value) for name, value in batch.items()}).loss
+    assert loss.shape == ()
 
 
 @pytest.mark.parametrize("loss", ["model", "chunked"])

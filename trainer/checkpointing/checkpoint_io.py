@@ -1,23 +1,47 @@
-"""Lightning's classes that write, read and remove checkpoints, one of which a user may pass to the Trainer."""
+"""Lightning's classes that write, read and remove checkpoints, one of which a user may pass to the Trainer.
+
+Such a plugin writes and reads one dict in Lightning's layout. Its entry ``"treadle"`` contains the files that Treadle
+resumes from exactly. To read them, they are written to a temporary checkpoint file. Digests and atomic writes are the
+plugin's business.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ...engine import make_view_key
+from ...common.temporary import temporary_folder
+from ...engine.checkpoint import (
+    FileSave,
+    JoinedSave,
+    OpenCheckpoint,
+    TensorFile,
+    add_aliases,
+    decode,
+    encode,
+    encode_part,
+    extra_part,
+    lay_out,
+    model_part,
+)
 from ...engine.weights import make_parent, write_atomically
 from ...strategies import apply_nested
+from ...strategies.distributed import make_view_key
 from ..core import load_checkpoint
 
 __all__ = ["AsyncCheckpointIO", "CheckpointIO", "TorchCheckpointIO"]
+
+ENTRY = "treadle"
+"""Key of the entry that Treadle resumes from."""
 
 
 class CheckpointIO(ABC):
@@ -105,15 +129,15 @@ class AsyncCheckpointIO(CheckpointIO):
         self._raise_failures(Future.done)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1)
-        copies: dict[tuple[Any, ...], torch.Tensor] = {}  # a tensor that is in the dict twice is copied once
+        copies: dict[tuple[Any, ...], Tensor] = {}  # a tensor that is in the dict twice is copied once
 
-        def copy(tensor: torch.Tensor) -> torch.Tensor:
+        def copy(tensor: Tensor) -> Tensor:
             key = make_view_key(tensor)
             if key not in copies:
                 copies[key] = tensor.detach().clone()
             return copies[key]
 
-        copied = apply_nested(checkpoint, torch.Tensor, copy)
+        copied = apply_nested(checkpoint, Tensor, copy)
         self._writes.append(
             self._executor.submit(self.checkpoint_io.save_checkpoint, copied, path, storage_options=storage_options)
         )
@@ -141,3 +165,64 @@ class AsyncCheckpointIO(CheckpointIO):
         self._writes = [write for write in self._writes if write not in ended]
         for write in ended:
             write.result()
+
+
+class DictSave(JoinedSave):
+    """Save by a function that gets a dict on rank zero; see `engine.checkpoint.store.Save`.
+
+    Args:
+        target: Path of the checkpoint.
+        write: Function that writes the dict to the path.
+        document: The dict in Lightning's layout; None on ranks other than zero.
+    """
+
+    def __init__(
+        self, target: Path, write: Callable[[dict[str, Any], str], Any], document: dict[str, Any] | None
+    ) -> None:
+        super().__init__(target, document is not None)
+        self._write, self._document = write, document
+
+    def commit(self, files: Mapping[str, Any], info: Mapping[str, Any], hooked: bool) -> None:
+        """Hand the dict to the function."""
+        assert self._document is not None
+        assert not hooked
+        exact = {
+            "info": json.dumps(encode(info, "info")[0]).encode(),
+            "files": {name: c if isinstance(c, bytes) else {**c._asdict()} for name, c in self.join(files).items()},
+        }
+        self._write({**self._document, ENTRY: exact}, str(self.staging))
+
+    def discard(self, is_main: bool) -> None:
+        """Do nothing, because the function has written what it has written."""
+
+
+def open_dict(content: Any, place: str) -> OpenCheckpoint:
+    """Return a checkpoint for a dict that a plugin or another library has saved; one of the latter has only weights.
+
+    Args:
+        content: The dict.
+        place: Path from which it was read, for errors.
+
+    Raises:
+        ValueError: If it is not a dict of a checkpoint.
+    """
+    if not isinstance(content, Mapping) or not isinstance(content.get("state_dict"), Mapping):
+        raise ValueError(
+            f"{place} has no 'state_dict', so it is not a checkpoint. To load the weights of a model, use "
+            "treadle.load_weights."
+        )
+    weights = {name: value for name, value in content["state_dict"].items() if isinstance(value, Tensor)}
+    exact = content.get(ENTRY)
+    if isinstance(exact, Mapping):
+        info = decode(json.loads(exact["info"]), {})
+        files = {name: c if isinstance(c, bytes) else TensorFile(**c) for name, c in exact["files"].items()}
+        model = files.get("model.safetensors")
+        weights = add_aliases(model.tensors, model.notes) if isinstance(model, TensorFile) else {}
+    else:
+        info = {"epoch": int(content.get("epoch", 0)), "step": int(content.get("global_step", 0))}
+        files = encode_part(model_part(0), weights)
+        if extra := {name: value for name, value in content["state_dict"].items() if name not in weights}:
+            files |= encode_part(extra_part(0), extra)
+    path = temporary_folder(place) / "checkpoint"
+    FileSave(path, "", lay_out(files, {"state_dict": weights})).save(files, info)
+    return OpenCheckpoint(path)

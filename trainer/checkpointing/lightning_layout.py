@@ -1,8 +1,7 @@
-"""Checkpoint as one dict in Lightning's layout, in a checkpoint file and for a `CheckpointIO` plugin.
+"""The dict in Lightning's layout that a checkpoint contains for other programs. Treadle itself never loads it.
 
-A checkpoint file contains the dict for other programs; Treadle itself never loads it from there. A plugin writes and
-reads the dict alone. For it, the entry ``"treadle"`` contains the files that Treadle resumes from exactly. To read
-them, they are written to a temporary checkpoint file. Digests and atomic writes are then the plugin's business.
+`make_document` returns the dict with the states themselves. Hooks may change it. `finish_document` then converts it to
+types that ``torch.load(weights_only=True)`` reads.
 
 Lightning needs ``pytorch-lightning_version``, ``state_dict``, ``optimizer_states``, ``lr_schedulers``, ``callbacks``
 under its own keys, and the counters in ``loops``. With these it loads, validates and tests the task, and continues a
@@ -13,16 +12,14 @@ Source: `Trainer.dump_checkpoint` and the loops' ``state_dict`` in Lightning 2.6
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from argparse import Namespace
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from datetime import date, time, timedelta
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,23 +27,8 @@ import torch
 from torch import Tensor
 
 from ...callbacks import Callback, EarlyStopping, ModelCheckpoint
-from ...common.temporary import temporary_folder
-from ...engine import strip_compile_prefix
-from ...engine.checkpoint import (
-    FileSave,
-    JoinedSave,
-    OpenCheckpoint,
-    TensorFile,
-    add_aliases,
-    check_tensor,
-    decode,
-    encode,
-    encode_part,
-    extra_part,
-    lay_out,
-    model_part,
-)
-from ...strategies.distributed import local
+from ...engine.checkpoint import check_tensor
+from ...strategies.distributed import local, strip_compile_prefix
 
 if TYPE_CHECKING:
     from ..core import TaskModule
@@ -55,9 +37,6 @@ if TYPE_CHECKING:
 
 LAYOUT_VERSION = "2.6.6"
 """Version of Lightning whose layout it is. Lightning refuses a file without one, and warns if its own is lower."""
-
-ENTRY = "treadle"
-"""Key of the entry that Treadle resumes from."""
 
 _DROPPED = object()
 _KEYS = (str, int, float, type(None))
@@ -258,67 +237,3 @@ def finish_document(document: dict[str, Any], left_out: Container[str] = ()) -> 
     kept = {name: value for name, value in weights.items() if name not in left_out}
     plain: dict[str, Any] = make_plain({**document, "state_dict": kept})
     return plain
-
-
-# -- plugins -------------------------------------------------------------------------------------------------------
-
-
-class DictSave(JoinedSave):
-    """Save by a function that gets a dict on rank zero; see `engine.checkpoint.store.Save`.
-
-    Args:
-        target: Path of the checkpoint.
-        write: Function that writes the dict to the path.
-        document: The dict in Lightning's layout; None on ranks other than zero.
-    """
-
-    def __init__(
-        self, target: Path, write: Callable[[dict[str, Any], str], Any], document: dict[str, Any] | None
-    ) -> None:
-        super().__init__(target, document is not None)
-        self._write, self._document = write, document
-
-    def commit(self, files: Mapping[str, Any], info: Mapping[str, Any], hooked: bool) -> None:
-        """Hand the dict to the function."""
-        assert self._document is not None
-        assert not hooked
-        exact = {
-            "info": json.dumps(encode(info, "info")[0]).encode(),
-            "files": {name: c if isinstance(c, bytes) else {**c._asdict()} for name, c in self.join(files).items()},
-        }
-        self._write({**self._document, ENTRY: exact}, str(self.staging))
-
-    def discard(self, is_main: bool) -> None:
-        """Do nothing, because the function has written what it has written."""
-
-
-def open_dict(content: Any, place: str) -> OpenCheckpoint:
-    """Return a checkpoint for a dict that a plugin or another library has saved; one of the latter has only weights.
-
-    Args:
-        content: The dict.
-        place: Path from which it was read, for errors.
-
-    Raises:
-        ValueError: If it is not a dict of a checkpoint.
-    """
-    if not isinstance(content, Mapping) or not isinstance(content.get("state_dict"), Mapping):
-        raise ValueError(
-            f"{place} has no 'state_dict', so it is not a checkpoint. To load the weights of a model, use "
-            "treadle.load_weights."
-        )
-    weights = {name: value for name, value in content["state_dict"].items() if isinstance(value, Tensor)}
-    exact = content.get(ENTRY)
-    if isinstance(exact, Mapping):
-        info = decode(json.loads(exact["info"]), {})
-        files = {name: c if isinstance(c, bytes) else TensorFile(**c) for name, c in exact["files"].items()}
-        model = files.get("model.safetensors")
-        weights = add_aliases(model.tensors, model.notes) if isinstance(model, TensorFile) else {}
-    else:
-        info = {"epoch": int(content.get("epoch", 0)), "step": int(content.get("global_step", 0))}
-        files = encode_part(model_part(0), weights)
-        if extra := {name: value for name, value in content["state_dict"].items() if name not in weights}:
-            files |= encode_part(extra_part(0), extra)
-    path = temporary_folder(place) / "checkpoint"
-    FileSave(path, "", lay_out(files, {"state_dict": weights})).save(files, info)
-    return OpenCheckpoint(path)

@@ -34,7 +34,7 @@ from ...loggers import DirectoryLogger
 from ..core import load_checkpoint, overrides
 from ..runs import CHECKPOINTS, RECORD
 from ..runs import read as read_run
-from .lightning_layout import ENTRY, open_dict
+from .checkpoint_io import ENTRY, open_dict
 from .run_identity import differences, is_complete
 from .words import WORDS_FOR_CHECKPOINTS
 

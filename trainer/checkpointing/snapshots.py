@@ -229,7 +229,7 @@ def explain_need_of_all_ranks(trainer: Trainer) -> str:
         return "each process holds only a shard of the optimizer state"
     if getattr(strategy, "local_steps", None) is not None:
         return "between two synchronizations each process trains its own model"
-    if trainer.accelerator.checkpointer.save_hooks:
+    if trainer.accelerator.save_hooks:
         return "a hook registered with register_save_state_pre_hook may call collectives"
     return ""
 

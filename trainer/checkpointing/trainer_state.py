@@ -1,4 +1,20 @@
-"""Code that saves the Trainer's own state in a checkpoint and restores it."""
+"""The Trainer's own state in a checkpoint.
+
+A save (`TrainerCheckpointer.save`) happens in this order:
+
+1. It is refused if no run could resume from the checkpoint.
+2. `call_save_hooks` gives the dict in Lightning's layout to the ``on_save_checkpoint`` hooks (`lightning_layout`).
+3. `applying` adds what the hooks changed, the hyperparameters and the configuration to the checkpoint.
+4. `Accelerator.save_state` collects the states of the objects that `register` has registered, and of its own.
+5. `choose_save` decides how these are written: to one file, by the user's `CheckpointIO`, or to a directory.
+
+A resume is spread over the start of ``fit``:
+
+1. `restoring_counters`, before the dataloaders exist: the counters and the data module's state.
+2. `call_load_hook`, before the model is placed: the task's ``on_load_checkpoint``, which may replace layers.
+3. `load_weights`, once the model is placed.
+4. `restore_run`, before the first step: everything else. The callbacks' hooks run with their states.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +56,7 @@ from ..core import (
     DataModule,
     HookDict,
     HookedWeights,
+    TaskModule,
     copy_added_objects,
     overrides,
     read_hook_entries,
@@ -48,11 +65,10 @@ from ..core import (
 )
 from ..loop import Hooks
 from . import run_identity
-from .checkpoint_io import CheckpointIO, TorchCheckpointIO
-from .lightning_layout import DictSave, finish_document, make_document
+from .checkpoint_io import CheckpointIO, DictSave, TorchCheckpointIO
+from .lightning_layout import finish_document, make_document
 
 if TYPE_CHECKING:
-    from ..core import TaskModule
     from ..loop import Progress
     from ..trainer import Trainer
 
@@ -118,7 +134,56 @@ class TrainerCheckpointer:
         self._left_out: dict[str, dict[str, str]] = {}  # what the last save left out: words by name, by part
         self._added: dict[str, Any] | None = None  # entries that hooks add to the checkpoint being saved
 
-    # -- save ----------------------------------------------------------------------------------------------------
+    # -- registered objects --------------------------------------------------------------------------------------------
+
+    def register(self) -> None:
+        """Register the Trainer's own state with the accelerator, which then saves it in every full checkpoint.
+
+        Raises:
+            ValueError: If two callbacks with a state have the same ``state_key``.
+        """
+        trainer, metrics, world = self._trainer, self._trainer.metrics, self._trainer.accelerator.data_world
+        collect_callback_states(trainer.callbacks)  # so that a duplicate name is an error now, not at the first save
+        states = TrainerStates(
+            progress=trainer.progress,
+            logged=trainer.logbook,
+            history=trainer.history,
+            metrics=StateFunctions(
+                # At an epoch's end a checkpoint begins the next one, which has logged nothing yet.
+                lambda: metrics.state_dict(world, trainer.task, over=trainer.progress.epoch_is_over),
+                lambda state: metrics.load_state_dict(state, world, trainer.task),
+            ),
+            callbacks=StateFunctions(
+                self._collect_callback_states, self._load_callback_states, self._collect_callback_layouts
+            ),
+        )
+        datamodule = trainer.datamodule
+        if datamodule is not None and type(datamodule).state_dict is not DataModule.state_dict:
+            # `restoring_counters` restores its state before the rest.
+            states["datamodule"] = StateFunctions(datamodule.state_dict, lambda state: None)
+        trainer.accelerator.register_for_checkpointing(**states)
+
+    def _collect_callback_states(self) -> CallbackStates:
+        callback_states = collect_callback_states(self._trainer.callbacks) | self.earlier_callback_states
+        return CallbackStates(callbacks=callback_states, added=self._added or {})
+
+    def _collect_callback_layouts(self) -> CallbackStates:
+        """Return the callbacks' states and the entries of `Callback.added_layout`.
+
+        Only the sharding of their tensors is used, as the layout of the tensors to load.
+
+        The checkpoint hooks are not called, because they might change state.
+        """
+        callbacks = self._trainer.callbacks
+        layouts = {name: value for callback in callbacks for name, value in callback.added_layout().items()}
+        return CallbackStates(callbacks=collect_callback_states(callbacks), added=layouts)
+
+    # -- save ----------------------------------------------------------------------------------------------------------
+
+    def find_task(self) -> TaskModule | None:
+        """Return the task of the run, or of a later ``trainer.strategy.connect(task)``; None before both."""
+        models = self._trainer.strategy.unwrapped_models if self._trainer.stage is None else ()
+        return next((model for model in models if isinstance(model, TaskModule)), self._trainer.task)
 
     def save(
         self,
@@ -178,36 +243,6 @@ class TrainerCheckpointer:
                 choose_save=partial(self.choose_save, hooked) if as_file else None,
             )
 
-    def choose_save(self, hooked: HookedState, files: Files, left_out: Container[str]) -> Callable[[Path, str], Save]:
-        """Return the function that makes the `Save` of a checkpoint that is one file or a plugin's.
-
-        Args:
-            hooked: Result of `call_save_hooks`.
-            files: This process's files.
-            left_out: Names of the weights that the checkpoint does not contain.
-        """
-        is_main, plugin = self._trainer.accelerator.world.is_main, self.plugin
-        document = finish_document(hooked.document(), left_out) if is_main else None
-        if plugin is not None:
-            return lambda target, writer: DictSave(target, plugin.save_checkpoint, document)
-        layout = None if document is None else lay_out(files, document)
-        return lambda target, writer: FileSave(target, writer, layout)
-
-    @property
-    def plugin(self) -> CheckpointIO | None:
-        """The user's `CheckpointIO`, which then writes the checkpoints; None for Treadle's own writer."""
-        plugin = self._trainer.strategy.checkpoint_io
-        return None if type(plugin) is TorchCheckpointIO else plugin
-
-    def finish_plugin(self, stage: str) -> None:
-        """Let the user's `CheckpointIO` complete its writes, at the end of each stage.
-
-        Args:
-            stage: Name of the stage.
-        """
-        if self.plugin is not None:
-            self.plugin.teardown()
-
     def is_one_file(self, form: str | None, paths: Sequence[str | Path]) -> bool:
         """Return whether a checkpoint is saved as one file (or by a plugin) and not as a directory.
 
@@ -227,102 +262,6 @@ class TrainerCheckpointer:
             raise ValueError(f"{asked} cannot save this checkpoint, because {reason}. Use format=None or 'directory'.")
         return (form != "directory" or self.plugin is not None) and not reason
 
-    def info(self, progress: Progress) -> dict[str, Any]:
-        """Return the counters, the task's class and the hyperparameters that a checkpoint's manifest records.
-
-        Args:
-            progress: Counters of the run.
-        """
-        counts = {"step": progress.step, "epoch": progress.epoch, "samples": progress.samples}
-        objects = {"origin": self._origin, "left_out": self._left_out} if any(self._left_out.values()) else {}
-        return {**counts, **self._identity, **objects}
-
-    def remember_owners(self, task: TaskModule, datamodule: DataModule | None) -> None:
-        """Record whose run it is, before hooks change its hyperparameters. Call it on all processes.
-
-        Later loads in this process then find the objects that a task's checkpoints lack.
-
-        Args:
-            task: The task.
-            datamodule: The data module.
-        """
-        if self._owners[0] is task and self._owners[1] is datamodule:
-            return
-        self._owners = task, datamodule
-        self._identity = {
-            "task": run_identity.class_name(type(task)),
-            "configuration": run_identity.configuration(task, datamodule),
-        }
-        self._origin = self._trainer.accelerator.world.broadcast(uuid4().hex)
-        for owner, part in ((task, HPARAMS), (datamodule, DATAMODULE_HPARAMS)):
-            if owner is not None:
-                remember(owner, part, self._origin)
-
-    def parts(self, task: TaskModule) -> dict[str, Any]:
-        """Return the hyperparameters and the YAML configuration of the run, by their names in a checkpoint.
-
-        Args:
-            task: Task whose hyperparameters are saved.
-        """
-        parts: dict[str, Any] = {}
-        self.remember_owners(task, self._trainer.datamodule)  # one of `trainer.strategy.connect` has no stage
-        for name, owner in ((HPARAMS, task), (DATAMODULE_HPARAMS, self._trainer.datamodule)):
-            self._left_out[name] = {}
-            if owner is not None and owner.hparams:
-                stored = owner.stored_hparams()
-                self._left_out[name] = owner.check_hparams(stored)
-                parts[name] = {
-                    "hyper_parameters": stored.values,
-                    "hparams_name": owner.hparams_name,
-                    "hparams_kind": owner.hparams_kind,
-                    "left_out": stored.left_out,
-                }
-        if self._trainer.config is not None:
-            parts[CONFIG] = {"yaml": self._trainer.config}
-        return parts
-
-    def register(self) -> None:
-        """Register the Trainer's own state with the accelerator, which then saves it in every full checkpoint.
-
-        Raises:
-            ValueError: If two callbacks with a state have the same ``state_key``.
-        """
-        trainer, metrics, world = self._trainer, self._trainer.metrics, self._trainer.accelerator.data_world
-        collect_callback_states(trainer.callbacks)  # so that a duplicate name is an error now, not at the first save
-        states = TrainerStates(
-            progress=trainer.progress,
-            logged=trainer.logbook,
-            history=trainer.history,
-            metrics=StateFunctions(
-                # At an epoch's end a checkpoint begins the next one, which has logged nothing yet.
-                lambda: metrics.state_dict(world, trainer.task, over=trainer.progress.epoch_is_over),
-                lambda state: metrics.load_state_dict(state, world, trainer.task),
-            ),
-            callbacks=StateFunctions(
-                self._collect_callback_states, self._load_callback_states, self._collect_callback_layouts
-            ),
-        )
-        datamodule = trainer.datamodule
-        if datamodule is not None and type(datamodule).state_dict is not DataModule.state_dict:
-            # `restoring_counters` restores its state before the rest.
-            states["datamodule"] = StateFunctions(datamodule.state_dict, lambda state: None)
-        trainer.accelerator.register_for_checkpointing(**states)
-
-    def _collect_callback_states(self) -> CallbackStates:
-        callback_states = collect_callback_states(self._trainer.callbacks) | self.earlier_callback_states
-        return CallbackStates(callbacks=callback_states, added=self._added or {})
-
-    def _collect_callback_layouts(self) -> CallbackStates:
-        """Return the callbacks' states and the entries of `Callback.added_layout`.
-
-        Only the sharding of their tensors is used, as the layout of the tensors to load.
-
-        The checkpoint hooks are not called, because they might change state.
-        """
-        callbacks = self._trainer.callbacks
-        layouts = {name: value for callback in callbacks for name, value in callback.added_layout().items()}
-        return CallbackStates(callbacks=collect_callback_states(callbacks), added=layouts)
-
     def call_save_hooks(self, task: TaskModule, progress: Progress, weights_only: bool) -> HookedState:
         """Call the ``on_save_checkpoint`` hooks, and return the entries they added and the weights they changed.
 
@@ -338,7 +277,7 @@ class TrainerCheckpointer:
         make = partial(make_document, self._trainer, task, progress, weights_only)
         table = self._trainer.hooks
         if table is None or table.task is not task:  # it was connected without a stage
-            table = Hooks(self._trainer, task, self._trainer.callbacks)
+            table = Hooks(self._trainer, task, self._trainer.active_callbacks)
         hooks = table.on_save_checkpoint
         if not hooks:
             return HookedState({}, None, make)
@@ -419,14 +358,91 @@ class TrainerCheckpointer:
             if handle is not None:
                 handle.remove()
 
-    def _get_counts(self) -> dict[str, int]:
-        return {"epoch": self._trainer.progress.epoch, "global_step": self._trainer.progress.step}
+    def parts(self, task: TaskModule) -> dict[str, Any]:
+        """Return the hyperparameters and the YAML configuration of the run, by their names in a checkpoint.
 
-    def _get_hparams(self) -> dict[str, Any]:
-        task = self._trainer.task
-        return {} if task is None or not task.hparams else dict(task.hparams)
+        Args:
+            task: Task whose hyperparameters are saved.
+        """
+        parts: dict[str, Any] = {}
+        self.remember_owners(task, self._trainer.datamodule)  # one of `trainer.strategy.connect` has no stage
+        for name, owner in ((HPARAMS, task), (DATAMODULE_HPARAMS, self._trainer.datamodule)):
+            self._left_out[name] = {}
+            if owner is not None and owner.hparams:
+                stored = owner.stored_hparams()
+                self._left_out[name] = owner.check_hparams(stored)
+                parts[name] = {
+                    "hyper_parameters": stored.values,
+                    "hparams_name": owner.hparams_name,
+                    "hparams_kind": owner.hparams_kind,
+                    "left_out": stored.left_out,
+                }
+        if self._trainer.config is not None:
+            parts[CONFIG] = {"yaml": self._trainer.config}
+        return parts
 
-    # -- restore -------------------------------------------------------------------------------------------------
+    def remember_owners(self, task: TaskModule, datamodule: DataModule | None) -> None:
+        """Record whose run it is, before hooks change its hyperparameters. Call it on all processes.
+
+        Later loads in this process then find the objects that a task's checkpoints lack.
+
+        Args:
+            task: The task.
+            datamodule: The data module.
+        """
+        if self._owners[0] is task and self._owners[1] is datamodule:
+            return
+        self._owners = task, datamodule
+        self._identity = {
+            "task": run_identity.class_name(type(task)),
+            "configuration": run_identity.configuration(task, datamodule),
+        }
+        self._origin = self._trainer.accelerator.world.broadcast(uuid4().hex)
+        for owner, part in ((task, HPARAMS), (datamodule, DATAMODULE_HPARAMS)):
+            if owner is not None:
+                remember(owner, part, self._origin)
+
+    def info(self, progress: Progress) -> dict[str, Any]:
+        """Return the counters, the task's class and the hyperparameters that a checkpoint's manifest records.
+
+        Args:
+            progress: Counters of the run.
+        """
+        counts = {"step": progress.step, "epoch": progress.epoch, "samples": progress.samples}
+        objects = {"origin": self._origin, "left_out": self._left_out} if any(self._left_out.values()) else {}
+        return {**counts, **self._identity, **objects}
+
+    def choose_save(self, hooked: HookedState, files: Files, left_out: Container[str]) -> Callable[[Path, str], Save]:
+        """Return the function that makes the `Save` of a checkpoint that is one file or a plugin's.
+
+        Args:
+            hooked: Result of `call_save_hooks`.
+            files: This process's files.
+            left_out: Names of the weights that the checkpoint does not contain.
+        """
+        is_main, plugin = self._trainer.accelerator.world.is_main, self.plugin
+        document = finish_document(hooked.document(), left_out) if is_main else None
+        if plugin is not None:
+            return lambda target, writer: DictSave(target, plugin.save_checkpoint, document)
+        layout = None if document is None else lay_out(files, document)
+        return lambda target, writer: FileSave(target, writer, layout)
+
+    @property
+    def plugin(self) -> CheckpointIO | None:
+        """The user's `CheckpointIO`, which then writes the checkpoints; None for Treadle's own writer."""
+        plugin = self._trainer.strategy.checkpoint_io
+        return None if type(plugin) is TorchCheckpointIO else plugin
+
+    def finish_plugin(self, stage: str) -> None:
+        """Let the user's `CheckpointIO` complete its writes, at the end of each stage.
+
+        Args:
+            stage: Name of the stage.
+        """
+        if self.plugin is not None:
+            self.plugin.teardown()
+
+    # -- restore -------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def restoring_counters(self, opened: OpenCheckpoint | None) -> Iterator[None]:
@@ -446,6 +462,21 @@ class TrainerCheckpointer:
             if opened is not None:
                 progress.load_state_dict(saved_counters)
             raise
+
+    def restore_datamodule(self, opened: OpenCheckpoint) -> dict[str, Any]:
+        """Restore the data module's state, if the checkpoint has one, and return all registered states.
+
+        Call it on all processes.
+
+        Args:
+            opened: The opened checkpoint.
+        """
+        datamodule = self._trainer.datamodule
+        with self._trainer.accelerator.world.failing_together():
+            registered = open_registered(opened)
+            if datamodule is not None and "datamodule" in registered:
+                datamodule.load_state_dict(load_into_memory(registered["datamodule"], {}, {}))
+        return registered
 
     def call_load_hook(self, task: TaskModule, opened: OpenCheckpoint) -> dict[str, Any] | None:
         """Call the task's ``on_load_checkpoint``. Call it on all processes, before the model is placed.
@@ -497,25 +528,6 @@ class TrainerCheckpointer:
             frozen = read_frozen_note(opened.part(model_part(0)).notes, opened.path)
             load_opened(task, Opened(str(opened.path), weights, frozen=frozen), task.strict_loading)
 
-    def restore_datamodule(self, opened: OpenCheckpoint) -> dict[str, Any]:
-        """Restore the data module's state, if the checkpoint has one, and return all registered states.
-
-        Call it on all processes.
-
-        Args:
-            opened: The opened checkpoint.
-        """
-        datamodule = self._trainer.datamodule
-        with self._trainer.accelerator.world.failing_together():
-            registered = open_registered(opened)
-            if datamodule is not None and "datamodule" in registered:
-                datamodule.load_state_dict(load_into_memory(registered["datamodule"], {}, {}))
-        return registered
-
-    def _is_strict(self) -> bool:
-        models = self._trainer.accelerator.unwrapped_models
-        return all(getattr(model, "strict_loading", True) for model in models)
-
     def restore_run(self, opened: OpenCheckpoint | None, schedule: str | None = None) -> Any:
         """Restore everything except the weights, and return the RNG state to set right before the first step.
 
@@ -540,6 +552,10 @@ class TrainerCheckpointer:
                 )
             return random_state()
 
+    def _is_strict(self) -> bool:
+        models = self._trainer.strategy.unwrapped_models
+        return all(getattr(model, "strict_loading", True) for model in models)
+
     def _load_callback_states(self, state: CallbackStates) -> None:
         """Load the callbacks' states and call their ``on_load_checkpoint``; `call_load_hook` has called the task's."""
         callbacks = {callback.state_key: callback for callback in self._trainer.callbacks}
@@ -562,6 +578,13 @@ class TrainerCheckpointer:
             added["state_dict"] = self._trainer.task.state_dict()  # just loaded
         for hook in self._trainer.hooks.on_load_checkpoint:
             hook(added)
+
+    def _get_counts(self) -> dict[str, int]:
+        return {"epoch": self._trainer.progress.epoch, "global_step": self._trainer.progress.step}
+
+    def _get_hparams(self) -> dict[str, Any]:
+        task = self._trainer.task
+        return {} if task is None or not task.hparams else dict(task.hparams)
 
 
 def collect_callback_states(callbacks: list[Callback]) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from ...common.messages import warn
 from ...common.optional import require
 from ...common.remote_path import absolute, is_url
 from ...common.validation import choose
-from ...engine import move_data_to_device, plain_calls, strip_compile_prefix
+from ...engine import move_data_to_device, plain_calls
 from ...engine.weights import make_parent, save_object, write_atomically
 from ...strategies import iter_tensors
-from ...strategies.distributed import is_sharded
+from ...strategies.distributed import is_sharded, strip_compile_prefix
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor, nn
 
 from ...common.messages import nearest
-from ...engine import strip_compile_prefix
+from ...strategies.distributed import strip_compile_prefix
 
 OTHERS = "*"
 """Name that stands for all parameters that no other name selects."""

@@ -6,11 +6,10 @@ import os
 import re
 from collections.abc import Callable, Container
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...callbacks import LatestValidation
 from ...common.messages import describe_error, warn
 from ...common.remote_path import as_path, is_url
 from ...engine import Accelerator, Entry, Metrics
@@ -19,6 +18,9 @@ from ...loggers import EVALUATED_AT, DirectoryLogger, Logger, NullExperiment, cl
 from ...strategies import World
 from ..core import DataModule, TaskModule
 from .history import History
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
 
 
 class SilentLogger(Logger):
@@ -43,6 +45,57 @@ class SilentLogger(Logger):
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(NullExperiment(), name)
+
+
+class LatestValidation:
+    """Names that the latest validation logged, and the optimizer step of that validation.
+
+    The values logged under these names must not be used to rank a checkpoint of later weights.
+
+    Attributes:
+        step: Number of optimizer steps taken before the latest validation; None before the first validation.
+    """
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.names: frozenset[str] = frozenset()
+
+    def end(self, trainer: Trainer) -> None:
+        """Record the logged names and the optimizer step after a validation.
+
+        Args:
+            trainer: The Trainer.
+        """
+        self.names = trainer.logbook.epoch_names
+        self.step = trainer.progress.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to save in checkpoints."""
+        return {"step": self.step, "names": sorted(self.names)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state that `state_dict` returned.
+
+        Args:
+            state_dict: The saved state.
+        """
+        self.step, self.names = state_dict["step"], frozenset(state_dict["names"])
+
+    def just_measured(self, trainer: Trainer) -> frozenset[str]:
+        """Return the names logged by the latest validation, or an empty set if the weights have changed since then.
+
+        Args:
+            trainer: The Trainer.
+        """
+        return self.names if self.step == trainer.progress.step else frozenset()
+
+    def stale(self, trainer: Trainer) -> frozenset[str]:
+        """Return the names logged by the latest validation, or an empty set if it ran on the current weights.
+
+        Args:
+            trainer: The Trainer.
+        """
+        return self.names if self.step != trainer.progress.step else frozenset()
 
 
 class Logbook:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...callbacks import LatestValidation
 from ...common.messages import closest_name, warn
 from ...engine import isolated_random_state, list_unused
 from ..checkpointing import LastStep, explain_need_of_all_ranks
@@ -25,6 +24,7 @@ from ..core import (
     overrides,
     parse_optimizers,
 )
+from ..logging import LatestValidation
 from ..preflight import check_monitors, check_optimizers_match, check_storable, warn_of_untrained
 from ..profiling import measured_in
 from .dataloaders import LOADER_NAMES, Sources

@@ -137,7 +137,7 @@ class Stage:
         trainer.callbacks = [c for c in trainer.callbacks if type(c) not in {type(a) for a in added}] + added
         for callback in trainer.callbacks:
             callback._task = task
-        trainer.hooks = hooks = Hooks(trainer, task, trainer.callbacks)
+        trainer.hooks = hooks = Hooks(trainer, task, trainer.active_callbacks)
         accelerator.compare_settings(collect_settings(trainer, self.name, task, self.ckpt_path))
         trainer.checkpointer.remember_owners(task, datamodule)
         trainer.opened_checkpoint = opened = CheckpointResolver(trainer, self.name, self.ckpt_path).resolve()

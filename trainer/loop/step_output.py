@@ -27,6 +27,8 @@ def loss_in(output: Any, may_skip: bool = False) -> tuple[Tensor, Any]:
             weight = output.get("weight")
             if weight is not None:
                 _check_weight(weight)
+                weight = weight.reshape(()) if isinstance(weight, Tensor) and weight.ndim else weight
+                loss = _ignore_unweighted(loss, weight)
             return loss, weight
         if "loss" in output:
             raise ValueError(f"training_step returned a dict whose 'loss' is {name_type(loss)}. {_RULE}")
@@ -74,6 +76,13 @@ def check_loss(loss: Tensor) -> None:
         "it from the model's output, without detach(), item() or torch.no_grad(), and keep at least one parameter "
         "trainable."
     )
+
+
+def _ignore_unweighted(loss: Tensor, weight: float | Tensor) -> Tensor:
+    """Return the loss, or 0 if its weight is 0, because a mean over nothing is not a number."""
+    if isinstance(weight, Tensor):
+        return torch.where(weight.to(loss.device) > 0, loss, torch.zeros_like(loss))
+    return loss if weight else loss.where(torch.zeros_like(loss, dtype=torch.bool), 0.0)
 
 
 def _check_weight(weight: Any) -> None:

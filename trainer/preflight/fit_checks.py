@@ -10,7 +10,7 @@ from torch import nn
 
 from ...callbacks import explain_returned
 from ...common.messages import nearest, warn
-from ...engine import strip_compile_prefix
+from ...strategies.distributed import strip_compile_prefix
 from ..core import TaskModule
 
 if TYPE_CHECKING:

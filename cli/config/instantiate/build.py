@@ -16,7 +16,7 @@ from ....engine.optim import SCHEDULES
 from ....strategies import strategy_names
 from ....strategies.distributed import ACCELERATORS
 from ....trainer import Trainer, TrainerSettings, arguments
-from ....trainer.core import DataModule, SchedulerConfig, Signature, TaskModule, signature
+from ....trainer.core import DataModule, SchedulerConfig, TaskModule, signature
 from ..resolve import SECTIONS, Config
 from ..values import DEFAULT, ConfigError, Value
 from .annotations import Checker, format_value
@@ -99,7 +99,7 @@ class CheckedConfig:
             name: self.trainer[name].resolve_defaults()
             if name in self.trainer
             else make_default_value(argument.default)
-            for name, argument in _get_trainer_signature().arguments.items()
+            for name, argument in signature(Trainer).arguments.items()
         }
         sections = {"trainer": Value(trainer, DEFAULT), "model": self.model.resolve_defaults()}
         if self.data is not None:
@@ -166,11 +166,6 @@ def check(config: Config, model: type[TaskModule] | None = None, data: type[Data
     return CheckedConfig(config, trainer, task, module, optimizers, seed, ckpt_path, schedule, run["name"], run["dir"])
 
 
-def _get_trainer_signature() -> Signature:
-    """Return the Trainer's signature without ``**unknown``, which only collects unknown names."""
-    return replace(signature(Trainer), open=False)
-
-
 def _read_mapping(checker: Checker, config: Config, name: str) -> dict[str, Value]:
     section = config.get_section(name)
     if section is None:
@@ -183,7 +178,7 @@ def _read_mapping(checker: Checker, config: Config, name: str) -> dict[str, Valu
 
 
 def _check_trainer(checker: Checker, config: Config) -> dict[str, Recipe]:
-    takes, flags = _get_trainer_signature(), {}
+    takes, flags = signature(Trainer), {}
     for key, item in _read_mapping(checker, config, "trainer").items():
         if key in takes.arguments:
             flags[key] = item
@@ -278,5 +273,5 @@ def locate_error(config: Config, error: Exception, section: str = "trainer") -> 
     """
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
     name = (re.match(r"\w*", text) or [""])[0]
-    key = f"trainer.{name}" if name in _get_trainer_signature().arguments else name if name in SECTIONS else section
+    key = f"trainer.{name}" if name in signature(Trainer).arguments else name if name in SECTIONS else section
     return ConfigError(f"{config.find_source(key)}: {key}: {text}")

@@ -55,6 +55,7 @@ class BudgetBatchSampler(Sampler[list[int]]):
 
     Attributes:
         budget: The maximum cost.
+        num_samples: Number of samples of the dataset.
         largest: The largest cost of a single sample.
         total: The budget that a single batch of all samples would need.
 
@@ -88,6 +89,7 @@ class BudgetBatchSampler(Sampler[list[int]]):
                 f"lengths={lengths!r:.100} must hold one number of at least 0 for each sample of the dataset."
             )
         self._lengths = numbers.astype(np.float64 if numbers.dtype.kind == "f" else np.int64)  # products may be large
+        self.num_samples = len(numbers)
         self.budget = check_positive("budget", budget)
         self._cost = cost if callable(cost) else _COSTS[choose("cost", cost, _COSTS)]
         self.shuffle = check_bool("shuffle", shuffle)
@@ -96,6 +98,12 @@ class BudgetBatchSampler(Sampler[list[int]]):
         self.epoch = 0
         distinct, kinds = np.unique(self._lengths, return_inverse=True)
         self._costs = np.array([float(self._cost(distinct[at : at + 1])) for at in range(len(distinct))])[kinds]
+        if not (self._costs >= 0).all():  # also NaN
+            worst = int(np.argmin(self._costs >= 0))
+            raise ValueError(
+                f"cost returned {self._costs[worst]:g} for sample {worst} of length {self._lengths[worst]}. It must "
+                "return a number of at least 0."
+            )
         self.largest, self.total = float(self._costs.max()), float(self._cost(self._lengths))
         if choose("oversized", oversized, ("raise", "alone")) == "raise" and self.largest > budget:
             self._raise_over_budget()

@@ -154,12 +154,14 @@ class Documents(Dataset[Document]):
         self.source = source
         self.digests: np.ndarray | None = None
         if lengths is not None:
-            self.lengths = np.asarray(lengths, dtype=np.int64)
-            if self.lengths.shape != (len(source),) or (self.lengths < 0).any():
+            numbers = np.asarray(lengths)
+            is_integer = numbers.dtype.kind in "iu" or not numbers.size
+            if not is_integer or numbers.shape != (len(source),) or (numbers < 0).any():
                 raise ValueError(
                     f"lengths={lengths!r:.100} must hold one integer of at least 0 for each of the "
                     f"{format_count(len(source), 'document')} of the dataset."
                 )
+            self.lengths = numbers.astype(np.int64)
             return
         measured = np.empty((2, len(source)), dtype=np.uint64)
         for index in range(len(source)):

@@ -130,8 +130,24 @@ def test_the_peak_is_far_below_that_of_the_logits(way):
     assert measure_peak(treadle.chunked_cross_entropy) < logits / 2
 
 
+def test_a_mean_over_no_target_is_nan_with_gradients_of_zero(way):
+    hidden, head, targets = make()
+    for loss in (run_plainly, treadle.chunked_cross_entropy):
+        value, *gradients = compute(
+            lambda *inputs, loss=loss: torch.where(torch.tensor(False), loss(*inputs), 0.0),
+            hidden,
+            head,
+            targets * 0 - 100,
+        )
+        assert value == 0
+        assert not any(gradient.any() for gradient in gradients)  # nor NaN
+    assert treadle.chunked_cross_entropy(hidden, head, targets * 0 - 100).isnan()
+
+
 def test_errors():
     hidden, head, targets = make()
+    with pytest.raises(ValueError, match=r"hidden has shape \(2, 350, 16\) and targets \(2, 349\), but each vector"):
+        treadle.chunked_cross_entropy(hidden, head, targets[:, 1:])
     with pytest.raises(ValueError, match="reduction='none' must be 'mean' or 'sum'"):
         treadle.chunked_cross_entropy(hidden, head, targets, reduction="none")
     with pytest.raises(TypeError, match=r"head=a Sequential must be an nn.Linear, an nn.Embedding or a weight"):

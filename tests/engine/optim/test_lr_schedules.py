@@ -48,6 +48,7 @@ def test_rates(name, options, expected):
 def test_a_run_beyond_its_length_keeps_the_last_rate():
     assert read_rates("warmup_stable_decay", 10, 13, min_lr_ratio=0.25)[10:] == [0.5] * 3
     assert read_rates("constant", math.inf, 3, warmup_steps=2) == [1.0, 2.0, 2.0]
+    assert read_rates("constant", 2, 2, warmup_steps=4) == [0.5, 1.0]  # a short trial of a longer run
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,16 @@ def test_a_run_beyond_its_length_keeps_the_last_rate():
         ("cosin", 10, {}, "name='cosin' is not one of .* Did you mean 'cosine'"),
         ("linear", math.inf, {}, "'linear' needs the length of the run, but steps=inf"),
         ("constant", math.inf, {"warmup_steps": 0.1}, "'constant' needs the length of the run"),
-        ("warmup_stable_decay", 10, {"warmup_steps": 6, "decay_steps": 6}, "must fit into steps=10"),
+        (
+            "warmup_stable_decay",
+            10,
+            {"warmup_steps": 6, "decay_steps": 6},
+            "6 and decay_steps=6 must fit into the run",
+        ),
+        ("cosine", 10, {"warmup_steps": 11}, "warmup_steps=11 must fit into the run, steps=10. Reduce it"),
+        ("cosine", 10, {"warmup_steps": math.nan}, "warmup_steps=nan must be a number"),
+        ("cosine", 10, {"min_lr_ratio": 2}, "min_lr_ratio=2 must be a fraction of the peak"),
+        ("warmup_stable_decay", 10, {"decay_steps": 1.5}, "decay_steps=1.5 must be a number of steps, or a fraction"),
         ("warmup_stable_decay", 10, {"decay": "sqrt"}, "decay='sqrt' is not one of"),
     ],
 )

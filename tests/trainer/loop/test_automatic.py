@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.processes import run
 from torch import nn
+from torch.optim.swa_utils import SWALR, AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, EMAWeightAveraging, LearningRateMonitor, StochasticWeightAveraging
 from treadle.strategies import DDP, FSDP
@@ -235,6 +236,46 @@ def test_an_exponential_average_covers_the_parameters_of_both():
     assert_equal(weights(task), average)
 
 
+def stochastic():
+    return StochasticWeightAveraging([0.01, 0.02], swa_epoch_start=2, annealing_epochs=2, annealing_strategy="linear")
+
+
+def stochastic_by_hand():
+    """The mean of the weights after the last three epochs, with torch's scheduler for the rate of each optimizer."""
+    task = Two()
+    optimizers, (by_step, by_epoch) = task.configure_optimizers()
+    schedules, mean, annealed = [by_step["scheduler"]], AveragedModel(task), []
+    for epoch in range(4):
+        if epoch == 1:
+            schedules = []
+            annealed = [SWALR(o, rate, 2, "linear") for o, rate in zip(optimizers, (0.01, 0.02), strict=True)]
+        for x in (data()[:8], data()[8:16], data()[16:]):
+            task.loss(x).backward()
+            for schedule in (*optimizers, *schedules):
+                schedule.step()
+            task.zero_grad()
+        for schedule in annealed or [by_epoch]:
+            schedule.step()
+        if annealed:
+            mean.update_parameters(task)
+    return weights(mean.module)
+
+
+def resumed_average(folder, **flags):
+    """The weights of a whole run, and of one that resumed while the rates are annealed."""
+    whole, again = Two(), Two()
+    fit(whole, stochastic(), SaveAt(8, folder / "swa"), max_epochs=4, **flags)
+    fit(again, stochastic(), max_epochs=4, ckpt_path=folder / "swa", **flags)
+    return weights(whole), weights(again)
+
+
+@pytest.mark.guarantee
+def test_a_stochastic_average_anneals_the_rates_of_both(tmp_path):
+    whole, again = resumed_average(tmp_path)
+    assert_equal(whole, stochastic_by_hand())
+    assert all(torch.equal(again[name], value) for name, value in whole.items())
+
+
 # -- steps that are skipped ------------------------------------------------------------------------------------------
 
 
@@ -321,7 +362,8 @@ def on_two_processes(folder):
     found = {}
     for name, make in STRATEGIES.items():
         whole, again = resumed(folder / name, strategy=make(), train=loader(2))
-        found[name] = whole, again, overflow(strategy=make(), train=loader(2))
+        average = resumed_average(folder / name, strategy=make(), train=loader(2))
+        found[name] = whole, again, average, overflow(strategy=make(), train=loader(2))
     return found
 
 
@@ -330,9 +372,11 @@ def test_two_processes(tmp_path):
     for name in STRATEGIES:
         (tmp_path / name).mkdir()
     for rank in run(on_two_processes, 2, tmp_path):
-        for name, (whole, again, seen) in rank.items():
+        for name, (whole, again, averages, seen) in rank.items():
             assert_equal(whole, by_hand()[-1])
-            assert all(torch.equal(again[key], value) for key, value in whole.items()), name
+            assert_equal(averages[0], stochastic_by_hand())
+            for first, second in ((whole, again), averages):
+                assert all(torch.equal(second[key], value) for key, value in first.items()), name
             assert_skipped(seen)
 
 
@@ -389,8 +433,3 @@ def test_optimizers_that_take_turns_are_sent_to_manual_optimization(capsys):
     capsys.readouterr()
     fit(Two(), max_steps=1)
     assert "2 optimizers (Adam, SGD) step together after one backward pass" in capsys.readouterr().err
-
-
-def test_stochastic_averages_need_one_optimizer():
-    with pytest.raises(ValueError, match=r"needs one optimizer, but configure_optimizers returned 2.*WeightAveraging"):
-        fit(Two(), StochasticWeightAveraging(0.1))

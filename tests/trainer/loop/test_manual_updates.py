@@ -1,6 +1,7 @@
 """Every way to compute and apply gradients in manual optimization, against the same code in a plain loop."""
 
 import contextlib
+import functools
 import types
 
 import pytest
@@ -496,13 +497,11 @@ def test_on_one_process(name):
     check(fit(FORMS[name]), FORMS[name])
 
 
-def fit_each():
-    flags = {"devices": 2, "strategy": "ddp"}
-    found = {name: fit(kind, 2, **flags) for name, kind in FORMS.items()}
-    sharded = {"devices": 2, "strategy": DDP(zero=True)}
-    found |= {f"{name}, zero": fit(FORMS[name], 2, **sharded) for name in ("Form", "Attribute", "OwnTwoNetworks")}
-    sharded = {"devices": 2, "strategy": FSDP()}
-    found |= {f"{name}, fsdp": fit(FORMS[name], 2, **sharded) for name in FORMS if name not in NOT_SHARDED}
+def fit_each(strategies):
+    found = {}
+    for strategy in strategies:
+        options = {"ddp": "ddp", "zero": DDP(zero=True)}.get(strategy) or FSDP()
+        found |= {(name, strategy): fit(FORMS[name], 2, devices=2, strategy=options) for name in TRAINED[strategy]}
     for name, words in NOT_SHARDED.items():
         with pytest.raises(ValueError, match=words):
             fit(FORMS[name], 2, devices=2, strategy=FSDP())
@@ -519,23 +518,31 @@ NOT_SHARDED = {
 }
 
 
-@pytest.fixture(scope="module")
-def on_two_processes():
-    return run(fit_each, 2)
+# What differs with shards: who holds the optimizer, how many there are, and steps that evaluate the loss again.
+SHARDED = ("Form", "Attribute", "OwnTwoNetworks", "SamInTwoSteps", "OwnClosure", "Accumulated", "Clipped")
+TRAINED = {"ddp": [*FORMS], "zero": ["Form", "Attribute", "OwnTwoNetworks"], "fsdp": SHARDED}
+TRAINED["more fsdp"] = [name for name in FORMS if name not in (*NOT_SHARDED, *SHARDED)]
+
+
+@functools.cache
+def fit_on_two_processes(*strategies):
+    return run(fit_each, 2, strategies)
 
 
 @pytest.mark.filterwarnings("ignore:.*returned no optimizer")
 @pytest.mark.parametrize(
-    "name",
+    ("strategy", "name"),
     [
-        *(*FORMS, "Form, zero", "Attribute, zero", "OwnTwoNetworks, zero"),
-        *(f"{name}, fsdp" for name in FORMS if name not in NOT_SHARDED),
+        pytest.param(strategy, name, marks=pytest.mark.exhaustive if strategy == "more fsdp" else ())
+        for strategy, names in TRAINED.items()
+        for name in names
     ],
 )
-def test_on_two_processes(on_two_processes, name):
-    first, second = (ranks[name] for ranks in on_two_processes)
+def test_on_two_processes(strategy, name):
+    together = ("more fsdp",) if strategy == "more fsdp" else ("ddp", "zero", "fsdp")
+    first, second = (ranks[name, strategy] for ranks in fit_on_two_processes(*together))
     assert all(map(torch.equal, first[0], second[0]))
-    check(first, FORMS[name.partition(",")[0]])
+    check(first, FORMS[name])
 
 
 # -- what the loop does with any step --------------------------------------------------------------------------------
@@ -634,9 +641,9 @@ def test_the_step_of_a_loss_that_is_not_finite_is_skipped(processes):
     if processes == 1:
         runs = [fit_spoilt("skip", 1), fit_spoilt("skip", 1, strategy=FSDP())]
     else:
-        *runs, (replicated, sharded) = run(fit_spoilt_on_two, 2)[1]
-        for weight, expected in zip(sharded, replicated, strict=True):
-            torch.testing.assert_close(weight, expected)
+        *runs, float16 = run(fit_spoilt_on_two, 2)[1]
+        for weights in float16:
+            torch.testing.assert_close(weights, float16_by_hand(processes=2)[0])
     for found in runs:
         for kind, (weights, steps, skipped) in zip(GUARDED, found, strict=True):
             assert (kind, steps, skipped) == (kind, 6, 2)
@@ -703,8 +710,39 @@ def fit_float16(kind, devices=1, **flags):
     return weights_of(task)
 
 
+def float16_by_hand(processes, scale=2.0**16):
+    """Loop of torch alone, in which each process has a share of the batch, and the mean over it as its loss."""
+    net, skipped = Form().net.float(), []
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    for _ in range(EPOCHS):
+        for index, batch in enumerate(zip(*(values.float().split(BATCH) for values in data()), strict=True)):
+            for x, y in zip(*(values.chunk(processes) for values in batch), strict=True):
+                with torch.autocast("cpu", torch.float16):
+                    loss = (net(x) - y).square().mean() * (1e38 if index == 2 else 1.0)
+                scaler.scale(loss * processes * len(x) / len(batch[0])).backward()
+            for parameter in net.parameters():
+                parameter.grad /= processes
+            scaler.step(optimizer)
+            skipped.append(scaler._found_inf_per_device(optimizer)[torch.device("cpu")].item() == 1)
+            scaler.update()
+            optimizer.zero_grad()
+    return [p.detach() for p in net.parameters()], skipped
+
+
+def test_float16_differs_between_worlds_only_in_rounding_and_in_the_steps_that_overflow():
+    """Each process computes in float16 with means over its share, which are larger than those over the whole batch."""
+    assert [float16_by_hand(processes)[1].index(True) for processes in (1, 2)] == [1, 0]
+    (one, skipped), (two, skipped_on_two) = (float16_by_hand(processes, 2.0**12) for processes in (1, 2))
+    assert skipped == skipped_on_two == [False, False, True, False] * EPOCHS
+    for weight, expected in zip(two, one, strict=True):
+        torch.testing.assert_close(weight, expected, rtol=0, atol=1e-3)
+        assert not torch.equal(weight, expected)
+
+
 def test_float16_with_any_optimizer():
     results = [fit_float16(kind) for kind in (Float16, OwnFloat16, BothClippedFloat16, ClippedFloat16)]
+    torch.testing.assert_close(results[0], float16_by_hand(processes=1)[0], rtol=0, atol=0)
     assert all(map(torch.equal, results[0], results[1]))
     assert all(map(torch.equal, results[2], results[3]))
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from treadle.callbacks import ModelCheckpoint
 from treadle.engine import Preempted
-from treadle.strategies.processes import scratch
+from treadle.strategies.processes import os_process
 
 import treadle
 
@@ -410,8 +410,8 @@ def test_ctrl_c_on_one_rank_saves_on_all_after_the_same_step(strategy, rank, tmp
 
 
 def fit_after_a_failure(folder):
-    scratch.open_scratch(os.getppid())
-    scratch.leave_on_sigterm()  # as a rank does whose stage has failed
+    os_process.open_scratch(os.getppid())
+    os_process.leave_on_sigterm()  # as a rank does whose stage has failed
     return fit(folder, [Signals(signal.SIGTERM, 3)])["step"]
 
 

@@ -48,3 +48,29 @@ def test_what_training_step_returns():
         with says(error, *words):
             make_trainer().fit(with_step(step), loader(6))
     make_trainer().fit(with_step(lambda t: net(t).mean().reshape(1)), loader(6))  # one number, whatever its shape
+
+
+@pytest.mark.parametrize(
+    "form", [float, torch.tensor, lambda weight: torch.tensor([weight])], ids=["float", "0-d", "1-d"]
+)
+def test_a_mean_over_nothing_counts_nothing_with_weight_zero(form):
+    """Such as the loss of a row of documents that have no token to predict; its gradient is finite."""
+
+    class Spotty(Plain):
+        def training_step(self, batch, batch_idx):
+            loss = torch.nn.functional.nll_loss(
+                self.net(batch), torch.full((len(batch),), 0 if batch_idx % 2 else -100), ignore_index=-100
+            )
+            return {"loss": loss, "weight": form(float(batch_idx % 2 * len(batch)))}
+
+    class Sparse(Plain):
+        def training_step(self, batch, batch_idx):
+            return torch.nn.functional.nll_loss(self.net(batch), torch.zeros(len(batch), dtype=torch.long))
+
+    spotty, sparse = Spotty(), Sparse()
+    sparse.load_state_dict(spotty.state_dict())
+    batches = [torch.randn(4, 2, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+    make_trainer(accumulate_grad_batches=4).fit(spotty, batches)
+    make_trainer(accumulate_grad_batches=2).fit(sparse, batches[1::2])
+    for weight, expected in zip(spotty.parameters(), sparse.parameters(), strict=True):
+        torch.testing.assert_close(weight, expected)

@@ -53,7 +53,7 @@ def locked_task():
             Task,
             lambda: [BatchSizeFinder(keep_global_batch=True), GradientAccumulationScheduler({1: 2})],
             None,
-            "both set the number of micro-batches per optimizer step",
+            "and GradientAccumulationScheduler both set the number of micro-batches per optimizer step",
             id="accumulation",
         ),
     ],

@@ -98,6 +98,8 @@ def test_a_sample_over_the_budget_is_named_or_alone():
         (([1, -1], 4), {}, r"lengths=\[1, -1\] must hold one number"),
         (([1], 0), {}, "budget=0 must be"),
         (([1], 4), {"cost": "most"}, "cost='most'"),
+        (([1, 3, 2], 4), {"cost": lambda lengths: -lengths.sum() if 3 in lengths else 1}, "returned -3 for sample 1"),
+        (([2, 2], 4), {"cost": lambda lengths: float("nan")}, "cost returned nan for sample 0 of length 2. It must"),
         (([1], 4), {"buckets": 0}, "buckets=0 must be an integer of at least 1"),
         (([1], 4), {"oversized": "drop"}, "oversized='drop'"),
     ],
@@ -165,6 +167,15 @@ def compute_mean_loss(net, rows):
 
 def make_sampler():
     return BudgetBatchSampler(LENGTHS, BUDGET, buckets=8)
+
+
+@pytest.mark.parametrize("count", [len(LENGTHS) - 3, len(LENGTHS) + 3])
+def test_lengths_of_another_dataset_are_refused(count):
+    """With fewer lengths, the other samples would never be trained."""
+    sampler = BudgetBatchSampler(np.resize(LENGTHS, count), BUDGET)
+    loader = DataLoader(make_samples(), batch_sampler=sampler, collate_fn=collate)
+    with pytest.raises(ValueError, match=f"lengths of {count} samples, but the dataset has {len(LENGTHS)}"):
+        make_trainer().fit(Task(True), loader)
 
 
 def train_by_hand(weighted):

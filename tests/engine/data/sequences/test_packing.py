@@ -122,8 +122,9 @@ def test_lengths_that_are_passed_spare_the_reading():
     assert repr(rows) == "PackedDataset(3 documents in 2 rows of 4 tokens, 75.0 % filled)"
     with pytest.raises(ValueError, match=r"document 2 has 3 tokens, but had 4 when the dataset was packed"):
         list(pack(source, 4, lengths=[1, 2, 4]))
-    with pytest.raises(ValueError, match=r"lengths=\[1, 2\] must hold one integer of at least 0 for each of the 3 doc"):
-        pack(source, 4, lengths=[1, 2])
+    for lengths in ([1, 2], [1, 2, -3], [1, 2, 3.5], [1, 2, float("nan")]):
+        with pytest.raises(ValueError, match=r"lengths=\[1, 2.* must hold one integer of at least 0 for each of the 3"):
+            pack(source, 4, lengths=lengths)
 
 
 @pytest.mark.parametrize(

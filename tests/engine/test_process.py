@@ -1,0 +1,78 @@
+"""A process that runs a block first, and copies of what is bound to a process."""
+
+import contextlib
+import copy
+import pickle
+import time
+
+import pytest
+from support.processes import run
+from torch import nn
+
+import treadle
+
+
+class Stop(BaseException):
+    """As a signal's handler raises."""
+
+
+def first(folder):
+    state = treadle.Accelerator(cpu=True)
+    path = folder / "prepared"
+    with state.main_process_first():
+        if state.is_main_process:
+            time.sleep(0.3)
+            path.write_text("data")
+        assert path.read_text() == "data"
+    with state.local_main_process_first():
+        if not state.is_local_main_process:
+            assert (folder / "local").exists()
+        else:
+            time.sleep(0.3)
+            (folder / "local").touch()
+    found = []
+    for error in (KeyError("lost"), Stop(), SystemExit(3), KeyboardInterrupt()):
+        try:
+            with state.main_process_first():
+                if state.is_main_process:
+                    raise error
+                found.append("ran on")
+        except BaseException as caught:
+            found.append((type(caught).__name__, str(caught)))
+    for _ in range(2):  # leaving it early frees the others too
+        with state.main_process_first():
+            continue
+    with contextlib.suppress(ValueError), state.main_process_first():
+        if not state.is_main_process:
+            raise ValueError("on another process, after rank zero")
+    state.wait_for_everyone()  # all are still in step
+    return found
+
+
+def test_the_main_process_first(tmp_path):
+    own = [("KeyError", "'lost'"), ("Stop", ""), ("SystemExit", "3"), ("KeyboardInterrupt", "")]
+    (tmp_path / "1").mkdir()
+    (tmp_path / "3").mkdir()
+    assert run(first, 1, tmp_path / "1") == [own]
+    main, *others = run(first, 3, tmp_path / "3")
+    assert main == own
+    told = [
+        ("PeerFailed", "rank 0 failed: KeyError: 'lost'"),
+        ("PeerFailed", "rank 0 failed: Stop: "),
+        ("SystemExit", "3"),
+        ("PeerFailed", "rank 0 failed: KeyboardInterrupt: "),
+    ]
+    assert others == [told] * 2
+
+
+def test_copies_and_pickles_of_an_accelerator():
+    """An average of a model that holds its Accelerator is a plain deep copy; no other process can have one."""
+    accelerator = treadle.Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    model.accelerator = accelerator
+    average = copy.deepcopy(model)
+    assert average.accelerator is accelerator
+    assert average.weight is not model.weight
+    for state in (accelerator, treadle.PartialState()):
+        with pytest.raises(TypeError, match=rf"{type(state).__name__} can't be pickled.* Create one in each process"):
+            pickle.dumps(state)
