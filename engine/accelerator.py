@@ -238,13 +238,13 @@ class Accelerator(Prepared):
         world = open_world(kind, devices, num_nodes, spread=spread, **configuration.merge_group(group, strategy))
         chosen = choose_strategy(strategy, world, fsdp_plugin, parallelism_config, handlers["replicas"])
         chosen.attach(world, precision)
-        precision.warn_if_emulated(world.device)
         scaler = configuration.build_scaler(handlers["scaler"], precision, world.device)
         super().__init__(chosen, precision, mixed_precision, project, plugin, scaler, step_micro_batches)
         self._begin(Trackers(world, sources), watch(world, limit))
 
     def _begin(self, trackers: Trackers, watchdog: Watchdog | None) -> None:
         report_uncaught()
+        self.precision.warn_if_emulated(self.device)
         self.watchdog = watchdog
         self._compared = False
         self._trained: dict[int, frozenset[int]] = {}  # by model, the parameters that it was wrapped to train
