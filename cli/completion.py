@@ -8,6 +8,7 @@ import importlib
 import sys
 from collections.abc import Iterator, Sequence
 
+from ..common.command_results import fail, report
 from ..common.optional import require
 
 SHELLS = ("bash", "zsh", "fish", "tcsh", "powershell")
@@ -37,24 +38,26 @@ _VALUES = {
 
 def main(arguments: Sequence[str]) -> int:
     """Run `treadle completion` and return the exit status: 2 if the arguments are invalid, otherwise 0."""
-    if len(arguments) == 1 and arguments[0] in SHELLS:
+    words = [word for word in arguments if word != "--json"]
+    if len(words) == 1 and words[0] in SHELLS:
         try:
             require("treadle completion", "shtab", extra="completion")
         except ModuleNotFoundError as error:
-            print(error, file=sys.stderr)
-            return 2
+            return fail("treadle completion", error)
         import shtab
 
-        print(shtab.complete(make_parser(), arguments[0]) + _NO_SPACE_IN_BASH * (arguments[0] == "bash"))
+        completions = shtab.complete(make_parser(), words[0]) + _NO_SPACE_IN_BASH * (words[0] == "bash")
+        report(completions, {"shell": words[0], "script": completions})
         return 0
-    is_help = not arguments or arguments[0] in ("-h", "--help")
-    complaint = ""
-    if not is_help and arguments[0] in SHELLS:
-        complaint = f"treadle completion: unexpected argument {arguments[1]!r}. Pass one shell only.\n\n"
-    elif not is_help:
-        complaint = f"treadle completion: {arguments[0]!r} is not one of {', '.join(SHELLS)}.\n\n"
-    print(complaint + USAGE, file=sys.stdout if is_help else sys.stderr)
-    return 0 if is_help else 2
+    if not words or words[0] in ("-h", "--help"):
+        report(USAGE)
+        return 0
+    if words[0] in SHELLS:
+        complaint = f"unexpected argument {words[1]!r}. Pass one shell only."
+    else:
+        complaint = f"{words[0]!r} is not one of {', '.join(SHELLS)}."
+    print(f"treadle completion: {complaint}\n\n{USAGE}", file=sys.stderr)
+    return fail("treadle completion", ValueError(complaint), is_printed=True)
 
 
 def make_parser() -> argparse.ArgumentParser:

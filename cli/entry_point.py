@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -91,12 +92,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if name in COMMANDS:
         module, _, function = COMMANDS[name][0].partition(":")
-        return int(getattr(importlib.import_module(module), function or "main")(remaining_arguments))
+        with _choose_output(name, remaining_arguments):
+            return int(getattr(importlib.import_module(module), function or "main")(remaining_arguments))
     for entry in entry_points(group=_GROUP, name=name):
-        return int(_load(entry).main(remaining_arguments))
+        # What the commands of other packages print is theirs.
+        is_own = entry.value.startswith(f"{__name__.partition('.')[0]}.")
+        with _choose_output(name, remaining_arguments if is_own else ()):
+            return int(_load(entry).main(remaining_arguments))
+    with _choose_output(name, remaining_arguments):
+        return _refuse(name)
+
+
+def _choose_output(name: str, arguments: Sequence[str]) -> AbstractContextManager[None]:
+    """Return the context of a command: with ``--json``, one that prints its result as JSON."""
+    # The words after the script of `treadle launch` are the script's.
+    if "--json" not in (arguments[:1] if name == "launch" else arguments):
+        return nullcontext()
+    from ..common.command_results import as_json
+
+    return as_json(f"treadle {name}")
+
+
+def _refuse(name: str) -> int:
+    from ..common.command_results import fail
     from ..common.messages import nearest
 
     names = {*COMMANDS, *entry_points(group=_GROUP).names}
     hint = f" Did you mean {_OTHER_NAMES[name]!r}?" if name in _OTHER_NAMES else nearest(name, names)
-    print(f"treadle: unknown command {name!r}.{hint}\n\n{format_usage()}", file=sys.stderr)
-    return 2
+    error = ValueError(f"unknown command {name!r}.{hint}")
+    print(f"treadle: {error}\n\n{format_usage()}", file=sys.stderr)
+    return fail("treadle", error, code="unknown_command", is_printed=True)

@@ -47,7 +47,7 @@ def run(
             ``--help`` or ``--print-config``. With the command's exit status after a registered command.
     """
     remaining_arguments = list(sys.argv[1:] if arguments is None else arguments)
-    program = sys.argv[0].rpartition("/")[2]
+    program = _find_program(remaining_arguments)
     if not remaining_arguments or remaining_arguments[0] not in _STAGES:
         registered = load_registered_commands()
         commands = {name: command for name, command in registered.items() if hasattr(command, "run_for_script")}
@@ -78,3 +78,10 @@ def run(
     if done is None:
         sys.exit(0)
     return done
+
+
+def _find_program(arguments: Sequence[str]) -> str:
+    program = sys.argv[0].rpartition("/")[2]
+    if "--json" in arguments:
+        sys.exit(f"{program}: --json is an option of `treadle`, because a script prints text of its own. Remove it.")
+    return program

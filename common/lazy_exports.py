@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,6 +33,9 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
 
     def __getattr__(name: str) -> Any:
         if name not in homes:
+            # The import system asks here first in `from . import name`; the peers' tables take time to read.
+            if package == anchor and os.path.exists(os.path.join(os.path.dirname(file), f"{name}.py")):
+                return importlib.import_module(f".{name}", anchor)
             from .peer_names import find_peer_name
 
             return find_peer_name(package, name, [*homes, *vars(sys.modules[package])])

@@ -81,6 +81,11 @@ def write_stderr(text: str) -> None:
         os.write(2, "".join(f"treadle: {line}\n" for line in text.splitlines()).encode())
 
 
+def make_printable(text: str) -> str:
+    """Replace tabs by spaces and other unprintable characters by ``?``, so that untrusted text is safe to print."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text.replace("\t", "    "))
+
+
 def print_unless_closed(text: str) -> None:
     """Print and flush text. If its reader has closed the output, as `head` does, discard this and all later output."""
     try:

@@ -6,10 +6,8 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from importlib.resources import files
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -130,6 +128,9 @@ def _below_fabric(path: str) -> str | None:
 @cache
 def read_table(peer: str) -> Mapping[str, Any]:
     """Return the parsed content of a peer's TOML file in ``compat``."""
+    import tomllib  # here, because only a peer's name needs it
+    from importlib.resources import files
+
     return tomllib.loads(files("treadle.compat").joinpath(f"{peer}.toml").read_text(encoding="utf-8"))
 
 

@@ -42,18 +42,21 @@ def build_model() -> nn.Module:
     return nn.Sequential(*features, nn.Flatten(), nn.Linear(32 * 2 * 2, 10))
 
 
-def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+def build_optimizer(model: nn.Module, lr: float = 3e-3) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr)
 
 
 class DigitsTask(tl.TaskModule):
-    def __init__(self) -> None:
+    def __init__(self, lr: float = 3e-3) -> None:
         super().__init__()
-        self.model = build_model()
+        self.model, self.lr = build_model(), lr
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
-        loss = F.cross_entropy(self.model(images), labels)
+        loss = F.cross_entropy(self(images), labels)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
@@ -65,12 +68,12 @@ class DigitsTask(tl.TaskModule):
 
     def evaluate(self, batch: tuple[Tensor, Tensor], stage: str) -> None:
         images, labels = batch
-        logits = self.model(images)
+        logits = self(images)
         self.log(f"{stage}_loss", F.cross_entropy(logits, labels))
         self.log(f"{stage}_acc", (logits.argmax(-1) == labels).float().mean(), prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return build_optimizer(self)
+        return build_optimizer(self, self.lr)
 
 
 def parse_args() -> argparse.Namespace:

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ..common.rank_zero import rank_zero_only
 from .values import check_step
 
 EVALUATED_AT = "evaluation/global_step"
@@ -19,6 +18,8 @@ Params = Mapping[str, Any] | argparse.Namespace | None
 
 def process_rank() -> int:
     """Return the global rank, from ``rank_zero_only.rank``."""
+    from ..common.rank_zero import rank_zero_only  # here, as its package takes time to import
+
     return rank_zero_only.rank  # type: ignore[attr-defined, no-any-return]
 
 

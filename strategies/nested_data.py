@@ -8,7 +8,6 @@ from dataclasses import fields
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 
@@ -27,6 +26,7 @@ def apply_nested(data: Any, kind: Any, function: Callable[[Any], Any]) -> Any:
         kind: The type, or a tuple of types.
         function: Function of one object.
     """
+    from lightning_utilities.core.apply_func import apply_to_collection  # here, as the package takes time to import
 
     def visit(value: Any) -> Any:
         return function(value) if isinstance(value, kind) else _visit_dataclass(value, kind, function)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,9 +13,17 @@ from ..common.messages import name_type
 from ..common.validation import choose
 from .ddp import DDP, make_ddp_factory
 from .distributed import Devices, LaunchEnvironment, World, device_type, parse_devices, variables_set
-from .fsdp import FSDP
-from .launch import FunctionLaunch
 from .strategy import SingleDevice, Strategy
+
+if TYPE_CHECKING:
+    from .launch import FunctionLaunch
+
+
+def _make_fsdp(**options: Any) -> Strategy:
+    from .fsdp import FSDP
+
+    return FSDP(**options)
+
 
 _FACTORIES: dict[str, Callable[[], Strategy]] = {
     "single": SingleDevice,
@@ -23,8 +31,8 @@ _FACTORIES: dict[str, Callable[[], Strategy]] = {
     "ddp": DDP,
     "ddp_find_unused_parameters_true": make_ddp_factory(True),
     "ddp_find_unused_parameters_false": make_ddp_factory(False),
-    "fsdp": FSDP,
-    "fsdp_cpu_offload": partial(FSDP, cpu_offload=True),
+    "fsdp": _make_fsdp,
+    "fsdp_cpu_offload": partial(_make_fsdp, cpu_offload=True),
 }
 # Names of strategies whose processes run a function, and how multiprocessing starts them.
 _START_METHODS = {"ddp_spawn": "spawn", "ddp_fork": "fork", "ddp_notebook": "fork"}
@@ -107,6 +115,8 @@ def plan_function_launch(
         return None
     if LaunchEnvironment.read() is not None:
         return None
+    from .launch import FunctionLaunch
+
     with variables_set({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):  # without opening the driver, for a fork
         kind = device_type(accelerator)
         indices = parse_devices(kind, devices)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..cli.commands import CommandParser
 from ..cli.config import make_printable
+from ..common.command_results import fail, report
 from ..common.messages import format_count, named_ranks, nearest
 
 if TYPE_CHECKING:
@@ -71,7 +71,6 @@ def build_parser(program: str = "treadle doctor") -> argparse.ArgumentParser:
     )
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks to start if no launcher has started any")
     parser.add_argument("--cpu", action="store_true", help="measure the all-reduce on the CPU")
-    parser.add_argument("--json", action="store_true", help="print the report as a JSON object")
     return parser
 
 
@@ -80,8 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = _parse(arguments)
     except ValueError as error:
-        print(make_printable(f"treadle doctor: {error}"), file=sys.stderr)
-        return 2
+        return fail("treadle doctor", error)
     from ..strategies import LaunchEnvironment
 
     try:
@@ -317,10 +315,10 @@ def _print(findings: Sequence[Finding], as_json: bool, ranks: Sequence[Mapping[s
     if as_json:
         from torch.utils.collect_env import get_pretty_env_info
 
-        report = {"result": result, "findings": [asdict(finding) for finding in findings], "ranks": list(ranks)}
-        print(json.dumps({**report, "machine": get_pretty_env_info()}, indent=2), flush=True)
+        described = {"result": result, "findings": [asdict(finding) for finding in findings], "ranks": list(ranks)}
+        report(None, {**described, "machine": get_pretty_env_info()})
     else:
-        print(format_report(findings), flush=True)
+        report(format_report(findings))
     return int(result == FAULT)
 
 

@@ -20,7 +20,7 @@ from ..callbacks import (
     TQDMProgressBar,
 )
 from ..common.validation import check_bool
-from ..loggers import Logger, TensorBoardLogger
+from ..loggers import Logger
 from .logging import SilentLogger
 
 T = TypeVar("T")
@@ -114,6 +114,8 @@ def choose_loggers(requested: Any, root: str, silent: bool) -> list[Logger]:
     if silent:
         return [SilentLogger()]
     if requested is None or requested is True:
+        from ..loggers import TensorBoardLogger
+
         return [TensorBoardLogger(root)]
     rule = "logger must be True, False, a treadle.loggers.Logger or a list of Loggers"
     return _as_list(Logger, "logger", requested, rule, "it would log each metric twice")  # type: ignore[type-abstract]

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine import move_data_to_device, random_state, set_random_state
 from ..strategies import plan_function_launch
-from ..strategies.launch import FunctionLaunch
 from .core import DataModule, TaskModule
 
 if TYPE_CHECKING:
+    from ..strategies.launch import FunctionLaunch
     from .trainer import Trainer
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from lightning_utilities.core.enums import StrEnum
+from enum import StrEnum
 
 
 class TrainerStatus(StrEnum):
@@ -28,12 +27,6 @@ class TrainerFn(StrEnum):
     VALIDATING = "validate"
     TESTING = "test"
     PREDICTING = "predict"
-
-    def __str__(self) -> str:  # hooks get it as ``stage``, which scripts put into file names
-        return str(self.value)
-
-    def __format__(self, format_spec: str) -> str:
-        return format(str(self.value), format_spec)
 
 
 class RunningStage(StrEnum):

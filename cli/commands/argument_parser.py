@@ -18,6 +18,7 @@ class CommandParser(ArgumentParser):
         super().__init__(
             program, description=description, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
         )
+        self.add_argument("--json", action="store_true", help="print the result as a JSON object, and nothing else")
 
     def error(self, message: str) -> NoReturn:
         """Raise a ValueError with argparse's message."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ...common.command_results import fail, report
 from ...common.messages import nearest
 from ...common.mirror import local_folder
 from ...common.remote_path import AnyPath, RemotePath, as_path
@@ -34,6 +35,7 @@ OPTIONS = {
     "~KEY": "remove a key",
     "--from-run RUN": "start from an earlier run's configuration: its number, NAME/NUMBER, folder, or a checkpoint",
     "--print-config": "print the full configuration, with defaults and the source of each value, and exit",
+    "--json": "print the metrics and paths of the finished run as a JSON object, and all else to standard error",
     "-h, --help [NAME]": "print help, also for a section or class: --help model, --help EarlyStopping, --help my.Task",
 }
 
@@ -47,7 +49,8 @@ def format_usage(stage: str, program: str) -> str:
         "",
         "options:",
     ]
-    lines += [_format_row(option, words) for option, words in OPTIONS.items()]
+    options = {name: words for name, words in OPTIONS.items() if name != "--json" or program.startswith("treadle ")}
+    lines += [_format_row(option, words) for option, words in options.items()]
     lines += ["", "sections of the configuration:"]
     lines += [_format_row(name, words) for name, words in SECTIONS.items()]
     lines += [
@@ -70,6 +73,7 @@ class Options:
     Attributes:
         from_run: Path of a run or checkpoint whose configuration is loaded before ``files``, or None.
         show: Whether to print the configuration instead of running it.
+        json: Whether to print the result as JSON.
         help: Topic of the requested help; empty for the command itself, None if help is not requested.
     """
 
@@ -77,6 +81,7 @@ class Options:
     overrides: list[str] = field(default_factory=list)
     from_run: str | None = None
     show: bool = False
+    json: bool = False
     help: str | None = None
 
 
@@ -94,6 +99,8 @@ def parse_options(arguments: Sequence[str]) -> Options:
             options.help = pending.pop(0) if pending and pending[0][0:1].isalpha() and "=" not in pending[0] else ""
         elif name in ("--print-config", "--print_config") and not equals:
             options.show = True
+        elif word == "--json":
+            options.json = True
         elif name in ("-c", "--config"):
             options.files.append(_take_value(name, equals, value, pending, "a file"))
         elif name in ("--from-run", "--from_run"):
@@ -104,6 +111,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
             valid_options = [
                 "--config",
                 "--print-config",
+                "--json",
                 "--from-run",
                 "--help",
                 *(f"--{section}" for section in SECTIONS),
@@ -181,10 +189,10 @@ def _read_checkpoint_config(folder: AnyPath) -> str:
     )
 
 
-def print_on_rank_zero(text: str) -> None:
-    """Print text on rank zero only."""
+def print_on_rank_zero(text: str, result: Any = None) -> None:
+    """Print text on rank zero only, or the result that stands for it in JSON; see `report`."""
     if not any(_read_nonzero_ranks()):
-        print(text)
+        report(text, result)
 
 
 def report_error(program: str, error: ConfigError) -> int:
@@ -198,7 +206,7 @@ def report_error(program: str, error: ConfigError) -> int:
         print("\n  ".join([f"{program}: {len(problems)} problems:", *problems]), file=sys.stderr)
     else:
         print(f"{program}: {problems[0]}", file=sys.stderr)
-    return 2
+    return fail(program, error, code="invalid_configuration", is_printed=True)
 
 
 def _read_nonzero_ranks() -> list[bool]:

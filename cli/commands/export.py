@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...common.command_results import fail, report
 from ...common.messages import format_count
 from ...common.remote_path import absolute, as_path
 from .argument_parser import CommandParser
@@ -45,12 +45,31 @@ def main(arguments: Sequence[str]) -> int:
     """Run `treadle export` and return the exit status: 0 after success, 2 after an error."""
     try:
         options = build_parser().parse_args(arguments)
-        summary = export(options.checkpoint, options.output, options.dtype, options.max_shard_size, options.model)
+        exported = export(options.checkpoint, options.output, options.dtype, options.max_shard_size, options.model)
     except (ValueError, OSError) as error:
-        print(f"treadle export: {error}", file=sys.stderr)
-        return 2
-    print(summary)
+        return fail("treadle export", error)
+    report(str(exported), exported._asdict())
     return 0
+
+
+class Exported(NamedTuple):
+    """Weights that `export` has written. As text, a summary.
+
+    Attributes:
+        output: The file or folder.
+        tensors: Number of tensors, with those that share memory.
+        bytes: Size of the tensors.
+        left_out: Names of values in the checkpoint that are not tensors.
+    """
+
+    output: str
+    tensors: int
+    bytes: int
+    left_out: tuple[str, ...]
+
+    def __str__(self) -> str:
+        without = f", without values that are not tensors: {', '.join(self.left_out)}" if self.left_out else ""
+        return f"{self.output}: {format_count(self.tensors, 'tensor')}, {format_count(self.bytes, 'byte')}{without}"
 
 
 def export(
@@ -59,8 +78,8 @@ def export(
     dtype: str | torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     model: int = 0,
-) -> str:
-    """Write a checkpoint's model as safetensors, with one tensor in memory at a time, and return a summary.
+) -> Exported:
+    """Write a checkpoint's model as safetensors, with one tensor in memory at a time.
 
     Args:
         checkpoint: Path or URL of a committed checkpoint, saved with any strategy and world size.
@@ -104,8 +123,7 @@ def export(
         make_parent(target)
         write_atomically(target, lambda temporary: write_file(Path(temporary), tensors, aliases))
     size = sum(nbytes(tensor) for tensor in tensors.values())
-    without = f", without values that are not tensors: {', '.join(left_out)}" if left_out else ""
-    return f"{target}: {format_count(len(stored), 'tensor')}, {format_count(size, 'byte')}{without}"
+    return Exported(str(target), len(stored), size, tuple(left_out))
 
 
 def _is_folder(output: str | Path) -> bool:

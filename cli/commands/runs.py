@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ...callbacks.reporting import LARGEST, Chart, Points, format_duration, format_number
-from ...common.messages import format_count, nearest, print_unless_closed
+from ...common.command_results import fail, report
+from ...common.messages import format_count, nearest
 from ...common.remote_path import as_path
 from ...trainer.runs import Run, index
 from ..config import DEFAULT, make_printable
@@ -50,7 +51,6 @@ def build_parser(program: str = "treadle runs") -> argparse.ArgumentParser:
     parser.add_argument("dir", nargs="?", default="runs", metavar="DIR", help="folder of the runs (default: runs)")
     parser.add_argument("--name", help="only runs of this name")
     parser.add_argument("--state", help=f"only runs in this state: {', '.join(STATES)}")
-    parser.add_argument("--json", action="store_true", help="print a JSON list of objects")
     return parser
 
 
@@ -69,7 +69,6 @@ def build_show_parser(program: str = "treadle runs show") -> argparse.ArgumentPa
     parser.add_argument("--defaults", action="store_true", help="show the configuration with its defaults")
     parser.add_argument("--width", type=int, help="characters per row (default: the terminal's width)")
     parser.add_argument("--ascii", action="store_true", help="draw with ASCII characters")
-    parser.add_argument("--json", action="store_true", help="print a JSON object")
     return parser
 
 
@@ -86,7 +85,6 @@ def build_compare_parser(program: str = "treadle runs compare") -> argparse.Argu
     parser.add_argument("--name", help="only runs of this name")
     parser.add_argument("--output", metavar="FILE", help="the page's file (default: compare-NAME-N-NAME-N.html)")
     parser.add_argument("--no-page", action="store_true", help="print the differences only")
-    parser.add_argument("--json", action="store_true", help="print the comparison as a JSON object, and write no page")
     return parser
 
 
@@ -100,9 +98,8 @@ def main(arguments: Sequence[str]) -> int:
         else:
             output = _list(build_parser().parse_args(arguments))
     except (ValueError, OSError) as error:
-        print(make_printable(f"treadle runs: {error}"), file=sys.stderr)
-        return 2
-    print_unless_closed(output.encode(_get_encoding(), "replace").decode(_get_encoding()))
+        return fail("treadle runs", error)
+    report(output.encode(_get_encoding(), "replace").decode(_get_encoding()))
     return 0
 
 

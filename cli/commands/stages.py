@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...common.command_results import fail, report
 from ...common.messages import announce
 from ...common.remote_path import RemotePath, as_path
 from ...trainer.checkpointing import WORDS_FOR_CHECKPOINTS
@@ -35,12 +36,14 @@ class Session:
     Attributes:
         data: The data module; None if the configuration has none.
         result: The return value of the Trainer's method, such as the metrics from ``validate``.
+        folder: Path of the run's folder; None if the stage has none.
     """
 
     trainer: Trainer
     model: TaskModule
     data: DataModule | None
     result: Any
+    folder: str | None = None
 
 
 def run(
@@ -83,7 +86,7 @@ def run(
     checked = check(config, model, data)
     text = dump_yaml(checked.resolve_defaults(), config.secrets, f"{program}, with all defaults")
     if options.show:
-        print_on_rank_zero(text.rstrip("\n"))
+        print_on_rank_zero(text.rstrip("\n"), {"config": text})
         return None
     try:
         return _execute(stage, program, checked, text, options, keep)
@@ -148,7 +151,7 @@ def _execute(stage: str, program: str, checked: CheckedConfig, text: str, option
             companion.conclude()
         elif folder is not None and not trainer.interrupted:
             announce(_describe_next_steps(trainer, model, str(place), program))
-    return Session(trainer, model, data, result)
+    return Session(trainer, model, data, result, None if folder is None else str(folder.path))
 
 
 def _load_companion(folder: RunFolder) -> Any:
@@ -300,12 +303,29 @@ def _create_run_folder(checked: CheckedConfig, flags: Mapping[str, Any]) -> Iter
 
 def _run_main(stage: str, arguments: Sequence[str]) -> int:
     try:
-        run(stage, arguments, f"treadle {stage}", keep=False)
+        session = run(stage, arguments, f"treadle {stage}", keep=False)
     except ConfigError as error:
         return report_error(f"treadle {stage}", error)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    except KeyboardInterrupt as error:
+        return fail(f"treadle {stage}", error, 128 + signal.SIGINT, is_printed=True)
+    if session is not None:
+        report(None, _describe(session))
     return 0
+
+
+def _describe(session: Session) -> dict[str, Any]:
+    """Return what `treadle fit --json` and its like print of a stage that has ended."""
+    trainer = session.trainer
+    saved = trainer.checkpoint_callback
+    return {
+        "folder": session.folder,
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "interrupted": trainer.interrupted,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "best_checkpoint": getattr(saved, "best_model_path", None) or None,
+        "last_checkpoint": getattr(saved, "last_model_path", None) or None,
+    }
 
 
 def fit(arguments: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from ...common.messages import make_printable
     from .resolve import (
         COMMAND_LINE,
         SECTIONS,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
         format_path,
         hide_secrets,
         iterate_values,
-        make_printable,
         make_value,
         normalize,
         split_at_secrets,

@@ -42,11 +42,6 @@ class Value:
     text: str | None = None
 
 
-def make_printable(text: str) -> str:
-    """Replace tabs by spaces and other unprintable characters by ``?``, so that untrusted text is safe to print."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text.replace("\t", "    "))
-
-
 def split_at_secrets(text: str, secrets: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Split a text at secrets. Yield each part with the reference that replaces the next secret, or "" at the end."""
     longest_first = sorted(secrets, key=len, reverse=True)

@@ -7,6 +7,7 @@ import inspect
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,10 @@ from ...strategies import World
 from ..rng import Draw, RandomStream, State, host_state, set_host_state
 from .source_libraries import iter_parts
 
-_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+@cache
+def _kinds() -> tuple[type, ...]:
+    return torch.Generator, random.Random, np.random.Generator, np.random.RandomState
 
 
 class CopiedStream(RandomStream):
@@ -248,7 +252,7 @@ def collect_generators(owners: Iterable[Any]) -> list[Any]:
     generators: dict[int, Any] = {}
     for owner in owners:
         for _, value in _iter_attributes(owner):
-            if isinstance(value, _KINDS):
+            if isinstance(value, _kinds()):
                 generators.setdefault(id(value), value)
     return list(generators.values())
 
@@ -269,7 +273,7 @@ def _iter_attributes(owner: Any) -> Iterable[tuple[str, Any]]:
     # Sorted by name, because saved states are matched to generators by their position.
     for name, value in sorted(getattr(owner, "__dict__", {}).items()):
         items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-        if isinstance(next(iter(items), None), (*_KINDS, Sampler, Dataset)):
+        if isinstance(next(iter(items), None), (*_kinds(), Sampler, Dataset)):
             yield from ((name, item) for item in items)
         else:
             yield name, value

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,7 +66,7 @@ class SeededStream(_WrappedDataset, IterableDataset[Any]):
         seed, epoch = self.__dict__["_epoch_seed"].tolist()
         if seed != TORCH_SEEDED:
             info = get_worker_info()
-            for generator in _GENERATORS:
+            for generator in _list_generators():
                 generator.seed((seed + (0 if info is None else info.id)) % 2**63)
         self.__dict__["_known_epoch"].enter(self.dataset, epoch)
         return iter(self.dataset)
@@ -143,11 +144,13 @@ class _TorchGenerator:
 
 
 _TORCH = _TorchGenerator()
-_GENERATORS: tuple[Any, ...] = (
-    _TwinnedGenerator(random, random.Random(), 2**63),
-    _TwinnedGenerator(np.random, np.random.RandomState(), 2**32),
-    _TORCH,
-)
+
+
+@cache
+def _list_generators() -> tuple[Any, ...]:  # when first used: to import NumPy's takes time
+    python = _TwinnedGenerator(random, random.Random(), 2**63)
+    return python, _TwinnedGenerator(np.random, np.random.RandomState(), 2**32), _TORCH
+
 
 Item = tuple[tuple[int, int], int, Any]
 """The seed and the number of an epoch, the position of a sample in it, and the index of the sample."""
@@ -176,7 +179,7 @@ class SeededReader:
             self.known_epoch.enter(self.dataset, items[0][0][1])
         first = self._watched is None
         if first:
-            self._watched = list(_GENERATORS)
+            self._watched = list(_list_generators())
         elif items and get_worker_info() is None:  # the loop has used the generators since the last batch
             for generator in self._watched:  # type: ignore[union-attr]
                 generator.seed_for_check(_compute_seed(items[0]))
@@ -187,7 +190,7 @@ class SeededReader:
     def read_alone(self, item: Item) -> Any:
         """Return a sample that is seeded for all generators."""
         self.known_epoch.enter(self.dataset, item[0][1])
-        for generator in _GENERATORS:
+        for generator in _list_generators():
             generator.seed(_compute_seed(item))
         return self.dataset[item[2]]
 

@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 from ...common.messages import abbreviate, name_type, warn
 from ...strategies import SingleDevice, World
 from ...strategies.distributed import cut_like, strip_compile_prefix
-from ..big_models import is_dispatched
 from ..checkpoint import check_frozen, compute_digests, read_tensor
 from .sources import Opened, Source, open_source
 
@@ -141,6 +140,8 @@ def load_opened(
 def _unwrap_model(model: nn.Module) -> nn.Module:
     unwrapped = SingleDevice().unwrap(model)
     empty = [name for name, value in unwrapped.state_dict().items() if getattr(value, "is_meta", False)]
+    from ..big_models import is_dispatched  # takes 25 ms
+
     if is_dispatched(unwrapped):
         raise ValueError(
             "load_weights: the model is already dispatched, so its weights can't be replaced. Call "

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from ...common.command_results import fail, report
 from ...common.messages import nearest
 from .rendezvous import Job, Nodes
 from .supervisor import cpus, supervise_job
@@ -71,6 +72,7 @@ _FLAGS = (
     ("--debug", "set TREADLE_DEBUG=1 for every rank"),
     ("--cpu", "hide the GPUs of this machine from the ranks"),
     ("--multi_gpu", "fail without a GPU"),
+    ("--json", "print the exit status as a JSON object after the script's output; it must be the first option"),
     ("--standalone", "one machine only, which is the default"),
 )
 
@@ -121,10 +123,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.environ["TREADLE_DEBUG"] = "1"
         if options.cpu:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        return supervise_job(job)
+        status = supervise_job(job)
     except (ValueError, OSError) as error:
-        print(f"treadle launch: {error}", file=sys.stderr)
-        return 2
+        return fail("treadle launch", error)
+    report(None, {"status": status, "command": job.command})
+    return status
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

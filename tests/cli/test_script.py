@@ -62,3 +62,9 @@ def test_a_script_in_processes(here):
     done = script(path, "fit", "trainer.devices=2", "trainer.accelerator=cpu", "trainer.max_epochs=1", "model.lr=0.5")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("lr 0.5") == 1
+
+
+def test_a_script_does_not_print_json(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["digits.py", "fit", "--json"])
+    with pytest.raises(SystemExit, match=r"digits.py: --json is an option of `treadle`, because a script prints text"):
+        treadle.cli.run()

@@ -1,6 +1,5 @@
 """The examples do their job; the own loop has the losses of the Trainer's, bit for bit."""
 
-import argparse
 import contextlib
 import io
 import itertools
@@ -21,7 +20,29 @@ from torch.utils.data import DataLoader
 import treadle
 from treadle.data import pack
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+INDEX = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+PAGES = {page: page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md")}
+SHOWN = {
+    name: output
+    for text in PAGES.values()
+    for name, output in re.findall(r"^```text (\w+\.py)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+}
+SLOW_RECIPES = (
+    "contrastive.py",
+    "custom_strategy.py",
+    "early_stopping.py",
+    "lora.py",
+    "own_loop.py",
+    "several_loaders.py",
+)
+ON_TWO_PROCESSES = {
+    "contrastive.py": ["--devices", "2"],
+    "custom_strategy.py": ["--devices", "2"],
+    "fsdp.py": [],
+    "tensor_parallel.py": [],
+}
 EPOCHS, BATCH, ACCUMULATE = 2, 64, 4
 NANO_STEPS = 12
 
@@ -56,10 +77,8 @@ def both_doors(world, folder, precision, mixed):
         enable_model_summary=False,
     )
     trainer.fit(task, *digits.build_loaders(BATCH // world)[:2])
-    arguments = argparse.Namespace(
-        max_epochs=EPOCHS, batch_size=BATCH // world, accumulate=ACCUMULATE, mixed_precision=mixed, cpu=True, seed=0
-    )
-    own, accuracy = own_loop.train(arguments)
+    options = {"gradient_accumulation_steps": ACCUMULATE, "mixed_precision": mixed, "cpu": True}
+    own, accuracy = own_loop.run(EPOCHS, BATCH // world, **options)
     return torch.stack(losses.seen), torch.stack(own), accuracy
 
 
@@ -78,6 +97,67 @@ def test_own_loop_is_the_trainers_loop(world, precision, mixed, tmp_path):
         assert torch.equal(trainer, own)
         accuracies.add(accuracy)
     assert len(accuracies) == 1
+
+
+def test_recipes_are_short_listed_and_linked():
+    recipes, programs = INDEX.split("## Programs")
+    links = "".join(re.findall(r"\]\(([^)]+)\)", "".join(PAGES.values())))
+    for path in EXAMPLES.glob("*.py"):
+        assert (f"[{path.name}]({path.name})" in recipes) is not (f"[{path.name}]({path.name})" in programs), path.name
+        if f"[{path.name}]" in recipes:
+            assert len(path.read_text(encoding="utf-8").splitlines()) <= 60, path.name
+            assert f"/examples/{path.name}" in links, f"no page links to {path.name}"
+    assert len(SHOWN) > 12
+
+
+def compare_with_page(printed, name):
+    """Compare with what a page shows: the same words, and numbers that another processor may have rounded."""
+    shown, number = SHOWN[name], re.compile(r"\d[\d,]*(?:\.\d+)?")
+    first, _, last = shown.partition("...\n")
+    parts = [(first, printed[: len(first)]), (last, printed[-len(last) :])] if last else [(shown, printed)]
+    for expected, actual in parts:
+        assert number.sub("#", actual) == number.sub("#", expected)
+        numbers = [[float(text.replace(",", "")) for text in number.findall(part)] for part in (actual, expected)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=0.3, abs=0.05)
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in SLOW_RECIPES else ())
+        for name in sorted(SHOWN.keys() - {"fsdp.py", "tensor_parallel.py"})
+    ],
+)
+def test_recipes_print_what_their_page_shows(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    if name == "custom_strategy.py":  # its name would stay registered, and its process group open
+        printed = script(EXAMPLES / name, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
+    else:
+        monkeypatch.setattr(sys, "argv", [name])
+        monkeypatch.syspath_prepend(str(EXAMPLES))
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        printed = capsys.readouterr().out
+    compare_with_page(printed.replace(f"{tmp_path}/", ""), name)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ON_TWO_PROCESSES)
+def test_recipes_on_two_processes(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = script(EXAMPLES / name, *ON_TWO_PROCESSES[name], env={"CUDA_VISIBLE_DEVICES": ""}, timeout=240)
+    assert done.returncode == 0, done.stderr
+    compare_with_page(done.stdout, name)
+
+
+@pytest.mark.exhaustive
+def test_streaming_on_two_processes_and_export_to_onnx(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = [programs() / "treadle", "launch", "--nproc-per-node", "2", EXAMPLES / "streaming.py"]
+    launched = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120)
+    compare_with_page(launched.stdout, "streaming.py")
+    exported = script(EXAMPLES / "export.py", "--onnx")
+    assert "digits.onnx gives the same logits" in exported.stdout, exported.stderr
 
 
 @pytest.mark.exhaustive

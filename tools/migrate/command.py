@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ...cli.commands import CommandParser
+from ...common.command_results import fail, report
 from ...common.messages import format_count
 from ...common.optional import require
 
@@ -54,13 +56,25 @@ def main(arguments: Sequence[str]) -> int:
         for change in migration.changes:
             if options.write:
                 change.write()
-            else:
+            elif not options.json:
                 _print_bytes(change.format_diff())
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        _print(f"treadle migrate: {error}", sys.stderr)
-        return 2
-    _print(format_summary(migration, options.write), end="")
+        return fail("treadle migrate", error)
+    if options.json:
+        report(None, _describe(migration, options.write))
+    else:
+        _print(format_summary(migration, options.write), end="")
     return int(any(finding.must_change for finding in migration.findings))
+
+
+def _describe(migration: Migration, is_written: bool) -> dict[str, Any]:
+    diffs = [(change.path, change.format_diff().decode("utf-8", "replace")) for change in migration.changes]
+    return {
+        "files": migration.count,
+        "written": is_written,
+        "changes": [{"path": path, "diff": diff} for path, diff in diffs],
+        "findings": [asdict(finding) for finding in migration.findings],
+    }
 
 
 def format_summary(migration: Migration, is_written: bool) -> str:

@@ -11,10 +11,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...cli.commands import CommandParser
+from ...common.command_results import fail, report
 from ...common.messages import nearest
 
 if TYPE_CHECKING:
     from .gpus import GPU
+    from .plan import Plan
     from .subject import Subject
 
 SUMMARY = "show what a run would do and need, without its machines"
@@ -106,17 +108,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `treadle plan` and return the exit status: 0 if the run would fit, 1 if not, 2 if it cannot be planned."""
     try:
         options = _parse_options(sys.argv[1:] if arguments is None else arguments)
-        text, fits = run(options)
+        text, plan = run(options)
     except Exception as error:
         if not _is_treadle_error(error):
             traceback.print_exc()
-        print(
-            f"treadle plan: {error if _is_treadle_error(error) else 'the planned run raised the error above'}",
-            file=sys.stderr,
-        )
-        return 2
-    print(text)
-    return 0 if fits else 1
+            return fail("treadle plan", RuntimeError(f"the planned run raised the error above: {error}"))
+        return fail("treadle plan", error)
+    report(text, _describe(plan))
+    return 0 if plan.fits else 1
+
+
+def _describe(plan: Plan) -> dict[str, Any]:
+    best, likely, worst = plan.band
+    names = ("fits", "world_size", "grid", "micro_batch", "accumulate", "samples", "parameters", "trainable", "memory")
+    return {
+        **{name: getattr(plan, name) for name in (*names, "checkpoint", "flops")},
+        "gpu": plan.gpu.name,
+        "peak_bytes": plan.peak,
+        "gpu_bytes": plan.gpu.memory,
+        "seconds": {"best": best, "likely": likely, "worst": worst},
+    }
 
 
 def _is_treadle_error(error: Exception) -> bool:
@@ -150,9 +161,9 @@ def _check_options(options: argparse.Namespace) -> None:
         )
 
 
-def run(options: argparse.Namespace) -> tuple[str, bool]:
-    """Return the plan of a run as text, and whether the run would fit in GPU memory."""
-    from . import Plan, advise, screen, simulate, varied
+def run(options: argparse.Namespace) -> tuple[str, Plan]:
+    """Return the plan of a run as text, and the plan."""
+    from . import advise, screen, simulate, varied
 
     subject = _build_subject(options)
     settings = _merge_settings(options, subject)
@@ -168,7 +179,7 @@ def run(options: argparse.Namespace) -> tuple[str, bool]:
 
     plan = replan()
     hints = [] if options.no_advice else advise(plan, replan)
-    return screen(plan, subject.name, subject.schedule(plan), hints, gpu_from=source, width=_choose_width()), plan.fits
+    return screen(plan, subject.name, subject.schedule(plan), hints, gpu_from=source, width=_choose_width()), plan
 
 
 def _choose_width() -> int:

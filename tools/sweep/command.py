@@ -113,7 +113,8 @@ def _run(
     if dry:
         keys = ", ".join(parameter.key for parameter in sweep.parameters)
         many = f"{format_count(sweep.trials, 'trial')} by {sweep.method.kind}, {sweep.processes} at a time"
-        print_on_rank_zero(f"sweep {sweep.name}: {many}, over {keys}")
+        planned = {"sweep": sweep.name, "trials": {"left": sweep.trials}, "metric": sweep.metric.name, "best": None}
+        print_on_rank_zero(f"sweep {sweep.name}: {many}, over {keys}", planned)
         return 0
     devices, gpus = configs.find_devices()
     return Scheduler(sweep, configs, fit, Workers(sweep.processes, devices, gpus)).run()

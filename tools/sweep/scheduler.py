@@ -16,12 +16,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
 from ...callbacks.reporting import format_duration, format_number
 from ...cli.commands import format_parameters
 from ...cli.config import ConfigError, make_printable
+from ...common.command_results import report
 from ...common.messages import format_count, print_unless_closed, warn, write_stderr
 from ...engine.preemption import requeue_job
 from ...trainer.runs import holder, index
@@ -301,6 +303,9 @@ class Scheduler:
             _print(f"  {format_parameters(best.params)}")
             _print(f"  {self.configs.program.removesuffix('fit')}validate --from-run {path}")
         _print(f"report: {os.path.relpath(self.folder.path / REPORT)}")
+        report(
+            None, self._describe(best, {word: counts[state] for word, state in words.items()} | {"left": max(0, left)})
+        )
         if self._signal is not None:
             if self._signal.name == "SIGUSR1":
                 requeue_job()
@@ -313,6 +318,15 @@ class Scheduler:
             _print(f"no trial has succeeded. The first error: {self._first_error or 'see the report'}")
             return 1
         return 0
+
+    def _describe(self, best: FrozenTrial | None, counts: dict[str, int]) -> dict[str, Any]:
+        found = best and {
+            "run": str(self.folder.path / str(best.user_attrs["run"])),
+            "value": best.value,
+            "parameters": best.params,
+        }
+        names = {"sweep": self.sweep.name, "metric": self.sweep.metric.name, "report": str(self.folder.path / REPORT)}
+        return {**names, "trials": counts, "best": found}
 
 
 def _print(text: str) -> None:

@@ -36,7 +36,6 @@ from ...engine.checkpoint import (
 from ...engine.weights import make_parent, write_atomically
 from ...strategies import apply_nested
 from ...strategies.distributed import make_view_key
-from ..core import load_checkpoint
 
 __all__ = ["AsyncCheckpointIO", "CheckpointIO", "TorchCheckpointIO"]
 
@@ -92,6 +91,8 @@ class TorchCheckpointIO(CheckpointIO):
             pickle.UnpicklingError: If the file contains an object that ``weights_only`` forbids.
         """
         if Path(path).is_dir():
+            from ..core import load_checkpoint
+
             return load_checkpoint(path, map_location)
         if not Path(path).is_file():
             raise FileNotFoundError(f"the checkpoint {str(path)!r} does not exist.")

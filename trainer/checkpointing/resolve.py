@@ -29,7 +29,6 @@ from ...engine.checkpoint import (
     open_together,
     recover_interrupted,
 )
-from ...engine.weights import open_source
 from ...loggers import DirectoryLogger
 from ..core import load_checkpoint, overrides
 from ..runs import CHECKPOINTS, RECORD
@@ -166,6 +165,8 @@ class CheckpointResolver:
         assert task is not None
         hooked = overrides(task, "on_load_checkpoint") or overrides(task, "load_state_dict")
         if task.strict_loading and not hooked:
+            from ...engine.weights import open_source
+
             with open_source(path) as source:
                 compare_names(task, source.weights | source.extras, path, is_complete(trainer, task))
 

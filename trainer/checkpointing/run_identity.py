@@ -35,7 +35,7 @@ _PLACES = r"(.*_)?(dir|directory|dirpath|path|paths|root|folder|file|url|uri)|ou
 _NAMES = r"(run|experiment|project)(_name|_id)?|tags|notes|(wandb|mlflow)(_.*)?"
 _PRINTED = r"(log|print|eval|save|val)_(every|interval|freq|frequency)(_.*)?|verbose|debug|logger|progress_bar"
 _RESUME = r"ckpt(_path)?|checkpoint|resume(_.*)?"
-_MAY_DIFFER = re.compile("|".join((_LENGTHS, _STEPS, _BATCHES, _HARDWARE, _PLACES, _NAMES, _PRINTED, _RESUME)), re.I)
+_MAY_DIFFER = "|".join((_LENGTHS, _STEPS, _BATCHES, _HARDWARE, _PLACES, _NAMES, _PRINTED, _RESUME))
 
 
 def class_name(cls: type) -> str:
@@ -125,7 +125,7 @@ def _makes_another_run(name: str, saved: Any, value: Any) -> bool:
     """Return whether a changed hyperparameter means that a checkpoint belongs to another run."""
     if saved == value or (saved != saved and value != value):
         return False
-    return not (_MAY_DIFFER.fullmatch(name.rpartition(".")[2]) or _is_place(saved) or _is_place(value))
+    return not (re.fullmatch(_MAY_DIFFER, name.rpartition(".")[2], re.I) or _is_place(saved) or _is_place(value))
 
 
 def _is_place(value: Any) -> bool:

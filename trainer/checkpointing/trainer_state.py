@@ -51,7 +51,6 @@ from ...engine.checkpoint import (
     open_registered,
     read_frozen_note,
 )
-from ...engine.weights import Opened, load_opened
 from ..core import (
     DataModule,
     HookDict,
@@ -525,6 +524,8 @@ class TrainerCheckpointer:
             if any(getattr(value, "is_meta", False) for value in weights.values()):
                 own = task.state_dict()  # a hook inserted the task's own values before the strategy created them
                 weights = {name: own[name] if getattr(v, "is_meta", False) else v for name, v in weights.items()}
+            from ...engine.weights import Opened, load_opened
+
             frozen = read_frozen_note(opened.part(model_part(0)).notes, opened.path)
             load_opened(task, Opened(str(opened.path), weights, frozen=frozen), task.strict_loading)
 

@@ -201,19 +201,19 @@ def described(target: Any) -> dict[str, str]:
     return descriptions
 
 
-_HEAD = re.compile(r"^(Args|Arguments|Parameters|Attributes|Keyword Args):?\s*$")
-_GOOGLE = re.compile(r"^(\s+)([*\w, ]+?)\s*(?:\([^)]*\))?:\s+(.*)$")
-_SPHINX = re.compile(r"^\s*:param\s+(?:[\w.\[\]]+\s+)?(\w+):\s*(.*)$")
+_HEAD = r"^(Args|Arguments|Parameters|Attributes|Keyword Args):?\s*$"
+_GOOGLE = r"^(\s+)([*\w, ]+?)\s*(?:\([^)]*\))?:\s+(.*)$"
+_SPHINX = r"^\s*:param\s+(?:[\w.\[\]]+\s+)?(\w+):\s*(.*)$"
 
 
 def _parse_arguments(text: str) -> list[tuple[str, str]]:
     entries: list[tuple[list[str], list[str]]] = []
     inside, indent = False, 0
     for line in text.splitlines():
-        if sphinx := _SPHINX.match(line):
+        if sphinx := re.match(_SPHINX, line):
             entries.append(([sphinx[1]], [sphinx[2]]))
             continue
-        if _HEAD.match(line):
+        if re.match(_HEAD, line):
             inside, indent = True, 0
             continue
         if not inside or not line.strip() or set(line.strip()) == {"-"}:
@@ -222,7 +222,7 @@ def _parse_arguments(text: str) -> list[tuple[str, str]]:
         if depth == 0:
             inside = False
             continue
-        google = _GOOGLE.match(line)
+        google = re.match(_GOOGLE, line)
         if google and (not indent or depth == indent):
             indent = depth
             entries.append(([name.strip(" *") for name in google[2].split(",")], [google[3]]))

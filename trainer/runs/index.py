@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...callbacks.reporting import LARGEST, Points
 from ...common.messages import name_type
 from ...common.remote_path import AnyPath, RemotePath, absolute, as_path, is_url, lexists
 from .file_names import CONFIG, CURVES, ENVIRONMENT, ERROR, LOCK, RECORD
 from .lock import holder, read_start
+
+if TYPE_CHECKING:
+    from ...callbacks.reporting import Points
 
 T = TypeVar("T")
 
@@ -256,6 +258,8 @@ def _parse_charts(path: AnyPath) -> dict[str, dict[str, tuple[Points, int]]]:
 
 def _parse_points(curve: Any) -> tuple[Points, int]:
     """Return the points of a saved curve without infinite, NaN and huge values, and the number of points left out."""
+    from ...callbacks.reporting import LARGEST
+
     steps, values = curve["steps"], curve["values"]
     points = [(s, float(v)) for s, v in zip(steps, values, strict=True) if _is_number(s) and _is_number(v)]
     points = sorted((step, value) for step, value in points if abs(step) <= LARGEST and abs(value) <= LARGEST)

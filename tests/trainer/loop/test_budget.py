@@ -139,11 +139,12 @@ def test_calls_per_step_of_an_own_loop():
 
 
 IMPORTS = """
-import json, sys, threading, time
+import gc, json, sys, threading, time
 torch_began = time.process_time()
 import pytest
 import torch
 torch_took = time.process_time() - torch_began
+gc.collect(), gc.freeze()  # or the next pass of the collector over torch's objects counts, 80 ms
 before = set(sys.modules)
 seen = []
 
@@ -189,6 +190,9 @@ HEAVY = (
 )
 
 
+MOST_OF_TORCHS_IMPORT = 0.14  # 0.11 where no other process disturbs the caches
+
+
 def test_import():
     results = []
     for attempt in range(4):  # the first one compiles, if need be, and keeps the bytecode whatever the environment says
@@ -201,12 +205,10 @@ def test_import():
         assert result["threads"] == 0
         heavy = [m for m in result["modules"] if any(m == name or m.startswith(name + ".") for name in HEAVY)]
         assert heavy == []
-        results.append(result["took"] / max(1.0, result["torch"] / 1.2))
-        # 0.2 s on a quiet machine; a busy one shows in torch's own import, which takes 1.2 s of processor on a quiet
-        # one.
-        if results[-1] <= 0.2 * 1.5:
+        results.append(result["took"] / result["torch"])
+        if results[-1] <= MOST_OF_TORCHS_IMPORT:
             return
-    pytest.fail(f"the imports took {results}")
+    pytest.fail(f"the imports took {results} of the time that torch's takes")
 
 
 class CountedSaves(treadle.Callback):
