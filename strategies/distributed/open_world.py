@@ -59,10 +59,8 @@ def open_world(
             supervisor.relaunch(len(device_indices))
         return World(device=requested or device_of(kind, device_indices[0]))
     if launched.supervisor is not None:
-        # A supervisor that is killed by SIGKILL cannot end its ranks, which would keep their GPUs.
-        die_with_parent(launched.supervisor)
-    # Under torchrun, the parent is the process that all ranks of this machine have in common.
-    open_scratch(launched.supervisor or os.getppid())
+        die_with_parent(launched.supervisor)  # one that SIGKILL ended cannot end its ranks, which would keep the GPUs
+    open_scratch(launched.supervisor or os.getppid())  # under torchrun, the parent of all ranks of this machine
     if device_indices is None:
         device_indices = list(range(launched.local_world_size))
     launched.check(devices, len(device_indices), num_nodes)
