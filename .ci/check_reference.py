@@ -50,10 +50,10 @@ def find_faults():
     for name, value in list_public_names().items():
         if not (inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)):
             if name not in documented and name not in spans:
-                faults.append(f"{name} has no place in docs/reference.")
+                faults.append(f"{name} has no place in docs/reference. Add ::: {name} to a page of docs/reference/api.")
             continue
         if not inspect.ismodule(value) and id(value) not in objects:
-            faults.append(f"{name} has no place in docs/reference.")
+            faults.append(f"{name} has no place in docs/reference. Add ::: {name} to a page of docs/reference/api.")
         if not (value.__doc__ or "").strip():
             faults.append(f"{name} has no docstring.")
     return faults
