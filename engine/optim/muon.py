@@ -54,23 +54,23 @@ class Muon(_Muon):  # type: ignore[misc]
         return loss
 
     def _step_sharded(self, parts: list[tuple[Any, Any, Any]], options: dict[str, Any]) -> None:
-        from torch.optim._muon import muon
+        """Take the step of `torch.optim.Muon`, whose results these are bit for bit: the same operations in order."""
+        from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
         updates = []
         for _, gradient, buffer in parts:
             buffer.lerp_(gradient, 1 - options["momentum"])
             update = gradient.lerp(buffer, options["momentum"]) if options["nesterov"] else buffer
             updates.append(update.bfloat16())
-        dtype = torch.promote_types(parts[0][0].dtype, torch.float32)
-        alone = {**options, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
 
-        def compute_change(update: Tensor) -> Tensor:
-            change = torch.zeros(update.shape, dtype=dtype, device=update.device)
-            muon([change], [update], [update], **alone)
-            return change
+        def orthogonalize(update: Tensor) -> Tensor:
+            return _zeropower_via_newtonschulz(
+                update, *(options[name] for name in ("ns_coefficients", "ns_steps", "eps"))
+            )
 
-        for (matrix, *_), change in zip(parts, map_whole(compute_change, updates, dtype), strict=True):
-            matrix.mul_(1 - options["lr"] * options["weight_decay"]).add_(change)
+        for (matrix, *_), update in zip(parts, map_whole(orthogonalize, updates, torch.bfloat16), strict=True):
+            matrix.mul_(1 - options["lr"] * options["weight_decay"])
+            matrix.add_(update, alpha=-_adjust_lr(options["lr"], options["adjust_lr_fn"], matrix.shape))
 
 
 def muon_with_adamw(
