@@ -92,13 +92,13 @@ def is_rocm_available() -> bool:
 
 
 def is_weights_only_available() -> bool:
-    """Return whether torch is 2.4 or later."""
-    return is_torch_version(">=", "2.4.0")
+    """Return True: every supported torch has it."""
+    return True
 
 
 def is_pippy_available() -> bool:
-    """Return whether torch has ``torch.distributed.pipelining``."""
-    return is_torch_version(">=", "2.4.0")
+    """Return True: every supported torch has ``torch.distributed.pipelining``."""
+    return True
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:

@@ -40,7 +40,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     text = read_text(error)
     if not any(words in text for words in _WORDS):
         return False
-    # A subclass may be the user's own. Torch's are AcceleratorError (since torch 2.8) and NCCL's DistBackendError.
+    # A subclass may be the user's own. Torch's are AcceleratorError and NCCL's DistBackendError.
     kind = type(error)
     return kind is RuntimeError or (issubclass(kind, RuntimeError) and kind.__module__.startswith("torch"))
 

@@ -15,13 +15,12 @@ from ...common.messages import announce, format_count
 from ...strategies import repeated_blocks
 from ...strategies.distributed import is_sharded, map_whole, strip_compile_prefix
 
-_Muon: Any = getattr(torch.optim, "Muon", Optimizer)
 # Embeddings, heads and tables of biases under the names that libraries give them: "wte", "lm_head", "pos_embed" ...
 _OTHER = re.compile(r"(^|[._])(\w*embed\w*|wte|wpe|head|classifier|score|\w*bias\w*)(\.|$)")
 _OPTIONS = ("weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn")
 
 
-class Muon(_Muon):  # type: ignore[misc]
+class Muon(torch.optim.Muon):
     """`torch.optim.Muon`, with which processes take turns at matrices that FSDP shards.
 
     torch's own step is also correct for sharded matrices, but communicates in each of its Newton-Schulz iterations, ten
@@ -104,7 +103,6 @@ def muon_with_adamw(
         adamw_options: Further arguments of `torch.optim.AdamW`, such as ``{"betas": (0.9, 0.95)}``.
 
     Raises:
-        RuntimeError: If torch is older than 2.9, which has no Muon.
         ValueError: If the module has no hidden matrix that is trained, or if a name in ``adamw`` matches nothing.
 
     Examples:
@@ -116,8 +114,6 @@ def muon_with_adamw(
         >>> [tuple(matrix.shape) for matrix in muon.param_groups[0]["params"]]
         [(32, 8), (8, 32)]
     """
-    if _Muon is Optimizer:
-        raise RuntimeError(f"Muon needs torch 2.9 or newer, but this is torch {torch.__version__}. Upgrade torch.")
     matrices, others = split_parameters(module, patterns := list(adamw))
     if not matrices and not patterns:
         raise ValueError(f"{type(module).__name__} has no hidden matrix that is trained. Use torch.optim.AdamW.")

@@ -364,12 +364,6 @@ def preemptible(
     accumulation: Accumulation, watchdog: Watchdog | None, grace: Any, interrupts: bool
 ) -> Iterator[Preemption]:
     """Return a context that handles signals in a user-defined loop; see `Accelerator.preemptible`."""
-    if accumulation.world.size > 1 and watchdog is None:
-        raise ValueError(
-            f"preemptible() with {accumulation.world.size} processes needs a process group with a TCP store, or "
-            f"torch 2.8 or newer. This is torch {torch.__version__}, and the script created the group with another "
-            "store. Upgrade torch, or let the Accelerator create the group."
-        )
     seconds = None if grace is None else parse_duration("grace", grace).total_seconds()
     preemption = Preemption(accumulation, watchdog, seconds)
     with preemption.watching(), preemption.catching_interrupts() if interrupts else nullcontext():

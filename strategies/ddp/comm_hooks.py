@@ -30,8 +30,7 @@ class CommHook:
         self.hook = None if self.hook == "no" else self.hook
         self.wrapper = None if self.wrapper == "no" else self.wrapper
         if self.hook == "batched_power_sgd" or getattr(self.hook, "__name__", "") == "batched_powerSGD_hook":
-            # Since pytorch/pytorch#75157, observed in 2.6 and 2.13: torch passes 2-d matrices to a function for 3-d
-            # ones.
+            # Since pytorch/pytorch#75157, observed in 2.13: torch passes 2-d matrices to a function for 3-d ones.
             raise ValueError(
                 "comm_hook='batched_power_sgd' is broken in torch: it raises an AssertionError in its first compressed "
                 "step. Use comm_hook='power_sgd'."

@@ -63,7 +63,7 @@ def connect(
         # gloo is kept beside nccl, so that objects and host tensors are exchanged without the GPU.
         if backend in (None, "nccl"):
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        # Its functions have the current group as default argument, whose sockets stay open (torch 2.6 to 2.13).
+        # Its functions have the current group as default argument, whose sockets stay open (torch 2.9 to 2.13).
         import torch.distributed.nn.functional  # noqa: F401
 
         launched = LaunchEnvironment.read()
@@ -130,10 +130,9 @@ def let_segments_grow() -> None:
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
     """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the name before torch 2.9
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the old name, which torch still reads
     if sys.platform == "linux" and not torch.cuda.is_initialized() and not any(name in os.environ for name in names):
-        is_new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
-        os.environ[names[0] if is_new else names[1]] = "expandable_segments:True"
+        os.environ[names[0]] = "expandable_segments:True"
 
 
 def make_communicators(device: torch.device) -> None:
@@ -307,8 +306,7 @@ def await_gloo_threads(limit: float = 1.0, looks: int = 3) -> None:
     """Wait until gloo's threads are idle, for at most ``limit`` seconds. Does nothing without ``/proc``.
 
     The threads must be idle in ``looks`` consecutive checks. A thread that is not idle may need the GIL to release a
-    tensor. In this case, torch 2.6 may wait forever when it destroys the group, and torch 2.13 may abort when the
-    interpreter exits.
+    tensor. In this case, torch may abort when the interpreter exits (2.13).
     """
     tasks = Path("/proc/self/task")
     deadline, at_rest = time.monotonic() + limit, 0
@@ -317,6 +315,6 @@ def await_gloo_threads(limit: float = 1.0, looks: int = 3) -> None:
         mine = str(threading.get_native_id())
         name, _ = read_stat(tasks / mine)
         others = [read_stat(task) for task in tasks.iterdir() if task.name != mine]
-        # In torch 2.6 gloo's threads have the name of the thread that started them. "R": running or ready to run.
+        # In torch 2.9 gloo's threads have the name of the thread that started them. "R": running or ready to run.
         states = [fields[:1] for other, fields in others if "gloo" in other or other == name]
         at_rest = 0 if ["R"] in states else at_rest + 1

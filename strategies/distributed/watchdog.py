@@ -29,12 +29,10 @@ import signal
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ...common.messages import write_stderr
@@ -387,10 +385,7 @@ def watch(world: World, limit: float | None) -> Watchdog | None:
     wait for others.
 
     Returns:
-        The watchdog; None if there is nothing to watch, or if the store supports no watchdog and ``limit`` is None.
-
-    Raises:
-        ValueError: If ``limit`` is set and the store supports no watchdog.
+        The watchdog; None if there is nothing to watch.
     """
     strict = limit is not None
     if world.size > 1 and dist.get_backend() == "fake":
@@ -407,16 +402,7 @@ def watch(world: World, limit: float | None) -> Watchdog | None:
     if world.size == 1 and not strict:
         return None
     dismiss()
-    store = _connect(world) if world.size > 1 else None
-    if world.size > 1 and store is None:
-        if strict:
-            raise ValueError(
-                f"timeout=... with {world.size} processes needs torch 2.8 or newer, or a process group with a "
-                f"TCPStore, but this is torch {torch.__version__}, and the script created the group with another "
-                "store. Upgrade torch, create the group with a TCPStore, or remove timeout. Collectives have a "
-                "separate limit, InitProcessGroupKwargs(timeout=...)."
-            )
-        return None
+    store = _connect() if world.size > 1 else None
     process_group.on_disconnect(dismiss)
     _current.append(Watchdog(world, limit, strict, store))
     return _current[0]
@@ -429,21 +415,10 @@ def dismiss() -> None:
     _current.clear()
 
 
-def _connect(world: World) -> dist.Store | None:
-    """Return a separate connection to the process group's store, or None if the store does not support this.
-
-    Other threads would block a shared connection.
-    """
-    base: Any = dist.distributed_c10d._get_default_store()  # private, but present in torch from 1.x to 2.13
-    server = base
-    while isinstance(server, dist.PrefixStore):
-        server = server.underlying_store
-    if not isinstance(server, dist.TCPStore):
-        return dist.PrefixStore("treadle watchdog", base.clone()) if hasattr(base, "clone") else None
-    # Not with `Store.clone`, which exists only since torch 2.8. The name separates process groups, like the prefixes.
-    name = base.compare_set("name of the watchdogs", "", uuid.uuid4().hex).decode()
-    connection = dist.TCPStore(server.host, server.port, is_master=False, timeout=world.timeout, wait_for_workers=False)
-    return dist.PrefixStore(f"treadle watchdog {name}", connection)
+def _connect() -> dist.Store:
+    """Return a separate connection to the process group's store, because other threads would block a shared one."""
+    base: Any = dist.distributed_c10d._get_default_store()  # private, but present in torch from 1.x to 2.14
+    return dist.PrefixStore("treadle watchdog", base.clone())
 
 
 def _kill(pid: int) -> None:

@@ -149,7 +149,6 @@ class FSDP(Strategy):
     def attach(self, world: World, precision: Precision) -> None:
         """See `Strategy.attach`."""
         super().attach(world, precision)
-        check_device(world.device)
         self.device_mesh = self._mesh = self.layout.mesh(world)
         self._data_world = self.layout.data_world(world)
         if world.device.type == "cuda":
@@ -565,11 +564,6 @@ class FSDP(Strategy):
 
     def wrap_without_values(self, module: nn.Module) -> nn.Module:
         """See `Strategy.wrap_without_values`."""
-        if not hasattr(torch.cpu.Stream, "record_event"):
-            raise ValueError(
-                f"a plan of strategy='fsdp' needs torch 2.7 or newer, but this is torch {torch.__version__}. Upgrade "
-                "torch."
-            )
         if self.cpu_offload:
             raise ValueError(
                 "FSDP(cpu_offload=True) is not supported in a plan, which ignores host memory. Remove cpu_offload for "
@@ -650,14 +644,6 @@ def _cut(value: Any, before: Tensor, after: Tensor, world: World) -> Any:
         )
     whole = value.to(after.device, copy=True).contiguous()
     return cut_like(world.broadcast_tensor(whole), after)
-
-
-def check_device(device: torch.device) -> None:
-    """Check that ``fully_shard`` of the installed torch supports a device."""
-    if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
-        raise ValueError(
-            f"strategy='fsdp' on CPU needs torch 2.7 or newer, but this is torch {torch.__version__}. Upgrade torch."
-        )
 
 
 def check_parameters(module: nn.Module, blocks: list[nn.Module], storage: torch.dtype | None) -> None:

@@ -144,4 +144,4 @@ def _list_products() -> list[Any]:
         "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
     )  # fmt: skip
-    return [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
+    return [getattr(torch.ops.aten, name).default for name in names]

@@ -189,7 +189,7 @@ def iterate_groups_of(part: Any) -> Iterator[tuple[Any, Any]]:
     if get_state is not None:
         state = get_state()
         groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # older versions (2.6) have one group each
+        if groups is None:  # in torch 2.9, each has at most one
             groups = [group for group in (state._fsdp_param_group,) if group is not None]
         for group in groups:
             yield state, group

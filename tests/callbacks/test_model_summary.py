@@ -63,7 +63,6 @@ def sharded(root):
     return found
 
 
-@pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="this torch can not shard on CPU (2.6)")
 def test_a_sharded_model(tmp_path):
     first, second = run(sharded, 2, str(tmp_path))
     assert second == []

@@ -28,10 +28,6 @@ from treadle.compat.utils.fsdp_utils import (
 from treadle import Accelerator
 from treadle.utils import FullyShardedDataParallelPlugin
 
-can_shard = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch can not shard on CPU (2.6)"
-)
-
 
 def build(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
@@ -108,7 +104,6 @@ def list_saved_names(folder: str) -> list[list[str]]:
     return found
 
 
-@can_shard
 def test_only_trainable_parameters(tmp_path: Path) -> None:
     parameters = ["1.bias", "1.weight", "2.bias", "2.weight"]
     buffers = ["1.num_batches_tracked", "1.running_mean", "1.running_var"]
@@ -119,7 +114,6 @@ def test_only_trainable_parameters(tmp_path: Path) -> None:
         assert optimizer_shards == [f"optimizer.state.{name}.momentum_buffer" for name in parameters]
 
 
-@can_shard
 @pytest.mark.parametrize(
     ("version", "files"),
     [
@@ -168,7 +162,6 @@ def load_without_a_weight(folder: str) -> list[str]:
     return errors
 
 
-@can_shard
 def test_an_error_of_rank_zero_ends_the_call_on_every_rank(tmp_path: Path) -> None:
     first, second = run(load_without_a_weight, 2, str(tmp_path))
     assert first == ["ValueError", "FileNotFoundError", "ValueError", "ValueError"]

@@ -10,10 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from treadle.compat.inspection import grad_norm
 
-can_shard = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch can not shard on CPU (2.6)"
-)
-
 
 def measure(sharded: bool, order: float | str) -> dict[str, float]:
     """The norms of a model whose first layer is sharded, if any."""
@@ -28,7 +24,6 @@ def measure(sharded: bool, order: float | str) -> dict[str, float]:
     return {name: norm.item() for name, norm in norms.items()}
 
 
-@can_shard
 @pytest.mark.parametrize("order", [2, "inf"])
 def test_sharded_gradients_beside_whole_ones(order: float | str) -> None:
     expected = measure(False, order)

@@ -14,7 +14,7 @@ from treadle.strategies import FSDP
 
 import treadle
 
-pytest.importorskip("torchao", reason="needs torchao")
+pytest.importorskip("torchao", reason="needs torchao, whose 0.18 can't be imported with torch 2.9")
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchao's own, of the tensors it makes
 
 WIDTH = 64
@@ -145,8 +145,6 @@ def test_float8_trains_nearly_as_bfloat16_does(strategy):
     task, other = Task(), Task()
     names = list(task.state_dict())
     strategies = {"single": "single", "fsdp": FSDP(auto_wrap_policy={nn.Linear})}
-    if strategy == "fsdp" and not hasattr(torch.cpu.Stream, "record_event"):
-        pytest.skip("this torch can not shard on CPU (2.6)")
     fit(task, precision="float8", strategy=strategies[strategy])
     fit(other, precision="bf16-mixed")
     assert [type(layer).__name__ for layer in task.net][::2] == (

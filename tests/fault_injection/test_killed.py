@@ -607,7 +607,6 @@ def kill_one_of_two(root, aside, share):
     return seen
 
 
-@pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="needs FSDP on CPU: torch 2.7")
 @pytest.mark.parametrize("share", [pytest.param(4, id="some"), pytest.param(None, id="all", marks=pytest.mark.slow)])
 def test_one_of_two_processes_killed(tmp_path, aside, share):
     ranks = run(kill_one_of_two, 2, tmp_path / "run", aside, share, timeout=1200 if share is None else 100)

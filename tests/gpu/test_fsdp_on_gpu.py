@@ -9,8 +9,6 @@ from treadle.strategies import FSDP
 
 import treadle
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="this torch can not shard on CPU")
-
 
 def trained(strategy, root=None, **flags):
     treadle.seed_everything(0)

@@ -4,15 +4,10 @@ import copy
 import functools
 
 import pytest
-import torch
 from support.sharded_models import Block, Net, names
 from torch import nn
 from torch.distributed.fsdp import wrap
 from treadle.strategies.wrap_policy import chosen_blocks
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch can not shard on CPU (2.6)"
-)
 
 
 def test_policies():

@@ -29,7 +29,6 @@ def sharded_part(folder):
     return whole["weight"], whole["bias"]
 
 
-@pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="needs FSDP on CPU: torch 2.7")
 def test_a_part_may_be_sharded(tmp_path):
     weight, bias = run(sharded_part, 2, str(tmp_path))[0]
     found = read_part(tmp_path / "c", "average")

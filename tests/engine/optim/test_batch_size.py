@@ -28,7 +28,7 @@ import treadle
         (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear"), True),
         (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"), True),
         (RuntimeError("CUDA error: out of memory"), True),
-        (getattr(torch, "AcceleratorError", RuntimeError)("CUDA error: out of memory"), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), True),
         (torch.distributed.DistBackendError("NCCL error: Cuda failure 'out of memory'"), True),
         (NotImplementedError("out of memory"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),

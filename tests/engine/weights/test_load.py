@@ -143,12 +143,7 @@ def load_prepared(strategy, path, expected):
     return sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
 
 
-NO_SHARDS = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch can not shard on CPU (2.6)"
-)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=NO_SHARDS)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
     "kind", [pytest.param("torch", marks=pytest.mark.slow), pytest.param("shards", marks=pytest.mark.slow), "treadle"]
 )

@@ -1,12 +1,5 @@
 """Sharded tensors and their random numbers."""
 
-import pytest
-import torch
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch can not shard on CPU (2.6)"
-)
-
 
 def test_each_gpu_goes_on_from_its_own_random_numbers(monkeypatch):
     from torch.distributed.tensor import _random

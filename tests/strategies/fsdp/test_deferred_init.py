@@ -12,10 +12,6 @@ from treadle.strategies.fsdp.deferred_init import Tape
 
 import treadle
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch can not shard on CPU (2.6)"
-)
-
 
 def test_a_model_built_late_is_the_one_built_at_once():
     """The reference draws in float64, as the trainer asks for, so the two differ where the format is another."""

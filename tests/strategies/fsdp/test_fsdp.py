@@ -22,10 +22,6 @@ from treadle.strategies.fsdp.deferred_init import Tape
 
 import treadle
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch can not shard on CPU (2.6)"
-)
-
 
 class Task(treadle.TaskModule):
     def __init__(self, late=False, frozen=False):

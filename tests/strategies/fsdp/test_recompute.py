@@ -16,9 +16,6 @@ from treadle.strategies import FSDP, Recompute
 
 import treadle
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch can not shard on CPU (2.6)"
-)
 mm = torch.ops.aten.mm.default
 
 

@@ -116,7 +116,6 @@ def test_a_chunked_loss_has_no_logits(precision, own, strategy, monkeypatch):
     assert chunked.flops - plain.flops == product * recomputes
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
 def test_processes_take_turns_at_the_matrices_of_muon():
     from treadle.engine.optim.muon import Muon
     from treadle.tools.plan.simulation import simulate
