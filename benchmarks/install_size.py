@@ -1,6 +1,6 @@
 """What an installation adds to an environment that has torch: seconds, megabytes, packages.
 
-    make install-size                            builds the wheel and prints a table; pip's cache is filled by a first round
+    make install-size                            builds the wheel and prints a table
 
 Each library is installed into a fresh environment with torch (CPU), in which pip has been run once.
 """

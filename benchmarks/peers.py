@@ -3,9 +3,9 @@
     make bench-peers                             makes the environment with their newest releases, and runs this
     .venv-bench/bin/python benchmarks/peers.py --only "SIGTERM"
 
-A program of `benchmarks/peers` shows each row. It is run once per library, in a fresh process and a fresh folder, and gives
-the cell and what was seen. The exit status is 1 if a cell of README differs. A run of all rows also writes the section of
-RESULTS.md.
+A program of `benchmarks/peers` shows each row. It is run once per library, in a fresh process and a fresh folder, and
+gives the cell and what was seen. The exit status is 1 if a cell of README differs. A run of all rows also writes
+the section of RESULTS.md.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ def write_section(versions: str, found: dict[str, list[tuple[str, str]]]) -> Non
     lines = [START, f"`make bench-peers`, {datetime.date.today():%d %B %Y}; {versions}.", ""]
     for row, cells in found.items():
         lines += [f"**{row}** (`{' '.join(ROWS[row])}`)", "", "| | cell | seen |", "|---|---|---|"]
-        lines += [f"| {name} | {cell} | {' '.join(seen.split())} |" for name, (cell, seen) in zip(LIBRARIES, cells, strict=True)]
+        lines += [
+            f"| {name} | {cell} | {' '.join(seen.split())} |"
+            for name, (cell, seen) in zip(LIBRARIES, cells, strict=True)
+        ]
         lines += [""]
     before, _, after = RESULTS.read_text().partition(START)
     rest = after.partition("\n## ")[2]

@@ -1,10 +1,11 @@
-"""A partial accumulation group at the end of an epoch: 5 batches in groups of 4, beside a loop that averages each group."""
+"""A partial accumulation group at the end of an epoch: 5 batches in groups of 4, beside plain loops."""
 
 from __future__ import annotations
 
 from types import ModuleType
 
 import torch
+
 from common import Found, Model, Samples, load, make_hf_trainer, make_task, make_trainer, report
 
 BATCH, GROUP = 2, 4
@@ -29,7 +30,10 @@ def judge(model: Model) -> Found:
     for cell, weights in apart.items():
         if torch.allclose(model.weights(), weights, rtol=0, atol=1e-6):
             return cell, "the weights are those of a hand-written loop that does so"
-    return "neither", f"weights differ from both loops: {[float((model.weights() - w).abs().max()) for w in apart.values()]}"
+    return (
+        "neither",
+        f"weights differ from both loops: {[float((model.weights() - w).abs().max()) for w in apart.values()]}",
+    )
 
 
 def trainer(L: ModuleType) -> Found:

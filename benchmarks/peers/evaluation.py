@@ -1,4 +1,4 @@
-"""Evaluation of 5 samples on two processes, batch size 2: which samples each rank sees, the mean loss, the predictions."""
+"""Evaluation of 5 samples on two processes, batch size 2: samples per rank, mean loss, predictions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from types import ModuleType
 
 import torch
+
 from common import (
     Found,
     Model,

@@ -7,6 +7,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
+
 from common import (
     Found,
     Model,
@@ -21,7 +23,6 @@ from common import (
     report,
     write_rank,
 )
-from torch import nn
 
 ALL = sum(value.numel() for value in Model().parameters())
 
@@ -57,7 +58,9 @@ def loop(A: ModuleType) -> None:
 
 
 def train() -> None:
-    trainer = make_hf_trainer(Model(), Samples(8), {"fsdp": "full_shard", "max_steps": 2, "per_device_train_batch_size": 2})
+    trainer = make_hf_trainer(
+        Model(), Samples(8), {"fsdp": "full_shard", "max_steps": 2, "per_device_train_batch_size": 2}
+    )
     trainer.train()
     write_rank(trainer.args.process_index, count_local(trainer.model_wrapped))
 

@@ -1,7 +1,8 @@
 """Resume in the middle of an epoch: 2 epochs of 6 batches, saved at step 8, with dropout and shuffled data.
 
-Once with fixed samples and once with random transforms; the resumed run is compared with the uninterrupted one. Lightning
-is also tried with torchdata's dataloader, whose position it saves, and Accelerate with its sampler that is seeded by epoch.
+Once with fixed samples and once with random transforms; the resumed run is compared with the uninterrupted one.
+Lightning is also tried with torchdata's dataloader, whose position it saves, and Accelerate with its sampler that is
+seeded by epoch.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from common import Found, Model, Samples, count, load, make_hf_trainer, make_task, make_trainer, report
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
+
+from common import Found, Model, Samples, count, load, make_hf_trainer, make_task, make_trainer, report
 
 SAVED, STEPS, BATCH = 8, 12, 4
 
@@ -30,10 +32,16 @@ def both(run: Callable[[Samples, bool], tuple[Model, Model]], option: str | None
     """Judge a pair of runs with fixed samples, one with random transforms, and a pair with the option for resuming."""
     fixed, random = (judge(*run(Samples(22, random=random), False)) for random in (False, True))
     exact = fixed == "bit for bit" != random
-    cell, seen = "bit for bit, unless transforms are random" if exact else random, f"fixed samples: {fixed}; random transforms: {random}"
+    cell, seen = (
+        "bit for bit, unless transforms are random" if exact else random,
+        f"fixed samples: {fixed}; random transforms: {random}",
+    )
     if option:
         found = judge(*run(Samples(22), True))
-        cell, seen = cell if found == cell else f"{cell}; with {option}, {found}", f"{seen}; {option}, fixed samples: {found}"
+        cell, seen = (
+            cell if found == cell else f"{cell}; with {option}, {found}",
+            f"{seen}; {option}, fixed samples: {found}",
+        )
     return cell, seen
 
 
@@ -45,9 +53,15 @@ def trainer(L: ModuleType) -> Found:
     def fit(data: Samples, option: bool, folder: str, ckpt_path: str | None) -> Model:
         L.seed_everything(0)
         model = Model(dropout=0.5)
-        saves = ModelCheckpoint(folder, "step={step}", every_n_train_steps=SAVED, save_top_k=-1, auto_insert_metric_name=False)
+        saves = ModelCheckpoint(
+            folder, "step={step}", every_n_train_steps=SAVED, save_top_k=-1, auto_insert_metric_name=False
+        )
         fitted = make_trainer(L, [saves], max_epochs=2, enable_checkpointing=True)
-        fitted.fit(make_task(L, model), (StatefulDataLoader if option else DataLoader)(data, BATCH, shuffle=True), ckpt_path=ckpt_path)
+        fitted.fit(
+            make_task(L, model),
+            (StatefulDataLoader if option else DataLoader)(data, BATCH, shuffle=True),
+            ckpt_path=ckpt_path,
+        )
         return model
 
     def run(data: Samples, option: bool) -> tuple[Model, Model]:

@@ -1,4 +1,4 @@
-"""SIGTERM while a model trains, with the defaults: is a checkpoint of that step left, and with which status does it end?"""
+"""SIGTERM while a model trains, with the defaults: is a checkpoint left, and which exit status?"""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+
 from common import Found, Model, Samples, import_library, load, make_hf_trainer, make_task, make_trainer, report
 
 STEPS, STOPPED = 400, 5
@@ -48,7 +49,11 @@ def judge(api: str, folder: str = "default") -> tuple[str, str]:
     Path(folder).mkdir()
     command = [sys.executable, __file__, sys.argv[1], api]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
-    saved = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if "checkpoint" in path.name.lower() or path.suffix == ".ckpt")
+    saved = sorted(
+        str(path.relative_to(folder))
+        for path in Path(folder).rglob("*")
+        if "checkpoint" in path.name.lower() or path.suffix == ".ckpt"
+    )
     seen = f"exit status {done.returncode}, files: {', '.join(saved) or 'none'}"
     if done.returncode < 0:
         return "terminates" + (" after saving" if saved else " without saving"), seen

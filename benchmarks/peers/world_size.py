@@ -1,8 +1,8 @@
 """Resume with a different number of processes: 24 samples, saved by two processes at step 3, and resumed by one.
 
 Both jobs have batches of 2 per process. What the two processes saw before the save and what the one saw after it are
-counted: each sample of the epoch should occur once. A loop with Accelerate skips the samples that were used, and is also
-tried with the sampler that is seeded by epoch; Treadle's loader continues behind them.
+counted: each sample of the epoch should occur once. A loop with Accelerate skips the samples that were used, and is
+also tried with the sampler that is seeded by epoch; Treadle's loader continues behind them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from importlib import import_module
 from types import ModuleType
 
 import torch
+
 from common import (
     Found,
     Model,
@@ -51,7 +52,9 @@ def start(api: str) -> None:
 def fit(L: ModuleType, devices: int, ckpt_path: str | None = None) -> None:
     L.seed_everything(0)
     model, strategy = Model(), "ddp" if devices == 2 else "auto"
-    saves = import_module(f"{L.__name__}.callbacks").ModelCheckpoint(".", "two", every_n_train_steps=SAVED)
+    saves = import_module(f"{L.__name__}.callbacks").ModelCheckpoint(
+        ".", "{step}", every_n_train_steps=SAVED, save_top_k=-1
+    )
     flags = {"enable_checkpointing": True, "callbacks": [saves]} if devices == 2 else {}
     trainer = make_trainer(L, devices=devices, strategy=strategy, max_epochs=1, **flags)
     trainer.fit(make_task(L, model), load(Samples(LENGTH), BATCH, shuffle=True), ckpt_path=ckpt_path)
@@ -92,7 +95,7 @@ def resume(api: str) -> Found:
     if api == "hf":
         train(True)
     elif api == "trainer":
-        fit(import_library(sys.argv[1]), 1, "two.ckpt")
+        fit(import_library(sys.argv[1]), 1, f"step={SAVED}.ckpt")
     else:
         loop(import_library(sys.argv[1]), True, api == "seedable")
     return judge(sum((count(rank) for rank in read_ranks()), Counter()))
