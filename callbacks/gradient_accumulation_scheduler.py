@@ -77,10 +77,13 @@ class GradientAccumulationScheduler(Callback):
                 f"{type(self).__name__} has no effect with automatic_optimization=False. Remove the "
                 "callback, and decide in training_step when to call optimizer.step()."
             )
-        if trainer.accumulate_grad_batches != 1:
+        flag, value = "step_micro_batches", trainer.accelerator.step_micro_batches
+        if value is None and trainer.accumulate_grad_batches != 1:
+            flag, value = "accumulate_grad_batches", trainer.accumulate_grad_batches
+        if value is not None:
             raise ValueError(
-                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and {type(self).__name__} both "
-                "set the number of micro-batches per optimizer step. Remove one of them."
+                f"Trainer({flag}={value}) and {type(self).__name__} both set the number of micro-batches per optimizer "
+                "step. Remove one of them."
             )
         others = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler) and c is not self]
         if others:

@@ -42,6 +42,8 @@ class Comparison:
         hyperparameters: Recorded hyperparameters of the task and the data module whose values differ.
         environment: Versions, revision and hardware that differ.
         metrics: Last value of each metric that any run logged.
+        weights: Two of the steps at which all runs recorded a digest of their weights: the last one at which they are
+            equal, and the first one at which they differ. None if there is none.
         charts: Points of each curve, by the curve's name and then by the run's label.
         problems: A message for each file that cannot be read; its run is treated as if the file were empty.
     """
@@ -63,6 +65,7 @@ class Comparison:
         self.metrics = _tabulate(
             [{name: format_value(value) for name, value in sorted(run.metrics.items())} for run in self.runs]
         )
+        self.weights = self._compare_digests()
         self.charts = self._collect_charts()
 
     def to_json(self) -> dict[str, Any]:
@@ -74,6 +77,7 @@ class Comparison:
             "hyperparameters": self.hyperparameters,
             "environment": self.environment,
             "metrics": self.metrics,
+            "weights": dict(zip(("equal_until", "differ_at"), self.weights, strict=True)),
             "charts": {
                 metric: {
                     label: {"steps": list(steps), "values": list(values)} for label, (steps, values) in lines.items()
@@ -93,6 +97,16 @@ class Comparison:
                 self.problems.append(f"{label}: {error}")
                 contents.append({})
         return contents
+
+    def _compare_digests(self) -> tuple[int | None, int | None]:
+        columns = [run.facts.get("digests", {}) for run in self.runs]
+        steps = sorted(int(step) for step in set.intersection(*map(set, columns)) if step.isdecimal())
+        equal = None
+        for step in steps:
+            if len({column[str(step)] for column in columns}) > 1:
+                return equal, step
+            equal = step
+        return equal, None
 
     def _collect_charts(self) -> dict[str, dict[str, Points]]:
         charts: dict[str, dict[str, Points]] = {}

@@ -18,7 +18,14 @@ from torch.utils.hooks import RemovableHandle
 
 from ..common.messages import format_count, name_type, warn
 from ..common.remote_path import AnyPath
-from ..strategies import ParallelismConfig, Strategy, choose_strategy, open_world, report_uncaught, resolve_devices
+from ..strategies import (
+    ParallelismConfig,
+    Strategy,
+    choose_strategy,
+    open_world,
+    report_uncaught,
+    resolve_devices,
+)
 from ..strategies.distributed import SHARD, TENSOR, Devices, Watchdog, name_phase, watch
 from . import configuration
 from .checkpoint import Checkpointer, Job, OpenCheckpoint
@@ -51,6 +58,7 @@ from .profilers import profile
 from .quantization import convert_to_float8
 from .rank_consistency import check_loaders_match, check_model_matches, check_values_match
 from .rng import RandomStream
+from .run_environment import warn_if_kernels_differ
 from .trackers import GeneralTracker, Trackers, tracker_sources
 
 # Lists that public code reads although they are private in Accelerate.
@@ -134,6 +142,10 @@ class Accelerator(Prepared):
             `end_training`. ``"skip"`` skips the step, and makes the host wait for the device in every step.
             ``"ignore"`` does not check gradients. In mixed float16 precision, the loss scaler skips steps with
             non-finite gradients under every policy. Default: ``"raise"``.
+        step_micro_batches: Number of micro-batches per optimizer step over all processes, a power of two. Each has the
+            dataloader's ``batch_size``, draws its own random numbers, and is added in a fixed order, so weights and
+            losses have the same bits on any number of processes up to this one. Default: None, which does not fix
+            them.
         unknown: Any other argument raises a TypeError.
 
     Attributes:
@@ -200,6 +212,7 @@ class Accelerator(Prepared):
         spread: bool = False,
         timeout: Any = None,
         on_nonfinite: str = "raise",
+        step_micro_batches: int | None = None,
         **unknown: Any,
     ) -> None:
         configuration.refuse(
@@ -225,13 +238,13 @@ class Accelerator(Prepared):
         world = open_world(kind, devices, num_nodes, spread=spread, **configuration.merge_group(group, strategy))
         chosen = choose_strategy(strategy, world, fsdp_plugin, parallelism_config, handlers["replicas"])
         chosen.attach(world, precision)
-        precision.warn_if_emulated(world.device)
         scaler = configuration.build_scaler(handlers["scaler"], precision, world.device)
-        super().__init__(chosen, precision, mixed_precision, project, plugin, scaler)
+        super().__init__(chosen, precision, mixed_precision, project, plugin, scaler, step_micro_batches)
         self._begin(Trackers(world, sources), watch(world, limit))
 
     def _begin(self, trackers: Trackers, watchdog: Watchdog | None) -> None:
         report_uncaught()
+        self.precision.warn_if_emulated(self.device)
         self.watchdog = watchdog
         self._compared = False
         self._trained: dict[int, frozenset[int]] = {}  # by model, the parameters that it was wrapped to train
@@ -377,9 +390,19 @@ class Accelerator(Prepared):
             ValueError: If settings differ. Every rank raises the error.
         """
         if not self._compared:
+            if self._tree is not None:
+                warn_if_kernels_differ(self.world)
             values = self._collect_settings() if settings is None else settings
             check_values_match("the ranks are configured differently", values, self.world)
             self._compared = True
+
+    def record_weights(self) -> str:
+        """Record a digest of the parameters at the current step, and return it. Must be called on all processes.
+
+        ``treadle runs compare`` finds the first step at which the digests of two runs differ. Checkpoints call this
+        method if ``step_micro_batches`` is set.
+        """
+        return self.checkpointer.record_weights()
 
     def _collect_settings(self) -> dict[str, Any]:
         return {
@@ -392,6 +415,7 @@ class Accelerator(Prepared):
             "split_batches": self.split_batches,
             "use_seedable_sampler": self.use_seedable_sampler,
             "on_nonfinite": self.on_nonfinite,
+            "step_micro_batches": self.step_micro_batches,
         }
 
     def _check_device(self, model: nn.Module) -> None:
@@ -465,6 +489,7 @@ class Accelerator(Prepared):
         shard: bool = True,
         evaluation: bool = False,
         move: Callable[[Any], Any] | None = None,
+        in_tree: bool = True,
     ) -> Loader:
         """Shard a dataloader over the processes.
 
@@ -474,6 +499,7 @@ class Accelerator(Prepared):
             shard: If False, each process gets all batches of its own dataloader. Default: True.
             evaluation: Do not group batches for gradient accumulation; see `Loader`. Default: False.
             move: Function to apply to each batch instead of moving it to the device.
+            in_tree: Assign whole batches to processes if ``step_micro_batches`` is set. Default: True.
 
         Returns:
             The prepared dataloader.
@@ -484,8 +510,7 @@ class Accelerator(Prepared):
         """
         if isinstance(loader, Loader):
             return loader
-        # The loader is from prepare_data_loader, without an Accelerator.
-        if getattr(type(loader), "is_sharded", False):
+        if getattr(type(loader), "is_sharded", False):  # by the function prepare_data_loader, without an Accelerator
             raise TypeError(
                 f"prepare got {name_type(loader)}, which is already sharded over the processes. Pass the "
                 f"original DataLoader, or use the {type(loader).__name__} without preparing it."
@@ -493,8 +518,6 @@ class Accelerator(Prepared):
         if self.stream is None:
             self.compare_settings()
             self.rng.start(self.dataloader_config.data_seed)
-        stream = self.stream
-        assert stream is not None
         if move is None and (self.device_placement if device_placement is None else device_placement):
             move = choose_mover(self.device, self.precision)
         if self.use_seedable_sampler:
@@ -503,13 +526,14 @@ class Accelerator(Prepared):
             loader,
             world=self.data_world,
             cursor=self.cursor,
-            stream=stream,
+            stream=self.stream,  # type: ignore[arg-type]  # it has started
             accumulate=self.accumulation.loader_group_size,
             shard=shard,
             evaluation=evaluation,
             move=move,
             split=self.split_batches and shard,
             on_begin=self.rng.draw_apart,
+            tree=self._tree if in_tree else None,
         )
         if shard:
             check_loaders_match(loader.flattened if isinstance(loader, CombinedLoader) else [loader], self.data_world)
@@ -566,6 +590,7 @@ class Accelerator(Prepared):
             ...         optimizer.step()
             ...         optimizer.zero_grad()
         """
+        configuration.refuse_in_tree("join_uneven_inputs", self.step_micro_batches)
         return join_uneven_inputs(self.accumulation, self.schedulers, joinables, even_batches)
 
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[Any]:
@@ -689,6 +714,7 @@ class Accelerator(Prepared):
         Raises:
             ValueError: If ``static_graph`` of `DDP` is set and no backward pass has reduced gradients yet.
         """
+        configuration.refuse_in_tree("no_sync", self.step_micro_batches)
         return self.strategy.no_sync(model)  # type: ignore[no-any-return]
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -700,6 +726,7 @@ class Accelerator(Prepared):
         Raises:
             ValueError: If ``static_graph`` or ``find_unused_parameters`` of `DDP` is set.
         """
+        configuration.refuse_in_tree("trigger_sync_in_backward", self.step_micro_batches)
         return self.strategy.sync_in_backward(model)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
@@ -1210,6 +1237,7 @@ class Accelerator(Prepared):
             prepared.clear()  # type: ignore[attr-defined]
         self.cursor.micro = self.rng.stream = None
         self._compared = False
+        self.weight_digests.clear()
         self.loop_check.reset()
         self._trained.clear()
         self.checkpointer.forget_prepared()

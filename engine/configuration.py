@@ -657,6 +657,29 @@ def resolve_accumulation(plugin: GradientAccumulationPlugin | None, steps: int) 
     return plugin
 
 
+def check_tree_settings(plugin: GradientAccumulationPlugin, leaves: int) -> None:
+    """Raise a ValueError if settings of gradient accumulation contradict ``step_micro_batches``."""
+    settings = {
+        f"gradient_accumulation_steps={plugin.num_steps}": plugin.num_steps != 1,
+        "sync_with_dataloader=False": not plugin.sync_with_dataloader,
+        "sync_each_batch=True": plugin.sync_each_batch,
+    }
+    for setting in (name for name, clashes in settings.items() if clashes):
+        raise ValueError(
+            f"step_micro_batches={leaves} can't be combined with {setting}, because it determines how many batches "
+            "each process accumulates. Remove one of them."
+        )
+
+
+def refuse_in_tree(name: str, leaves: int | None) -> None:
+    """Raise a ValueError if ``step_micro_batches`` is set, for what decides when or how gradients are reduced."""
+    if leaves is not None:
+        raise ValueError(
+            f"{name} can't be used with step_micro_batches={leaves}, which determines when and in which order the "
+            "gradients of all processes are added. Remove one of them."
+        )
+
+
 def resolve_compilation(plugin: TorchDynamoPlugin | None, backend: Any) -> TorchDynamoPlugin:
     """Return ``plugin``, or the settings for ``backend``. Raise a ValueError if they are invalid."""
     check_optional_type("dynamo_plugin", plugin, TorchDynamoPlugin)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from ..common.messages import format_count
 from ..strategies import describe_kind
@@ -215,3 +216,16 @@ def evaluation_mode(module: nn.Module, enter: Callable[[], Any] | None = None) -
     finally:
         for part, training in modes.items():
             part.training = training
+
+
+def refuse_batch_norm(models: Iterable[nn.Module]) -> None:
+    """Raise a ValueError if a layer in training mode tracks statistics, which can't be combined with a `FixedTree`."""
+    for model in models:
+        for name, module in model.named_modules():
+            tracks = isinstance(module, _NormBase) and module.track_running_stats
+            if module.training and (tracks or isinstance(module, nn.SyncBatchNorm)):
+                raise ValueError(
+                    f"step_micro_batches can't be combined with {type(module).__name__} in training mode ({name}), "
+                    "whose statistics depend on the micro-batches that a process has computed before. Use GroupNorm or "
+                    "LayerNorm, or call eval() of the layer after train()."
+                )

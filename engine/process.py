@@ -11,11 +11,11 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
-from ..strategies import Precision, Strategy, World, apply_nested
+from ..strategies import FixedTree, Precision, Strategy, World, apply_nested
 from ..strategies.distributed import DistributedType, backend_of, disconnect, distributed_type
 from . import collectives
 from .collectives import split
-from .configuration import GradientAccumulationPlugin, ProjectConfiguration
+from .configuration import GradientAccumulationPlugin, ProjectConfiguration, check_tree_settings
 from .data import Cursor, Loader
 from .optim import Accumulation, BuiltSchedule, PreparedOptimizer
 from .rng import RunRng
@@ -364,8 +364,10 @@ class Prepared(Process):
         project: Settings for the run's directories and checkpoints.
         plugin: Settings for gradient accumulation.
         scaler: Loss scaler, or None.
+        step_micro_batches: See `Accelerator`. Default: None.
 
     Attributes:
+        weight_digests: The recorded digests of the weights, by optimizer step.
         models, optimizers, schedulers, loaders: The prepared objects, in the order of preparation.
         schedules_built: The schedulers, with the arguments that they were built with.
         accumulation: The counter of micro-batches and optimizer steps.
@@ -382,6 +384,7 @@ class Prepared(Process):
         project: ProjectConfiguration,
         plugin: GradientAccumulationPlugin,
         scaler: torch.amp.GradScaler | None,
+        step_micro_batches: int | None = None,
     ) -> None:
         super().__init__(strategy.world, strategy.data_world)
         self.strategy, self.precision, self.mixed_precision = strategy, precision, mixed_precision
@@ -392,10 +395,16 @@ class Prepared(Process):
         self.schedules_built: list[BuiltSchedule] = []
         self.loaders: list[Loader] = []
         strategy.prepared = self.models, self.optimizers
-        self.rng = RunRng(self.world, strategy)
+        self.step_micro_batches = step_micro_batches
+        self.weight_digests: dict[int, str] = {}
+        self._tree = None if step_micro_batches is None else FixedTree(step_micro_batches, self.world.size)
+        self.rng = RunRng(self.world, strategy, keyed=self._tree is not None)
         self.accumulation = Accumulation(
             plugin, self.world, strategy, scaler, self.cursor, self.models, self.optimizers
         )
+        if self._tree is not None:
+            check_tree_settings(plugin, self._tree.leaves)
+            self.accumulation.add_in_tree(self._tree)
         self.registered: dict[str, Any] = {}
         self.save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self.load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()

@@ -194,6 +194,25 @@ def seed_from(state: State, purpose: int | str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
+def seed_at(epoch_seed: int, position: int) -> int:
+    """Return a 32-bit seed for the micro-batch that begins at a position in an epoch with this seed."""
+    return int.from_bytes(hashlib.sha256(f"{epoch_seed} {position}".encode()).digest()[:4], "little")
+
+
+def seed_micro_batch(seed: int) -> None:
+    """Seed the generators of Python, NumPy, torch's CPU and the current device with a 32-bit integer.
+
+    ``torch.manual_seed`` takes 0.4 ms where CUDA is not initialized, because it records a stack for a later call.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+    elif torch.backends.mps.is_available():
+        torch.mps.manual_seed(seed)
+
+
 def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool = True) -> int:
     """Seed the random number generators of Python, NumPy and torch, including those of all devices.
 
@@ -247,11 +266,13 @@ class RunRng:
     in a plain loop. Otherwise, it is drawn from a separate stream.
 
     Attributes:
+        keyed: Whether each micro-batch is seeded by its position in the data, whatever process computes it.
         stream: The stream from which the order of samples is drawn; None until `start`.
         first_state: The RNG state with which the stream began; empty until `start`.
     """
 
-    def __init__(self, world: World, strategy: Strategy) -> None:
+    def __init__(self, world: World, strategy: Strategy, keyed: bool = False) -> None:
+        self.keyed = keyed
         self.stream: RandomStream | None = None
         self.first_state: State = {}
         self._world = world
@@ -271,7 +292,8 @@ class RunRng:
         # The state of a CUDA generator is of no use to other ranks, and its size differs between ranks that see
         # different devices.
         order, common = self._world.broadcast((order, host_state()))
-        self.stream = ProcessStream() if self._world.size == 1 and data_seed is None else RandomStream(order)
+        own = self._world.size > 1 or data_seed is not None or self.keyed
+        self.stream = RandomStream(order) if own else ProcessStream()
         self.first_state = order
         self._ranks_differ = False
         if self._world.rank:
@@ -287,7 +309,7 @@ class RunRng:
             return
         self._ranks_differ = True
         rank = self._strategy.data_world.rank
-        if rank:
+        if rank and not self.keyed:
             seed = seed_from(self.first_state, f"process {rank}") % 2**32
             _common_seeds[seed] = read_common_seed()
             seed_generators(seed)
@@ -298,7 +320,7 @@ class RunRng:
 
         Different values of ``purpose`` result in different random numbers.
         """
-        if self._world.size == 1 or not self._ranks_differ:
+        if not self._ranks_differ or (self._world.size == 1 and not self.keyed):
             yield
             return
         with isolated_random_state():

@@ -11,10 +11,13 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from ..common.messages import warn
+from ..strategies import World
 from ..strategies.launch import supervisor
 
 _PACKAGES = ("torch", "treadle", "numpy", "torchmetrics", "transformers")
@@ -32,6 +35,33 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
+def describe_kernels(device: torch.device) -> dict[str, str]:
+    """Return what the rounding of torch's kernels on a device depends on, apart from the program: hardware, builds."""
+    facts = {"torch": str(torch.__version__), "CPU": _find_model(), "threads": str(torch.get_num_threads())}
+    if device.type == "cuda":
+        facts |= {"GPU": torch.cuda.get_device_name(device), "CUDA": str(torch.version.cuda)}
+    return facts
+
+
+def warn_if_kernels_differ(world: World, saved: Mapping[str, str] | None = None) -> None:
+    """Warn if ranks, or this run and the run of a checkpoint, may round in other ways, for ``step_micro_batches``.
+
+    Args:
+        world: The ranks. Without ``saved``, the function must be called on all of them.
+        saved: The result of `describe_kernels` in the run that saved the checkpoint. Default: None.
+    """
+    own = describe_kernels(world.device)
+    every = [own, saved] if saved is not None else world.gather_objects(own)
+    values = {name: list(dict.fromkeys(facts.get(name, "none") for facts in every)) for name in own}
+    different = [f"{name} ({' and '.join(found)})" for name, found in values.items() if len(found) > 1]
+    if different and world.is_main:
+        between = "this run and that of the checkpoint" if saved is not None else "the ranks"
+        warn(
+            f"{between} differ in {', '.join(different)}, so step_micro_batches does not lead to the same bits. Use "
+            "the same kind of machine and torch build, and set OMP_NUM_THREADS to the same number."
+        )
+
+
 @functools.cache
 def _find_version(package: str) -> str:
     try:
@@ -40,14 +70,18 @@ def _find_version(package: str) -> str:
         return ""
 
 
-@functools.cache
 def processor() -> str:
     """Return the processor's name and the number of cores that this process may use."""
+    return f"{_find_model()}, {supervisor.cpus()} cores"
+
+
+@functools.cache
+def _find_model() -> str:
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):  # exists on Linux only
         match = re.search(r"^model name\s*: *(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         name = name if match is None else match[1]
-    return f"{name}, {supervisor.cpus()} cores"
+    return name
 
 
 @functools.cache

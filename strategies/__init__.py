@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .ddp.batch_norm import TorchSyncBatchNorm
     from .ddp.ddp import DDP
     from .ddp.ddp import DDP as DDPStrategy
+    from .distributed.fixed_tree import FixedTree, PartialSums
     from .distributed.launch_environment import LaunchEnvironment
     from .distributed.open_world import open_world
     from .distributed.tracebacks import report_uncaught

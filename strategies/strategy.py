@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..common.durations import parse_duration
 from ..common.messages import warn
-from .distributed import World
+from .distributed import FixedTree, PartialSums, World, clip_to_norm
 from .forward_router import Router, routed
 from .lightning_aliases import StrategyAliases, unattached_world
 from .model_init import built_in_place
@@ -46,6 +46,7 @@ class Strategy(StrategyAliases):
         backward_weight: In manual optimization, the factor for the gradients of further backward passes.
         backward_note: In manual optimization, a function whose result, a 0-d tensor, is averaged with the gradients.
         agreed_note: The latest average of these results; None if there is none.
+        tree: Tree in which gradients are added; see `add_in_tree`. None without one.
 
     Examples:
         >>> import treadle
@@ -73,6 +74,7 @@ class Strategy(StrategyAliases):
     backward_weight: float = 1.0
     backward_note: Callable[[], Tensor] | None = None
     agreed_note: Tensor | None = None
+    tree: FixedTree | None = None
 
     def attach(self, world: World, precision: Precision) -> None:
         """Set the processes and the precision of the run. Must be called before any model is wrapped.
@@ -355,6 +357,20 @@ class Strategy(StrategyAliases):
         self.set_gradient_sync(module, True)
         yield
 
+    def add_in_tree(self, tree: FixedTree) -> PartialSums:
+        """Add gradients over the processes in the order of ``tree``, without a division, and return the partial sums.
+
+        Raises:
+            ValueError: If the strategy does not support this.
+        """
+        if self.world.size > 1 or self.sharded:
+            raise ValueError(
+                f"step_micro_batches={tree.leaves} is not supported by strategy={self.name!r}. Use strategy='ddp' or "
+                "'fsdp', or remove step_micro_batches."
+            )
+        self.tree = tree
+        return PartialSums()
+
     def sync_buffers(self, module: nn.Module) -> None:
         """Copy rank zero's buffers to every process.
 
@@ -378,6 +394,8 @@ class Strategy(StrategyAliases):
         Returns:
             The norm before clipping (0-d tensor).
         """
+        if self.tree is not None:
+            return clip_to_norm(parameters, max_norm, norm_type, self.world)
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.nan_to_num(nan=0.0, posinf=math.inf))

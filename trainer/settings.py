@@ -60,6 +60,7 @@ class TrainerSettings:
     enable_model_summary: bool | None = None
     enable_report: bool | None = None
     accumulate_grad_batches: int = 1
+    step_micro_batches: int | None = None
     gradient_clip_val: float | dict[str, float] | None = None
     gradient_clip_algorithm: str | None = None
     deterministic: bool | str | None = None

@@ -23,7 +23,6 @@ from ..callbacks import (
 from ..common.validation import WrongTypeError, choose
 from ..engine import Accelerator, Metrics, Preemption
 from ..engine.checkpoint import OpenCheckpoint, check_places
-from ..engine.metrics import MutedMetrics
 from ..engine.optim import check_schedule
 from ..engine.profilers import Profiler, choose_profiler
 from ..loggers import Logger
@@ -36,7 +35,7 @@ from .core import DataModule, SchedulerConfig, TaskModule, log_to, overrides, wa
 from .default_callbacks import choose_callbacks, choose_loggers, drop_idle
 from .function_ranks import plan_ranks
 from .lightning_aliases import LightningAliases
-from .logging import History, Logbook, collect_callback_metrics
+from .logging import History, Logbook, choose_metrics, collect_callback_metrics
 from .loop import (
     KIND_OF_STAGE,
     Evaluation,
@@ -114,6 +113,8 @@ class Trainer(LightningAliases, Copyable):
         enable_model_summary: Add a `ModelSummary` if ``callbacks`` has none. Default: True.
         enable_report: Add a `RunReport` if ``callbacks`` has none. Default: True if a logger has a folder.
         accumulate_grad_batches: Micro-batches per optimizer step. Default: 1.
+        step_micro_batches: Micro-batches per step over all processes, in place of ``accumulate_grad_batches``. Weights
+            and losses have the same bits on any number of processes; see `Accelerator`. Default: None.
         gradient_clip_val: Maximum norm or absolute value of the gradients; None or 0 disables clipping. A dict has a
             limit for each part of the task, by the name of a submodule or parameter: ``{"backbone": 1.0, "*": 0.1}``,
             where ``"*"`` stands for all other parameters. Default: None.
@@ -205,6 +206,7 @@ class Trainer(LightningAliases, Copyable):
         enable_model_summary: bool | None = None,
         enable_report: bool | None = None,
         accumulate_grad_batches: int = 1,
+        step_micro_batches: int | None = None,
         gradient_clip_val: float | dict[str, float] | None = None,
         gradient_clip_algorithm: str | None = None,
         deterministic: bool | str | None = None,
@@ -286,6 +288,7 @@ class Trainer(LightningAliases, Copyable):
             **place,
             mixed_precision=Precision.parse(self._plugged.precision),
             gradient_accumulation_steps=arguments.check_int("accumulate_grad_batches", accumulate_grad_batches, 1),
+            step_micro_batches=step_micro_batches,
             spread=True,
             dynamo_plugin=arguments.parse_compilation(compile),
             timeout=timeout,
@@ -309,8 +312,7 @@ class Trainer(LightningAliases, Copyable):
         self.history = History(self.accelerator.cursor)
         self.logbook = Logbook(self.accelerator.world, self.accelerator.data_world, loggers, self.history)
         self.progress = Progress()
-        graphs = self.accelerator.dynamo_plugin.uses_cuda_graphs(self.accelerator.device)
-        self.new_metrics = MutedMetrics if barebones else partial(Metrics, copies=graphs)
+        self.new_metrics = choose_metrics(self.accelerator, barebones)
         self.metrics = self.new_metrics(training=True)
         self.config: str | None = None  # the run's configuration as YAML, if any; saved in checkpoints
         self.resume_command: str | None = None  # the shell command that resumes the run, if one started it

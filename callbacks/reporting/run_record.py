@@ -96,6 +96,7 @@ class RunRecord(BestEffortCallback):
             charts = build_charts(trainer)
             facts |= {"steps": progress.step, "epochs": progress.epoch, "samples": progress.samples}
             facts["best"] = find_best(trainer)
+            facts["digests"] = {str(step): digest for step, digest in trainer.accelerator.weight_digests.items()}
         self._write(facts, charts)
         end_time = time.monotonic()
         self._due = end_time + max(self.every_seconds, 100 * (end_time - began))

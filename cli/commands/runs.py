@@ -350,6 +350,14 @@ def _compare(options: argparse.Namespace) -> str:
         return json.dumps(comparison.to_json(), indent=2)
     lines = [f"can't be compared: {make_printable(problem)}" for problem in comparison.problems]
     lines.append(_format_columns(list(_tabulate_comparison(comparison))))
+    equal, different = comparison.weights
+    if different is not None:
+        lines += [
+            "",
+            f"the weights differ at step {different}{'' if equal is None else f', after equality at {equal}'}",
+        ]
+    elif equal is not None:
+        lines += ["", f"the weights are equal at all recorded steps, up to {equal}"]
     if not options.no_page:
         name = "-".join(re.sub(r"[^\w.-]+", "-", label).strip("-") for label in comparison.labels)
         path = Path(options.output or f"compare-{name}.html")

@@ -25,7 +25,7 @@ from ..process import Prepared
 from ..weights import save as export
 from . import content, filesystem, restore, store
 from .async_save import Copying, HostCopies, Job
-from .model_check import FrozenWeights
+from .model_check import FrozenWeights, digest_parameters
 from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together
 from .parts import MANIFEST, STATE, Files
 from .safetensors_file import UnreadTensor
@@ -157,8 +157,18 @@ class Checkpointer:
                 files, copying = self.host_copies.copy_tensors(files, optimizer_files, optimizers)
         if numbering is not None:
             numbering.iteration += 1
-        self._start_save(targets, files, info, numbering, copying, make_save)
+        self._start_save(targets, files, info | self._describe_weights(), numbering, copying, make_save)
         return targets[0]
+
+    def _describe_weights(self) -> dict[str, str]:
+        return {} if self._accelerator.step_micro_batches is None else {"weights_digest": self.record_weights()}
+
+    def record_weights(self) -> str:
+        """Record a digest of the parameters; see `Accelerator.record_weights`."""
+        accelerator = self._accelerator
+        digest = digest_parameters(accelerator.strategy.unwrapped_models, accelerator.world)
+        accelerator.weight_digests[accelerator.accumulation.steps] = digest
+        return digest
 
     def _start_save(
         self,

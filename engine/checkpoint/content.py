@@ -28,6 +28,7 @@ from ..metrics import metric_state
 from ..optim import PreparedScheduler, optimizer_state
 from ..process import Prepared
 from ..rng import random_state
+from ..run_environment import describe_kernels
 from . import store
 from .json_codec import decode, encode
 from .parts import STATE, Files, TensorFile, encode_part, extra_part, model_part, optimizer_part, rank_part
@@ -260,8 +261,9 @@ def run_metadata(accelerator: Prepared) -> dict[str, Any]:
         "precision": accelerator.precision.name,
         "accumulate": accumulate,
         "batch_size": batch,  # of a micro-batch, summed over all processes
-        "global_batch_size": None if batch is None else batch * accumulate,
+        "global_batch_size": None if training is None else training.step_size(accumulate),
         "models": [fingerprint(model) for model in accelerator.strategy.unwrapped_models],
+        "kernels": None if accelerator.step_micro_batches is None else describe_kernels(accelerator.device),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -63,6 +63,15 @@ def compute_digests(model: nn.Module, names: Collection[str], world: World) -> d
             if world.is_main:
                 digests[plain_name] = _digest(value)
     return cast(dict[str, str], world.broadcast(digests))
+
+
+def digest_parameters(models: Iterable[nn.Module], world: World) -> str:
+    """Return a digest of all parameters' bits, the same for full and sharded ones. Must be called on all ranks."""
+    total = xxh3_64()
+    for model in models:
+        names = {strip_compile_prefix(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+        total.update(repr(sorted(compute_digests(model, names, world).items())).encode())
+    return total.hexdigest()
 
 
 def _sum_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:

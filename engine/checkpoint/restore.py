@@ -30,6 +30,7 @@ from ..optim import (
 )
 from ..process import Prepared
 from ..rng import isolated_random_state, set_random_state
+from ..run_environment import warn_if_kernels_differ
 from . import model_check
 from .content import list_scheduler_kinds, run_metadata, sort_loaders
 from .filesystem import RESTORE
@@ -125,6 +126,8 @@ def _open_checked_state(accelerator: Prepared, opened: OpenCheckpoint, strict: b
     _check_kinds(accelerator.schedulers, set(accelerator.registered), shared, opened.path, strict)
     current = run_metadata(accelerator)
     _warn_batches_changed(current, opened.manifest.info)
+    if current["kernels"] is not None and (saved := opened.manifest.info.get("kernels")) is not None:
+        warn_if_kernels_differ(accelerator.world, saved)
     if strict and opened.manifest.info.get("precision") == current["precision"]:  # otherwise it has just warned
         _warn_dtypes_changed(accelerator.strategy.unwrapped_models, current["models"], opened)
     return shared

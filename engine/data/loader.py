@@ -13,8 +13,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from ...common.messages import name_type, warn
-from ...strategies import World
-from ..rng import Draw, RandomStream, isolated_random_state
+from ...strategies import FixedTree, World
+from ..rng import Draw, RandomStream, isolated_random_state, seed_micro_batch
 from .dataset_check import find_least, warn_length_changed, warn_order_changed
 from .epoch_position import EpochPosition, Phase
 from .micro_batches import Cursor, GroupPlanner, Micro
@@ -79,6 +79,7 @@ class Loader:
         split: If True, ``batch_size`` is the global batch size. Default: False.
         on_begin: Function that is called each time iteration over the dataloader begins. Default: a function that does
             nothing.
+        tree: The `FixedTree` in which the micro-batches of a step are added; None without one. Default: None.
 
     Attributes:
         limit: Maximum number of batches per epoch; None for no limit.
@@ -113,6 +114,7 @@ class Loader:
         move: Callable[[Any], Any] | None = None,
         split: bool = False,
         on_begin: Callable[[], None] = lambda: None,
+        tree: FixedTree | None = None,
     ) -> None:
         if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
             raise TypeError(
@@ -137,11 +139,20 @@ class Loader:
         self._plan: ShardedBatches | StreamedBatches
         self._reader: ShardedBatches | StreamedBatches | UserBatches  # the plan, or what groups its batches anew
         self._view: Any = source
+        self._tree = tree
+        if tree is not None and (obstacle := _find_obstacle(source, shard, split)) is not None:
+            if not evaluation:
+                raise ValueError(_explain_leaves(obstacle))
+            self._tree = None
+            warn(
+                f"values that are logged in the evaluation of {obstacle} depend on the number of processes, although "
+                "step_micro_batches is set. Use a DataLoader with a map-style dataset that is the same on all ranks."
+            )
         self._prepare(source, world, shard, (lambda _: 1) if evaluation else accumulate, split)
 
     def _prepare(self, source: Any, world: World, shard: bool, accumulate: Callable[[int], int], split: bool) -> None:
         presharded = not shard or shards_itself(source)
-        planner = GroupPlanner(world.rank, world.size, accumulate, presharded)
+        planner = GroupPlanner(world.rank, world.size, accumulate, presharded, self._tree)
         if isinstance(source, DataLoader) and (shard or world.size == 1 or not reads_other_loaders(source)):
             self._prepare_view(source, planner)
         else:
@@ -170,11 +181,12 @@ class Loader:
         if isinstance(source.dataset, IterableDataset):
             self._prepare_stream(source, planner)
             return
+        seeds_samples = workers or planner.tree is not None
         plan = self._reader = self._plan = ShardedBatches(
-            source, planner, self._stream, self._position, self.evaluation, positions=workers
+            source, planner, self._stream, self._position, self.evaluation, positions=seeds_samples
         )
         settings["batch_sampler" if source.batch_sampler is not None else "sampler"] = plan
-        if workers:
+        if seeds_samples:
             settings["dataset"] = samples = SeededSamples(source.dataset, plan.batched)
             settings["collate_fn"] = SeededCollate(source.collate_fn)
             self._known_epoch = known_epoch(samples)
@@ -237,7 +249,7 @@ class Loader:
             batches = self._begin()
         micros: Any = self._reader.micros
         cursor, stream, move = self._cursor, self._stream, self.move
-        planner, position = self._plan.planner, self._position
+        planner, position, seeded = self._plan.planner, self._position, self._tree is not None
         # The state of a loop around this one, such as training around a validation.
         outer = cursor.micro, cursor.number, cursor.outlook
         micro: Micro | None = None
@@ -250,7 +262,7 @@ class Loader:
                     break
                 if not micros:
                     raise make_batches_error(self.source)
-                self._last = micro, drawn, _ = micros.popleft()
+                self._last = micro, drawn, indices = micros.popleft()
                 cursor.micro = micro
                 cursor.read = cursor.number = cursor.read + 1
                 position.samples += micro.everyone
@@ -258,6 +270,8 @@ class Loader:
                 if drawn is not None and planner.shares is None:  # otherwise the ranks have drawn different numbers
                     stream.follow(drawn)
                 batch = batch if move is None or batch is None else move(batch)
+                if seeded:
+                    seed_micro_batch(indices.seeds[micro.number])  # type: ignore[union-attr]
                 if cursor.around is None:
                     yield batch
                 else:
@@ -437,6 +451,18 @@ class Loader:
         return self._plan.length(self.limit)
 
     @property
+    def global_length(self) -> int | None:
+        """Like `length`; with ``step_micro_batches``, the number over all processes, without placeholders."""
+        if self._tree is None:
+            return self.length
+        count = self._plan.count_leaves()  # type: ignore[union-attr]
+        return count if self.limit is None else min(count, self._tree.leaves_in(self.limit))
+
+    def count_own(self, batches: int) -> int:
+        """Convert a number as in `global_length` to one of this process's micro-batches, in whole steps of a tree."""
+        return batches if self._tree is None else -(-batches // self._tree.leaves) * self._tree.most
+
+    @property
     def epoch(self) -> int:
         """Number of the epoch, from 0."""
         return self._position.epoch
@@ -460,6 +486,12 @@ class Loader:
     def total_batch_size(self) -> int:
         """Number of samples in a full batch over all processes; a batch of unknown size counts as 1."""
         return self._plan.full
+
+    def step_size(self, accumulate: int) -> int:
+        """Return the number of samples of an optimizer step over all processes; see `total_batch_size`."""
+        if self._tree is None:
+            return self.total_batch_size * accumulate
+        return self._tree.leaves * self._plan.width  # type: ignore[union-attr]
 
     @property
     def left_out(self) -> Counter[str]:
@@ -547,6 +579,8 @@ class Loader:
         """
         if world.size > 1:
             self._plan.decide_sharding(world)
+            if self._tree is not None and self._plan.planner.shares is not None:
+                raise ValueError(_explain_leaves(f"{name_type(self.source)} of each rank's own data"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the dataloader's state: the epoch, the position in it, and the states that determine its order.
@@ -573,6 +607,7 @@ class Loader:
             "epochs": plan.draws.epochs(),
             "samplers": plan.draws.sampler_states(),
             "own": plan.planner.shares is not None,
+            "leaves": None if self._tree is None else (self._tree.leaves, plan.width),  # type: ignore[union-attr]
             **self._reader.describe_position(drawn),
             **({"first": self._first} if self._repeats else {}),
         }
@@ -617,11 +652,26 @@ class Loader:
         Raises:
             ValueError: If the state does not fit.
         """
+        if (saved := state.get("leaves")) is not None and not self.evaluation:
+            self._check_leaves(*saved)
         if text := self.describe_difference(state):
             raise ValueError(
                 f"{text}. Pass the same kind of dataloader and sampler, or load only the weights with "
                 "treadle.load_weights."
             )
+
+    def _check_leaves(self, leaves: int, size: int) -> None:
+        now = "no step_micro_batches"
+        if self._tree is not None:
+            width = self._plan.width  # type: ignore[union-attr]
+            if (leaves, size) == (self._tree.leaves, width):
+                return
+            now = f"step_micro_batches={self._tree.leaves} and batch_size={width}"
+        raise ValueError(
+            f"the checkpoint was saved with step_micro_batches={leaves} and batch_size={size}, but this run has {now}, "
+            "so it would not continue with the same bits. Set the same values, or load only the weights with "
+            "treadle.load_weights."
+        )
 
     def compare_epoch(self, state: dict[str, Any]) -> None:
         """Warn if a state was saved within an epoch whose data or order this dataloader does not have.
@@ -704,3 +754,28 @@ def batch_indices(loader: Loader, number: int | None = None) -> list[Any] | None
     if indices is None:
         return None
     return indices.get_indices(micro.number if number is None else number)
+
+
+def _find_obstacle(source: Any, shard: bool, split: bool) -> str | None:
+    """Return what prevents that a loader's batches are assigned to processes by their number in the step, or None."""
+    if not isinstance(source, DataLoader):
+        return name_type(source)
+    if isinstance(source.dataset, IterableDataset):
+        return f"the stream of {name_type(source.dataset)}"
+    if has_user_iter(source):
+        return f"{name_type(source)}, whose __iter__ chooses the batches"
+    if not shard or shards_itself(source):
+        return "a dataloader that is already sharded"
+    if split:
+        return "split_batches=True"
+    if find_generators(source.dataset):
+        return f"{name_type(source.dataset)}, which draws from a generator of its own"
+    return None
+
+
+def _explain_leaves(obstacle: str) -> str:
+    return (
+        f"step_micro_batches can't be combined with {obstacle}, because each process must read the same micro-batches "
+        "as one process would. Use a DataLoader with a map-style dataset that is the same on all ranks, or remove "
+        "step_micro_batches."
+    )

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from ...strategies import FixedTree
 from .rank_shares import Outlook, RankShares
 
 
@@ -92,17 +93,30 @@ class GroupPlanner:
     If each rank reads its own data, the attributes ``rank`` and ``size`` are 0 and 1 on all ranks. With several
     ranks, ``shares`` then counts the samples over all ranks.
 
+    With a ``tree``, each rank plans whole micro-batches, of which it reads its own, so ``rank`` and ``size`` are 0 and
+    1 too.
+
     Attributes:
         accumulate: Function that returns the number of micro-batches of a group, given its index in the iteration.
             Groups are planned before the steps of earlier ones, because workers read ahead.
     """
 
-    def __init__(self, rank: int, size: int, accumulate: Callable[[int], int], presharded: bool = False) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        accumulate: Callable[[int], int],
+        presharded: bool = False,
+        tree: FixedTree | None = None,
+    ) -> None:
         self.world_rank = rank
         self.world_size = size
         self.accumulate = accumulate
         self.shares: RankShares | None = None
-        self.rank, self.size = rank, size
+        self.tree = tree
+        self.rank, self.size = (rank, size) if tree is None else (0, 1)
+        if tree is not None:
+            self.accumulate = lambda _: tree.leaves
         if presharded and size > 1:
             self.disable_sharding()
 
@@ -129,4 +143,34 @@ class GroupPlanner:
         return [
             Micro(samples, scale, number == last, total, everyone, number, whole)
             for number, ((samples, everyone), scale) in enumerate(zip(sizes, scales, strict=True))
+        ]
+
+    def plan_leaves(self, sizes: list[int]) -> list[tuple[int | None, Micro]]:
+        """Return the metadata of this rank's micro-batches of one step in a `FixedTree`, each with its number.
+
+        ``sizes`` contains the number of samples of each micro-batch of the step. The number of a placeholder is None.
+        The gradients are summed over the ranks, so the weights do not depend on the number of ranks.
+        """
+        assert self.tree is not None
+        total = sum(sizes)
+        rows = self.tree.cut(len(sizes))
+        own = [row[self.world_rank] for row in rows]
+        scales = [0.0 if leaf is None or not total else sizes[leaf] / total for leaf in own]
+        whole = 0.0
+        for scale in scales:
+            whole += scale
+        return [
+            (
+                leaf,
+                Micro(
+                    0 if leaf is None else sizes[leaf],
+                    scale,
+                    number == len(rows) - 1,
+                    total,
+                    sum(sizes[other] for other in row if other is not None),
+                    number,
+                    whole,
+                ),
+            )
+            for number, (leaf, scale, row) in enumerate(zip(own, scales, rows, strict=True))
         ]

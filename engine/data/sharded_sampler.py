@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from ...strategies import World
-from ..rng import Draw, RandomStream, are_equal, host_state, seed_from, set_host_state
+from ..rng import Draw, RandomStream, are_equal, host_state, seed_at, seed_from, set_host_state
 from .dataset_check import digest, get_length, share_data, warn_order_changed
 from .epoch_position import EpochPosition
 from .micro_batches import GroupPlanner, Micro, avoid_rewind, share
@@ -42,10 +42,12 @@ class GroupIndices(NamedTuple):
         global_batches: For each micro-batch, the indices that are divided among the ranks, and the sizes of the ranks'
             batches (None for even shares).
         slices: This process's share of each global batch.
+        seeds: In a `FixedTree`, the seed of the random numbers that each micro-batch draws.
     """
 
     global_batches: list[tuple[list[Any], list[int] | None]]
     slices: list[slice]
+    seeds: tuple[int, ...] = ()
 
     def get_indices(self, number: int) -> list[Any]:
         """Return this process's indices in a micro-batch; an empty list if its share is empty."""
@@ -245,10 +247,17 @@ class ShardedBatches:
         set_host_state(state)
         return items
 
+    def count_leaves(self, items: int | None = None) -> int:
+        """Return the number of global batches of ``items`` items of the sampler. Default: those of an epoch."""
+        count, remainder = divmod(self._count_items(len) if items is None else items, self.width)
+        return count + (bool(remainder) and not self.drop_last)
+
     def _count_batches(self, items: int, limit: int | None = None) -> int:
-        size = self.planner.size
-        count, remainder = divmod(items, self.width)
-        count += bool(remainder) and not self.drop_last
+        size, tree = self.planner.size, self.planner.tree
+        count = self.count_leaves(items)
+        remainder = items % self.width
+        if tree is not None:
+            return tree.rows(count if limit is None else min(count, tree.leaves_in(limit)))
         if limit is not None and limit < count:
             return limit
         merged = self.plain and self.merge_tail and count > 1 and 0 < remainder < size and not self.drop_last
@@ -277,10 +286,15 @@ class ShardedBatches:
 
     def items(self, samples: int, batches: int) -> int:
         """Return how many of the sampler's items (samples or custom batches) precede a position, over all ranks."""
-        return batches * self.full if self.batched and not self.plain else samples
+        if self.plain or not self.batched:
+            return samples
+        tree = self.planner.tree
+        return batches * self.full if tree is None else tree.leaves_in(batches)
 
     def batches_of(self, items: int) -> int:
         """Return the number of this process's batches that correspond to ``items`` items of the user's sampler."""
+        if self.planner.tree is not None:
+            return self.planner.tree.rows(-(-items // self.width))
         count = self._count_items(get_length)
         if count is None or self.planner.shares is not None:
             return -(-items // self.full)
@@ -308,7 +322,8 @@ class ShardedBatches:
             else:
                 draws.load(order)
             self.position.begin(order)
-            batches = self._plan_batches(seed_from(order["stream"], self._name_seed_purpose()))
+            plan = self._plan_batches if self.planner.tree is None else self._plan_leaves
+            batches = plan(seed_from(order["stream"], self._name_seed_purpose()))
             first = list(itertools.islice(batches, 1))
             if self.planner.shares is not None:
                 self._keep_in_step(start_state)
@@ -409,10 +424,13 @@ class ShardedBatches:
 
     def _read_groups(self) -> Iterator[tuple[list[tuple[list[Any], list[int] | None]], list[int]]]:
         """Yield groups of global batches, each with the numbers of samples in its batches."""
-        batches: Iterator[Any] = itertools.islice(self._read_global_batches(), self.limit)
+        tree, limit, passing = self.planner.tree, self.limit, self.start.passing
+        if tree is not None:
+            limit, passing = None if limit is None else tree.leaves_in(limit), tree.leaves_in(passing)
+        batches: Iterator[Any] = itertools.islice(self._read_global_batches(), limit)
         if self.merge_tail:
             batches = _merge_tail(batches, self.planner.size)
-        for indices, _ in itertools.islice(batches, self.start.passing):
+        for indices, _ in itertools.islice(batches, passing):
             self._advance(len(indices))
         for number in itertools.count():
             if not (group := list(itertools.islice(batches, self.planner.accumulate(number)))):
@@ -447,6 +465,26 @@ class ShardedBatches:
             else:
                 number += 1
                 yield group, totals
+
+    def _plan_leaves(self, epoch_seed: int) -> Iterator[Any]:
+        """Yield this rank's micro-batches of each step in a `FixedTree`."""
+        epoch, first = (epoch_seed, self.dataset_epoch), 0
+        for number, (group, sizes) in enumerate(self._read_groups()):
+            first = first if number else self.start.samples
+            plan, drawn = self.planner.plan_leaves(sizes), self._take_drawn()
+            starts = list(itertools.accumulate(sizes, initial=first))
+            leaves = [0 if leaf is None else leaf for leaf, _ in plan]
+            group_indices = GroupIndices(
+                [group[leaf] for leaf in leaves],
+                [slice(micro.samples) for _, micro in plan],
+                tuple(seed_at(epoch_seed, starts[leaf]) for leaf in leaves),
+            )
+            for leaf, (_, micro) in zip(leaves, plan, strict=True):
+                indices = group[leaf][0]  # all of them also for a placeholder, which then uses the same parameters
+                self.micros.append((micro, drawn, group_indices))
+                items = [(epoch, starts[leaf] + offset, index) for offset, index in enumerate(indices)]
+                yield items if self.batched else items[0]
+            first += sum(sizes)
 
     def _plan_batches(self, epoch_seed: int) -> Iterator[Any]:
         rank, size, shares = self.planner.rank, self.planner.size, self.planner.shares

@@ -157,7 +157,7 @@ Item = tuple[tuple[int, int], int, Any]
 
 
 class SeededReader:
-    """Reader of samples in a worker, which seeds each sample for the generators that the dataset draws from.
+    """Reader that seeds each sample for the generators that the dataset draws from, in a worker or for a `FixedTree`.
 
     To seed all three takes 10 µs, more than to read a row of a tensor. The first batch is therefore seeded for all, and
     shows which of them the dataset and the collate function use. Those that they do not use are only watched; a batch
@@ -180,6 +180,9 @@ class SeededReader:
         first = self._watched is None
         if first:
             self._watched = list(_list_generators())
+        elif items and get_worker_info() is None:  # the loop has used the generators since the last batch
+            for generator in self._watched:  # type: ignore[union-attr]
+                generator.seed_for_check(_compute_seed(items[0]))
         elif items and _TORCH in self._watched:  # type: ignore[operator]
             _TORCH.seed_for_check(_compute_seed(items[0]))
         return SeededBatch(self._read(items, first), items, first, self)

@@ -8,6 +8,7 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import metric_state
+    from .exact_values import ExactMetrics
     from .logged_values import AsyncNumbers, Metrics, MutedMetrics, is_wide, read_numbers
     from .metric_state import uneven_counts
 

@@ -156,6 +156,9 @@ class Metrics:
             if len(entry.values) >= FOLD:
                 entry.fold()
 
+    def _make_entry(self, *args: Any, **options: Any) -> Entry:
+        return Entry(*args, **options)
+
     def _detach(self, value: Tensor) -> Tensor:
         """Detach a tensor on an accelerator from its graph; copy it if its memory may be shared or overwritten."""
         # A parameter, or a tensor that the user counts in, changes later; the result of an operation does not. A view
@@ -191,7 +194,7 @@ class Metrics:
                 f"{name!r} is logged with on_step=False and on_epoch=False, so its value would be lost. Set "
                 "on_epoch=True, or omit on_step."
             )
-        entry = Entry(
+        entry = self._make_entry(
             name,
             spec,
             on_step=on_step,
@@ -219,8 +222,7 @@ class Metrics:
                 "other in callback_metrics. Use two names."
             )
         if previous is not None:  # restored from a checkpoint
-            entry.total, entry.total_weight = previous.total, previous.total_weight
-            entry.values, entry.weights = previous.values, previous.weights
+            entry.take([previous.part()])
         self._entries[name] = entry
         return entry
 
@@ -326,6 +328,14 @@ class Metrics:
         self.evaluation = None
 
     @staticmethod
+    def _check_names(
+        entries: list[Entry], world: World, exchanged_apart: Iterable[Entry], written: dict[str, float] | None
+    ) -> None:
+        if world.size > 1:
+            names = [f"{entry.name} ({entry.reduction})" for entry in (*entries, *exchanged_apart)]
+            _check_names_match(names, world, {} if written is None else written)
+
+    @staticmethod
     def _reduce_entries(
         entries: list[Entry],
         pairs: list[tuple[Any, float]],
@@ -333,9 +343,7 @@ class Metrics:
         exchanged_apart: Iterable[Entry] = (),
         written: dict[str, float] | None = None,
     ) -> list[tuple[Entry, float]]:
-        if world.size > 1:
-            names = [f"{entry.name} ({entry.reduction})" for entry in (*entries, *exchanged_apart)]
-            _check_names_match(names, world, {} if written is None else written)
+        Metrics._check_names(entries, world, exchanged_apart, written)
         if not entries:
             return []
         flat = [value for value, _ in pairs] + [weight for _, weight in pairs]
@@ -408,13 +416,13 @@ class Metrics:
         objects = {} if owner is None else metric_state.find(owner)
         metric_state.load(objects, state["objects"], world)
         for name, saved in (state["values"] | state["metrics"]).items():
-            entry = self._in_step[name] = Entry(name, None, **{key: saved[key] for key in SHOWN})
+            entry = self._in_step[name] = self._make_entry(name, None, **{key: saved[key] for key in SHOWN})
             if "place" in saved:
                 entry.metric = objects.get(saved["place"])
             else:
                 entry.take(_select_parts(saved["parts"], world))
         for name, saved in state["latest"].items():
-            entry = self._in_step.setdefault(name, Entry(name, None, **{key: saved[key] for key in SHOWN}))
+            entry = self._in_step.setdefault(name, self._make_entry(name, None, **{key: saved[key] for key in SHOWN}))
             entry.take_latest(_select_parts(saved["parts"], world))
 
 

@@ -15,13 +15,14 @@ from torch.optim import SGD, Optimizer
 
 from ...common.messages import warn
 from ...common.validation import check_int
-from ...strategies import Strategy, World
+from ...strategies import FixedTree, PartialSums, Strategy, World
 from ..configuration import GradientAccumulationPlugin
 from ..data import Cursor, Micro
+from ..modules import refuse_batch_norm
 from ..running_loaders import get_running_loader
 from .agreement import Agreement
 from .loss_scaling import LossScale, scale_gradients
-from .optimizer_state import choose_fused, copy_plain_options, list_parameters
+from .optimizer_state import choose_fused, copy_plain_options, list_parameters, refuse_unequal_kernels
 
 _NO_CONTEXT = nullcontext()
 _get_wrapped = attrgetter("optimizer")  # with map, no Python call per optimizer and step
@@ -42,10 +43,13 @@ class _Group:
         entered: Number of the batch for which a user-defined loop called `accumulate` last; see `Cursor`.
         loss_at_entry: The last loss before that call.
         entries: Number of batches of the loader's group for which it was called; 0 after the last one.
+        number: In a `FixedTree`, the index of the current micro-batch within the step.
+        added: In a `FixedTree`, whether this micro-batch has had a backward pass.
     """
 
     def __init__(self, models: tuple[nn.Module, ...]) -> None:
         self.models = models
+        self.number, self.added = -1, False
         self.entered, self.entries = -1, 0
         self.loss_at_entry: Any = None
         self.forget()
@@ -94,6 +98,7 @@ class Accumulation:
             the loader's iteration; None if all groups have the same number.
         missing: Number of samples in those batches of the group that were None. `exchange_votes` adds up the numbers of
             all processes.
+        sums: The held gradients of this process's micro-batches, if they are added in a `FixedTree`; otherwise None.
     """
 
     def __init__(
@@ -125,6 +130,8 @@ class Accumulation:
         self.autocasts = strategy.precision.compute is not None
         self.missing = 0
         self.unreduced = strategy.unreduced
+        self.sums: PartialSums | None = None
+        self._ranks = world.size  # by which the strategy divides the sum of the processes' gradients
         self.adapt_closure: Callable[[Optimizer, Callable[[], Any]], Callable[[], Any]] | None = None
         this = proxy(self)  # the strategy holds replicas, which are freed as soon as nothing else uses them
         strategy.backward_note = lambda: this.agreement.taint()
@@ -163,7 +170,17 @@ class Accumulation:
     @micro_batches.setter
     def micro_batches(self, value: int) -> None:
         check_int("gradient_accumulation_steps", value, 1)
+        if self.sums is not None and value != self._micro_batches:
+            raise ValueError(
+                f"gradient_accumulation_steps={value} can't be set with step_micro_batches, which determines it. "
+                "Remove one of them."
+            )
         self._micro_batches = value
+
+    def add_in_tree(self, tree: FixedTree) -> None:
+        """Add the gradients of each step's micro-batches in a tree that does not depend on the number of processes."""
+        self.sums, self._ranks, self._micro_batches = self.strategy.add_in_tree(tree), 1, tree.most
+        self._delays_sync = self.strategy.delays_sync
 
     def loader_group_size(self, number: int) -> int:
         """Return the number of micro-batches of a full group of a prepared loader.
@@ -204,6 +221,8 @@ class Accumulation:
             group.forget()
         self.missing = 0
         self.unreduced.clear()
+        if self.sums is not None:
+            self.sums.clear()
         self._entered, self._factor, self._correction, self._skip_correction = None, None, 1.0, 1.0
 
     def reset(self) -> None:
@@ -235,10 +254,27 @@ class Accumulation:
         else:
             last = self._count(group, micro)
         self.sync_gradients = last
+        if self.sums is not None:
+            self._begin_leaf(group, self.sums)
         if self._delays_sync:
             for model in models:
                 self.strategy.set_gradient_sync(model, last)
         return _NO_CONTEXT
+
+    def _begin_leaf(self, group: _Group, sums: PartialSums) -> None:
+        """Begin a micro-batch in a `FixedTree`."""
+        micro = self.cursor.micro
+        if micro is None or self.counts_calls or (micro.number and micro.number != group.number + 1):
+            raise ValueError(
+                "step_micro_batches needs each batch of a prepared DataLoader once, because the micro-batches of a "
+                "step are added by their numbers. Pass every batch to accumulate once, or remove step_micro_batches."
+            )
+        if not micro.number:
+            refuse_batch_norm(group.models or self.models)
+            for optimizer in self.optimizers:
+                refuse_unequal_kernels(optimizer.optimizer)
+        sums.begin(self._iter_trained_parameters(group), micro.number, micro.last, not micro.samples)
+        group.number, group.added = micro.number, False
 
     def _open_group(self, models: tuple[nn.Module, ...]) -> _Group:
         if self.check_models is not None:
@@ -328,6 +364,8 @@ class Accumulation:
         """
         self._latest_loss = ref(loss)
         group = self.group
+        if self.sums is not None:
+            self._check_sum(group, weight)
         scale: Any
         if weight is not None or group.weight is not None:
             scale = self._add_weight(group, weight)
@@ -359,6 +397,8 @@ class Accumulation:
             self.strategy.after_backward(backward_marks)
         if self.loss_scale is not None:
             self.loss_scale.check_backward()
+        if self.sums is not None:
+            self.sums.end(self._iter_trained_parameters(group))
         if self.sync_gradients:
             if group.weight is not None:
                 self.finish_gradients()
@@ -366,6 +406,20 @@ class Accumulation:
                 scale_gradients(self._iter_trained_parameters(group), self._correction)
                 self._factor, self._factor_number = scale * self._correction, self.cursor.number
                 self._correction = 1.0
+
+    def _check_sum(self, group: _Group, weight: float | Tensor | None) -> None:
+        if group.added or self.cursor.micro is None or group.number != self.cursor.micro.number:
+            raise ValueError(
+                "step_micro_batches needs one backward pass per micro-batch, within accelerator.accumulate(model), "
+                "because gradients of further ones would not be added in the same order on other numbers of processes. "
+                "Enter accumulate(model) once for each batch, and add the losses of a batch."
+            )
+        if weight is not None and int(weight) != weight:
+            raise ValueError(
+                f"weight={float(weight)} must be a whole number with step_micro_batches, such as a number of tokens, "
+                "because the sum of others depends on the number of processes. Round it, or put it into the loss."
+            )
+        group.added = True
 
     def _add_weight(self, group: _Group, weight: float | Tensor | None) -> float | Tensor:
         """Add the weight of a micro-batch to its group, and return it; 0 for a placeholder without samples."""
@@ -394,7 +448,7 @@ class Accumulation:
         """Multiply gradients by the total weight again, before another backward pass of the same micro-batch."""
         parameters = [p for p in self._iter_trained_parameters(group) if p.grad is not None]
         if parameters and group.total is not None:
-            scale_gradients(parameters, group.total, self.world.size)
+            scale_gradients(parameters, group.total, self._ranks)
         else:
             group.weight = None
         group.total = None
@@ -484,7 +538,7 @@ class Accumulation:
             self.missing = agreement.missing
         if group.weight is not None and group.total is None:
             group.total = group.weight if total is None else total
-            scale_gradients(self._iter_trained_parameters(group), self.world.size, group.total)
+            scale_gradients(self._iter_trained_parameters(group), self._ranks, group.total)
         return agreement
 
     def close_gap(self, samples: int) -> bool:
@@ -552,7 +606,8 @@ class PreparedOptimizer(Optimizer):
             optimizer: The new optimizer.
         """
         self.optimizer = optimizer
-        self.fused_by_choice = choose_fused(optimizer, self.accumulation.world.device)
+        in_tree = self.accumulation.sums is not None
+        self.fused_by_choice = not in_tree and choose_fused(optimizer, self.accumulation.world.device)
         self.built = self.effective_options = copy_plain_options(optimizer)
 
     @property

@@ -10,6 +10,7 @@ from torch import nn
 
 from ...common.validation import check_int
 from ...strategies.ddp import average
+from ..configuration import refuse_in_tree
 
 if TYPE_CHECKING:
     from ..accelerator import Accelerator
@@ -47,6 +48,7 @@ class LocalSGD:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         check_int("local_sgd_steps", local_sgd_steps, 1)
+        refuse_in_tree("LocalSGD", accelerator.step_micro_batches)
         self.enabled = enabled and accelerator.num_processes > 1
         self.num_steps = 0
         self.local_sgd_steps = local_sgd_steps

@@ -88,6 +88,21 @@ def choose_fused(optimizer: Optimizer, device: torch.device) -> bool:
     return is_open
 
 
+def refuse_unequal_kernels(optimizer: Optimizer) -> None:
+    """Raise a ValueError if a step of ``optimizer`` may have other bits on shards, for ``step_micro_batches``.
+
+    Fused kernels round an element in another way if it is near the end of its tensor (torch 2.13 on CPU).
+    """
+    obstacle = type(optimizer).__name__ if isinstance(optimizer, torch.optim.LBFGS) else None
+    if any(group.get("fused") for group in optimizer.param_groups):
+        obstacle = f"{type(optimizer).__name__}(fused=True)"
+    if obstacle is not None:
+        raise ValueError(
+            f"step_micro_batches can't be combined with {obstacle}, whose rounding depends on how parameters are "
+            "sharded. Use an elementwise optimizer with foreach=True, or remove step_micro_batches."
+        )
+
+
 def to_plain(value: Any) -> Any:
     """Return an option as plain data: a list for a tuple, a number for a one-element tensor, None for other tensors."""
     if isinstance(value, Tensor):

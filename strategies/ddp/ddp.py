@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ...common.messages import announce, nearest, read_text
 from ...common.validation import check_positive
-from ..distributed import World, strip_compile_prefix
+from ..distributed import FixedTree, PartialSums, World, strip_compile_prefix
 from ..forward_router import Ballot, Router, ballot_dtype
 from ..precision import Precision
 from ..strategy import Strategy, make_group_options
@@ -26,6 +26,7 @@ from .backward_reduction import BackwardReduction
 from .batch_norm import synchronize
 from .coalesced import average_gradients, count_ranks
 from .comm_hooks import CommHook
+from .fixed_order import FixedOrder
 from .optimizer_steps import Shards, parse_local_steps
 
 _ALIASES = {  # Lightning's and Accelerate's names
@@ -259,6 +260,7 @@ class DDP(Strategy):
         super().attach(world, precision)
         world.form_group()  # also for a single process, whose script may use torch.distributed
         self.delays_sync = world.size > 1
+        self._order: FixedOrder | None = None
         self._ballot: Ballot | None = None
         self._ballot_replica: _Replica | None = None
         self._by_ballot = False
@@ -306,7 +308,9 @@ class DDP(Strategy):
         )
         if self.comm_hook:
             self.comm_hook.register(replica, self.world)
-        fixed = bool(self.comm_hook) or replica.static_graph or replica.find_unused_parameters
+        if self._order is not None:
+            self._order.register(replica)
+        fixed = bool(self.comm_hook or self._order) or replica.static_graph or replica.find_unused_parameters
         replica.ready = _ReadyOrder(replica, fixed)
         if ballot is not None:
             self._ballot_replica = replica
@@ -439,9 +443,35 @@ class DDP(Strategy):
                 continue  # this pass did not reach the model
             if replica.is_armed[0]:
                 replica.is_armed[0] = False
+            elif self._order is not None:
+                raise ValueError(
+                    "with step_micro_batches, a loss must be computed by one call of the prepared model, because "
+                    "gradients of the model inside it would be added in another order. Call the prepared model."
+                )
             elif replica.require_backward_grad_sync and not replica.apart and not replica._join_config.enable:
                 (counts,) = count_ranks([[p.grad is not None for p in replica.trained]], self.world)  # on some rank
                 average_gradients([p for p, count in zip(replica.trained, counts, strict=True) if count], self.world)
+
+    def add_in_tree(self, tree: FixedTree) -> PartialSums:
+        """See `Strategy.add_in_tree`."""
+        clashes = {
+            "comm_hook": (self.comm_hook, "adds gradients in its own way"),
+            "local_sgd_steps": (self.local_steps, "lets each process take steps of its own"),
+            "sync_batchnorm": (self.sync_batchnorm, "adds statistics over the processes"),
+            "static_graph": (self.options["static_graph"], "reduces the first micro-batch on its own"),
+        }
+        for option, (on, reason) in clashes.items():
+            if on:
+                raise ValueError(
+                    f"step_micro_batches={tree.leaves} can't be combined with DDP({option}=...), which {reason}, so "
+                    f"the result depends on the number of processes. Remove {option}."
+                )
+        self.tree = tree
+        if self.world.size == 1:
+            return PartialSums()
+        # Without find_unused_parameters, torch raises an error if a parameter has no gradient.
+        self._order = FixedOrder(tree, self.world, fills=self.options["find_unused_parameters"])
+        return self._order
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
@@ -554,7 +584,7 @@ class DDP(Strategy):
         assert summed is not None, "the step's loss did not carry the ballot"
         ballot.carrier.grad = None
         ballot.clear()
-        return summed * self.world.size  # because DDP averages
+        return summed if self._order is not None else summed * self.world.size  # because DDP averages
 
     # -- state ---------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ from ...common.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from . import process_group
     from .devices import ACCELERATORS, Devices, device_of, device_type, parse_devices
+    from .fixed_tree import FixedTree, PartialSums
+    from .gradient_norm import clip_to_norm
     from .launch_environment import (
         LaunchEnvironment,
         is_forked,
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from .retry import DONE, RETRY, Attempts
     from .tensors import (
         Whole,
-        clip_to_norm,
         count_shards,
         cut_like,
         gather_parameters,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -12,8 +12,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-Group = list[Tensor]
 
 
 def is_sharded(value: Any) -> bool:
@@ -272,36 +270,3 @@ def fill(part: Tensor, full: Whole, like: Any) -> None:
     """Copy this process's shard of ``full`` into ``part``. The layout is that of the sharded tensor ``like``."""
     shape, offset = _place(like)
     part.copy_(full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))])
-
-
-def by_mesh(tensors: Iterable[Tensor]) -> list[Group]:
-    """Group tensors that one operation can process together: plain tensors, and the sharded tensors of each mesh."""
-    groups: dict[Any, Group] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.device_mesh if is_sharded(tensor) else None, []).append(tensor)  # type: ignore
-    return list(groups.values())
-
-
-def clip_to_norm(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float) -> Tensor:
-    """Scale gradients down so that their total norm, over all processes, is at most ``max_norm``.
-
-    torch's function supports neither a mixture of sharded and plain tensors nor several meshes (torch 2.13). A NaN norm
-    leaves the gradients unchanged, so that the parameter with the NaN can still be found.
-
-    Returns:
-        The norm before clipping (0-d tensor); 0 if there are no gradients.
-    """
-    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
-        return torch.tensor(0.0)
-    norms = [torch.nn.utils.get_total_norm(group, norm_type) for group in by_mesh(gradients)]
-    norms = [norm.full_tensor() if is_sharded(norm) else norm for norm in norms]  # type: ignore[attr-defined]
-    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    scale = torch.clamp(max_norm / (total.nan_to_num(nan=0.0, posinf=math.inf) + 1e-6), max=1.0)
-    parts: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
-        parts.setdefault(local(gradient).device, []).append(local(gradient))
-    for device, group in parts.items():
-        torch._foreach_mul_(group, scale.to(device))
-    return total

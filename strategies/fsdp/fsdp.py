@@ -15,13 +15,25 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...common.messages import announce, name_type
-from ..distributed import TENSOR, Layout, World, clip_to_norm, cut_like, is_sharded, keep_random_state, local
+from ..distributed import (
+    TENSOR,
+    FixedTree,
+    Layout,
+    PartialSums,
+    World,
+    clip_to_norm,
+    cut_like,
+    is_sharded,
+    keep_random_state,
+    local,
+)
 from ..forward_router import Router
 from ..model_init import built_in_place
 from ..precision import Precision
 from ..strategy import Strategy, make_group_options
 from ..wrap_policy import Policy, check_policy, chosen_blocks, direct_parts, self_contained
 from .deferred_init import Tape, get_generator
+from .fixed_order import ShardedSums
 from .recompute import Recompute
 from .sharded_router import (
     BackwardPasses,
@@ -127,6 +139,7 @@ class FSDP(Strategy):
         self.layout = Layout(data_parallel_size, data_parallel_replicate, tensor_parallel_size)
         self.sync_each_batch = sync_each_batch
         self._is_held_back = False  # the sum of the votes
+        self._sums: ShardedSums | None = None
         self._tapes: list[Tape] = []
         self._recording = False
         self._roots: WeakSet[Any] = WeakSet()
@@ -227,6 +240,8 @@ class FSDP(Strategy):
             )
         elif root not in self._roots:
             start_anew(root)  # an earlier run may have failed before its end
+        if self._sums is not None and root not in self._roots:
+            self._sums.attach(root)
         self._roots.add(root)
         root._strategy = ref(self)  # that of this run
         return root
@@ -245,7 +260,8 @@ class FSDP(Strategy):
         return [*gathered, *direct_parts(module, gathered)], True
 
     def _describe(self) -> str:
-        return f"the mesh {self._mesh.mesh.tolist()} with precision={self.precision.name!r}"
+        leaves = "" if self.tree is None else f" and step_micro_batches={self.tree.leaves}"
+        return f"the mesh {self._mesh.mesh.tolist()} with precision={self.precision.name!r}{leaves}"
 
     def _shard(self, module: nn.Module, apart: bool) -> Any:
         before = dict(module.named_parameters(remove_duplicate=False))
@@ -388,7 +404,8 @@ class FSDP(Strategy):
             return  # sharded by the user's own configure_model
         policy = self.mixed_precision
         if policy is None:
-            half = self.precision.storage in (torch.float16, torch.bfloat16)
+            # In a tree, gradients have the same dtype as on one process.
+            half = self.precision.storage in (torch.float16, torch.bfloat16) and self.tree is None
             policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False)
         elif isinstance(module, Router):  # its input is the batch, in which a target or a mask must not be rounded
             policy = replace(policy, cast_forward_inputs=False)
@@ -400,6 +417,29 @@ class FSDP(Strategy):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
 
     # -- gradients -----------------------------------------------------------------------------------------------
+
+    def add_in_tree(self, tree: FixedTree) -> PartialSums:
+        """See `Strategy.add_in_tree`."""
+        policy, storage = self.mixed_precision, self.precision.storage or torch.float32
+        clashes = {
+            "tensor_parallel_size": (self.layout.tensor > 1, "adds parts of one sample over the processes"),
+            "data_parallel_replicate": (self.layout.replicate != 1, "adds gradients of replicas in any order"),
+            "mixed_precision": (
+                policy is not None and (policy.reduce_dtype or policy.param_dtype or storage) != storage,
+                f"adds gradients in another dtype than the parameters' {storage}",
+            ),
+        }
+        for option in (name for name, (is_set, _) in clashes.items() if is_set):
+            raise ValueError(
+                f"step_micro_batches={tree.leaves} can't be combined with FSDP({option}=...), which "
+                f"{clashes[option][1]}, so the result depends on the number of processes. Remove {option}."
+            )
+        self.tree = tree
+        if self.world.size == 1:
+            return PartialSums()
+        self.delays_sync = False  # the partial sums are held by the reduction
+        self._sums = ShardedSums(tree, self.world)
+        return self._sums
 
     def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
         """See `Strategy.reduce_gradients`. Backward passes have reduced the gradients of shards.
@@ -452,7 +492,7 @@ class FSDP(Strategy):
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """See `Strategy.clip_grad_norm_`. The norm covers the shards of all processes."""
-        return clip_to_norm(parameters, max_norm, norm_type)
+        return clip_to_norm(parameters, max_norm, norm_type, None if self.tree is None else self.world)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """See `Strategy.clip_grad_value_`."""

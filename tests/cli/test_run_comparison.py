@@ -97,6 +97,45 @@ def test_json_has_all_of_it_and_writes_no_page(runs, capsys):
     assert not list(runs.glob("*.html"))
 
 
+class Changing(treadle.TaskModule):
+    """A task whose learning rate is 0.1, and from the fourth step on a given one."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.rate = rate
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, index):
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 if step < 3 else self.rate)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def on_train_batch_end(self, outputs, batch, index):
+        if self.global_step in (2, 5):
+            self.trainer.accelerator.record_weights()
+
+
+def test_the_first_step_at_which_the_weights_differ(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for rate, leaves in ((1.0, 2), (1.0, 2), (0.5, 2), (0.5, None)):
+        treadle.seed_everything(1)
+        data = DataLoader(TensorDataset(torch.arange(24.0).reshape(12, 2)), batch_size=1)
+        with RunFolder.create("runs", "digests") as run:
+            checkpoints = treadle.callbacks.ModelCheckpoint(every_n_train_steps=1, save_top_k=1)
+            flags = {"accelerator": "cpu", "max_epochs": 1, "step_micro_batches": leaves, "callbacks": [checkpoints]}
+            treadle.Trainer(**run.flags({**flags, "accumulate_grad_batches": 1 if leaves else 2})).fit(
+                Changing(rate), data
+            )
+    assert "the weights are equal at all recorded steps, up to 6\n" in compare(capsys, 1, 2, "--no-page")
+    assert "the weights differ at step 4, after equality at 3\n" in compare(capsys, 1, 2, 3, "--no-page")
+    assert json.loads(compare(capsys, 1, 3, "--json"))["weights"] == {"equal_until": 3, "differ_at": 4}
+    assert json.loads(compare(capsys, 3, 4, "--json"))["weights"] == {"equal_until": 5, "differ_at": None}
+    assert list(json.loads((tmp_path / "runs/digests/4/run.json").read_text())["digests"]) == ["2", "5"]
+
+
 def test_a_comparison_is_written_anew_and_nothing_else_is_replaced(runs, capsys):
     compare(capsys, 1, 2, "--output", "page.html")
     compare(capsys, 2, 1, "--output", "page.html")

@@ -6,12 +6,14 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 
 import pytest
 from support.machines import Machines, namespaces
-from support.restarts import SETTINGS, final_samples, read_events
+from support.processes import clean_environment, python
+from support.restarts import JOB, SETTINGS, final_samples, read_events
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals, /proc and namespaces as on Linux")
 
@@ -169,3 +171,30 @@ def test_a_third_machine_joins_two_and_one_of_them_is_told_to_leave(tmp_path):
         assert [machines.wait(first), machines.wait(third)] == [0, 0], machines.outputs()
         report(machines, since)
         check(machines, job, [2, 3, 2])
+
+
+@pytest.mark.slow
+def test_step_micro_batches_keep_the_bits_of_a_run_that_loses_a_machine_and_gains_two(tmp_path):
+    """A thousand steps on 2, 1 and 3 processes, and a run of one process that nothing disturbs."""
+    settings = {"epochs": 100, "samples": 160, "step_micro_batches": 8, "every_n_train_steps": 7, "pause": 0.01}
+    done = {}
+    for name in ("disturbed", "alone"):
+        (tmp_path / name).mkdir()
+    command = ["treadle", "launch", "--nnodes", "1:3", "--max-restarts", "1", "--rdzv-conf", QUICKLY]
+    with Machines(tmp_path / "disturbed", command) as machines:
+        job = settle(machines, **settings)
+        first, second = machines.start(), machines.start()
+        machines.await_events(lambda event: is_step(event) and event["step"] >= 300, 1, 300)
+        machines.kill(second)
+        machines.await_events(lambda event: is_step(event) and event["step"] >= 600, 1, 300)
+        others = [machines.start(), machines.start()]
+        assert [machines.wait(number, 300) for number in (first, *others)] == [0, 0, 0], machines.outputs()
+        sizes = worlds(machines)
+        assert (sizes[:2], sizes[-1]) == ([2, 1], 3), machines.outputs()  # the two may join one after the other
+        for rank in range(3):
+            done[rank] = json.loads((machines.folder / f"done-{rank}").read_text())
+    (tmp_path / "alone" / "job.json").write_text(json.dumps({**job, "pause": 0}))
+    subprocess.run([python(), JOB], cwd=tmp_path / "alone", env=clean_environment(), check=True, timeout=300)
+    alone = json.loads((tmp_path / "alone" / "done-0").read_text())
+    assert alone["step"] == 1000
+    assert done == dict.fromkeys(range(3), alone)

@@ -68,7 +68,8 @@ def loader(samples: int, batch_size: int, shuffle: bool) -> DataLoader:
 def main() -> None:
     job = json.loads(Path("job.json").read_text())
     treadle.seed_everything(7)
-    saving = ModelCheckpoint("ckpt", save_top_k=-1, every_n_train_steps=2, async_save=job["async_save"])
+    every = job["every_n_train_steps"]
+    saving = ModelCheckpoint("ckpt", save_top_k=-1, every_n_train_steps=every, async_save=job["async_save"])
     tell("connect")
     if RANK == "1":
         time.sleep(job["late"])
@@ -76,6 +77,7 @@ def main() -> None:
         devices="auto",
         strategy=job["strategy"],
         max_epochs=job["epochs"],
+        step_micro_batches=job["step_micro_batches"],
         callbacks=[saving, Moments()],
         **FLAGS,
     )

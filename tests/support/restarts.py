@@ -40,6 +40,8 @@ SETTINGS = {
     "pause": 0.02,
     "late": 0,
     "wait_at_the_end": [],
+    "step_micro_batches": None,
+    "every_n_train_steps": 2,
 }
 PATIENCE = 60.0  # seconds without any news after which a job counts as hung
 

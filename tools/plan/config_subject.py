@@ -22,6 +22,7 @@ from ...cli.config.instantiate import CheckedConfig, check
 from ...common.messages import name_type
 from ...engine import CombinedLoader, JointLoader, Loader, RandomStream, random_state
 from ...engine.data import Cursor, get_length
+from ...strategies import FixedTree
 from ...trainer import Trainer
 from ...trainer.core import SchedulerConfig, TaskModule
 from ...trainer.loop import Sources, configure, count_positional, pass_by_keyword
@@ -100,10 +101,12 @@ class _PlannedRun:
         self.checked = checked
         self.options = options
         # The last one applies to the whole process, and the costs depend on it.
-        planned = (*_PLACE, *_LENGTH, "float32_matmul_precision")
+        planned = (*_PLACE, *_LENGTH, "float32_matmul_precision", "step_micro_batches")
         flags = {name: recipe.make() for name, recipe in checked.trainer.items() if name in planned}
         placement = {name: flags.pop(name) for name in _PLACE if name in flags}
         self._read_placement(placement)
+        if (leaves := flags.pop("step_micro_batches", None)) is not None:
+            flags["accumulate_grad_batches"] = self._divide(leaves)
         requested = {
             "accumulate_grad_batches": options.accumulate,
             "max_epochs": options.max_epochs,
@@ -115,6 +118,17 @@ class _PlannedRun:
         self.settings["accumulate"] = self.trainer.accelerator.gradient_accumulation_steps
         self.settings["micro_batch"] = options.micro_batch or self.size
         self.trainer.batches = self._count_batches()
+
+    def _divide(self, leaves: int) -> int:
+        """Return the number of micro-batches per process, and plan the sums that it holds of them."""
+        if self.options.accumulate is not None:
+            raise ValueError(
+                f"--accumulate {self.options.accumulate} contradicts step_micro_batches={leaves} of the configuration, "
+                "which determines it. Remove one of them."
+            )
+        most = FixedTree(leaves, self.settings["world_size"]).most
+        self.settings["partial_sums"] = most.bit_length() - 1
+        return most
 
     def _read_placement(self, flags: dict[str, Any]) -> None:
         if flags.get("sync_batchnorm"):
@@ -285,7 +299,7 @@ class _SimulatedAccelerator:
     def __init__(self, processes: int) -> None:
         self.world: Any = SimpleNamespace(rank=0, size=processes)  # all attributes of a `World` that a loader uses
 
-    def prepare_data_loader(self, source: Any, *, shard: bool, evaluation: bool, move: Any) -> Loader:
+    def prepare_data_loader(self, source: Any, *, shard: bool, evaluation: bool, move: Any, in_tree: bool) -> Loader:
         kind = JointLoader if isinstance(source, CombinedLoader) else Loader
         return kind(
             source, world=self.world, cursor=Cursor(), stream=RandomStream(random_state()), accumulate=lambda _: 1,

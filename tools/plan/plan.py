@@ -24,6 +24,7 @@ class Conditions:
         gpu: The GPU of each process, as a `GPU` or a key of `gpus.GPUS`. Default: ``"h100"``.
         micro_batch: Number of samples per forward pass. Default: 1.
         accumulate: Number of forward passes per optimizer step. Default: 1.
+        partial_sums: Number of copies of the full gradients that are held between the passes of a step. Default: 0.
         precision: The precision, as for `Trainer`. Default: ``"bf16-mixed"``.
         compiled: Whether the model is compiled. Default: False.
         clip: Maximum norm to which gradients are clipped. Default: no clipping.
@@ -37,6 +38,7 @@ class Conditions:
     gpu: GPU = GPUS["h100"]
     micro_batch: int = 1
     accumulate: int = 1
+    partial_sums: int = 0
     precision: Precision = field(default_factory=lambda: Precision.parse("bf16-mixed"))
     compiled: bool = False
     clip: float | None = None

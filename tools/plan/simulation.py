@@ -102,6 +102,10 @@ class _Step:
             order = self._note_gradients()
             copies = torch.empty(self.facts.gradient_copy_bytes(self.model), dtype=torch.uint8)
             memory.hold(copies, GATHERED)
+            trained = (p for p in parameters.values() if p.requires_grad)
+            size = self.on.partial_sums * sum(p.numel() * p.element_size() for p in trained)
+            sums = torch.empty(size, dtype=torch.uint8)
+            memory.hold(sums, GRADIENTS)
             batches = [self.on.precision.cast(make_batch(self.on.micro_batch)) for _ in range(self.on.accumulate)]
             try:
                 with meter:

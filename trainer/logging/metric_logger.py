@@ -13,7 +13,7 @@ import torch
 from ...common.messages import describe_error, warn
 from ...common.remote_path import as_path, is_url
 from ...engine import Accelerator, Entry, Metrics
-from ...engine.metrics import is_wide
+from ...engine.metrics import ExactMetrics, MutedMetrics, is_wide
 from ...loggers import EVALUATED_AT, DirectoryLogger, Logger, NullExperiment, claim_version
 from ...strategies import World
 from ..core import DataModule, TaskModule
@@ -487,6 +487,16 @@ class Logbook:
                 "to a writable directory."
             )
             return None
+
+
+def choose_metrics(accelerator: Accelerator, barebones: bool) -> Callable[..., Metrics]:
+    """Return a function that creates the store of a stage's values, from whether it is a training stage."""
+    if barebones:
+        return MutedMetrics
+    copies = accelerator.dynamo_plugin.uses_cuda_graphs(accelerator.device)
+    if accelerator.accumulation.sums is None:
+        return partial(Metrics, copies=copies)
+    return partial(ExactMetrics, accelerator.cursor, copies=copies)
 
 
 def _make_file_name(name: str | None) -> str:

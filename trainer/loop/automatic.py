@@ -81,7 +81,7 @@ class Steps:
         collate = getattr(self._find_loader().source, "collate_fn", None)
         self.may_miss = not self.alone and collate is not default_collate  # which never returns None
         self.placeholder: Any = None  # the latest batch, if a later one may be None
-        self.may_skip = self.alone and trainer.scaler is None
+        self.may_skip = self.alone and trainer.scaler is None and self.accumulation.sums is None
         self.ends_epoch = False
         self.missing_losses = 0
         self.bad_batches: list[str] = []  # descriptions of the step's batches whose loss is not finite
@@ -176,6 +176,11 @@ class Steps:
         With several processes, other ranks may have a batch, so this rank takes part with weight zero.
         """
         progress, accumulation = self.progress, self.accumulation
+        if accumulation.sums is not None:
+            raise ValueError(
+                f"batch {index} is None, but with step_micro_batches each micro-batch has its place in a fixed sum. "
+                "Let collate_fn return at least one sample, or remove step_micro_batches."
+            )
         warn_of_none(self.accelerator.process_index)
         accumulation.missing += micro.samples
         if self.alone:

@@ -193,16 +193,20 @@ class Sources:
         for single_source in source.flattened if isinstance(source, CombinedLoader) else [source]:
             _refuse_non_loaders(kind, single_source)
         loader = self._accelerator.prepare_data_loader(
-            source, shard=self._shard, evaluation=kind != "train", move=self._choose_transfer(number)
+            source,
+            shard=self._shard,
+            evaluation=kind != "train",
+            move=self._choose_transfer(number),
+            in_tree=kind != "predict",  # whose results are sorted by rank
         )
         is_sequential = isinstance(loader, JointLoader) and loader.mode == "sequential"
         for single_loader in loader.loaders if is_sequential else [loader]:  # type: ignore[attr-defined]
-            length = single_loader.length
+            length = single_loader.global_length
             count = arguments.limited(f"limit_{kind}_batches", self.limits[kind], length)
             if count is None and has_user_iter(single_loader.source):
                 single_loader.limit = length  # reading on may be an error there, as in zip(strict=True) with a cycle
             elif count is not None and count != length:
-                single_loader.limit = count
+                single_loader.limit = single_loader.count_own(count)
         if self._fixed_order and kind in ("train", "val") and loader.keep_order() and kind not in self._warned:
             self._warned.add(kind)
             warn(

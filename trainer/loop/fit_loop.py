@@ -52,7 +52,7 @@ from ..core import SchedulerConfig, TaskModule
 from .automatic import Steps
 from .closure import ClosureSteps, check_closure, needs_closure
 from .dataloaders import explain_empty
-from .hook_table import Hooks
+from .hook_table import Hooks, takes_iterator
 from .lr_schedulers import Schedules
 from .manual import ManualSteps
 from .preemption import save_and_leave
@@ -297,7 +297,7 @@ class FitLoop:
     def _compute_validation_interval(self) -> int | None:
         """Return the interval between validations in micro-batches; None if micro-batches do not determine it."""
         trainer = self.trainer
-        interval, total = self.trainer.val_check_interval, self.total
+        interval, total = trainer.val_check_interval, self.total
         if not trainer.has_validation:
             return None
         if isinstance(interval, int):
@@ -307,7 +307,13 @@ class FitLoop:
                     f"validation would never run. Pass at most {total}, or pass check_val_every_n_epoch=None to count "
                     "across epochs."
                 )
-            return interval
+            if trainer.check_val_every_n_epoch is None and trainer.accelerator.step_micro_batches is not None:
+                raise ValueError(
+                    f"val_check_interval={interval} with check_val_every_n_epoch=None counts the batches of a process "
+                    "across epochs, which depends on the number of processes, unlike step_micro_batches. Set "
+                    "check_val_every_n_epoch=1, or val_check_interval to a fraction of an epoch."
+                )
+            return self.loader.count_own(interval)
         if interval == 1.0:
             return None
         if total is None:
@@ -315,7 +321,7 @@ class FitLoop:
                 f"val_check_interval={interval} is a fraction of an epoch, but the training dataloader has no length. "
                 "Pass a whole number of batches, or 1.0 for the end of the epoch."
             )
-        return max(1, int(total * interval))
+        return self.loader.count_own(max(1, int((self.loader.global_length or 0) * interval)))
 
     def _validate(self) -> None:
         """Validate, unless ``check_val_every_n_epoch`` excludes this epoch, and record that a validation was due."""
@@ -359,9 +365,21 @@ def is_validation_epoch(trainer: Trainer) -> bool:
 
 def choose_steps(trainer: Trainer, task: TaskModule) -> type[Steps]:
     """Return the class of the loop body for a task: automatic, manual, or with a closure."""
+    with_closure = next(filter(needs_closure, trainer.optimizers), None)
+    if trainer.accelerator.step_micro_batches is not None:
+        obstacles = {
+            "automatic_optimization=False": not task.automatic_optimization,
+            type(with_closure).__name__: with_closure is not None,
+            "training_step(dataloader_iter)": takes_iterator(task.training_step),
+        }
+        for obstacle in (name for name, is_set in obstacles.items() if is_set):
+            raise ValueError(
+                f"step_micro_batches can't be combined with {obstacle}, which may read, step or run backward passes "
+                "within a step's micro-batches. Use automatic optimization with one batch per training_step and an "
+                "optimizer that needs no closure, or remove step_micro_batches."
+            )
     if not task.automatic_optimization:
         return ManualSteps
-    with_closure = next(filter(needs_closure, trainer.optimizers), None)
     if with_closure is None:
         return Steps
     check_closure(trainer, with_closure)

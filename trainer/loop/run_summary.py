@@ -92,6 +92,8 @@ class RunSummary:
         kind, factors = "effective batch", f"x {format_count(processes, 'process')} x {k} accumulated"
         if not task.automatic_optimization:  # training_step may accumulate gradients
             kind, factors = "batch", f"x {format_count(processes, 'process')}"
+        if (leaves := accelerator.step_micro_batches) is not None and isinstance(size, int):
+            return f"{kind} {size * leaves:,} = {size} x {leaves} micro-batches, with any number of processes"
         if isinstance(size, int):
             return f"{kind} {size * processes * k:,} = {size} per process {factors}"
         return f"{kind}: the dataloader's batches {factors}"

@@ -319,9 +319,9 @@ class RunFolder:
         if facts.get("state") == "running":
             self._drop_error()  # the error of an earlier session no longer applies
         spent = {"seconds": self._earlier_seconds + time.monotonic() - self._began, "updated": time.time()}
-        metrics = self._facts.get("metrics", {})
+        earlier = {name: self._facts.get(name, {}) for name in ("metrics", "digests")}
         self._facts.update({**facts, **spent})
-        self._facts["metrics"] = {**metrics, **facts.get("metrics", {})}
+        self._facts |= {name: {**values, **facts.get(name, {})} for name, values in earlier.items()}
         best = self._facts.get("best") or {}
         saved = as_path(best.get("checkpoint") or ".")
         if self.path in saved.parents:  # a relative path, because the folder may be moved

@@ -333,7 +333,7 @@ def _select_facts(record: dict[str, Any]) -> dict[str, Any]:
         if isinstance(best, dict) and isinstance(best.get("metric"), str) and _is_value(best.get("value")):
             words = {name: best[name] for name in ("mode", "checkpoint") if isinstance(best.get(name), str)}
             facts[name] = {"metric": best["metric"], "value": best["value"], **words}
-    for name in ("hyperparameters", "flags"):
+    for name in ("hyperparameters", "flags", "digests"):
         texts = record.get(name)
         if isinstance(texts, dict):
             facts[name] = {key: text for key, text in texts.items() if isinstance(text, str)}

@@ -118,6 +118,18 @@ def test_a_checkpoint_has_the_bytes_of_a_real_one(here):
     assert made.checkpoint <= written < made.checkpoint + 80_000  # what is saved beside: names, random states
 
 
+def test_micro_batches_of_all_processes_and_their_sums(here, capsys):
+    flags = ("trainer.strategy=ddp", "trainer.devices=2")
+    ordinary, expected = planned(*flags, "trainer.accumulate_grad_batches=4")
+    divided, schedule = planned(*flags, "trainer.accumulate_grad_batches=1", "trainer.step_micro_batches=8")
+    assert (divided.accumulate, divided.samples) == (4, ordinary.samples)
+    assert (schedule.steps, schedule.per_epoch) == (expected.steps, expected.per_epoch)
+    assert divided.peak == ordinary.peak + 2 * 4 * ordinary.trainable  # in float32
+    status, _, error = plan(capsys, *flags, "--accumulate", "2", "trainer.step_micro_batches=8")
+    assert status
+    assert "--accumulate 2 contradicts step_micro_batches=8" in error
+
+
 def test_machines_are_those_of_the_configuration(here, capsys):
     _, out, _ = plan(capsys, "--no-advice", "trainer.num_nodes=3")
     assert "on 6 x h100 (3 machines)" in out
