@@ -165,14 +165,14 @@ def other_hardware(library: str) -> Found:
 def plans(library: str) -> Found:
     """An estimate before a run, by the library's command."""
     if library == "treadle":
-        command = [sys.executable, "-m", "treadle", "plan", "--model", "gpt2", "--world-size", "2", "--gpu", "h100"]
+        command = [sys.executable, "-m", "treadle", "plan", "--model", "gpt-162m", "--world-size", "2", "--gpu", "h100"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
         lines = [line for line in done.stdout.splitlines() if line.startswith(("memory", "step "))]
         return "yes" if len(lines) == 2 else "no", "; ".join(lines) or done.stderr[-300:]
     if library == "accelerate":
         from accelerate.commands.estimate import estimate_training_usage
 
-        estimates = {dtype: max(estimate_training_usage(1000, dtype).values()) for dtype in ("float32", "bf16")}
+        estimates = {dtype: max(estimate_training_usage(1000, dtype).values()) for dtype in ("float32",)}
         return (
             "memory only, from the weights' size",
             f"`estimate-memory` computes with Adam, of weights of 1,000 bytes: {estimates}",
