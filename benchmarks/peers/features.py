@@ -129,9 +129,12 @@ def report_page(library: str) -> Found:
     if library == "accelerate":
         return absent("accelerate", "Trainer")
     if library == "transformers":
+        from transformers import PretrainedConfig
+
         trainer = make_hf_trainer(Model(), Samples(16), {"max_steps": 3})
         trainer.train()
         pages = [path.name for path in Path().rglob("*.html")]
+        trainer.model.config = PretrainedConfig()  # the card reads it
         trainer.create_model_card()
         card = (Path("hf") / "README.md").exists()
         return ("yes" if pages else "model card, on request" if card else "no"), f"pages: {pages}; model card: {card}"
