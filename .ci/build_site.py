@@ -39,6 +39,7 @@ MOVED = """<!doctype html>
 <a href="{url}">This page has moved.</a>
 """
 FENCE = re.compile(r"^( *)```(\w+)[ \t]+(\S[^\n]*)$", re.MULTILINE)
+FENCED = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#]+)(#[^)]*)?\)")
 MARKS = re.compile(r"^ *<!-- (?:not run:|make test-all).*?-->\n+", re.MULTILINE | re.DOTALL)  # for the tests
 BUTTONS = re.compile(r"^(?:\*\*\[[^\]]+\]\(\S+\)\*\* ?)+$", re.MULTILINE)
@@ -186,7 +187,8 @@ def describe_site(config, texts):
         for page in list_pages(pages):
             text = re.sub(r"\A---\n.*?\n---\n", "", texts[page], flags=re.DOTALL)
             title, rest = TITLE.search(text)[1], TITLE.split(text, maxsplit=1)[2]
-            prose = (part for part in rest.split("\n\n") if re.match(r"(?!```)[\w`*\[]", part))
+            rest = FENCED.sub("", rest)
+            prose = (part for part in re.split(r"\n{2,}", rest.strip()) if re.match(r"[\w`*\[]", part))
             first = " ".join(re.split(r"(?<=\.)\s", LINK.sub(r"\1", next(prose, "")), maxsplit=1)[0].split()).rstrip(
                 ":"
             )

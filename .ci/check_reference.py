@@ -53,7 +53,7 @@ def find_faults():
                 faults.append(f"{name} has no place in docs/reference.")
             continue
         if not inspect.ismodule(value) and id(value) not in objects:
-            faults.append(f"{name} has no place in docs/reference.")
+            faults.append(f"{name} has no place in docs/reference. Add ::: {name} to a page of docs/reference/api.")
         if not (value.__doc__ or "").strip():
             faults.append(f"{name} has no docstring.")
     return faults

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import heapq
 import itertools
 import json
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..common.messages import announce
+from ..common.messages import announce, warn
 from ..common.mirror import flush, local_folder
 from ..common.remote_path import AnyPath, RemotePath, as_path
 from ..common.validation import check_int, check_path
@@ -234,12 +235,21 @@ def read_predictions(path: str | Path, dataloader_idx: int = 0, *, indices: bool
             f"{path} has no complete predictions: {_INDEX}, which is written last, is missing. Pass the folder of a "
             "PredictionWriter. If prediction was interrupted, predict again."
         )
+    if newer := _find_newer(folder):
+        warn(f"{path} has older predictions than {newer}. To read the latest ones, pass PredictionWriter.folder.")
     loaders = _read_index(folder / _INDEX)
     if str(dataloader_idx) not in loaders:
         raise ValueError(
             f"dataloader_idx={dataloader_idx} has no predictions in {folder}. Available: {', '.join(loaders)}."
         )
     return _read_loader(folder, *loaders[str(dataloader_idx)], indices)
+
+
+def _find_newer(folder: Path) -> str | None:
+    """Return the name of the latest folder that a `PredictionWriter` made beside this one, if it is more recent."""
+    indices = [folder / _INDEX, *folder.parent.glob(f"{glob.escape(folder.name)}-v*/{_INDEX}")]
+    latest = max(indices, key=lambda index: index.stat().st_mtime_ns)
+    return None if latest.parent == folder else latest.parent.name
 
 
 def _read_index(path: Path) -> dict[str, tuple[int, list[list[str]]]]:

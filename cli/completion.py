@@ -32,7 +32,7 @@ _VALUES = {
     "trainer.accelerator": ("auto", "cpu", "cuda", "gpu", "mps"),
     "trainer.precision": ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"),
     "trainer.strategy": ("auto", "single", "ddp", "fsdp"),
-    "trainer.profiler": ("simple", "advanced", "pytorch"),
+    "trainer.profiler": ("simple", "advanced", "pytorch", "events"),
 }
 
 

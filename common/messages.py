@@ -99,15 +99,18 @@ def print_unless_closed(text: str) -> None:
 def closest_name(name: object, valid: Iterable[object], cutoff: float = 0.5) -> str | None:
     """Return the valid name closest to ``name``, or None if none is close.
 
-    Case is ignored unless two valid names differ only in case.
+    Case is ignored unless two valid names differ only in case. Of equally close names, the first is returned.
     """
     by_lower: dict[str, list[str]] = {}
     for candidate in map(str, valid):
         by_lower.setdefault(candidate.lower(), []).append(candidate)
-    close = get_close_matches(str(name).lower(), by_lower, n=1, cutoff=cutoff)
+    lowered = str(name).lower()
+    close = get_close_matches(lowered, by_lower, n=3, cutoff=cutoff)
     if not close:
         return None
-    return max(by_lower[close[0]], key=lambda candidate: SequenceMatcher(None, str(name), candidate).ratio())
+    in_order = [candidate for candidate in by_lower if candidate in close]
+    closest = max(in_order, key=lambda candidate: SequenceMatcher(None, candidate, lowered).ratio())
+    return max(by_lower[closest], key=lambda candidate: SequenceMatcher(None, str(name), candidate).ratio())
 
 
 def nearest(name: object, valid: Iterable[object]) -> str:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from .messages import nearest
 
+_PACKAGES = ("callbacks", "loggers", "strategies", "profilers", "data", "utils", "integrations")
 _ASKING = (__name__, "treadle.common.lazy_exports")
 
 
@@ -70,10 +71,19 @@ def find_peer_name(module: str, name: str, valid: Any = ()) -> Any:
     if home is None:
         submodule = None if name.startswith("__") else _import_submodule(module, f"{path}.{name}".lstrip("."))
         if submodule is None:
-            _refuse(module, name, f"module {module!r} has no attribute {name!r}.{nearest(name, valid)}")
+            hint = _find_in_packages(name) if module == "treadle" else ""
+            _refuse(module, name, f"module {module!r} has no attribute {name!r}.{hint or nearest(name, valid)}")
         return submodule
     path, _, inner = home.rpartition(".")
     return getattr(importlib.import_module(f"treadle.{path}".rstrip(".")), inner)
+
+
+def _find_in_packages(name: str) -> str:
+    """Return a sentence that names the public package with this name, such as callbacks; ``""`` if none has it."""
+    for package in () if name.startswith("_") else _PACKAGES:
+        if name in importlib.import_module(f"treadle.{package}").__all__:
+            return f" Use treadle.{package}.{name}."
+    return ""
 
 
 def _import_submodule(module: str, path: str) -> Any:
@@ -103,7 +113,7 @@ def _refuse(module: str, name: str, text: str) -> NoReturn:
         frame = frame.f_back
     if frame is not None and frame.f_code.co_name == "_handle_fromlist":
         raise _NoSuchNameError(text, name=module)
-    raise AttributeError(text, name=name, obj=sys.modules.get(module))
+    raise AttributeError(text, name=name)  # without obj, so that Python does not append its own suggestion to the text
 
 
 def peer_path(module: str) -> str:

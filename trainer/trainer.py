@@ -136,8 +136,8 @@ class Trainer(LightningAliases, Copyable):
             False.
         barebones: Disable features that add overhead, such as logging, checkpoints and the progress bar. Default:
             False.
-        profiler: Profile the actions of the loop, such as hooks, with ``"simple"``, ``"advanced"``, ``"pytorch"`` or a
-            `Profiler`. Default: no profiling.
+        profiler: Profile the actions of the loop, such as hooks, with ``"simple"``, ``"advanced"``, ``"pytorch"``,
+            ``"events"`` or a `Profiler`. Default: no profiling.
         compile: Compile the model's modules; a dict sets arguments of ``torch.compile``. Default: False.
         plugins: A `Precision`, `CheckpointIO`, `SLURMEnvironment`, ``TorchSyncBatchNorm()``, or a list. Default: none.
         enable_autolog_hparams: Send hyperparameters to the loggers when ``fit`` begins. Default: True.

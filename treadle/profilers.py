@@ -9,6 +9,7 @@ from .common.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from .engine.profilers import (
         AdvancedProfiler,
+        EventProfiler,
         PassThroughProfiler,
         Profiler,
         PyTorchProfiler,

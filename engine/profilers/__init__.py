@@ -8,6 +8,7 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .advanced import AdvancedProfiler
+    from .events import EventProfiler
     from .profiler import PassThroughProfiler, Profiler, choose_profiler
     from .pytorch import PyTorchProfiler, profile
     from .simple import SimpleProfiler

@@ -236,14 +236,20 @@ def find_running(running: Sequence[tuple[Any, ...]], action_name: str) -> int:
     )
 
 
-_NAMES = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorch": "PyTorchProfiler"}
+_NAMES = {
+    "simple": "SimpleProfiler",
+    "advanced": "AdvancedProfiler",
+    "pytorch": "PyTorchProfiler",
+    "events": "EventProfiler",
+}
 
 
 def choose_profiler(profiler: Any) -> Profiler:
     """Return the profiler that the argument of ``Trainer(profiler=...)`` selects.
 
     Args:
-        profiler: ``"simple"``, ``"advanced"``, ``"pytorch"``, a `Profiler` object, or None for a `PassThroughProfiler`.
+        profiler: ``"simple"``, ``"advanced"``, ``"pytorch"``, ``"events"``, a `Profiler` object, or None for a
+            `PassThroughProfiler`.
 
     Raises:
         ValueError: If the name is unknown.

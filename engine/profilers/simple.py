@@ -259,7 +259,7 @@ def verdict(actions: Mapping[str, Action], advice: Mapping[str, str], on_device:
     if "computing" not in spent or total <= 0:
         return ""
     subject = "the device" if on_device else "this run"
-    overheads = {kind: seconds for kind, seconds in spent.items() if kind not in ("computing", "training")}
+    overheads = {kind: seconds for kind, seconds in spent.items() if kind not in ("computing", "step", "training")}
     worst = max(overheads, key=lambda kind: overheads[kind], default="")
     if worst and overheads[worst] / total >= ENOUGH:
         if worst not in _KINDS:

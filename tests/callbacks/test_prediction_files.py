@@ -1,6 +1,7 @@
 """`PredictionWriter` and `read_predictions`: each sample once, in order, from any number of processes."""
 
 import json
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,6 +96,10 @@ def test_several_loaders_and_a_taken_folder(tmp_path):
     second = predict(tmp_path, DataLoader(Numbers(1)))
     assert [first.name, second.name] == ["out", "out-v1"]
     assert [len(list(treadle.read_predictions(first, loader))) for loader in (0, 1)] == [3, 2]
+    with pytest.warns(UserWarning, match=r"out has older predictions than out-v1. .* pass PredictionWriter.folder"):
+        treadle.read_predictions(first)
+    with warnings.catch_warnings(action="error"):
+        treadle.read_predictions(second)
     with pytest.raises(ValueError, match=r"dataloader_idx=2 has no predictions in .* Available: 0, 1"):
         treadle.read_predictions(first, 2)
 

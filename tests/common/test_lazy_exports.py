@@ -5,6 +5,8 @@ import importlib
 import pytest
 from support.processes import script
 
+import treadle
+
 PACKAGES = {
     "treadle": ("Trianer", "Trainer"),
     "treadle.callbacks": ("ModelCheckpiont", "ModelCheckpoint"),
@@ -24,6 +26,22 @@ def test_a_wrong_name_is_answered_with_the_nearest(package):
     ):
         getattr(module, wrong)
     assert not hasattr(module, "__nothing_of_this_name__")
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("EarlyStopping", "callbacks"), ("CSVLogger", "loggers"), ("FSDP", "strategies"), ("SimpleProfiler", "profilers")],
+)
+def test_a_name_of_a_package_is_answered_with_the_package(name, package):
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}'\. Use treadle\.{package}\.{name}\.$"):
+        getattr(treadle, name)
+    with pytest.raises(ImportError, match=rf"Use treadle\.{package}\.{name}\.$"):
+        exec(f"from treadle import {name}")
+
+
+def test_python_adds_no_suggestion_of_its_own():
+    done = script("import treadle\ntreadle.callbacks.EarlyStoping")
+    assert done.stderr.count("Did you mean") == 1, done.stderr
 
 
 @pytest.mark.parametrize("package", PACKAGES)

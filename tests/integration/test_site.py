@@ -124,8 +124,8 @@ def test_llms_txt_has_each_page_with_its_first_sentence():
     config = {"site_name": "Treadle", "site_description": "Trains", "nav": [{"Home": "index.md"}]}
     config["nav"] += [{"Start": ["a.md", {"More": ["b/c.md"]}]}, {"Reference": ["api.md"]}]
     texts = {
-        "a.md": "---\nsearch: {}\n---\n\n# First\n\n```bash\nls\n```\n\nA\n[link](b/c.md) stands. More.\n",
-        "b/c.md": "# Second\n\n## Part\n\nThree sizes:\n",
+        "a.md": "---\nsearch: {}\n---\n\n# First\n\n```bash\nls\n\npwd\n```\n\nA\n[link](b/c.md) stands. More.\n",
+        "b/c.md": "# Second\n\nThree sizes:\n\nMore.\n",
         "api.md": "# Names\n\n::: treadle.Trainer\n",
     }
     assert site.describe_site(config, texts) == (

@@ -74,6 +74,7 @@ PROVOKERS = {
     # the task
     "no_training_step": lambda: fit(net(training_step=tl.TaskModule.training_step)),
     "no_configure_optimizers": lambda: fit(net(configure_optimizers=tl.TaskModule.configure_optimizers)),
+    "no_optimizer_returned": lambda: fit(net(configure_optimizers=lambda self: None)),
     "not_a_task": lambda: fit(nn.Linear(4, 2)),
     "loss_without_gradient": lambda: fit(
         net(training_step=lambda self, batch, batch_idx: self.net(batch[0]).mean().detach())

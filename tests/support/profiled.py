@@ -38,7 +38,7 @@ def loader(count=16, **options):
 def trainer_in(root, **flags):
     defaults = {"max_epochs": 1, "logger": False, "accelerator": "cpu"}
     off = {f"enable_{name}": False for name in ("progress_bar", "checkpointing", "model_summary")}
-    return tl.Trainer(default_root_dir=root, **off, **{**defaults, **flags})
+    return tl.Trainer(default_root_dir=root, **{**off, **defaults, **flags})
 
 
 class Notes(Profiler):

@@ -57,7 +57,8 @@ class AttributeDict(dict[str, Any]):
             return self[name]
         except KeyError:
             raise AttributeError(
-                f"there is no hyperparameter {name!r}. Available: {', '.join(self) or 'none'}."
+                f"there is no hyperparameter {name!r}. "
+                + (f"Available: {', '.join(self)}." if self else "Call self.save_hyperparameters() in __init__.")
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:

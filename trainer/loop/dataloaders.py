@@ -184,7 +184,10 @@ class Sources:
                 if owner is self.datamodule and has_own(self.task, method, TaskModule):
                     self._warn_of_unused(method)
                 with self._accelerator.rng.drawing_alike(f"{kind} loaders of epoch {self._epoch}"):
-                    return getattr(owner, method)()
+                    loaders = getattr(owner, method)()
+                if loaders is None and kind == "train":
+                    raise WrongTypeError(f"{type(owner).__name__}.{method} returned None. Return the dataloader.")
+                return loaders
         return None
 
     def _prepare(self, kind: str, source: Any, number: int) -> Loader:
@@ -294,11 +297,10 @@ def _refuse_non_loaders(kind: str, source: Any) -> None:
             f"the {LOADER_NAMES[kind]} dataloader is {name_type(source)}, which yields single samples. Wrap it in a "
             "DataLoader (with batch_size=None if its items are batches)."
         )
-    if isinstance(source, str | bytes | torch.Tensor):
-        raise TypeError(
-            f"the {LOADER_NAMES[kind]} dataloader is {name_type(source)}. Pass a DataLoader, or another iterable of "
-            "batches."
-        )
+    if isinstance(source, str | bytes | torch.Tensor | type):
+        name = f"the class {source.__name__}" if isinstance(source, type) else name_type(source)
+        advice = f"{source.__name__}()" if isinstance(source, type) else "a DataLoader, or another iterable of batches"
+        raise TypeError(f"the {LOADER_NAMES[kind]} dataloader is {name}. Pass {advice}.")
 
 
 def _split_sources(source: Any) -> Iterable[Any]:

@@ -49,6 +49,7 @@ from ...callbacks import AgreedInterval, read_learning_rates
 from ...common.messages import format_count, warn
 from ...engine import Loader, isolated_random_state, set_random_state
 from ..core import SchedulerConfig, TaskModule
+from ..profiling import measured_in
 from .automatic import Steps
 from .closure import ClosureSteps, check_closure, needs_closure
 from .dataloaders import explain_empty
@@ -89,7 +90,8 @@ class FitLoop:
         self.schedules.attach(hooks)
         kind = choose_steps(trainer, task)
         self.steps = trainer.steps = kind(trainer, task, model, hooks, self.schedules, self._wants_to_stop)
-        self.take = self.steps.take if self.steps.reader is None else self.steps.reader.take
+        take = self.steps.take if self.steps.reader is None else self.steps.reader.take
+        self.take = measured_in(trainer, "step", take)
         self.deadline: float | None = None
         self.total = loader.length
         self.started = 0.0

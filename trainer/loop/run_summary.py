@@ -62,9 +62,7 @@ class RunSummary:
             lines.append(f"drop_last drops {dropped} per epoch")
         if processes > 1 and not trainer.use_distributed_sampler:
             lines.append("each process reads its own dataloader unchanged (use_distributed_sampler=False)")
-        if not accelerator.optimizers and task.automatic_optimization:
-            lines.append("configure_optimizers returned None, so nothing is trained")
-        else:
+        if accelerator.optimizers or not task.automatic_optimization:
             lines.append(self._describe_steps() if task.automatic_optimization else self._describe_manual_steps())
         if len(accelerator.optimizers) > 1 and task.automatic_optimization:
             kinds = ", ".join(type(prepared.optimizer).__name__ for prepared in accelerator.optimizers)

@@ -45,7 +45,12 @@ def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
         for name, p in task.named_parameters()
         if p.requires_grad and id(p) not in optimized_ids
     ]
-    if names and optimized_ids:  # without any optimizer, this is intended
+    if task.automatic_optimization and not trainer.optimizers:
+        warn(
+            "configure_optimizers returned None, so nothing is trained. Return the optimizer, or ignore this warning "
+            "if the run needs none."
+        )
+    elif names and optimized_ids:  # with manual optimization and no optimizer, this is intended
         warn(
             "parameters that require gradients are not in any optimizer, so they are not trained: "
             f"{_join_first(names)}. Add them in configure_optimizers, or freeze them with requires_grad_(False)."

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 _ABSENT = object()
-_ACCELERATOR = {"save_state": "checkpoint"}
+_CHECKPOINTER = {"save_state": "checkpoint"}
 _ACCUMULATION = {"backward": "backward", "exchange_votes": "agree"}
 _STRATEGY = {"clip_grad_norm_": "clip", "clip_grad_value_": "clip"}
 _LOGBOOK = {
@@ -72,7 +72,7 @@ class Profiled:
         # Scripts that run in one process read fit-NAME.txt, as in Lightning.
         profiler.setup(stage, trainer.global_rank if trainer.world_size > 1 else None, str(local_folder(folder)))
         for owner, names in (
-            (accelerator, _ACCELERATOR),
+            (accelerator.checkpointer, _CHECKPOINTER),
             (accelerator.accumulation, _ACCUMULATION),
             (accelerator.strategy, _STRATEGY),
             (trainer.logbook, _LOGBOOK),

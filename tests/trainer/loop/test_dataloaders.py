@@ -282,6 +282,17 @@ def test_workers_of_old_loaders_end_and_passed_loaders_stay():
 # -- data modules ----------------------------------------------------------------------------------------------------
 
 
+def test_a_data_module_whose_method_returns_nothing_is_named():
+    class Forgets(treadle.DataModule):
+        def train_dataloader(self):
+            DataLoader(torch.ones(4, 1))
+
+    with pytest.raises(TypeError, match=r"^Forgets\.train_dataloader returned None\. Return the dataloader\.$"):
+        treadle.Trainer(max_epochs=1, accelerator="cpu", **NO_OUTPUT).fit(Line(), Forgets())
+    with pytest.raises(TypeError, match=r"^the training dataloader is the class Forgets\. Pass Forgets\(\)\.$"):
+        treadle.Trainer(max_epochs=1, accelerator="cpu", **NO_OUTPUT).fit(Line(), Forgets)
+
+
 def test_a_base_class_method_set_on_the_instance_is_no_loader():
     class Data(treadle.DataModule):
         def __init__(self):

@@ -90,10 +90,14 @@ def test_nothing_is_said_of_a_task_that_is_whole(strategy):
     assert fit(Task(), strategy=strategy) == []
 
 
-def test_nothing_is_said_of_a_task_without_an_optimizer():
+def test_of_a_task_without_an_optimizer_only_that_is_said():
     task = Task()
     task.configure_optimizers = lambda: None
-    assert not [said for said in fit(task) if "not in any optimizer" in said]
+    (said,) = fit(task)
+    assert said.startswith("configure_optimizers returned None, so nothing is trained. Return the optimizer,")
+    manual = Task()
+    manual.automatic_optimization, manual.configure_optimizers = False, lambda: None
+    assert not [said for said in fit(manual) if "returned None" in said]
 
 
 class Plateau(Task):

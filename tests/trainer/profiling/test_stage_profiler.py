@@ -25,7 +25,7 @@ def test_every_phase_is_measured_in_order_and_properly_nested(tmp_path):
     notes = Notes()
     trainer = trainer_in(
         tmp_path, profiler=notes, callbacks=[Sleeper()], log_every_n_steps=2, accumulate_grad_batches=2,
-        gradient_clip_val=1.0, num_sanity_val_steps=0,
+        gradient_clip_val=1.0, num_sanity_val_steps=0, enable_checkpointing=True,
     )  # fmt: skip
     trainer.fit(Net(), loader(8), loader(4))
     stack, seen = [], []
@@ -39,13 +39,14 @@ def test_every_phase_is_measured_in_order_and_properly_nested(tmp_path):
     first = seen[seen.index("data") :]
     hook = "hook Sleeper.on_train_batch_end"
     micro = ["data", "forward", "backward"]
-    assert first[:10] == [*micro, hook, *micro, "agree", "clip", "optimizer"]
-    assert first[10:14] == ["zero_grad", hook, *micro[:2]]
+    assert first[:11] == ["data", "step", "forward", "backward", hook, *micro, "agree", "clip", "optimizer"]
+    assert first[11:16] == ["zero_grad", hook, "hook ModelCheckpoint.on_step_end", "data", "step"]
     counts = {name: seen.count(name) for name in set(seen)}
     assert counts["forward"] == counts["backward"] == counts[hook] == 4
-    assert counts["optimizer"] == counts["zero_grad"] == counts["clip"] == 2
+    assert counts["step"] == counts["optimizer"] == counts["zero_grad"] == counts["clip"] == 2
     assert counts["data"] == 5  # and the end of the epoch
     assert counts["validation"] == counts["training"] == counts["logging by step"] == 1
+    assert counts["checkpoint"] == 1
     assert counts["validation_step"] == 2
     assert [kind for kind, _ in notes.events].count("step") == 2
 
@@ -81,7 +82,7 @@ def test_nothing_is_left_behind_and_nothing_there_without_one(tmp_path):
 
 def test_training_is_the_same_with_and_without(tmp_path):
     states = []
-    for profiler in (None, "simple", "advanced", PyTorchProfiler(schedule=None, export_to_chrome=False)):
+    for profiler in (None, "simple", "advanced", "events", PyTorchProfiler(schedule=None, export_to_chrome=False)):
         tl.seed_everything(1)
         task = Net()
         trainer_in(tmp_path, profiler=profiler).fit(task, loader(shuffle=True), loader())
