@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # 6 MB. The dependencies it names would replace NumPy, transformers and torch by older ones, and bring torchvision.
 STREAMING := mosaicml-streaming Brotli catalogue cramjam python-snappy zstd
 
-.PHONY: install demo test quick test-all test-slow test-resume test-faults test-elastic test-soak test-slurm test-browser test-gpu lint types docs compat wheel release-check test-torch bench bench-gpu clean
+.PHONY: install demo test quick test-all test-slow test-resume test-faults test-elastic test-soak test-slurm test-browser test-gpu lint types docs compat wheel release-check test-torch bench bench-peers install-size bench-gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/digits.py
@@ -140,6 +140,16 @@ $(BENCH)/.installed: pyproject.toml constraints.txt
 	$(BENCH)/bin/python -m pip install --quiet --upgrade pip
 	PYTHONWARNINGS=ignore $(BENCH)/bin/python -m pip install --quiet --constraint constraints.txt --editable . lightning accelerate
 	touch $@
+
+# README's comparison, measured again beside the newest releases of the peers; an error if a cell is no longer what is found.
+bench-peers: $(BENCH)/.installed
+	grep -vE '^(accelerate|transformers|tokenizers)==' constraints.txt > $(BENCH)/constraints.txt
+	PYTHONWARNINGS=ignore $(BENCH)/bin/python -m pip install --quiet --upgrade --constraint $(BENCH)/constraints.txt lightning accelerate transformers torchdata 'jsonargparse[signatures]'
+	$(BENCH)/bin/python benchmarks/peers.py $(ARGS)
+
+# What the wheel and its peers add to an environment with torch: seconds and megabytes.
+install-size: wheel
+	$(BIN)/python benchmarks/install_size.py dist
 
 # One table of the GPU, below eight minutes on an H100; the peers are measured that the environment has.
 bench-gpu:
