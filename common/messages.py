@@ -99,7 +99,8 @@ def print_unless_closed(text: str) -> None:
 def closest_name(name: object, valid: Iterable[object], cutoff: float = 0.5) -> str | None:
     """Return the valid name closest to ``name``, or None if none is close.
 
-    Case is ignored unless two valid names differ only in case. Of equally close names, the first is returned.
+    Case is ignored unless two valid names differ only in case. Of equally close names, the first is returned, or the
+    first with the same initial.
     """
     by_lower: dict[str, list[str]] = {}
     for candidate in map(str, valid):
@@ -109,7 +110,7 @@ def closest_name(name: object, valid: Iterable[object], cutoff: float = 0.5) -> 
     if not close:
         return None
     in_order = [candidate for candidate in by_lower if candidate in close]
-    closest = max(in_order, key=lambda candidate: SequenceMatcher(None, candidate, lowered).ratio())
+    closest = max(in_order, key=lambda c: (SequenceMatcher(None, c, lowered).ratio(), c[:1] == lowered[:1]))
     return max(by_lower[closest], key=lambda candidate: SequenceMatcher(None, str(name), candidate).ratio())
 
 

@@ -191,6 +191,7 @@ READ_NOTHING = {
     "ProjectConfiguration.set_directories(project_dir)": "as __init__",
     "ProfileKwargs.__init__(output_trace_dir)": "writes",
     "PackedStream.__init__(packed_source)": "is the user's stream",
+    **{f"EventProfiler.{way}": "writes" for way in ("__init__(dirpath)", "__init__(filename)", "setup(log_dir)")},
     "ModelCheckpoint.__init__(filename)": "is a pattern of names",
     "ModelCheckpoint.format_checkpoint_name(filename)": "is a pattern of names",
     "ModelCheckpoint.to_yaml(filepath)": "writes",
@@ -325,6 +326,7 @@ def attack(name, folder, good, files):
     seen, on = watch(folder)
     start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     codecs.lookup("ascii")  # a module of Python's own
+    importlib.import_module("treadle.common.rank_zero")  # what warnings import
     door(Path(good))  # must work, or the rest proves nothing
     with contextlib.suppress(ValueError):
         door(Path(folder) / "pickle-eval.pt")  # what errors import

@@ -1,7 +1,7 @@
 """Train on a stream of text that is split by rank, and resume it where it stopped.
 
-    python examples/streaming.py
-    torchrun --nproc-per-node 2 examples/streaming.py     each process reads its own files
+    python examples/stream.py
+    torchrun --nproc-per-node 2 examples/stream.py     each process reads its own files
 
 Nothing is read twice, because the stream has a state. Without one, a resumed run reads it again up to its position.
 """
