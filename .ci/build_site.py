@@ -72,6 +72,11 @@ def lay_out_pages():
         path.write_text(text, encoding="utf-8")
 
 
+def source_of(page):
+    """Return the path of a page's Markdown in the repository."""
+    return GENERATED[page].relative_to(ROOT).as_posix() if page in GENERATED else posixpath.join("docs", page)
+
+
 def adapt_markdown(markdown, page):
     """Adapt GitHub's Markdown to the site's."""
     markdown = FENCE.sub(adapt_fence, MARKS.sub("", markdown))
@@ -81,12 +86,12 @@ def adapt_markdown(markdown, page):
         if re.match(r"\w+:", target):
             return match[0]
         target = re.sub(r"\.ipynb$", ".md", target)
-        path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), target))
+        path = posixpath.normpath(posixpath.join(source_of(page), "..", target))
         for name, source in GENERATED.items():
             if path == source.relative_to(ROOT).as_posix():
                 return f"[{text}]({posixpath.relpath(name, posixpath.dirname(page) or '.')}{anchor})"
         if path.startswith("docs/"):
-            return f"[{text}]({target}{anchor})"
+            return f"[{text}]({posixpath.relpath(path[5:], posixpath.dirname(page) or '.')}{anchor})"
         return text if (ROOT / path).exists() else match[0]  # a broken link, which the build reports
 
     return BUTTONS.sub(adapt_buttons, LINK.sub(adapt, markdown))
