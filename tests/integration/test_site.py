@@ -44,6 +44,7 @@ def test_marks_for_the_tests_are_left_out():
         ("[data](../data.md#resume)", "[data](../data.md#resume)"),
         ("[digits](../../examples/digits.py)", "digits"),
         ("[results](../../benchmarks/RESULTS.md)", "[results](../results.md)"),
+        ("[names](../../compat/accelerate.toml)", "[names](../migrating/names.md#accelerate)"),
         ("[first](../tutorials/first.ipynb)", "[first](../tutorials/first.md)"),
         ("[broken](../../examples/none.py)", "[broken](../../examples/none.py)"),
         ("[web](https://pytorch.org)", "[web](https://pytorch.org)"),
