@@ -1,7 +1,5 @@
 """What `CSVLogger` leaves on the disk."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import dataclasses

@@ -1,7 +1,5 @@
 """The base class, the object on other ranks, and the numbered directory."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `MLFlowLogger` leaves in MLflow's files, read back from the files themselves."""
 
-from __future__ import annotations
-
 import copy
 import enum
 import importlib

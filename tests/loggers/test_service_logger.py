@@ -1,7 +1,5 @@
 """What every logger of a tracking service must do, asked of each with the service itself, which has no network here."""
 
-from __future__ import annotations
-
 import copy
 import enum
 import importlib

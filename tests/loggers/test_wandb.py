@@ -1,7 +1,5 @@
 """What `WandbLogger` leaves in the file of a run without a network, read back record by record."""
 
-from __future__ import annotations
-
 import copy
 import enum
 import json

@@ -1,7 +1,5 @@
 """A `TaskModule`, callbacks and meters in a Fabric's loop work as in Lightning's."""
 
-from __future__ import annotations
-
 import copy
 import csv
 

@@ -1,7 +1,5 @@
 """Sizes of batches, and lengths on all ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.processes import run

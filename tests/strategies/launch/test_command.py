@@ -1,7 +1,5 @@
 """`treadle launch` on one machine: what the ranks get, what is refused, and how it ends."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

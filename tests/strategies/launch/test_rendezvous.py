@@ -1,7 +1,5 @@
 """Several machines, played by several agents on this one: the same host, and hosts apart in network namespaces."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import re

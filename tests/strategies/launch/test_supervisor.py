@@ -1,7 +1,5 @@
 """The local launcher, with real processes: what the ranks see, how a run ends, and that nothing outlives it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
