@@ -40,16 +40,6 @@ def test_what_is_resumed_from_is_not_removed(tmp_path, monkeypatch, name):
     assert names(tmp_path / "c") == ["epoch=0-step=5.ckpt", "epoch=3-step=20.ckpt"]
 
 
-def test_what_lies_elsewhere_is_not_removed(tmp_path):
-    first = ModelCheckpoint(tmp_path / "one", save_last=True)
-    fit(tmp_path, first, max_epochs=2)
-    before = names(tmp_path / "one")
-    moved = ModelCheckpoint(tmp_path / "two", save_last=True)
-    fit(tmp_path, moved, max_epochs=3, ckpt_path=first.last_model_path)
-    assert names(tmp_path / "one") == before
-    assert names(tmp_path / "two") == ["epoch=2-step=15.ckpt", "last.ckpt"]
-
-
 def killed(root, name):
     """A run that is killed when the new checkpoint is in place and the one it replaces is about to be removed."""
     original = filesystem.rename

@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from safetensors import safe_open
 from support.processes import run
 from support.trainers import NO_OUTPUT
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -369,11 +368,6 @@ def test_a_model_that_was_loaded_by_name_trains_with_dropout_and_comes_back(tmp_
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "[EOS]"
 
 
-def saved_names(path):
-    with safe_open(path, "pt") as file:
-        return list(file.keys())
-
-
 LORA = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "target_modules": ["c_attn"], "lora_dropout": 0.1}
 
 
@@ -411,51 +405,6 @@ def test_adapters_alone_are_saved_and_resume_exactly(compute, strategy, ranks):
     causal(seed=9).save_pretrained(folder / "base")
     with pytest.raises(ValueError, match="Build the model from the same pretrained weights"):
         TransformersTask.load_from_checkpoint(last)
-
-
-def own_loop():
-    """The Accelerator with adapters, over two epochs; returns them, and what a resume after the first ends with."""
-    from peft import LoraConfig, get_peft_model
-
-    def train(epochs, folder=None, resume=None):
-        torch.manual_seed(0)
-        accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
-        model = get_peft_model(causal(), LoraConfig(r=4, target_modules=["c_attn"]))
-        task = TransformersTask(model)
-        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.05)
-        model, optimizer, loader = accelerator.prepare(
-            model, optimizer, DataLoader(texts(), 2, shuffle=True, collate_fn=collate_causal)
-        )
-        first = 0 if resume is None else accelerator.load_state(resume)["epoch"]
-        for _ in range(first, epochs):
-            for batch in loader:
-                with accelerator.accumulate(model):
-                    accelerator.backward(model(**batch).loss, weight=task.count_targets(batch))
-                    optimizer.step()
-                    optimizer.zero_grad()
-        if folder is not None:
-            accelerator.save_state(folder, trainable_only=True)
-        return {n: p.detach().clone() for n, p in accelerator.unwrap_model(model).named_parameters()}
-
-    return train
-
-
-def train_and_resume(folder):
-    train = own_loop()
-    whole = train(2)
-    train(1, folder)
-    return whole, train(2, resume=folder)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_own_loop_with_adapters_resumes_exactly(tmp_path, ranks):
-    pytest.importorskip("peft")
-    for whole, resumed in run(train_and_resume, ranks, tmp_path / "state"):
-        assert any("lora_" in name for name in whole)
-        assert all(torch.equal(resumed[name], value) for name, value in whole.items())
-    names = saved_names(tmp_path / "state" / "model.safetensors")
-    assert all("lora_" in name for name in names)
 
 
 def test_messages_name_the_fix(tmp_path):

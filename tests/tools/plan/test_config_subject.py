@@ -1,20 +1,9 @@
 """The plan of a configuration is that of its run: steps, rates, checkpoints, machines."""
 
-import textwrap
-
 import pytest
 from support.collective_counts import CountedCollectives
-from support.planned_runs import CONFIG, TASK, plan
+from support.planned_runs import plan
 from support.processes import run
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    (tmp_path / "planned_task.py").write_text(textwrap.dedent(TASK))
-    (tmp_path / "run.yaml").write_text(CONFIG)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
 
 
 @pytest.mark.parametrize("schedule", ["none", "plateau", "steps", "stream"])
