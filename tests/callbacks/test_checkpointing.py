@@ -10,15 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.callback_runs import Steps, Tiny, fit, loader, trainer
+from support.callback_runs import Steps, Tiny, fit, loader, names, trainer
 from support.processes import RankError, run
 from torch import nn
 from treadle.callbacks import ModelCheckpoint
 from treadle.engine.checkpoint import filesystem, store
-
-
-def names(folder):
-    return sorted(path.name for path in Path(folder).iterdir())
 
 
 def test_a_time_interval_asks_seldom_and_saves_when_it_is_over(tmp_path):

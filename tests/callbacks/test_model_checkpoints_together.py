@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support import stored
-from support.callback_runs import ByEpoch, fit, loader, trainer
+from support.callback_runs import ByEpoch, fit, loader, names, trainer
 from support.processes import clean_environment, python, run
 from treadle.callbacks import ModelCheckpoint
 from treadle.engine.checkpoint import filesystem, store
@@ -21,10 +21,6 @@ def pair(folder, **options):
 
 def step_of(path):
     return store.verify(path).step
-
-
-def names(folder):
-    return sorted(path.name for path in Path(folder).iterdir())
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["now", "beside"])

@@ -4,10 +4,11 @@ import functools
 
 import pytest
 import torch
+from support.models import Stream
 from support.processes import run
-from support.trainers import NO_OUTPUT
+from support.trainers import NO_OUTPUT, make_trainer
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 from treadle.callbacks import ModelCheckpoint
 from treadle.common.optional import is_installed
@@ -122,9 +123,7 @@ def one_step(kind, strategy, loss="model"):
     build, collate = KINDS[kind]
     task = PlainTask(build().eval(), loss=loss)
     task.eval()
-    trainer = treadle.Trainer(
-        max_epochs=1, strategy=strategy, precision="64-true", accumulate_grad_batches=99, **NO_OUTPUT
-    )
+    trainer = make_trainer(strategy=strategy, precision="64-true", accumulate_grad_batches=99)
     trainer.fit(task, DataLoader(texts(), 2, collate_fn=collate))
     return {n.removeprefix("model."): p for n, p in trainer.accelerator.get_state_dict(task).items()}
 
@@ -226,8 +225,7 @@ def test_models_whose_loss_is_another_are_refused(build, reason):
 def packed_step(kind, strategy="auto", loss="model"):
     task = PlainTask(KINDS[kind][0]().eval(), loss=loss)
     task.eval()
-    flags = {"max_epochs": 1, "precision": "64-true", "accumulate_grad_batches": 99, "strategy": strategy}
-    trainer = treadle.Trainer(**flags, **NO_OUTPUT)
+    trainer = make_trainer(strategy=strategy, precision="64-true", accumulate_grad_batches=99)
     trainer.fit(task, DataLoader(pack(texts(), 24), 2))
     assert not any(part.training for part in task.model.modules())
     return {n.removeprefix("model."): p for n, p in trainer.accelerator.get_state_dict(task).items()}
@@ -421,13 +419,6 @@ def test_messages_name_the_fix(tmp_path):
         treadle.Trainer(max_epochs=1, **NO_OUTPUT).fit(TransformersTask(frozen), DataLoader(texts(), 4))
 
 
-class Endless(IterableDataset):
-    """A stream: nobody knows its length."""
-
-    def __iter__(self):
-        return iter(texts())
-
-
 def rates(schedule, warmup=0.0, **flags):
     """The learning rate of each step, where it is not 0."""
 
@@ -436,7 +427,7 @@ def rates(schedule, warmup=0.0, **flags):
             seen.append(self.optimizers().param_groups[0]["lr"])
 
     seen = []
-    loaders = [DataLoader(Endless(), 4, collate_fn=collate_causal) for _ in range(2)]
+    loaders = [DataLoader(Stream(texts()), 4, collate_fn=collate_causal) for _ in range(2)]
     task = Task(causal(), learning_rate=1.0, lr_scheduler=schedule, warmup_steps=warmup)
     treadle.Trainer(**{"max_epochs": 2, "on_nonfinite": "ignore", **flags, **NO_OUTPUT}).fit(task, *loaders)
     return seen

@@ -14,11 +14,10 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 from support.models import SGDTask
+from support.trainers import make_trainer
 from torch.utils.data import DataLoader
 from treadle.callbacks import ModelCheckpoint
 from treadle.loggers import CSVLogger
-
-import treadle
 
 
 def rows(path: Path) -> list[list[str]]:
@@ -111,17 +110,9 @@ class Task(SGDTask):
 def test_a_run_that_goes_on_in_its_file_leaves_the_rows_of_one_that_never_stopped(tmp_path):
     def fit(folder, steps, ckpt_path=None):
         kept = ModelCheckpoint(tmp_path / folder, save_top_k=-1, every_n_train_steps=2, filename="{step}")
-        trainer = treadle.Trainer(
-            max_steps=steps,
-            logger=CSVLogger(tmp_path, folder, version=0),
-            callbacks=[kept],
-            log_every_n_steps=1,
-            num_sanity_val_steps=0,
-            accelerator="cpu",
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_report=False,
-        )
+        flags = {"max_steps": steps, "max_epochs": -1, "callbacks": [kept], "enable_checkpointing": True}
+        flags |= {"log_every_n_steps": 1, "num_sanity_val_steps": 0, "enable_report": False}
+        trainer = make_trainer(logger=CSVLogger(tmp_path, folder, version=0), **flags)
         data = torch.linspace(0, 1, 4).reshape(4, 1)
         trainer.fit(Task(), DataLoader(data), DataLoader(data), ckpt_path=ckpt_path)
         return rows(tmp_path / folder / "version_0")

@@ -230,19 +230,13 @@ def test_evaluation_of_an_earlier_run(here, capsys):
 
 def test_an_interrupt_says_how_to_go_on(here, capsys):
     line = ["fit", "--config", "run.yaml", "trainer.callbacks+=cli_samples.Interrupts"]
-    assert main(line) == 130
-    said = capsys.readouterr().err
-    assert said.splitlines()[-2:] == [
-        "interrupted in fit, epoch 0, after optimizer step 2, in batch 2",
-        "no checkpoint was saved",
-    ]
     assert main([*line, "trainer.callbacks+={class: ModelCheckpoint, every_n_train_steps: 1}"]) == 130
     said = capsys.readouterr().err
     first, newest, resume = said.splitlines()[-3:]
     assert first == "interrupted in fit, epoch 0, after optimizer step 2, in batch 2"
-    assert newest.startswith(f"latest checkpoint: {here / 'runs' / 'default' / '2' / 'checkpoints'}")
+    assert newest.startswith(f"latest checkpoint: {here / 'runs' / 'default' / '1' / 'checkpoints'}")
     assert newest.endswith(" (optimizer step 2)")
-    assert resume == "to resume: treadle fit --from-run runs/default/2 ckpt_path=auto"
+    assert resume == "to resume: treadle fit --from-run runs/default/1 ckpt_path=auto"
 
 
 def test_who_imports_what_is_not_there_is_named(here, capsys):

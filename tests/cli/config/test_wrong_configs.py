@@ -56,6 +56,8 @@ CASES = {
         [],
         ["run.yaml:1", "python/object", "is not allowed"],
     ),
+    "a tag that builds": ("seed: 0\nmodel: !Task {lr: 1}", [], ["run.yaml:2", "'!Task'", "is not allowed"]),
+    "a tag of bytes": ("seed: !!binary aGk=", [], ["run.yaml:1", "'!!binary'", "is not allowed"]),
     "a tag that lies": ("seed: !!int three", [], ["run.yaml:1", "'three'", "'!!int'"]),
     "laughs": (LAUGHS, [], ["run.yaml:", "more than 100,000 values"]),
     "merges": (MERGES, [], ["run.yaml:", "more than 100,000 values"]),

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from support.ddp_loops import POWER, STEPS, TOKENS, Net, by_hand, inputs, message, sgd, trained, weights
-from support.models import Line, SGDTask
+from support.models import Line
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
@@ -180,31 +180,6 @@ def test_errors_of_the_reducer_name_parameters_and_fix():
         assert "static_graph=True" in text
         assert found["own"][0] == "RuntimeError"
         assert "shapes cannot be multiplied" in found["own"][1]
-
-
-class Task(SGDTask):
-    def __init__(self):
-        super().__init__()
-        self.net = Net(True)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch).pow(2).mean()
-
-
-def one_step_of_a_trainer(strategy):
-    trainer = make_trainer(devices=2, strategy=strategy, max_steps=1)
-    return message(trainer.fit, Task(), DataLoader(list(inputs(1)[0, 0].flatten(0, 1)), 5))
-
-
-def trainers():
-    return [one_step_of_a_trainer(name) for name in ("ddp", "ddp_find_unused_parameters_true")]
-
-
-def test_the_trainer_names_them_in_the_very_step():
-    for first, second in run(trainers, 2):
-        assert first[0] == "ValueError"
-        assert "net.extra.weight, net.extra.bias" in first[1]
-        assert second is None
 
 
 # -- compression -----------------------------------------------------------------------------------------------------
