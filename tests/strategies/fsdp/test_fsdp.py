@@ -8,12 +8,12 @@ import types
 
 import pytest
 import torch
+from support.collective_counts import CountedCollectives
 from support.models import SGDTask
 from support.processes import run
 from support.sharded_models import BLOCKS, CLASSES, WIDTH, Block, Net, made, same, whole
 from support.trainers import NO_OUTPUT
 from torch import nn
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks.spike import _compute_squared_norm
 from treadle.strategies import DDP, FSDP, Recompute, SingleDevice, World
@@ -473,13 +473,13 @@ def reductions(accumulate, options):
     accelerator = treadle.Accelerator(cpu=True, strategy=FSDP(**options), gradient_accumulation_steps=accumulate)
     net = Net()
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    with CommDebugMode() as counts:
+    with CountedCollectives() as counts:
         for _ in range(accumulate):
             with accelerator.accumulate(model):
                 accelerator.backward(model(torch.arange(4)).square().mean())
                 optimizer.step()
                 optimizer.zero_grad()
-    return sum(count for kind, count in counts.get_comm_counts().items() if "reduce_scatter" in str(kind))
+    return counts.found["reduce_scatter"]
 
 
 def test_gradients_are_reduced_once_per_step():
