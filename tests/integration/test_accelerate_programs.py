@@ -33,10 +33,7 @@ DIFFERENT: dict[tuple[str, int], dict[str, str]] = {
 }
 
 
-LONG = (
-    *("autoregressive", "big_trainer", "cross_validation", "early_stopping", "glue", "maskgit_vae", "multi_dataset"),
-    *("tracking", "unconditional"),
-)
+LONG = ("big_trainer", "early_stopping", "glue", "multi_dataset", "tracking", "unconditional")
 
 
 def executed(name, world, folder):

@@ -45,8 +45,6 @@ ACCELERATE_SUBSTITUTIONS = (
 
 RUNS: dict[str, tuple[str, ...]] = {
     "classifier": (),
-    "gan": (),
-    "autoencoder": (),
     "transformer": (),
     "evaluation": (),
     "distributed": (),  # always on two processes
