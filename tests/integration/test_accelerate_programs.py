@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support import swapped
-from support.language import read_differences
+from support.house import read_differences
 from support.processes import clean_environment, run
 
 FOLDER = Path(__file__).parent / "swap" / "accelerate"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.language import read_differences
+from support.house import read_differences
 from support.processes import run
 from support.trainers import NO_OUTPUT
 from torch import nn
@@ -286,30 +286,6 @@ def test_step_numbers_count_completed_optimizer_steps():
     assert rows == [(1, 1.0), (2, 3.0), (3, 5.0)]
 
 
-class Overflowing(Task):
-    """The first losses are more than float16's gradients can hold."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(1, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).mean() * 10.0
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        return [optimizer], [{"scheduler": self.scheduler, "interval": "step"}]
-
-
-def test_a_skipped_float16_step_is_no_step():
-    task = Overflowing()
-    trainer = fit(task, loader(8), precision="16-mixed")
-    assert trainer.progress.skipped > 0
-    assert trainer.global_step == 8 - trainer.progress.skipped
-    assert task.scheduler.last_epoch == trainer.global_step
-
-
 class Scheduled(Validated):
     def configure_optimizers(self):
         self.optimizer = super().configure_optimizers()
@@ -375,24 +351,6 @@ def test_the_two_forms_of_a_checkpoint(tmp_path):
     for content in (torch.load(tmp_path / "file.ckpt", weights_only=True), *contents):
         assert content["state_dict"] == {"weight": task.weight}
         assert content["global_step"] == trainer.global_step
-
-
-def test_none_as_the_loss_adds_no_gradient():
-    def train(skips):
-        task = Task()
-        task.training_step = lambda batch, batch_idx: None if batch_idx in skips else task.weight.sum()
-        trainer = fit(task, loader(4), accumulate_grad_batches=2)
-        return task.weight.detach().clone(), trainer.global_step
-
-    start = Task().weight.detach().clone()
-    whole, steps = train(())
-    with pytest.warns(UserWarning, match="training_step returned None"):
-        half, steps_with_halves = train((0, 3))
-    with pytest.warns(UserWarning, match="training_step returned None"):
-        alone, steps_with_one = train((0, 1))
-    assert steps == steps_with_halves == steps_with_one == 2
-    torch.testing.assert_close(half - start, (whole - start) / 2)
-    torch.testing.assert_close(alone - start, (whole - start) / 2)
 
 
 class WithoutALoss(Task):

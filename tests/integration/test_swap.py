@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support import swapped
-from support.language import read_differences
+from support.house import read_differences
 from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
