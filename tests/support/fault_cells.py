@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from treadle.engine.checkpoint import CheckpointStore
 from treadle.engine.checkpoint import store as checkpoint
 from treadle.engine.checkpoint.atomic_swap import is_whole
@@ -47,6 +48,7 @@ SLACK = 5.0
 BOUND = 20.0  # seconds after which a job counts as hung, and is killed
 START = 60.0  # seconds that a job may take to come to the point, on a busy machine
 WATCHDOG_STATUS = 124  # that of timeout(1)
+ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 SIGNALS = ("TERM", "USR1", "INT", "HUP")
 STATUS_OF_SIGNAL = {"TERM": 143, "USR1": 143, "INT": 130, "HUP": 129}
 
@@ -291,16 +293,10 @@ def read_ranks(folder: Path) -> dict[int, int]:
 def living(folder: Path) -> dict[int, str]:
     """Processes whose working directory is ``folder``, as that of every process of the job is: command by pid."""
     found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        with contextlib.suppress(OSError):
-            if os.readlink(entry / "cwd") != str(folder):
-                continue
-            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            if state not in "ZX":
-                role = folder / "pids" / entry.name
-                found[int(entry.name)] = role.read_text() if role.exists() else (entry / "comm").read_text().strip()
+    for process in psutil.process_iter(["cwd", "name", "status"]):
+        if process.info["cwd"] == str(folder) and process.info["status"] not in ENDED:
+            role = folder / "pids" / str(process.pid)
+            found[process.pid] = role.read_text() if role.exists() else process.info["name"]
     return found
 
 
