@@ -104,10 +104,6 @@ def run_scripts():
     return printed
 
 
-def flat(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
-
-
 def by_hand(net, optimizer, batches):
     """Steps on the mean square without any library."""
     for (inputs,) in batches:
@@ -193,7 +189,6 @@ def train(batch_size, accumulate=1, task=None, data=None):
     task = task or Task()
     trainer = treadle.Trainer(**NO_OUTPUT, accumulate_grad_batches=accumulate)
     trainer.fit(task, DataLoader(data or samples(), batch_size))
-    return flat(task)
 
 
 def error_of(call, *args, **kwargs):
@@ -242,7 +237,6 @@ def on_each_process(folder):
     split = treadle.Accelerator(cpu=True, split_batches=True)
     return {
         "world": accelerator.num_processes,
-        "splits": {(size, k): train(size, k) for size, k in ((4, 1), (2, 2), (1, 4))},
         "words": words_of(train, 2, 4),
         "other data": words_of(train, 2, data=samples(scale=rank + 1.0)),
         "other split": error_of(train, 2, data=torch.utils.data.Subset(samples(), [rank, *range(2, 9)])),
@@ -265,15 +259,6 @@ def on_each_process(folder):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     return run(on_each_process, 2, str(tmp_path_factory.mktemp("two")))
-
-
-def test_any_split_of_the_effective_batch_is_one_update(two):
-    task = Task()
-    by_hand(task.net, torch.optim.SGD(task.parameters(), lr=0.1), DataLoader(samples(), 8))
-    wanted = close(flat(task))
-    alone = {(size, k): train(size, k) for size, k in ((8, 1), (4, 2), (2, 4), (1, 8))}
-    for place in (alone, two[0]["splits"], two[1]["splits"]):
-        assert all(weights == wanted for weights in place.values()), place
 
 
 def test_what_was_decided_is_said_once(two):

@@ -1,6 +1,6 @@
 """The documents say what happens: hook order is compared with a real run, and each difference from the peers is shown.
 
-The tests from `test_partial_group...` on are those that `docs/differences` names.
+The tests from `test_weights_make_the_mean_over_tokens` on are those that `docs/differences` names.
 """
 
 import ast
@@ -15,7 +15,6 @@ from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import HOOKS, ModelCheckpoint
-from treadle.strategies import LaunchEnvironment
 
 import treadle
 
@@ -209,22 +208,6 @@ def test_each_difference_names_a_test_that_exists():
             assert f"def {name}(" in (ROOT / (file or "tests/integration/test_docs.py")).read_text(), name
 
 
-def test_partial_group_is_averaged_over_what_it_holds():
-    task = Task()
-    fit(task, accumulate_grad_batches=4)
-    assert weight(task) == -2.0
-
-    task = Task()
-    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=4)
-    model, optimizer, batches = accelerator.prepare(task, task.configure_optimizers(), loader())
-    for (x,) in batches:
-        with accelerator.accumulate(model):
-            accelerator.backward((task.weight * torch.ones_like(x)).mean())
-            optimizer.step()
-            optimizer.zero_grad()
-    assert weight(task) == -2.0
-
-
 class Tokens(Task):
     """Two micro-batches: 4 tokens whose gradient is 4, and 1 token whose gradient is 1."""
 
@@ -237,31 +220,6 @@ def test_weights_make_the_mean_over_tokens():
     task = Tokens()
     fit(task, loader(2), accumulate_grad_batches=2)
     assert weight(task) == pytest.approx(-17 / 5)  # the mean of the two means is 2.5
-
-
-class Noisy(Task):
-    """Depends on the order of the data and on the process's random state."""
-
-    def training_step(self, batch, batch_idx):
-        super().training_step(batch, batch_idx)
-        return (self.weight * (batch[0] + torch.rand(1))).mean() ** 2
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-def test_resume_within_an_epoch_is_bit_equal(tmp_path):
-    def train(seed, **more):
-        treadle.seed_everything(seed)
-        task = Noisy()
-        fit(task, loader(12, 2, shuffle=True), max_epochs=2, **more)
-        return task
-
-    saving = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
-    whole = train(1, enable_checkpointing=True, callbacks=saving)
-    resumed = train(2, ckpt_path=tmp_path / "epoch=0-step=4.ckpt")
-    assert resumed.seen == whole.seen[8:]
-    assert torch.equal(resumed.weight, whole.weight)
 
 
 def test_step_numbers_count_completed_optimizer_steps():
@@ -368,26 +326,6 @@ def test_none_as_the_loss_is_an_error_on_several_processes():
     assert run(train_without_a_loss, 2) == [True, True]
 
 
-def test_a_loss_that_is_not_finite_is_an_error_unless_asked():
-    class NotFinite(Task):
-        def training_step(self, batch, batch_idx):
-            return self.weight.sum() * (float("nan") if batch_idx == 1 else 1.0)
-
-    task = NotFinite()
-    with pytest.raises(ValueError, match="not finite on rank 0"):
-        fit(task)
-    assert weight(task) == -1.0
-
-    task = NotFinite()
-    trainer = fit(task, on_nonfinite="skip")
-    assert (weight(task), trainer.global_step) == (-4.0, 4)
-
-
-def test_an_empty_loader_is_an_error():
-    with pytest.raises(ValueError, match="the training dataloader yielded no batch"):
-        fit(Task(), loader(3, 4, drop_last=True))
-
-
 def test_no_model_means_the_last_one_at_its_best_checkpoint(tmp_path):
     class Logging(Task):
         def training_step(self, batch, batch_idx):
@@ -401,11 +339,6 @@ def test_no_model_means_the_last_one_at_its_best_checkpoint(tmp_path):
     trainer = fit(task, loader(1), loader(1), max_epochs=3, enable_checkpointing=True, callbacks=best)
     assert trainer.test(task, loader(1), verbose=False) == [{"weight": -3.0}]
     assert trainer.test(dataloaders=loader(1), verbose=False) == [{"weight": -1.0}]
-
-
-def test_a_half_set_environment_is_an_error():
-    with pytest.raises(ValueError, match="RANK is not set, but WORLD_SIZE=2 is"):
-        LaunchEnvironment.read({"WORLD_SIZE": "2"})
 
 
 # -- docs/differences, on two processes ---------------------------------------------------------------------------
