@@ -48,7 +48,6 @@ SLACK = 5.0
 BOUND = 20.0  # seconds after which a job counts as hung, and is killed
 START = 60.0  # seconds that a job may take to come to the point, on a busy machine
 WATCHDOG_STATUS = 124  # that of timeout(1)
-ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 SIGNALS = ("TERM", "USR1", "INT", "HUP")
 STATUS_OF_SIGNAL = {"TERM": 143, "USR1": 143, "INT": 130, "HUP": 129}
 
@@ -293,8 +292,8 @@ def read_ranks(folder: Path) -> dict[int, int]:
 def living(folder: Path) -> dict[int, str]:
     """Processes whose working directory is ``folder``, as that of every process of the job is: command by pid."""
     found = {}
-    for process in psutil.process_iter(["cwd", "name", "status"]):
-        if process.info["cwd"] == str(folder) and process.info["status"] not in ENDED:
+    for process in psutil.process_iter(["cwd", "name"]):  # one that has ended has no working directory
+        if process.info["cwd"] == str(folder):
             role = folder / "pids" / str(process.pid)
             found[process.pid] = role.read_text() if role.exists() else process.info["name"]
     return found
