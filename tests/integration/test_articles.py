@@ -212,28 +212,10 @@ def words_of(call, *args, **kwargs):
     return said.getvalue() + "\n".join(str(each.message) for each in caught)
 
 
-def metrics_of(accelerator):
-    """Nine samples on two processes, two to a batch, in each form that a metric may have."""
-    loader = accelerator.prepare(DataLoader(torch.arange(9.0), batch_size=2))
-    found = {"samples": [], "means": [], "tokens": [], "words": [], "mixed": []}
-    for batch in loader:
-        tokens = torch.cat([torch.full((int(i) + 1,), i) for i in batch])  # sample i has i + 1 of them
-        words = [f"sample {int(i)}" for i in batch]
-        found["samples"] += accelerator.gather_for_metrics(batch).tolist()
-        mean, count = accelerator.gather_for_metrics((batch.mean(), torch.tensor(len(batch))))
-        found["means"].append((mean * count).sum().item())
-        found["tokens"] += accelerator.gather_for_metrics(tokens).tolist()
-        found["words"] += accelerator.gather_for_metrics(words)
-        both = accelerator.gather_for_metrics({"value": batch, "word": words})
-        found["mixed"] += zip(both["value"].tolist(), both["word"], strict=True)
-    return found
-
-
-def on_each_process(folder):
+def on_each_process():
     """Everything that takes two processes but ends well; returns what this one saw."""
     accelerator = treadle.Accelerator(cpu=True)
     rank = accelerator.process_index
-    tracked = treadle.Accelerator(cpu=True, log_with="csv", project_dir=folder)
     split = treadle.Accelerator(cpu=True, split_batches=True)
     return {
         "world": accelerator.num_processes,
@@ -246,19 +228,17 @@ def on_each_process(folder):
         "gather": error_of(accelerator.gather_for_metrics, torch.ones(2, 3 + rank)),
         "reduce": error_of(accelerator.reduce, {"a": torch.ones(1), "b": torch.ones(2, 3 + rank)}),
         "number": error_of(accelerator.reduce, [torch.ones(1)] * (1 + rank)),
-        "metrics": metrics_of(accelerator),
         "fp16": treadle.Accelerator(cpu=True, mixed_precision="fp16").precision.name,
         "fsdp": treadle.Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin()).strategy.name,
         "split": [len(batch) for batch in split.prepare(DataLoader(torch.arange(8), batch_size=4))],
         "odd split": error_of(lambda: list(split.prepare(DataLoader(torch.arange(6), batch_size=3)))),
-        "tracker": error_of(tracked.log, {"a": 1}),
         "reduction": error_of(accelerator.reduce, torch.ones(1), "average"),
     }
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return run(on_each_process, 2, str(tmp_path_factory.mktemp("two")))
+def two():
+    return run(on_each_process, 2)
 
 
 def test_what_was_decided_is_said_once(two):
@@ -311,18 +291,7 @@ def test_shapes_that_do_not_fit_together(two):
         assert "reduce needs tensors of the same shapes" in process["number"]
 
 
-def test_every_form_of_a_metric_counts_each_sample_once(two):
-    for process in two:
-        found = process["metrics"]
-        assert found["samples"] == list(range(9))
-        assert sum(found["means"]) == 36.0
-        assert found["tokens"] == [i for i in range(9) for _ in range(i + 1)]
-        assert found["words"] == [f"sample {i}" for i in range(9)]
-        assert found["mixed"] == [(i, f"sample {i}") for i in range(9)]
-
-
 def test_nothing_is_downgraded_in_silence(two):
-    assert "before accelerator.init_trackers" in two[0]["tracker"]  # other ranks hand nothing to a tracker
     for process in two:
         assert process["world"] == 2
         assert process["fp16"] == "16-mixed"
