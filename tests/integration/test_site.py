@@ -1,16 +1,11 @@
 """`.ci/build_site.py`: what it makes of pages that the tests and GitHub read, too, and what it finds in built ones."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+from support.house import ROOT, load_script
 
-ROOT = Path(__file__).parents[2]
 MOST_PAGES = 55  # beside the API's; a person must find the page
 MOST_WORDS = 50_000  # in all pages, outside blocks of code
-SPEC = importlib.util.spec_from_file_location("build_site", ROOT / ".ci" / "build_site.py")
-site = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(site)
+site = load_script(".ci/build_site.py")
 
 
 def shown(text, page="start/install.md"):
