@@ -75,6 +75,16 @@ class Numbers(IterableDataset):
         return iter(range(self.length))
 
 
+class Stream(IterableDataset):
+    """A stream of samples, whose length nobody knows."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
 class SaveAt(Callback):
     """Saves a checkpoint after one step."""
 

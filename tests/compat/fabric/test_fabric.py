@@ -1,7 +1,5 @@
 """Programs for Lightning's Fabric print the same numbers with ours, on one process and on two."""
 
-from __future__ import annotations
-
 import re
 import uuid
 
