@@ -469,4 +469,5 @@ def _select(inputs: Any, selection: slice | list[int]) -> Any:
         items = [inputs[i] for i in selection]
         return type(inputs)(items) if isinstance(inputs, list | tuple) else items
     indices = range(len(inputs))[selection] if isinstance(selection, slice) else selection
-    return inputs.select(indices) if _has_row_select(inputs) else Subset(inputs, indices)
+    # An empty range behind the last row is an IndexError in datasets.
+    return inputs.select(indices or []) if _has_row_select(inputs) else Subset(inputs, indices)

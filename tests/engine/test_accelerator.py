@@ -1,11 +1,8 @@
 """The Accelerator against loops written by hand, in one process and in two."""
 
 import copy
-import io
 import math
 import time
-from contextlib import redirect_stdout
-from pathlib import Path
 
 import pytest
 import torch
@@ -127,16 +124,6 @@ def test_gradients_clipping_and_schedules(two_ranks):
                 assert values == pytest.approx(values_by_hand, rel=1e-11, abs=1e-12)
 
 
-def token_gradient():
-    accelerator = treadle.Accelerator(cpu=True)
-    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
-    tokens, value = ((8, 4.0), (2, 1.0))[accelerator.process_index]
-    with accelerator.accumulate(model):
-        accelerator.backward(model(torch.full((1, 1), value)).mean(), weight=tokens)
-    accelerator.accumulation.finish_gradients()
-    return accelerator.unwrap_model(model).weight.grad.item()
-
-
 def test_a_group_that_weighs_nothing_has_no_gradient():
     accelerator = treadle.Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(1, 1))
@@ -208,7 +195,7 @@ def overflowing(optimizers):
 
 @pytest.mark.guarantee
 def test_a_skipped_step_advances_nothing():
-    (trace,) = ([*zip(*overflowing(1), strict=True)],)
+    trace = [*zip(*overflowing(1), strict=True)]
     assert trace[0] == (65536.0, 65536.0, 32768.0, 32768.0)
     assert trace[1] == ([False], [True], [False], [False])
     assert [lr for (lr,) in trace[2]] == pytest.approx([0.05, 0.05, 0.005, 0.0005])
@@ -304,66 +291,6 @@ def test_two_precisions_in_one_process():
     assert not torch.is_autocast_enabled("cpu")
 
 
-# -- exchange --------------------------------------------------------------------------------------------------------
-
-
-def exchanges():
-    accelerator = treadle.Accelerator(cpu=True)
-    rank, found = accelerator.process_index, {}
-    rows = torch.arange(3 - rank) + 10 * rank
-    found["gather"] = accelerator.gather(rows).tolist()
-    for dtype in (torch.bool, torch.bfloat16, torch.float16, torch.uint8):
-        assert accelerator.gather(rows.to(dtype)).dtype == dtype
-    found["scalar"] = accelerator.gather(torch.tensor(float(rank))).tolist()
-    mixed = {"ids": rows, "words": ["a", "b"][: rank + 1], "pair": (rows.view(-1, 1).float(), rank), "loss": 0.5}
-    found["mixed"] = accelerator.gather_for_metrics(mixed)
-    found["words"] = accelerator.gather_for_metrics([f"{rank}a", f"{rank}b"])
-    found["object"] = accelerator.gather_for_metrics({"rank": rank})
-    found["forced"] = accelerator.gather_for_metrics([rows], use_gather_object=True)
-    for bad in (torch.zeros(2, 2 + rank), [rows] * (1 + rank), torch.zeros(2, dtype=(torch.int, torch.long)[rank])):
-        with pytest.raises(ValueError, match=r"rank 0: .*; rank 1: "):
-            accelerator.gather(bad)
-    with pytest.raises(TypeError, match="got a str"):
-        accelerator.gather("text")
-    for reduction in ("sum", "mean", "max", "min", "none"):
-        tensor = torch.tensor([rank + 1.0])
-        found[reduction] = accelerator.reduce({"x": tensor}, reduction, scale=10.0)["x"].item()
-        assert tensor.item() == rank + 1.0
-    assert accelerator.reduce(torch.tensor(rank), "mean").item() == 0.5
-    with pytest.raises(ValueError, match="Did you mean 'mean'"):
-        accelerator.reduce(rows, "maen")
-    found["padded"] = accelerator.pad_across_processes(rows, pad_index=-1).tolist()
-    found["padded first"] = accelerator.pad_across_processes(rows, pad_index=-1, pad_first=True).tolist()
-    found["padded columns"] = accelerator.pad_across_processes(torch.zeros(1, 2 + rank), dim=1).shape
-    triggers = [accelerator.check_trigger()]
-    if rank:
-        accelerator.set_trigger()
-    found["triggers"] = [*triggers, accelerator.check_trigger(), accelerator.check_trigger()]
-    with redirect_stdout(io.StringIO()) as printed:
-        accelerator.print("spoken on", rank)
-    found["printed"] = printed.getvalue()
-    return found
-
-
-def test_exchange(two_ranks):
-    first, second = (found["exchanges"] for found in two_ranks)
-    assert (first["printed"], second["printed"]) == ("spoken on 0\n", "")
-    mixed = first["mixed"]
-    assert mixed["ids"].tolist() == first["gather"] == [0, 1, 2, 10, 11]
-    assert mixed["words"] == ["a", "a", "b"]
-    assert mixed["pair"][0].tolist() == [[0], [1], [2], [10], [11]]
-    assert (mixed["pair"][1], mixed["loss"]) == ([0, 1], [0.5, 0.5])
-    assert first["scalar"] == [0, 1]
-    assert first["words"] == ["0a", "0b", "1a", "1b"]
-    assert first["object"] == [{"rank": 0}, {"rank": 1}]
-    assert [t.tolist() for t in first["forced"]] == [[0, 1, 2], [10, 11]]
-    assert [first[r] for r in ("sum", "mean", "max", "min")] == [30, 15, 20, 10]
-    assert second["padded"] == [10, 11, -1]
-    assert second["padded first"] == [-1, 10, 11]
-    assert first["padded columns"] == (1, 3)
-    assert first["triggers"] == second["triggers"] == [False, True, False]
-
-
 # -- agreement -------------------------------------------------------------------------------------------------------
 
 
@@ -398,10 +325,6 @@ def step_of_a_compiled_model():
     loss, dtype = accelerator.method(model, "loss")(torch.full((1, 2), 1.0 + accelerator.process_index))
     accelerator.backward(loss)
     return dtype, accelerator.unwrap_model(model).net.weight.grad.tolist()
-
-
-def test_a_method_of_a_model_that_is_compiled_after_it_was_prepared():
-    assert run(step_of_a_compiled_model, 2) == [(torch.bfloat16, [[1.5, 1.5]])] * 2
 
 
 def steps_with_votes(kind):
@@ -474,10 +397,9 @@ def private_generators():
 
 def several():
     return {
-        "tokens": token_gradient(),
         "ballot": weights_with_a_ballot(),
         "votes": [steps_with_votes(kind) for kind in ("plain", "unused", "static")],
-        "exchanges": exchanges(),
+        "compiled": step_of_a_compiled_model(),
         "order": private_generators(),
         "traces": all_traces(),
     }
@@ -489,9 +411,8 @@ def two_ranks():
     return run(several, 2)
 
 
-@pytest.mark.guarantee
-def test_unequal_token_counts(two_ranks):
-    assert [found["tokens"] for found in two_ranks] == pytest.approx([3.4, 3.4])  # (8 x 4 + 2 x 1) / 10; peers: 3.0
+def test_a_method_of_a_model_that_is_compiled_after_it_was_prepared(two_ranks):
+    assert [found["compiled"] for found in two_ranks] == [(torch.bfloat16, [[1.5, 1.5]])] * 2
 
 
 @pytest.mark.guarantee
@@ -519,13 +440,19 @@ def test_ranks_with_different_generators_share_one_order(two_ranks):
 
 
 def test_preparing_twice_and_reaching_through():
+    from treadle.compat.optimizer import AcceleratedOptimizer
+    from treadle.compat.scheduler import AcceleratedScheduler
+
     accelerator = treadle.Accelerator(cpu=True, mixed_precision="bf16")
     net = Net()
     model = accelerator.prepare(net)
     optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.1))
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1))
     assert accelerator.prepare(model) is model
     assert accelerator.prepare(net) is model
     assert accelerator.prepare(optimizer) is optimizer
+    assert isinstance(optimizer, AcceleratedOptimizer)
+    assert isinstance(scheduler, AcceleratedScheduler)
     assert accelerator.unwrap_model(model) is net
     assert model.context == "the user's own"
     with pytest.raises(AttributeError, match="nothing"):
@@ -536,63 +463,6 @@ def test_preparing_twice_and_reaching_through():
     assert calls == [1]
     assert accelerator.free_memory(model, optimizer) == [None, None]
     assert not accelerator.models
-
-
-# -- state -----------------------------------------------------------------------------------------------------------
-
-
-def trained(folder, start, stop, precision="no"):
-    """Train from step `start`, restored from its checkpoint, up to `stop`, where one is saved; noise is in the loss."""
-    torch.manual_seed(7 if not start else 99)
-    accelerator = treadle.Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
-    net = Net()
-    torch.manual_seed(accelerator.process_index + (7 if not start else 99))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    model, optimizer, scheduler, loader = accelerator.prepare(
-        net,
-        optimizer,
-        torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
-        DataLoader(data(), batch_size=1, shuffle=True),
-    )
-    mine = nn.Linear(1, 1)
-    accelerator.register_for_checkpointing(mine=mine)
-    if start:
-        nn.init.zeros_(mine.weight)
-        info = accelerator.load_state(Path(folder) / str(start))
-        assert (info["step"], info["world_size"]) == (start, accelerator.num_processes)
-        assert mine.weight.item() == 3.0
-    nn.init.constant_(mine.weight, 3.0)
-    step, trace = start, []
-    while True:
-        for x, _ in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward((model(x) ** 2 * (1 + torch.rand(()))).mean())
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            if accelerator.sync_gradients:
-                step += 1
-                trace.append((weights(net), optimizer.param_groups[0]["lr"]))
-            else:
-                with pytest.raises((ValueError, RuntimeError), match="during gradient accumulation"):
-                    accelerator.save_state(Path(folder) / "inside")
-                continue
-            if step == stop:
-                accelerator.save_state(Path(folder) / str(step), info={"step": step})
-                return trace
-
-
-def save_and_load(folder):
-    whole = trained(folder, 0, 8)
-    parts = [trained(folder, 0, 3), trained(folder, 3, 5), trained(folder, 5, 8)]
-    return whole, sum(parts, [])  # noqa: RUF017
-
-
-@pytest.mark.guarantee
-@pytest.mark.parametrize("world", [1, 2])
-def test_save_and_load(world, tmp_path):
-    for whole, parts in run(save_and_load, world, str(tmp_path)):
-        assert whole == parts
 
 
 def test_nothing_is_left_of_the_process_group():
@@ -627,25 +497,17 @@ class Recording(treadle.Accelerator):
         super().__init__(cpu=True)
         self.calls = []
 
-    def backward(self, loss, **kwargs):
-        self.calls.append("backward")
-        super().backward(loss, **kwargs)
 
-    def unscale_gradients(self, optimizer=None):
-        self.calls.append("unscale_gradients")
-        super().unscale_gradients(optimizer)
+def record(name):
+    def method(self, *args, **options):
+        self.calls.append(name)
+        return getattr(treadle.Accelerator, name)(self, *args, **options)
 
-    def get_state_dict(self, model, unwrap=True):
-        self.calls.append("get_state_dict")
-        return super().get_state_dict(model, unwrap)
+    return method
 
-    def finish_saving(self):
-        self.calls.append("finish_saving")
-        super().finish_saving()
 
-    def wait_for_everyone(self):
-        self.calls.append("wait_for_everyone")
-        super().wait_for_everyone()
+for name in ("backward", "unscale_gradients", "get_state_dict", "finish_saving", "wait_for_everyone"):
+    setattr(Recording, name, record(name))
 
 
 def test_what_a_subclass_overrides_is_called(tmp_path):
@@ -669,18 +531,6 @@ def test_what_a_subclass_overrides_is_called(tmp_path):
     accelerator.calls.clear()
     accelerator.end_training()
     assert accelerator.calls == ["finish_saving", "wait_for_everyone"]
-
-
-def test_what_prepare_returns():
-    from treadle.compat.optimizer import AcceleratedOptimizer
-    from treadle.compat.scheduler import AcceleratedScheduler
-
-    accelerator, model = treadle.Accelerator(cpu=True), nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    assert isinstance(optimizer, AcceleratedOptimizer)
-    assert isinstance(scheduler, AcceleratedScheduler)
 
 
 class Stream(IterableDataset):

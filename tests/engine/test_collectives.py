@@ -1,9 +1,13 @@
 """What metrics gather, and the module-level exchanges, against values written by hand; 9 samples, batches of 2."""
 
 import collections
+import contextlib
+import io
 import os
 
+import datasets
 import numpy as np
+import pandas
 import pytest
 import torch
 from support.models import SGDTask
@@ -30,24 +34,14 @@ from treadle.utils import (
 def metrics(evaluation, n):
     accelerator = treadle.Accelerator(cpu=True)
     loader = accelerator.prepare_data_loader(DataLoader(torch.arange(n), batch_size=2), evaluation=evaluation)
-    found = {
-        "samples": [],
-        "tokens": [],
-        "words": [],
-        "mixed": [],
-        "pairs": [],
-        "weighed": [],
-        "records": [],
-        "lists": [],
-        "boxes": [],
-        "state": [],
-    }
+    found = collections.defaultdict(list)
     for batch in loader:
         found["samples"] += accelerator.gather_for_metrics(batch).tolist()
         found["state"] += accelerator.state.gather_for_metrics(batch).tolist()
         found["tokens"] += accelerator.gather_for_metrics(batch.repeat_interleave(3)).tolist()
-        found["words"] += accelerator.gather_for_metrics([f"w{i}" for i in batch.tolist()])
-        mixed = accelerator.gather_for_metrics({"id": batch, "word": [f"w{i}" for i in batch.tolist()]})
+        words = [f"w{i}" for i in batch.tolist()]
+        found["words"] += accelerator.gather_for_metrics(words)
+        mixed = accelerator.gather_for_metrics({"id": batch, "word": words})
         found["mixed"] += list(zip(mixed["id"].tolist(), mixed["word"], strict=True))
         ids, squares = accelerator.gather_for_metrics((batch, batch**2))
         found["pairs"] += list(zip(ids.tolist(), squares.tolist(), strict=True))
@@ -55,7 +49,6 @@ def metrics(evaluation, n):
         means, counts = accelerator.gather_for_metrics((batch.double().mean(), torch.tensor(len(batch))))
         found["weighed"] += list(zip(means.tolist(), counts.tolist(), strict=True))
         found["records"] += accelerator.gather_for_metrics([{"id": i} for i in batch.tolist()])
-        words = [f"w{i}" for i in batch.tolist()]
         predictions, references = accelerator.gather_for_metrics((words, [[i] for i in batch.tolist()]))
         found["lists"] += list(zip(predictions, references, strict=True))
         nested = accelerator.gather_for_metrics({"a": words, "b": (words, [words])}, use_gather_object=True)
@@ -156,13 +149,9 @@ def functions():
     assert reduce(torch.tensor([2.0 * rank])).item() == last
     assert reduce(torch.tensor([2.0 * rank]), "sum", scale=0.5).item() == last * size / 2
     padded = pad_across_processes({"a": torch.ones(rank + 1, 2), "b": torch.ones(1, rank + 1)}, pad_index=-1)
-    assert padded["a"].shape == (size, 2)
-    assert padded["a"].sum().item() == 2 * (rank + 1) - 2 * (size - rank - 1)
+    assert padded["a"].tolist() == [[1, 1]] * (rank + 1) + [[-1, -1]] * (last - rank)
     assert padded["b"].shape == (1, rank + 1)
     assert pad_across_processes(torch.ones(1, rank + 1), dim=-1, pad_first=True)[0, 0].item() == (rank == last)
-    if size > 1:
-        with pytest.raises(ValueError, match=r"rank 0: \(1,\); rank 1: \(1,\), \(1,\)"):
-            pad_across_processes([torch.ones(1)] * (rank + 1))
     set_seed(5, device_specific=True)
     own = torch.rand(()).item()
     torch.manual_seed(5 + rank)
@@ -187,6 +176,7 @@ def test_a_seed_with_deterministic_algorithms(monkeypatch):
 
 
 UNCOMMON = [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.bool, torch.complex64]
+UNCOMMON += [torch.bfloat16, torch.float16, torch.uint8]
 
 
 def exchange_uncommon():
@@ -203,13 +193,65 @@ def exchange_uncommon():
     return found
 
 
+def methods():
+    accelerator = treadle.Accelerator(cpu=True)
+    rank, size = accelerator.process_index, accelerator.num_processes
+    everyone, rows = range(size), torch.arange(3 - rank) + 10 * rank
+    gathered = [10 * r + i for r in everyone for i in range(3 - r)]
+    assert accelerator.gather(torch.tensor(float(rank))).tolist() == [*everyone]
+    mixed = {"ids": rows, "words": ["a", "b"][: rank + 1], "pair": (rows.view(-1, 1).float(), rank), "loss": 0.5}
+    mixed = accelerator.gather_for_metrics(mixed)
+    assert mixed["ids"].tolist() == accelerator.gather(rows).tolist() == gathered
+    assert mixed["words"] == [word for r in everyone for word in ["a", "b"][: r + 1]]
+    assert mixed["pair"][0].tolist() == [[i] for i in gathered]
+    assert (mixed["pair"][1], mixed["loss"]) == ([*everyone], [0.5] * size)
+    assert accelerator.gather_for_metrics({"rank": rank}) == [{"rank": r} for r in everyone]
+    forced = accelerator.gather_for_metrics([rows], use_gather_object=True)
+    assert [len(part) for part in forced] == [3 - r for r in everyone]
+    if size > 1:
+        calls = [(accelerator.gather, torch.zeros(2, 2 + rank)), (accelerator.gather, [rows] * (1 + rank))]
+        calls += [(accelerator.gather, torch.zeros(2, dtype=(torch.int, torch.long, torch.long)[rank]))]
+        for call, uneven in (*calls, (pad_across_processes, [torch.ones(1)] * (rank + 1))):
+            with pytest.raises(ValueError, match=r"rank 0: .*; rank 1: "):
+                call(uneven)
+    with pytest.raises(TypeError, match="got a str"):
+        accelerator.gather("text")
+    numbers = [r + 1.0 for r in everyone]
+    reduced = {
+        "sum": 10 * sum(numbers),
+        "mean": 10 * sum(numbers) / size,
+        "max": 10 * size,
+        "min": 10,
+        "none": rank + 1,
+    }
+    for reduction, expected in reduced.items():
+        tensor = torch.tensor([rank + 1.0])
+        assert accelerator.reduce({"x": tensor}, reduction, scale=10.0)["x"].item() == expected
+        assert tensor.item() == rank + 1.0
+    assert accelerator.reduce(torch.tensor(rank), "mean").item() == (size - 1) / 2
+    with pytest.raises(ValueError, match="Did you mean 'mean'"):
+        accelerator.reduce(rows, "maen")
+    assert accelerator.pad_across_processes(rows, pad_index=-1).tolist() == [*rows.tolist(), *[-1] * rank]
+    triggers = [accelerator.check_trigger()]
+    if rank == size - 1:
+        accelerator.set_trigger()
+    assert [*triggers, accelerator.check_trigger(), accelerator.check_trigger()] == [False, True, False]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        accelerator.print("spoken on", rank)
+    assert printed.getvalue() == ("" if rank else "spoken on 0\n")
+
+
 def everything():
     functions()
+    methods()
     found = {
         "metrics": [metrics(evaluation, n) for evaluation, n in CASES],
         "repeated": [repeated(*case) for case in REPEATED],
     }
-    return found | ({"uncommon": exchange_uncommon()} if os.environ["WORLD_SIZE"] == "2" else {})
+    found["shares"] = there_and_back()
+    if os.environ["WORLD_SIZE"] == "2":
+        found |= {"uncommon": exchange_uncommon(), "trained": train_in_turn(), "gathers": gathers()}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -244,22 +286,6 @@ class Stream(IterableDataset):
         return iter(range(5))
 
 
-class Selectable:
-    """What Hugging Face's datasets look like to a split."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitems__(self, indices):
-        return [self.rows[i] for i in indices]
-
-    def select(self, indices):
-        return Selectable([self.rows[i] for i in indices])
-
-
 class Table:
     columns = ("a", "b")
 
@@ -270,23 +296,6 @@ class Table:
         return iter(self.columns)
 
 
-class Frame:
-    """What pandas' frames look like to a split: by position only through `iloc`."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, name):
-        raise KeyError(name)
-
-    @property
-    def iloc(self):
-        return type("Rows", (), {"__getitem__": lambda _, which: Frame(self.rows[which])})()
-
-
 FORMS = {
     "list": lambda: [0, 1, 4, 9, 16],
     "tuple": lambda: (0, 1, 4, 9, 16),
@@ -295,14 +304,14 @@ FORMS = {
     "deque": lambda: collections.deque([0, 1, 4, 9, 16]),
     "generator": lambda: (i**2 for i in range(5)),
     "torch dataset": Squares,
-    "selectable": lambda: Selectable([0, 1, 4, 9, 16]),
+    "table": lambda: datasets.Dataset.from_dict({"x": [0, 1, 4, 9, 16]}),
     "dict view": lambda: {0: 0, 1: 1, 4: 4, 9: 9, 16: 16}.values(),
 }
 
 
 def listed(value):
-    if isinstance(value, Selectable):
-        return value.rows
+    if isinstance(value, datasets.Dataset):
+        return list(value["x"])
     return [int(item) for item in ([value[i] for i in range(len(value))] if isinstance(value, Subset) else value)]
 
 
@@ -322,7 +331,7 @@ def listed(value):
 def test_shares(form, padded, size, expected):
     shares = [split(FORMS[form](), rank, size, padded) for rank in range(size)]
     assert [listed(share) for share in shares] == expected
-    if form in ("list", "tuple", "tensor", "array", "selectable"):
+    if form in ("list", "tuple", "tensor", "array", "table"):
         assert {type(share) for share in shares} == {type(FORMS[form]())}
 
 
@@ -330,8 +339,8 @@ def test_ranges_stay_ranges_and_frames_are_cut_by_rows():
     assert split(range(10, 20), 1, 3) == range(14, 17)
     assert split(range(3), 1, 2, True) == [2, 2]
     assert split(Stream(), 0, 2) == [0, 1, 2]
-    assert split(Frame(np.array([[1, 2], [3, 4], [5, 6]])), 1, 2).rows.tolist() == [[5, 6]]
-    assert split(Frame(np.arange(5)), 1, 2, True).rows.tolist() == [3, 4, 4]
+    assert split(pandas.DataFrame([[1, 2], [3, 4], [5, 6]]), 1, 2).to_numpy().tolist() == [[5, 6]]
+    assert split(pandas.DataFrame(np.arange(5)), 1, 2, True)[0].tolist() == [3, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -401,9 +410,9 @@ def there_and_back():
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_results_come_back_in_the_order_of_the_inputs(world):
+def test_results_come_back_in_the_order_of_the_inputs(found, world):
     shares = {1: [["a", "b", "c"]], 2: [["a", "b"], ["c"]], 3: [["a"], ["b"], ["c"]]}
-    assert run(there_and_back, world) == shares[world]
+    assert [by_rank["shares"] for by_rank in found[world]] == shares[world]
 
 
 def batches(samples, batch_size, **options):
@@ -494,21 +503,21 @@ GATHERED = [
 ]
 
 
-def on_two():
+def train_in_turn():
     return [by_trainer(2, *case) for case in GATHERED] + [by_hand(2, 19), by_hand(2, 17)]
 
 
-def test_two_processes_train_as_one():
+def test_two_processes_train_as_one(found):
     expected = [by_trainer(1, "auto", *case[1:]) for case in GATHERED] + [by_hand(1, 19), by_hand(1, 17)]
     plain = network()
     assert all(abs(a - b) > 1e-3 for a, b in zip(expected[0], flat(plain), strict=True))
-    for rank in run(on_two, 2):
+    for rank in (by_rank["trained"] for by_rank in found[2]):
         for case, ours, theirs in zip([*GATHERED, "by hand", "by hand"], rank, expected, strict=True):
             assert ours == pytest.approx(theirs, abs=1e-13), case
 
 
 class Gathers(SGDTask):
-    """Notes what all_gather returns, and what it raises."""
+    """Notes what all_gather returns."""
 
     def __init__(self):
         super().__init__()
@@ -521,35 +530,27 @@ class Gathers(SGDTask):
         found = self.all_gather({"x": [torch.full((2,), rank), rank + 0.5], "name": "kept"})
         self.found = {"x": [part.tolist() for part in found["x"]], "name": found["name"]}
         self.cut = not self.all_gather(self.weight * 2).requires_grad
-        self.errors = []
         if group is not None:
-            self.alone = self.all_gather(self.weight * rank, group=group[rank], sync_grads=True).tolist()
-            for uneven, wrong in [(torch.ones(rank + 1), group[rank]), (torch.ones(1), group[1 - rank])]:
-                try:
-                    self.all_gather(uneven, group=wrong if wrong is group[1 - rank] else None)
-                except ValueError as error:
-                    self.errors.append(str(error))
-            try:
+            alone = self.all_gather(self.weight * rank, group=group[rank], sync_grads=True)
+            assert alone.tolist() == [float(rank)]
+            shapes = r"the same shapes.*rank 0: \(1,\) torch.float32; rank 1: \(2,\) torch.float32"
+            with pytest.raises(ValueError, match=shapes):
+                self.all_gather(torch.ones(rank + 1))
+            with pytest.raises(ValueError, match=f"rank {rank} is not in the given process group"):
+                self.all_gather(torch.ones(1), group=group[1 - rank])
+            gradients = r"rank 0: \(1,\) torch.float32 without gradient; rank 1: \(1,\) torch.float32\."
+            with pytest.raises(ValueError, match=gradients):
                 self.all_gather(self.weight * 1 if rank else torch.ones(1), sync_grads=True)
-            except ValueError as error:
-                self.errors.append(str(error))
         return self.weight.sum()
 
 
 def gathers():
     task = Gathers()
     treadle.Trainer(accelerator="cpu", max_steps=1, **NO_OUTPUT).fit(task, batches(2, 1))
-    return task.found, task.cut, getattr(task, "alone", None), task.errors
+    return task.found, task.cut
 
 
-def test_forms_of_all_gather():
-    assert gathers() == ({"x": [[0, 0], 0.5], "name": "kept"}, False, None, [])
-    for rank, (found, cut, alone, errors) in enumerate(run(gathers, 2)):
-        assert found == {"x": [[[0, 0], [1, 1]], [0.5, 1.5]], "name": "kept"}
-        assert cut
-        assert alone == [float(rank)]
-        uneven, outside, without = errors
-        assert "the same shapes" in uneven
-        assert "rank 0: (1,) torch.float32; rank 1: (2,) torch.float32" in uneven
-        assert f"rank {rank} is not in the given process group" in outside
-        assert "rank 0: (1,) torch.float32 without gradient; rank 1: (1,) torch.float32." in without
+def test_forms_of_all_gather(found):
+    assert gathers() == ({"x": [[0, 0], 0.5], "name": "kept"}, False)
+    for by_rank in found[2]:
+        assert by_rank["gathers"] == ({"x": [[[0, 0], [1, 1]], [0.5, 1.5]], "name": "kept"}, True)

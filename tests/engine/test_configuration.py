@@ -4,7 +4,6 @@ import inspect
 import json
 import types
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -123,20 +122,15 @@ def test_names_that_are_not_there_say_why():
 def test_facts():
     accelerator = cpu(project_dir="x", dataloader_config=utils.DataLoaderConfiguration(even_batches=False))
     assert (accelerator.project_dir, accelerator.logging_dir, accelerator.save_iteration) == ("x", "x", 0)
-    assert not accelerator.split_batches
+    off = ("split_batches", "even_batches", "use_seedable_sampler", "non_blocking", "use_stateful_dataloader")
+    off += ("native_amp", "multi_device", "is_fsdp2")
+    assert {name: getattr(accelerator, name) for name in off} == dict.fromkeys(off, False)
     assert accelerator.dispatch_batches is None
-    assert not accelerator.even_batches
-    assert not accelerator.use_seedable_sampler
-    assert not accelerator.non_blocking
-    assert not accelerator.use_stateful_dataloader
-    assert not accelerator.native_amp
-    assert not accelerator.multi_device
     assert accelerator.state.num_processes == 1
     assert accelerator.state.deepspeed_plugin is None
     assert accelerator.gradient_state.num_steps == 1
     assert not accelerator.gradient_state.in_dataloader
     assert accelerator.distributed_type == utils.DistributedType.NO
-    assert not accelerator.is_fsdp2
     assert accelerator.should_save_model
     assert accelerator.deepspeed_plugin is None
     assert "Num processes: 1" in repr(accelerator)
@@ -233,49 +227,6 @@ def test_autocast_as_the_handler_says():
         assert not torch.is_autocast_cache_enabled()
 
 
-def test_plain_schedulers_step_at_each_call():
-    accelerator = cpu(step_scheduler_with_optimizer=False, gradient_accumulation_steps=2)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    optimizer, prepared = accelerator.prepare(optimizer, scheduler)
-    rates = []
-    for _ in range(2):
-        with accelerator.accumulate():
-            optimizer.step()
-            prepared.step()
-        rates.append(optimizer.param_groups[0]["lr"])
-    assert rates == [0.5, 0.25]
-    assert prepared.scheduler is scheduler
-    assert accelerator.prepare(scheduler) is prepared
-
-
-def gradients_over(epochs, **options):
-    """The gradient of each optimizer step of w * x, over epochs of x = 0, 1, ... 4, one sample per batch."""
-    accelerator = cpu(gradient_accumulation_plugin=utils.GradientAccumulationPlugin(num_steps=2, **options))
-    weight = nn.Parameter(torch.ones(()))
-    optimizer, loader = accelerator.prepare(torch.optim.SGD([weight], lr=0.0), DataLoader(torch.arange(5.0)))
-    found = []
-    for _ in range(epochs):
-        for x in loader:
-            with accelerator.accumulate():
-                accelerator.backward((weight * x).mean())
-                if accelerator.sync_gradients:
-                    accelerator.accumulation.finish_gradients()
-                    found.append(weight.grad.item())
-                optimizer.step()
-                optimizer.zero_grad()
-    return found, accelerator
-
-
-def test_groups_end_with_the_loader_unless_told_otherwise():
-    assert gradients_over(2)[0] == [0.5, 2.5, 4.0, 0.5, 2.5, 4.0]
-    assert gradients_over(2, sync_with_dataloader=False)[0] == [0.5, 2.5, 2.0, 1.5, 3.5]
-    _, accelerator = gradients_over(1, sync_with_dataloader=False)
-    with pytest.raises(ValueError, match="during gradient accumulation"):
-        accelerator.save_state("never")
-    assert not Path("never").exists()
-
-
 def test_profile(tmp_path):
     handler = utils.ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path))
     with cpu(kwargs_handlers=[handler]).profile() as profiler:
@@ -348,7 +299,7 @@ def on_two():
     assert again.models == [second]
     again.backward(second(torch.full((1, 1), rank + 1.0)).sum())
     found["unfrozen"] = net.b.weight.grad.item()
-    found["split"] = split_batches()
+    found["split"], found["shared"] = split_batches(), share_out()
     found["grid"] = type(cpu(parallelism_config=utils.ParallelismConfig(dp_replicate_size=2)).strategy).__name__
     return found
 
@@ -378,8 +329,13 @@ class Stream(IterableDataset):
         return iter(range(4))
 
 
-def test_on_two_processes():
-    first, second = run(on_two, 2)
+@pytest.fixture(scope="module")
+def two_ranks():
+    return run(on_two, 2)
+
+
+def test_on_two_processes(two_ranks):
+    first, second = ({name: value for name, value in found.items() if name != "shared"} for found in two_ranks)
     assert first.pop("split") == [[0, 1], [4, 5], [8]]
     assert second.pop("split") == [[2, 3], [6, 7], [9]]
     assert first == second
@@ -454,17 +410,16 @@ def share_out():
     }
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_batches_that_the_main_process_was_to_read_and_samplers_that_restart(size, capfd):
-    if size == 1:
-        cpu(dataloader_config=utils.DataLoaderConfiguration(dispatch_batches=True))
-        assert "every rank reads the data itself" in capfd.readouterr().err
+def test_batches_that_the_main_process_was_to_read_and_samplers_that_restart(two_ranks, capfd):
+    alone = share_out()
+    assert "every rank reads the data itself" in capfd.readouterr().err
     pairs = [[2 * n, 2 * n + 1] for n in range(8)]
-    for rank, found in enumerate(run(share_out, size)):
-        assert found["map"] == found["stream"] == pairs[rank::size]
-        assert found["endless"] == (pairs * 2)[rank::size][:5]
-        assert found["started"] == 1
-        assert found["ranks"] == [0, 0, 0, 0]
+    for ranks in ([alone], [found["shared"] for found in two_ranks]):
+        for rank, found in enumerate(ranks):
+            assert found["map"] == found["stream"] == pairs[rank :: len(ranks)]
+            assert found["endless"] == (pairs * 2)[rank :: len(ranks)][:5]
+            assert found["started"] == 1
+            assert found["ranks"] == [0, 0, 0, 0]
 
 
 def test_accelerates_variable_sets_the_device(monkeypatch):

@@ -1,11 +1,15 @@
 """State objects of Accelerate's API, and functions that run on some processes."""
 
+import gc
+import os
 import time
 
 import pytest
 import torch
+from support.models import take_step
 from support.processes import run
 from torch import nn
+from torch.utils.data import DataLoader
 from treadle.engine import AcceleratorState, GradientState, PartialState
 from treadle.state import is_initialized
 
@@ -105,8 +109,6 @@ def test_states(found):
 def test_the_end_of_a_loader():
     accelerator = treadle.Accelerator(cpu=True)
     gradient = GradientState.from_accelerator(accelerator)
-    from torch.utils.data import DataLoader
-
     loader = accelerator.prepare(DataLoader(range(5), batch_size=2))
     seen = [(gradient.end_of_dataloader, gradient.remainder, gradient.active_dataloader is loader) for _ in loader]
     assert seen == [(False, -1, True), (False, -1, True), (True, 1, True)]
@@ -122,12 +124,16 @@ def test_wrong_arguments():
 def test_states_without_an_accelerator_follow_the_newest():
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+    assert not is_initialized()
+    state = PartialState(cpu=True)
+    state.set_device()
+    assert (state.num_processes, state.fork_launched, state.debug) == (1, False, False)
     assert AcceleratorState().mixed_precision == "no"
     assert not AcceleratorState().is_fsdp2
     gradient = GradientState(utils.GradientAccumulationPlugin(num_steps=3))
     assert (gradient.sync_gradients, gradient.num_steps, gradient.in_dataloader) == (True, 3, False)
     assert (gradient.remainder, gradient.end_of_dataloader, gradient.dataloader_references) == (-1, False, [None])
-    gradient.sync_gradients = False
+    gradient._set_sync_gradients(False)
     assert not GradientState().sync_gradients
     GradientState._reset_state()
     assert gradient.sync_gradients
@@ -137,6 +143,7 @@ def test_states_without_an_accelerator_follow_the_newest():
         mixed_precision="bf16",
         gradient_accumulation_plugin=utils.GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False),
     )
+    assert is_initialized()
     assert AcceleratorState().mixed_precision == "bf16"
     assert AcceleratorState().strategy is accelerator.strategy
     assert gradient.num_steps == GradientState().num_steps == 2
@@ -148,12 +155,6 @@ def test_states_without_an_accelerator_follow_the_newest():
     assert not accelerator.sync_gradients
     del loader, accelerator
     assert AcceleratorState().mixed_precision == "no"
-
-
-def test_facts_of_a_state():
-    state = PartialState(cpu=True)
-    state.set_device()
-    assert (state.fork_launched, state.debug) == (False, False)
 
 
 def compared():
@@ -203,12 +204,6 @@ def test_distributed_types_compare_with_words():
 
 
 def runs_in_turn(count):
-    import gc
-    import os
-
-    import torch
-    from torch.utils.data import DataLoader
-
     def train(strategy, precision):
         torch.manual_seed(0)
         model, data = nn.Linear(4, 1), torch.arange(48.0).view(12, 4) / 48
@@ -218,9 +213,7 @@ def runs_in_turn(count):
         )
         for _ in range(3):
             for batch in loader:
-                accelerator.backward(model(batch).pow(2).mean())
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(accelerator, model, optimizer, batch)
         losses = accelerator.gather(model(data).pow(2).mean().detach())
         accelerator.destroy_process_group()
         return [round(loss, 4) for loss in losses.tolist()]
@@ -259,26 +252,3 @@ def test_one_run_after_the_other():
 def test_every_name_of_utils_is_there():
     assert [name for name in utils.__all__ if not hasattr(utils, name)] == []
     assert len(set(utils.__all__)) == len(utils.__all__)
-
-
-def test_states_without_and_with_an_accelerator(monkeypatch):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    assert not is_initialized()
-    assert (PartialState().num_processes, PartialState().debug, PartialState().fork_launched) == (1, False, False)
-    assert AcceleratorState().mixed_precision == "no"
-    state = GradientState(treadle.utils.GradientAccumulationPlugin(num_steps=3))
-    assert (state.sync_gradients, state.num_steps, state.in_dataloader, GradientState().num_steps) == (
-        True,
-        3,
-        False,
-        3,
-    )
-    state._set_sync_gradients(False)
-    assert not GradientState().sync_gradients
-    accelerator = treadle.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
-    assert is_initialized()
-    assert (AcceleratorState().mixed_precision, GradientState().num_steps) == ("bf16", 2)
-    assert GradientState().sync_gradients
-    GradientState()._set_sync_gradients(False)
-    assert not accelerator.sync_gradients

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.trainers import NO_OUTPUT
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.engine import quantization
@@ -132,11 +132,11 @@ def loader():
     return DataLoader(TensorDataset(x, x.mean(1, keepdim=True)), 16)
 
 
-def fit(task, **flags):
+def fit(task, ckpt_path=None, **flags):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = treadle.Trainer(**{"accelerator": "cpu", "max_epochs": 8, **NO_OUTPUT, **flags})
-        trainer.fit(task, loader())
+        trainer = make_trainer(**{"max_epochs": 8, **flags})
+        trainer.fit(task, loader(), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -162,12 +162,9 @@ def test_a_float8_run_goes_on_from_a_plain_one(tmp_path):
     first = Task()
     fit(first, max_epochs=2).save_checkpoint(tmp_path / "c.ckpt")
     second = Task()
-    fit(second, precision="float8", max_epochs=1)
-    treadle.Accelerator(cpu=True)
-    third = Task()
-    trainer = treadle.Trainer(accelerator="cpu", precision="float8", max_epochs=3, **NO_OUTPUT)
-    trainer.fit(third, loader(), ckpt_path=tmp_path / "c.ckpt")
-    assert third.losses[0] < first.losses[0]
+    fit(second, ckpt_path=tmp_path / "c.ckpt", precision="float8", max_epochs=3)
+    assert len(second.losses) == 4
+    assert second.losses[0] < first.losses[0]
 
 
 def test_an_own_loop_has_accelerates_word_for_it():

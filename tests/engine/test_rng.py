@@ -20,26 +20,18 @@ def drawn(strategy="auto"):
     return sorted(order), torch.rand(4).tolist(), np.random.rand(), random.random()
 
 
-def both():
-    return drawn(), drawn()
-
-
-def parts_of_one_sample():
-    return drawn(FSDP(tensor_parallel_size=2))
+def draw_in_turn():
+    return drawn(), drawn(), drawn(FSDP(tensor_parallel_size=2))
 
 
 def test_each_process_draws_numbers_of_its_own_and_the_same_ones_again():
     """One seed everywhere would drop the same units of different samples, and crop them alike."""
-    (zero, again), (one, one_again) = run(both, 2)
+    (zero, again, part), (one, one_again, other_part) = run(draw_in_turn, 2)
     assert zero == again
     assert one == one_again
     assert all(mine != other for mine, other in zip(zero[1:], one[1:], strict=True))
     assert zero[0] == one[0] == list(range(8))
-
-
-def test_processes_that_share_a_sample_draw_alike():
-    zero, one = run(parts_of_one_sample, 2)
-    assert zero[1:] == one[1:]
+    assert part[1:] == other_part[1:]  # processes that share a sample draw alike
 
 
 @pytest.mark.parametrize("text", ["²", "٣", "-1", "1.5", "", "9" * 5000])

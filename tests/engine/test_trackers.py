@@ -246,6 +246,16 @@ OPTIONS = {
 }
 
 
+@pytest.fixture
+def service(name, tmp_path, monkeypatch):
+    """The service of this name, alone in a folder."""
+    SERVICES[name].skip_if_missing()
+    for variable, value in SERVICES[name].environment(tmp_path).items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.chdir(tmp_path)
+    return SERVICES[name]
+
+
 def track_service(folder, name):
     folder, service = Path(folder), SERVICES[name]
     options = dict(OPTIONS[name])
@@ -269,12 +279,7 @@ def track_service(folder, name):
     [pytest.param(name, marks=pytest.mark.exhaustive if name in ("comet_ml", "clearml") else ()) for name in SERVICES],
 )
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_services(world, name, tmp_path, monkeypatch):
-    service = SERVICES[name]
-    service.skip_if_missing()
-    for variable, value in service.environment(tmp_path).items():
-        monkeypatch.setenv(variable, value)
-    monkeypatch.chdir(tmp_path)
+def test_services(world, name, service, tmp_path):
     if world == 1:
         results = [track_service(tmp_path, name)]
     else:
@@ -288,12 +293,9 @@ def test_services(world, name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["clearml", "swanlab"])
-def test_images_and_tables(name, tmp_path, monkeypatch):
-    pytest.importorskip(name)
+def test_images_and_tables(name, service, tmp_path):
     pytest.importorskip("PIL.Image")
-    service, picture = SERVICES[name], numpy.zeros((4, 4, 3), numpy.uint8)
-    for variable, value in service.environment(tmp_path).items():
-        monkeypatch.setenv(variable, value)
+    picture = numpy.zeros((4, 4, 3), numpy.uint8)
     accelerator = cpu(log_with=name, project_dir=tmp_path)
     accelerator.init_trackers("digits", init_kwargs={name: OPTIONS[name]})
     tracker = accelerator.get_tracker(name)
@@ -312,11 +314,9 @@ def test_images_and_tables(name, tmp_path, monkeypatch):
         assert len(list(tmp_path.glob(f"swanlog/run-*-{version}/media/**/*.png"))) == 1
 
 
-def test_a_task_that_the_script_began_stays_open(tmp_path, monkeypatch):
-    clearml = pytest.importorskip("clearml")
-    service = SERVICES["clearml"]
-    for variable, value in service.environment(tmp_path).items():
-        monkeypatch.setenv(variable, value)
+@pytest.mark.parametrize("name", ["clearml"])
+def test_a_task_that_the_script_began_stays_open(name, service, tmp_path):
+    clearml = pytest.importorskip(name)
     task = service.make(tmp_path).experiment
     try:
         accelerator = cpu(log_with="clearml")

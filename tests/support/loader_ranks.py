@@ -33,6 +33,11 @@ def plain_list(loader):
     return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in loader]
 
 
+def make_alone(source, stream, cursor=None, accumulate=1):
+    """The loader of a process without others."""
+    return Loader(source, world=Seat(0, 1), cursor=cursor or Cursor(), stream=stream, accumulate=lambda _: accumulate)
+
+
 class Ranks:
     """One `Loader` per rank, over loaders that the same code built, as in a script that every rank runs."""
 

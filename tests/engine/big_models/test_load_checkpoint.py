@@ -76,66 +76,73 @@ def test_a_checkpoint_of_links(plain, tmp_path, form, name):
     assert_same(load_checkpoint_and_dispatch(empty(), path, {"": "cpu"}), plain)
 
 
-def damaged(plain, tmp_path, how):
-    """A checkpoint with one thing wrong, and what the error must say."""
-    path = write(plain, tmp_path, "sharded")
-    state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
-    index = json.loads((path / "model.safetensors.index.json").read_text())
-    if how == "file missing":
-        (path / "model-2.safetensors").unlink()
-        return path, r"lists model-2.safetensors for layers\.1\..*, but this file is missing from the folder"
-    if how == "file cut":
-        data = (path / "model-1.safetensors").read_bytes()
-        (path / "model-1.safetensors").write_bytes(data[:-10])
-        return path, "model-1.safetensors is not a complete safetensors file"
-    if how == "path outside":
-        index["weight_map"]["positions"] = "../model-1.safetensors"
-    if how == "wrong file":
-        index["weight_map"]["positions"] = "model-2.safetensors"
-    if how == "link to a path outside":
-        index["weight_map"]["positions"] = "../outside/model-1.safetensors"
-        (tmp_path / "outside").mkdir()
-        (path / "model-1.safetensors").rename(tmp_path / "outside" / "model-1.safetensors")
-        (tmp_path / "outside" / "index").write_text(json.dumps(index))
-        (path / "model.safetensors.index.json").unlink()
-        (path / "model.safetensors.index.json").symlink_to(tmp_path / "outside" / "index")
-        return path, "'../outside"
-    if how in ("path outside", "wrong file"):
-        (path / "model.safetensors.index.json").write_text(json.dumps(index))
-        return path, "'../model" if how == "path outside" else "not in the listed files: positions"
-    if how == "shape":
-        state["positions"] = state["positions"][:, :5].clone()
-        words = r"positions has shape \[16, 5\], but \[16, 32\] in the model"
-    elif how == "missing":
-        del state["layers.1.up.weight"], state["layers.1.up.bias"]
-        words = r"neither the checkpoint nor the model has values for layers\.1\.up\.weight, layers\.1\.up\.bias"
-    elif how == "pickle":
-        torch.save({"positions": copy.deepcopy}, path / "model.pt")
-        return path / "model.pt", "has no tensors at the top level"
-    elif how == "nothing":
-        return path / "none", "none: it does not exist"
-    save_file(state, path / "bad.safetensors")
-    return path / "bad.safetensors", words
+INDEX = "model.safetensors.index.json"
 
 
-WRONG = [
-    "file missing",
-    "file cut",
-    "path outside",
-    "link to a path outside",
-    "wrong file",
-    "shape",
-    "missing",
-    "pickle",
-]
+def place_positions_in(file):
+    def damage(path, state):
+        index = json.loads((path / INDEX).read_text())
+        index["weight_map"]["positions"] = file
+        (path / INDEX).write_text(json.dumps(index))
+
+    return damage
 
 
-@pytest.mark.parametrize("how", [*WRONG, "nothing"])
+def cut(path, state):
+    data = (path / "model-1.safetensors").read_bytes()
+    (path / "model-1.safetensors").write_bytes(data[:-10])
+
+
+def link_outside(path, state):
+    place_positions_in("../outside/model-1.safetensors")(path, state)
+    (path / "outside").mkdir()
+    (path / "model-1.safetensors").rename(path / "outside" / "model-1.safetensors")
+    (path / INDEX).rename(path / "outside" / "index")
+    (path / INDEX).symlink_to(path / "outside" / "index")
+
+
+def save_without(prefix):
+    return lambda path, state: save_file(
+        {name: tensor for name, tensor in state.items() if not name.startswith(prefix)}, path / "bad"
+    )
+
+
+WRONG = {  # what is done to a checkpoint in shards, what is loaded of it, and what the error says
+    "file missing": (
+        lambda path, state: (path / "model-2.safetensors").unlink(),
+        "",
+        r"lists model-2.safetensors for layers\.1\..*, but this file is missing from the folder",
+    ),
+    "file cut": (cut, "", "model-1.safetensors is not a complete safetensors file"),
+    "path outside": (place_positions_in("../model-1.safetensors"), "", "'../model"),
+    "link to a path outside": (link_outside, "", "'../outside"),
+    "wrong file": (place_positions_in("model-2.safetensors"), "", "not in the listed files: positions"),
+    "shape": (
+        lambda path, state: save_file(state | {"positions": state["positions"][:, :5].clone()}, path / "bad"),
+        "bad",
+        r"positions has shape \[16, 5\], but \[16, 32\] in the model",
+    ),
+    "missing": (
+        save_without("layers.1.up"),
+        "bad",
+        r"neither the checkpoint nor the model has values for layers\.1\.up\.weight, layers\.1\.up\.bias",
+    ),
+    "pickle": (
+        lambda path, state: torch.save({"positions": copy.deepcopy}, path / "bad"),
+        "bad",
+        "has no tensors at the top level",
+    ),
+    "nothing": (lambda path, state: None, "none", "none: it does not exist"),
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
 def test_a_wrong_checkpoint_is_named_and_changes_nothing(plain, tmp_path, how):
-    path, words = damaged(plain, tmp_path, how)
-    model = empty()
+    damage, name, words = WRONG[how]
+    path, model = write(plain, tmp_path, "sharded"), empty()
+    damage(path, {name: tensor.clone() for name, tensor in plain.state_dict().items()})
     with pytest.raises(ValueError, match=words):
-        load_checkpoint_and_dispatch(model, path, {"": "cpu"})
+        load_checkpoint_and_dispatch(model, path / name, {"": "cpu"})
     assert offloaded(model) == {name for name in model.state_dict() if not name.endswith("scale")}
 
 

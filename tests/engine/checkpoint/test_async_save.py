@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from support.models import take_step
 from support.processes import run, script
 from torch import nn
 from treadle.engine.checkpoint import async_save, filesystem
@@ -29,9 +30,7 @@ def prepared(strategy="auto"):
 
 
 def step(accelerator, model, optimizer):
-    accelerator.backward(model(torch.ones(4, 6)).square().mean())
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(accelerator, model, optimizer, torch.ones(4, 6))
 
 
 class Gate:

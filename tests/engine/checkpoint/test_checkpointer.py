@@ -19,9 +19,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from support.models import Count
 from support.processes import run
+from support.resume_trials import Uneven
 from support.stored import DEAD, read_part
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from treadle.engine.checkpoint import filesystem
 from treadle.engine.checkpoint.store import CheckpointStore, read_manifest
 
@@ -46,6 +47,28 @@ class Tied(nn.Module):
         return self.head(self.middle(self.embedding(x)))
 
 
+WORLDS = pytest.mark.parametrize("world", [1, 2])
+
+
+def work_in_turn(folder):
+    """What each scenario returns, or none; each has a folder of its own."""
+    scenarios = [save_models, count_on, refused_hooks, skipping, resuming]
+    scenarios += [failing_on_one, saving_apart, wrong_on_one] if cpu().num_processes == 2 else []
+    return {scenario.__name__: scenario(folder / scenario.__name__) for scenario in scenarios}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """By number of processes, the folder and what each of them found: one start for all of it."""
+    found = {}
+    for world in (1, 2):
+        folder = tmp_path_factory.mktemp("saved")
+        for name in ("save_models", "count_on", "refused_hooks", "resuming", "failing_on_one", "saving_apart"):
+            (folder / name).mkdir()
+        found[world] = folder, run(work_in_turn, world, folder)
+    return found
+
+
 # -- weights for others ----------------------------------------------------------------------------------------------
 
 
@@ -57,11 +80,18 @@ def save_models(folder):
     accelerator.save_model(model, f"{folder}/torch", max_shard_size="1KB", safe_serialization=False)
     accelerator.save_model(model, f"{folder}/again", max_shard_size=100)
     accelerator.save_model(model, f"{folder}/again")
+    accelerator.save({"rank": accelerator.process_index, "x": torch.arange(3)}, f"{folder}/data.pt")
+    accelerator.save({"x": torch.arange(3)}, f"{folder}/data.safetensors", safe_serialization=True)
+    if accelerator.is_main_process:  # alone
+        for bad, safe in ((nn.Linear(1, 1), False), ([lambda: 0], False), ({"x": 1}, True)):
+            with pytest.raises(TypeError, match=r"stored|supports only a dict"):
+                accelerator.save(bad, f"{folder}/bad", safe_serialization=safe)
+        accelerator.save_model(model, folder)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_save_model_is_read_by_other_tools(world, tmp_path):
-    run(save_models, world, str(tmp_path))
+@WORLDS
+def test_save_model_is_read_by_other_tools(saved, world):
+    tmp_path = saved[world][0] / "save_models"
     wanted, other = Tied(), Tied()
     with torch.no_grad():
         for parameter in other.parameters():
@@ -89,6 +119,17 @@ def test_save_model_is_read_by_other_tools(world, tmp_path):
     other.load_state_dict(weights)  # every name is there
     assert torch.equal(other.middle.weight, wanted.middle.weight)
     assert os.listdir(tmp_path / "again") == ["model.safetensors"]
+
+
+@WORLDS
+def test_save(saved, world):
+    folder = saved[world][0] / "save_models"
+    files = [path.name for path in folder.iterdir() if path.is_file()]
+    assert sorted(files) == ["data.pt", "data.safetensors", "model.safetensors"]
+    found = torch.load(folder / "data.pt", weights_only=True)
+    assert found["rank"] == 0
+    assert found["x"].tolist() == [0, 1, 2]
+    assert load_file(folder / "data.safetensors")["x"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.guarantee
@@ -144,34 +185,25 @@ def test_save_model_destroys_no_checkpoint(tmp_path):
 UNSTORABLE = {
     "sparse": (torch.eye(2).to_sparse(), r"torch\.sparse_coo tensor.*\.to_dense"),
     "meta": (torch.empty(2, device="meta"), "on the meta device"),
+    "complex32": (torch.ones(2, dtype=torch.complex32), r"torch\.complex32 tensor"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("kind", UNSTORABLE)
-def test_tensors_that_no_file_takes(kind, tmp_path):
+def test_tensors_that_a_file_does_not_take(kind, tmp_path):
     value, words = UNSTORABLE[kind]
     model = nn.Module()
     model.register_buffer("odd", value)
-    for safe in (True, False):
+    for safe in (True,) if kind == "complex32" else (True, False):
         with pytest.raises(TypeError, match=f"odd is a .*{words}"):
             cpu().save_model(model, tmp_path / "folder", safe_serialization=safe)
     with pytest.raises(TypeError, match=words):
         cpu().save(model.state_dict(), tmp_path / "file", safe_serialization=True)
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_formats_that_safetensors_lacks(tmp_path):
-    value = torch.ones(2, dtype=torch.complex32)
-    model = nn.Module()
-    model.register_buffer("odd", value)
-    with pytest.raises(TypeError, match=r"odd is a torch\.complex32 tensor"):
-        cpu().save_model(model, tmp_path / "x")
-    with pytest.raises(TypeError, match=r"odd is a torch\.complex32 tensor"):
-        cpu().save({"odd": value}, tmp_path / "x.safetensors", safe_serialization=True)
-    assert os.listdir(tmp_path) == []
-    cpu().save_model(model, tmp_path / "x", safe_serialization=False)
-    assert torch.load(tmp_path / "x" / "pytorch_model.bin", weights_only=True)["odd"].dtype == torch.complex32
+    if kind == "complex32":
+        cpu().save_model(model, tmp_path, safe_serialization=False)
+        assert torch.load(tmp_path / "pytorch_model.bin", weights_only=True)["odd"].dtype == value.dtype
 
 
 def test_a_failed_save_model_leaves_the_older_one_whole(tmp_path, monkeypatch):
@@ -199,28 +231,6 @@ def test_a_failed_save_model_leaves_the_older_one_whole(tmp_path, monkeypatch):
 def test_sizes_that_are_none(size, tmp_path):
     with pytest.raises(ValueError, match="max_shard_size="):
         cpu().save_model(nn.Linear(1, 1), tmp_path, max_shard_size=size)
-
-
-def save_objects(folder):
-    accelerator = cpu()
-    rank, model = accelerator.process_index, accelerator.prepare_model(nn.Linear(1, 1))
-    accelerator.save({"rank": rank, "x": torch.arange(3)}, f"{folder}/data.pt")
-    accelerator.save({"x": torch.arange(3)}, f"{folder}/data.safetensors", safe_serialization=True)
-    if accelerator.is_main_process:  # alone
-        for bad, safe in ((nn.Linear(1, 1), False), ([lambda: 0], False), ({"x": 1}, True)):
-            with pytest.raises(TypeError, match=r"stored|supports only a dict"):
-                accelerator.save(bad, f"{folder}/bad", safe_serialization=safe)
-        accelerator.save_model(model, folder)
-    return sorted(os.listdir(folder))
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_save(world, tmp_path):
-    assert run(save_objects, world, str(tmp_path))[0] == ["data.pt", "data.safetensors", "model.safetensors"]
-    found = torch.load(tmp_path / "data.pt", weights_only=True)
-    assert found["rank"] == 0
-    assert found["x"].tolist() == [0, 1, 2]
-    assert load_file(tmp_path / "data.safetensors")["x"].tolist() == [0, 1, 2]
 
 
 def test_save_to_an_open_file():
@@ -323,10 +333,10 @@ def count_on(folder):
     return [*found, accelerator.save_iteration]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_count_goes_on_after_a_resume(world, tmp_path):
-    for found in run(count_on, world, str(tmp_path)):
-        assert found == [
+@WORLDS
+def test_the_count_goes_on_after_a_resume(saved, world):
+    for found in saved[world][1]:
+        assert found["count_on"] == [
             "checkpoint_2",
             3,
             ["checkpoint_1", "checkpoint_2"],
@@ -446,12 +456,6 @@ def refused_hooks(folder):
     return sorted(read_manifest(accelerator.save_state(f"{folder}/c")).hooked)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_what_a_hook_wrote_goes_with_a_save_that_fails(world, tmp_path):
-    names = [f"{rank}.bin" for rank in range(world)]
-    assert run(refused_hooks, world, str(tmp_path)) == [names] * world
-
-
 class Exchanges:
     def __init__(self, accelerator):
         self.accelerator = accelerator
@@ -480,8 +484,13 @@ def failing_on_one(folder):
     return read_part(f"{folder}/c", "state")["registered"]["Exchanges_1"]["sum"]
 
 
-def test_a_state_that_fails_on_one_process_leaves_no_other_waiting(tmp_path):
-    assert run(failing_on_one, 2, str(tmp_path), timeout=30) == [2.0, 2.0]
+@WORLDS
+def test_what_a_hook_wrote_goes_with_a_save_that_fails(saved, world):
+    assert [found["refused_hooks"] for found in saved[world][1]] == [[f"{rank}.bin" for rank in range(world)]] * world
+
+
+def test_a_state_that_fails_on_one_process_leaves_no_other_waiting(saved):
+    assert [found["failing_on_one"] for found in saved[2][1]] == [2.0, 2.0]
 
 
 # -- what goes into one ------------------------------------------------------------------------------------------------
@@ -567,22 +576,6 @@ def test_a_full_disk_is_said_though_the_directory_could_not_be_made(tmp_path, mo
 # -- the middle of an epoch --------------------------------------------------------------------------------------------
 
 
-class Blocks(BatchSampler):
-    """Batches of growing length, of a sampler of its own."""
-
-    def __init__(self, sampler):
-        self.sampler = sampler
-
-    def __iter__(self):
-        indices, length = list(self.sampler), 1
-        while indices:
-            yield indices[:length]
-            indices, length = indices[length:], length % 3 + 1
-
-    def __len__(self):
-        return len(list(iter(self)))
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(torch.rand(13).tolist())
@@ -596,7 +589,7 @@ def loaders():
         "shuffled": DataLoader(data, 2, shuffle=True),
         "generator": DataLoader(data, 2, shuffle=True, generator=generator),
         "short": DataLoader(data, 2, shuffle=True, drop_last=True),
-        "own batches": DataLoader(data, batch_sampler=Blocks(torch.utils.data.RandomSampler(data))),
+        "own batches": DataLoader(data, batch_sampler=Uneven(13)),
         "unbatched": DataLoader(data, batch_size=None, sampler=SequentialSampler(data)),
         "stream": DataLoader(Stream(), 2),
         "list": [[1.0], [2.0], [3.0], [4.0], [5.0]],
@@ -607,11 +600,9 @@ def read(accelerator, batches):
     return [accelerator.gather_for_metrics(torch.as_tensor(batch)).tolist() for batch in batches]
 
 
-def three_epochs(kind, skip=None, state=None):
-    """The batches of three epochs; the second is cut at batch ``skip``, or taken up there by another Accelerator."""
-    torch.manual_seed(5)
-    accelerator = cpu()
-    loader = accelerator.prepare_data_loader(loaders()[kind])
+def three_epochs(kind, skip=None):
+    """The batches of three epochs; the second is cut at batch ``skip``."""
+    accelerator, loader = prepare_seeded(kind, 5)
     epochs = [read(accelerator, loader)]
     if skip is None:
         return [*epochs, read(accelerator, loader), read(accelerator, loader)]
@@ -622,7 +613,7 @@ def three_epochs(kind, skip=None, state=None):
     return [*epochs, read(accelerator, loader)]
 
 
-def skipping():
+def skipping(_):
     for kind in loaders():
         whole = three_epochs(kind)
         for skip in (0, 1, 2, 99):
@@ -631,20 +622,13 @@ def skipping():
     return True
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_an_epoch_without_its_first_batches(world):
-    assert run(skipping, world) == [True] * world
-
-
 def resuming(folder):
     """A checkpoint in the middle of the second epoch; a script that counts batches itself goes on from it."""
     found = {}
     for kind in loaders():
         if kind == "list":
             continue
-        torch.manual_seed(5)
-        accelerator = cpu()
-        loader = accelerator.prepare_data_loader(loaders()[kind])
+        accelerator, loader = prepare_seeded(kind, 5)
         read(accelerator, loader)
         rest = []
         for number, batch in enumerate(loader):
@@ -654,47 +638,43 @@ def resuming(folder):
             if number == 1:
                 accelerator.save_state(f"{folder}/{kind}")
         after = read(accelerator, loader)
-        torch.manual_seed(77)
-        accelerator = cpu()
-        loader = accelerator.prepare_data_loader(loaders()[kind])
-        accelerator.load_state(f"{folder}/{kind}")
-        found[kind] = read(accelerator, accelerator.skip_first_batches(loader, 2)) == rest
-        found[kind] &= read(accelerator, loader) == after
+        for skips in (False, True):
+            accelerator, loader = prepare_seeded(kind, 77)
+            accelerator.load_state(f"{folder}/{kind}")
+            left = accelerator.skip_first_batches(loader, 2) if skips else loader
+            found[kind, skips] = [read(accelerator, left), read(accelerator, loader)] == [rest, after]
     return found
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_skipping_after_load_state_skips_nothing_twice(world, tmp_path):
-    for found in run(resuming, world, str(tmp_path)):
-        assert all(found.values()), found
-
-
-def test_a_checkpoint_of_the_last_batch_begins_the_next_epoch(tmp_path):
-    accelerator = cpu()
-    loader = accelerator.prepare(DataLoader(range(4), 2))
-    for _ in loader:
-        accelerator.save_state(tmp_path / "c")
-    other = cpu()
-    loader = other.prepare(DataLoader(range(4), 2))
-    other.load_state(tmp_path / "c")
-    assert read(other, other.skip_first_batches(loader, 0)) == [[0, 1], [2, 3]]
-    assert loader.epoch == 2
 
 
 def saving_apart(folder):
     accelerator = cpu()
-    model = accelerator.prepare(nn.Linear(1, 1))
+    accelerator.prepare(nn.Linear(1, 1))
     rank = accelerator.process_index
     with pytest.raises(ValueError, match=rf"rank 0: {folder}/rank0; rank 1: {folder}/rank1\), but all ranks write"):
         accelerator.save_state(f"{folder}/rank{rank}")
     accelerator.save_state(f"{folder}/{'./' * rank}c")
-    return model.weight.item()
 
 
-def test_a_directory_that_differs_by_rank_is_refused(tmp_path):
+@WORLDS
+def test_an_epoch_without_its_first_batches(saved, world):
+    assert [found["skipping"] for found in saved[world][1]] == [True] * world
+
+
+@WORLDS
+def test_skipping_after_load_state_skips_nothing_twice(saved, world):
+    for found in saved[world][1]:
+        assert [case for case, equal in found["resuming"].items() if not equal] == []
+
+
+def test_a_directory_that_differs_by_rank_is_refused(saved):
     """A name with a clock's time in it would leave a checkpoint of each rank, none of them whole."""
-    run(saving_apart, 2, str(tmp_path), timeout=60)
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    assert os.listdir(saved[2][0] / "saving_apart") == ["c"]
+
+
+def test_wrong_metadata_on_one_rank_is_an_error_on_all(saved):
+    first, second = (found["wrong_on_one"] for found in saved[2][1])
+    assert first in second
+    assert "rank 0" in second
 
 
 def prepare_seeded(kind, seed):
@@ -709,12 +689,6 @@ def wrong_on_one(folder):
     with pytest.raises((TypeError, RuntimeError), match=r"info\.loss is a tensor") as caught:
         accelerator.save_state(f"{folder}/a", info={"loss": torch.ones(1)} if accelerator.is_main_process else {})
     return str(caught.value)
-
-
-def test_wrong_metadata_on_one_rank_is_an_error_on_all(tmp_path):
-    first, second = run(wrong_on_one, 2, tmp_path)
-    assert first in second
-    assert "rank 0" in second
 
 
 def resuming_at_an_end(folder):

@@ -1,9 +1,9 @@
 """Files and directories of checkpoints: probes, modes, and deletions that follow no link."""
 
-import json
 import os
 
 import pytest
+from support.stored import edit_manifest
 from support.stored_states import ENTRY, assert_holds, save
 from treadle.engine.checkpoint import filesystem
 from treadle.engine.checkpoint import store as checkpoint
@@ -48,9 +48,8 @@ def test_deleting_follows_no_link_out_of_a_hostile_checkpoint(tmp_path):
     (tmp_path / "home" / "thesis.tex").write_text("mine")
     path = save(tmp_path / "x", 1).rename(tmp_path / "runs" / "x")
     (path / "deep").symlink_to(tmp_path / "home")
-    document = json.loads((path / "manifest.json").read_text())
     others = {"deep/thesis.tex": filesystem.describe(tmp_path / "home" / "thesis.tex"), "deep": ENTRY}
-    (path / "manifest.json").write_text(json.dumps(document | {"others": others}))
+    edit_manifest(path, others=others)
     checkpoint.remove(path)
     assert os.listdir(tmp_path / "runs") == []
     assert (tmp_path / "home" / "thesis.tex").read_text() == "mine"

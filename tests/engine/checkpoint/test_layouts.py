@@ -6,12 +6,16 @@ import shutil
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
+from safetensors.torch import save as serialize
+from support.checkpoint_reads import Reads
+from support.models import take_step
 from support.processes import run
-from support.stored import read_part
+from support.stored import read_part, replace_file
 from torch import nn
 from torch.distributed.tensor import DTensor
-from treadle.engine.checkpoint import filesystem, store
+from treadle.engine.checkpoint import store
 from treadle.strategies import DDP, FSDP
 
 import treadle
@@ -76,10 +80,7 @@ def prepared(layout, seed):
 def step(accelerator, model, optimizer, number):
     x = torch.randn(12, 6, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
     world = accelerator.data_world
-    part = x[world.rank * 12 // world.size : (world.rank + 1) * 12 // world.size]
-    accelerator.backward(model(part).square().mean())
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(accelerator, model, optimizer, x[world.rank * 12 // world.size : (world.rank + 1) * 12 // world.size])
 
 
 def saved(layout, root):
@@ -163,16 +164,10 @@ def test_torch_reads_a_sharded_model(checkpoints):
 
 def forge(path, name, change):
     """Rewrite one shard's notes, and make the manifest agree."""
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
     with safe_open(path / name, framework="pt") as file:
         tensors, notes = {key: file.get_tensor(key).clone() for key in file.keys()}, file.metadata()  # noqa: SIM118
     change(tensors, notes)
-    save_file(tensors, path / name, notes)
-    document = json.loads((path / "manifest.json").read_text())
-    document["files"][name] = filesystem.describe(path / name)
-    (path / "manifest.json").write_text(json.dumps(document))
+    replace_file(path, name, serialize(tensors, notes))
 
 
 def edit(note, key, value):
@@ -268,15 +263,19 @@ def refused_by_one(folder):
         if accelerator.is_main_process:
             (path / name).write_bytes(content)
         accelerator.wait_for_everyone()
-    looked, describe = [], filesystem.describe
-    filesystem.describe = lambda path: looked.append(path.name) or describe(path)
-    accelerator.load_state(path)
-    return files, looked
+    with Reads() as reads:
+        accelerator.load_state(path)
+    return files, [place.rpartition("/")[2] for place in reads.hashed.elements()]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return run(agree, 2, tmp_path_factory.mktemp("agree"))
 
 
 @pytest.mark.guarantee
-def test_one_process_that_can_not_load(tmp_path):
-    (files, mine), (_, others) = run(refused_by_one, 2, str(tmp_path))
+def test_one_process_that_can_not_load(two_ranks):
+    (files, mine), (_, others) = (refused for refused, _ in two_ranks)
     assert sorted(mine + others) == files  # each file was read by one of them
     assert abs(len(mine) - len(others)) <= 1
 
@@ -306,8 +305,12 @@ def own_buffers(folder):
     return found
 
 
-def test_buffers_of_each_process(tmp_path):
-    assert run(own_buffers, 2, str(tmp_path)) == [[5, 5, 0, 0, 5], [6, 6, 0, 0, 5]]
+def agree(folder):
+    return refused_by_one(folder / "refused"), own_buffers(folder / "buffers")
+
+
+def test_buffers_of_each_process(two_ranks):
+    assert [buffers for _, buffers in two_ranks] == [[5, 5, 0, 0, 5], [6, 6, 0, 0, 5]]
 
 
 class Average:
@@ -352,16 +355,21 @@ def averaged(strategy, source, target):
     return [average.steps, *(v.full_tensor() if isinstance(v, DTensor) else v for v in average.kept.values())]
 
 
+def averaged_on_two(folder):
+    averaged("fsdp", None, folder / "two")
+    return [averaged("fsdp", folder / name, folder / "again") for name in ("one", "two")]
+
+
 def test_a_registered_average_of_shards(tmp_path):
     torch.manual_seed(7)
     first = [p.detach() for p in nn.Linear(3, 5).parameters()]
     wanted = first
     for number in range(1, 5):
         wanted = [one.lerp(start + number, 0.25) for one, start in zip(wanted, first, strict=True)]
-    for name, (strategy, world) in {"two": ("fsdp", 2), "one": ("single", 1)}.items():
-        run(averaged, world, strategy, None, str(tmp_path / name))
-        for strategy, world in (("fsdp", 2), ("single", 1)):
-            found = run(averaged, world, strategy, str(tmp_path / name), str(tmp_path / "again"))[0]
-            assert found[0] == 4
-            for value, one in zip(found[1:], wanted, strict=True):
-                torch.testing.assert_close(value, one)
+    averaged("single", None, tmp_path / "one")
+    results = run(averaged_on_two, 2, tmp_path)[0]
+    results += [averaged("single", tmp_path / name, tmp_path / "again") for name in ("one", "two")]
+    for steps, *values in results:
+        assert steps == 4
+        for value, one in zip(values, wanted, strict=True):
+            torch.testing.assert_close(value, one)

@@ -1,5 +1,6 @@
 """A checkpoint that is loaded is opened once: manifest and digests read once, and only verified bytes are loaded."""
 
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoint_reads import Reads, once
+from support.models import take_step
 from support.processes import run, script
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,9 +26,7 @@ def prepared(**options):
     data = DataLoader(TensorDataset(torch.ones(8, 4)), 2)
     model, optimizer, data = accelerator.prepare(model, torch.optim.Adam(model.parameters()), data)
     for (x,) in data:
-        accelerator.backward(model(x).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(accelerator, model, optimizer, x)
     return accelerator, model
 
 
@@ -68,26 +68,31 @@ def flip(path, at=-3):
 # -- each byte once ------------------------------------------------------------------------------------------------
 
 
-def load(root, kind):
-    project = ProjectConfiguration(project_dir=str(root), automatic_checkpoint_naming=True)
-    accelerator, _ = prepared(project_config=project)
-    path = accelerator.save_state()
-    accelerator.wait_for_everyone()
-    with Reads() as reads:
-        if kind == "newest":
-            accelerator.load_state()
-        else:
-            accelerator.load_state(path, state=kind != "weights")
-    return path, reads.hashed, reads.parsed
+KINDS = ("path", "weights", "newest")
 
 
-@pytest.mark.parametrize("kind", ["path", "weights", "newest"])
+def load_in_turn(root):
+    found = []
+    for kind in KINDS:
+        project = ProjectConfiguration(project_dir=str(root / kind), automatic_checkpoint_naming=True)
+        accelerator, _ = prepared(project_config=project)
+        path = accelerator.save_state()
+        accelerator.wait_for_everyone()
+        with Reads() as reads:
+            if kind == "newest":
+                accelerator.load_state()
+            else:
+                accelerator.load_state(path, state=kind != "weights")
+        found.append((path, reads.hashed, reads.parsed))
+    return found
+
+
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
-def test_load_state_reads_each_byte_once(tmp_path, world, kind):
-    ranks = run(load, world, tmp_path, kind)
-    assert sum((hashed for _, hashed, _ in ranks), start=type(ranks[0][1])()) == once(Path(ranks[0][0]))
-    assert [parsed for _, _, parsed in ranks] == [1, 0][:world]
-    assert all(hashed for _, hashed, _ in ranks), "the processes share the work"
+def test_load_state_reads_each_byte_once(tmp_path, world):
+    for kind, *ranks in zip(KINDS, *run(load_in_turn, world, tmp_path), strict=True):
+        assert sum((hashed for _, hashed, _ in ranks), start=type(ranks[0][1])()) == once(Path(ranks[0][0])), kind
+        assert [parsed for _, _, parsed in ranks] == [1, 0][:world], kind
+        assert all(hashed for _, hashed, _ in ranks), f"{kind}: the processes share the work"
 
 
 def test_what_loads_weights_reads_each_byte_once(tmp_path):
@@ -130,26 +135,20 @@ def damaged(path, name):
 
 
 def test_all_processes_refuse_what_one_finds_damaged(tmp_path):
+    """Also in copies on file systems of their own: nobody else has seen the bytes that this process loads."""
     path, _, _ = saved(tmp_path)
-    names = ["model.safetensors", "optimizer.safetensors", "rank-00000.json", "state.json"]
-    copies = [shutil.copytree(path, tmp_path / f"{number}") for number in range(len(names))]
-    for copied, name in zip(copies, names, strict=True):
+    templates, expected = [], []
+    for name in ("model.safetensors", "optimizer.safetensors", "rank-00000.json", "state.json"):
+        copied = shutil.copytree(path, tmp_path / name)
         flip(copied / name)
-    expected = [damaged(copied, name) for copied, name in zip(copies, names, strict=True)]
-    assert run(load_each, 2, *map(str, copies)) == [(expected, True)] * 2
-
-
-def test_a_copy_on_a_file_system_of_its_own_is_verified_there(tmp_path):
-    """Nobody else has seen the bytes that this process loads."""
-    path, _, _ = saved(tmp_path)
-    cases = [(rank, name) for rank in range(2) for name in ("model.safetensors", "optimizer.safetensors")]
-    expected = []
-    for number, (rank, name) in enumerate(cases):
+        templates.append(str(copied))
+        expected.append(damaged(copied, name))
+    for number, (rank, name) in enumerate(itertools.product(range(2), ("model.safetensors", "optimizer.safetensors"))):
         for machine in range(2):
             shutil.copytree(path, tmp_path / f"{number}-{machine}")  # with the times of the original
         flip(tmp_path / f"{number}-{rank}" / name)
+        templates.append(f"{tmp_path}/{number}-{{rank}}")
         expected.append(damaged(tmp_path / f"{number}-{rank}", name))
-    templates = [f"{tmp_path}/{number}-{{rank}}" for number in range(len(cases))]
     assert run(load_each, 2, *templates) == [(expected, True)] * 2
 
 

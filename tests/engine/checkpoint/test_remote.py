@@ -5,6 +5,7 @@ import uuid
 
 import pytest
 import torch
+from support.stored_states import flip_a_bit
 from treadle.common import remote_path
 from treadle.common.remote_path import RemotePath
 from treadle.engine.checkpoint import OpenCheckpoint, remote
@@ -73,12 +74,6 @@ def test_the_order_is_by_step_then_by_commit(directory):
 
 def truncate(file):
     file.write_bytes(file.read_bytes()[:-1])
-
-
-def flip_a_bit(file):
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(bytes(data))
 
 
 def swap(file):

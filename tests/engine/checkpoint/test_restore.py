@@ -8,10 +8,10 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.models import Count
 from support.saved_nets import Extra, Net, prepared, same, snapshot
+from support.stored import edit_manifest, replace_file
 from torch import nn
-from torch.utils.data import DataLoader
-from treadle.engine.checkpoint import filesystem
 from treadle.engine.checkpoint.store import read_manifest
 
 import treadle
@@ -121,23 +121,6 @@ def test_loaders_that_are_made_for_each_epoch(saved):
     assert [list(loader) for loader in accelerator.loaders][1] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("skip", [False, True], ids=["plain", "skip_first_batches"])
-def test_the_first_pass_is_what_was_left(tmp_path, skip):
-    rows = torch.arange(12.0).reshape(6, 2)
-    accelerator = treadle.Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(rows, 1))
-    for number, _ in enumerate(loader, start=1):
-        if number == 4:
-            accelerator.save_state(tmp_path / "saved")
-            break
-    accelerator = treadle.Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(rows, 1))
-    accelerator.load_state(tmp_path / "saved")
-    left = accelerator.skip_first_batches(loader, 4) if skip else loader
-    assert torch.cat(list(left)).tolist() == rows[4:].tolist()
-    assert torch.cat(list(loader)).tolist() == rows.tolist()
-
-
 def test_a_script_that_evaluates_prepares_the_model_alone(saved):
     accelerator = treadle.Accelerator(cpu=True)
     model = accelerator.prepare(Net())
@@ -202,17 +185,6 @@ def test_options_that_are_tensors(tmp_path):
     assert stepper.param_groups[0]["lr"] == torch.tensor(0.03)
 
 
-class Note:
-    def __init__(self, value=0):
-        self.value = value
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state):
-        self.value = state["value"]
-
-
 @pytest.mark.guarantee
 @pytest.mark.parametrize("other", ["scheduler", "registered", "models"])
 def test_what_else_differs_is_refused_before_anything_changes(tmp_path, other):
@@ -223,13 +195,13 @@ def test_what_else_differs_is_refused_before_anything_changes(tmp_path, other):
         return accelerator, model, stepper
 
     constant, step = torch.optim.lr_scheduler.ConstantLR, lambda o: torch.optim.lr_scheduler.StepLR(o, 2)
-    accelerator, *_ = make(step, note=Note(3), left=Note())
+    accelerator, *_ = make(step, note=Count(3), left=Count())
     if other == "models":
         accelerator.prepare(Net(3))
     accelerator.save_state(tmp_path / "x")
     kind = constant if other == "scheduler" else step
     name = "else" if other == "registered" else "note"
-    accelerator, model, stepper = make(kind, **{name: Note()})
+    accelerator, model, stepper = make(kind, **{name: Count()})
     before = snapshot(model, stepper)
     words = {
         "scheduler": "scheduler: StepLR in the checkpoint, ConstantLR in this run",
@@ -285,10 +257,7 @@ def test_another_precision_is_said_and_the_optimizer_goes_with_it(saved, optimiz
 )
 def test_a_whole_file_of_another_form_is_an_ordinary_error(saved, part, content):
     path, *_ = saved
-    (path / f"{part}.json").write_text(json.dumps(content))
-    document = json.loads((path / "manifest.json").read_text())
-    document["files"][f"{part}.json"] = filesystem.describe(path / f"{part}.json")
-    (path / "manifest.json").write_text(json.dumps(document))
+    replace_file(path, f"{part}.json", json.dumps(content).encode())
     accelerator, *_ = prepared()
     with pytest.raises(ValueError, match=f"part '{part}' is damaged"):
         accelerator.load_state(path)
@@ -385,9 +354,7 @@ def test_another_format_of_the_weights_is_said(saved, tmp_path, calls):
 @pytest.mark.guarantee
 def test_a_number_of_processes_that_nobody_has(saved):
     path, model, optimizer = saved
-    document = json.loads((path / "manifest.json").read_text())
-    document["world_size"] = 2**60
-    (path / "manifest.json").write_text(json.dumps(document))
+    edit_manifest(path, world_size=2**60)
     accelerator, other, stepper = prepared()
     accelerator.load_state(path)
     same(snapshot(other, stepper), snapshot(model, optimizer))

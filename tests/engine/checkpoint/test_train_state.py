@@ -48,28 +48,36 @@ class Data(treadle.DataModule):
         return {"seen": 3}
 
 
-def fit(root, fails):
-    saver = ModelCheckpoint(root, "{step}", save_on_exception=fails)
-    make_trainer(max_steps=2, enable_checkpointing=True, callbacks=[saver]).fit(Task(fails), datamodule=Data())
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_saved_run_has_these_keys_and_no_others(tmp_path, fails):
-    """Of a save between two steps, and of that which rank zero makes alone on the way out of an error."""
-    with pytest.raises(ArithmeticError) if fails else contextlib.nullcontext():
-        fit(tmp_path, fails)
+@pytest.fixture(params=[False, True], ids=["between steps", "on the way out of an error"])
+def saved(request, tmp_path):
+    saver = ModelCheckpoint(tmp_path, "{step}", save_on_exception=request.param)
+    trainer = make_trainer(max_steps=2, enable_checkpointing=True, callbacks=[saver])
+    with pytest.raises(ArithmeticError) if request.param else contextlib.nullcontext():
+        trainer.fit(Task(request.param), datamodule=Data())
     (path,) = tmp_path.glob("*.ckpt")
-    state, own = read_part(path, "state"), read_part(path, "rank-00000")
+    return path
+
+
+@pytest.fixture
+def a_new_entry(monkeypatch):
+    collect = content.collect_train_state
+    monkeypatch.setattr(content, "collect_train_state", lambda *args, **options: collect(*args, **options) | {"new": 3})
+
+
+def test_a_saved_run_has_these_keys_and_one_that_is_added_in_one_place(a_new_entry, saved):
+    """Of a save between two steps, and of that which rank zero makes alone on the way out of an error."""
+    state, own = read_part(saved, "state"), read_part(saved, "rank-00000")
+    assert state.pop("new") == 3
     written = {
         TrainState: state,
         TrainerStates: state["registered"],
         CallbackStates: state["registered"]["callbacks"],
         RankState: own,
         RandomState: {"cuda": [], "cuda_device": 0, "mps": None, **own["random"]},
-        OptimizerState: read_part(path, "optimizer"),
+        OptimizerState: read_part(saved, "optimizer"),
     }
-    for form, saved in written.items():
-        assert set(saved) == set(get_type_hints(form)), form
+    for form, values in written.items():
+        assert set(values) == set(get_type_hints(form)), form
 
 
 @pytest.mark.parametrize(
@@ -84,13 +92,3 @@ def test_a_saved_run_has_these_keys_and_no_others(tmp_path, fails):
 def test_another_form_is_refused_by_name(tmp_path, form, value, said):
     with pytest.raises(ValueError, match=said):
         check_form(form, value, tmp_path, "part")
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_new_entry_of_the_state_is_added_in_one_place(tmp_path, monkeypatch, fails):
-    collect = content.collect_train_state
-    monkeypatch.setattr(content, "collect_train_state", lambda *args, **options: collect(*args, **options) | {"new": 3})
-    with pytest.raises(ArithmeticError) if fails else contextlib.nullcontext():
-        fit(tmp_path, fails)
-    (path,) = tmp_path.glob("*.ckpt")
-    assert set(read_part(path, "state")) == {*get_type_hints(TrainState), "new"}

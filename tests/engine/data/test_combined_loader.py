@@ -9,10 +9,9 @@ from collections import Counter, namedtuple
 import pytest
 import torch
 from support import loader_ranks
-from support.loader_ranks import Seat
-from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
+from support.loader_ranks import make_alone
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 from treadle.engine import CombinedLoader, JointLoader
-from treadle.engine.data.loader import Cursor, Loader
 from treadle.engine.rng import RandomStream, random_state
 
 import treadle
@@ -318,9 +317,7 @@ def test_lengths():
 def test_states_that_do_not_fit():
     two = Ranks(lambda: [shuffled(5), shuffled(7)], "min_size")
     state = two.state()["loader"]
-    single = Loader(
-        shuffled(5), world=Seat(0, 1), cursor=Cursor(), stream=RandomStream(random_state()), accumulate=lambda _: 1
-    )
+    single = make_alone(shuffled(5), RandomStream(random_state()))
     with pytest.raises(ValueError, match="2 combined dataloaders, but this run has a single dataloader"):
         single.load_state_dict(state)
     with pytest.raises(ValueError, match="with 1 training dataloader, but this run combines 2"):
@@ -336,35 +333,6 @@ def test_states_that_do_not_fit():
     lazy.generator = shared
     with pytest.raises(ValueError, match="two combined dataloaders share a generator"):
         Ranks(lambda: [DataLoader(range(5), sampler=lazy), shuffled(5, generator=shared)], "min_size")
-
-
-def test_through_an_accelerator(tmp_path):
-    """A loop of one's own: prepared, accumulated, saved in the epoch, and gone on with."""
-
-    def run(stop=None, load=None):
-        torch.manual_seed(0)
-        accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
-        model = torch.nn.Linear(1, 1)
-        sets = [TensorDataset(torch.arange(float(n))[:, None] / 10) for n in (6, 11)]
-        both = CombinedLoader(
-            {n: DataLoader(s, 2, shuffle=True) for n, s in zip("ab", sets, strict=True)}, "max_size_cycle"
-        )
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        model, optimizer, both = accelerator.prepare(model, optimizer, both)
-        if load is not None:
-            accelerator.load_state(load)
-        for number, batch in enumerate(both):
-            with accelerator.accumulate(model):
-                loss = model(torch.cat([batch["a"][0], batch["b"][0]])).square().mean()
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            if number + 1 == stop:
-                accelerator.save_state(tmp_path / "state")
-        return [p.tolist() for p in model.parameters()]
-
-    whole = run(stop=4)
-    assert run(load=tmp_path / "state") == whole
 
 
 def test_an_evaluation_with_other_generators_restores_only_its_epoch():

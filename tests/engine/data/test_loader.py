@@ -11,7 +11,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from support.loader_ranks import Negated, Ranks, Seat, flat, plain_list, seed
+from support.loader_ranks import Negated, Ranks, flat, make_alone, plain_list, seed
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -23,7 +23,6 @@ from torch.utils.data import (
     Subset,
 )
 from treadle.engine.checkpoint.json_codec import decode, encode
-from treadle.engine.data.loader import Cursor, Loader
 from treadle.engine.rng import random_state
 
 
@@ -170,29 +169,34 @@ def test_every_sample_once_in_the_order_of_one_process():
                 assert lengths == sorted(lengths, reverse=True)
 
 
+def check_groups(epoch, size, k):
+    """Each group has at most `k` micro-batches, the last one of the epoch ends one, and its gradient is the mean."""
+    group = []
+    for parts, facts in epoch:
+        group.append((parts, facts))
+        assert len({fact.last for fact in facts}) == 1
+        assert {fact.everyone for fact in facts} == {sum(len(part) for part in parts)}
+        assert [fact.samples for fact in facts] == [len(part) for part in parts]
+        if not facts[0].last:
+            continue
+        assert len(group) <= k
+        every = [i for parts, _ in group for part in parts for i in part]
+        # What DDP does: each rank adds up its weighed mean losses, the sums are averaged.
+        gradient = sum(
+            fact.scale * (sum(part) / len(part)) if part else fact.scale
+            for parts, facts in group
+            for part, fact in zip(parts, facts, strict=True)
+        )
+        assert gradient / size == pytest.approx(sum(every) / len(every), abs=1e-12)
+        assert {fact.group_samples for _, facts in group for fact in facts} == {len(every)}
+        group = []
+    assert not group
+
+
 def test_weights_give_the_mean_over_the_group():
     for size, batch, n, drop_last, _, k in configurations():
         ranks = Ranks(lambda b=batch, n=n, d=drop_last: DataLoader(range(n), batch_size=b, drop_last=d), size, k)
-        group = []
-        for parts, facts in ranks.epoch():
-            group.append((parts, facts))
-            assert len({fact.last for fact in facts}) == 1
-            assert {fact.everyone for fact in facts} == {sum(len(part) for part in parts)}
-            assert [fact.samples for fact in facts] == [len(part) for part in parts]
-            if not facts[0].last:
-                continue
-            assert len(group) <= k
-            every = [i for parts, _ in group for part in parts for i in part]
-            # What DDP does: each rank adds up its weighed mean losses, the sums are averaged.
-            gradient = sum(
-                fact.scale * (sum(part) / len(part)) if part else fact.scale
-                for parts, facts in group
-                for part, fact in zip(parts, facts, strict=True)
-            )
-            assert gradient / size == pytest.approx(sum(every) / len(every), abs=1e-12)
-            assert {fact.group_samples for _, facts in group for fact in facts} == {len(every)}
-            group = []
-        assert not group  # the epoch's last micro-batch ends its group
+        check_groups(ranks.epoch(), size, k)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +232,7 @@ def test_the_plain_loops_order(kind, workers):
     loader, validation = make(), DataLoader(range(5), shuffle=True, batch_size=2)
     wanted = [(plain_list(loader), plain_list(validation)) for _ in range(2 if workers else 3)]
     ranks = Ranks(make, 1)
-    other = Loader(validation, world=Seat(0, 1), cursor=Cursor(), stream=ranks.streams[0], accumulate=lambda _: 1)
+    other = make_alone(validation, ranks.streams[0])
     for train, val in wanted:
         before = random_state()["torch"]
         assert torch.equal(before, random_state()["torch"])
@@ -243,7 +247,7 @@ def test_a_validation_inside_an_epoch_and_dropout_change_nothing():
     for kind in ("torch", "python", "own"):
         quiet, noisy = (Ranks(lambda k=kind: DataLoader(range(12), sampler=Lazy(12, k), batch_size=2), 2) for _ in "ab")
         validation = DataLoader(range(4), shuffle=True)
-        other = Loader(validation, world=Seat(0, 1), cursor=Cursor(), stream=noisy.streams[0], accumulate=lambda _: 1)
+        other = make_alone(validation, noisy.streams[0])
         wanted = [quiet.ids() for _ in range(3)]
         for epoch in wanted:
             found = []
@@ -264,23 +268,6 @@ def test_an_epoch_left_early_is_over():
         assert first != second
         assert ranks.ids() not in (first, second)
         assert ranks.loaders[0].epoch == 3
-
-
-def test_a_lazy_sampler_draws_other_numbers_in_each_epoch():
-    class Numbers(Lazy):
-        def __iter__(self):
-            for _ in range(self.n):
-                yield self.draw(10**6)
-
-    class Echo(Dataset):
-        def __getitem__(self, index):
-            return index
-
-    for kind in ("torch", "python", "numpy"):
-        for limit in (None, 5):
-            ranks = Ranks(lambda k=kind: DataLoader(Echo(), sampler=Numbers(30, k), batch_size=2), 1, limit=limit)
-            drawn = [i for _ in range(3) for batch in ranks.ids() for i in batch]
-            assert len(set(drawn)) > 0.99 * len(drawn)
 
 
 def test_batch_sampler_of_ones_own():
@@ -335,21 +322,27 @@ def test_evaluation_keeps_small_batches_of_a_batch_sampler():
 # -- resume ----------------------------------------------------------------------------------------------------------
 
 
+SAMPLES = 15  # no multiple of a global batch of two or three ranks
+
+
 def sources():
-    yield "shuffle", lambda: DataLoader(range(23), shuffle=True, batch_size=2)
-    yield "drop_last", lambda: DataLoader(range(23), shuffle=True, batch_size=2, drop_last=True)
-    yield "uneven", lambda: DataLoader(range(23), batch_sampler=Uneven(23))
+    yield "shuffle", lambda: DataLoader(range(SAMPLES), shuffle=True, batch_size=2)
+    yield "drop_last", lambda: DataLoader(range(SAMPLES), shuffle=True, batch_size=2, drop_last=True)
+    yield "uneven", lambda: DataLoader(range(SAMPLES), batch_sampler=Uneven(SAMPLES))
     yield "unbatched", lambda: DataLoader(range(11), shuffle=True, batch_size=None)
     yield (
         "generator",
-        lambda: DataLoader(range(23), shuffle=True, batch_size=2, generator=torch.Generator().manual_seed(5)),
+        lambda: DataLoader(range(SAMPLES), shuffle=True, batch_size=2, generator=torch.Generator().manual_seed(5)),
     )
-    yield "around", lambda: DataLoader(range(23), sampler=Around(23), batch_size=2)
-    yield "around-batches", lambda: DataLoader(range(23), batch_sampler=OwnBatches(Around(23), 2, False))
-    yield "saying", lambda: DataLoader(range(23), sampler=SayingEpochs(23), batch_size=2)
-    yield "around-saying", lambda: DataLoader(range(23), sampler=Around(23, SayingEpochs(23)), batch_size=2)
+    yield "around", lambda: DataLoader(range(SAMPLES), sampler=Around(SAMPLES), batch_size=2)
+    yield "around-batches", lambda: DataLoader(range(SAMPLES), batch_sampler=OwnBatches(Around(SAMPLES), 2, False))
+    yield "saying", lambda: DataLoader(range(SAMPLES), sampler=SayingEpochs(SAMPLES), batch_size=2)
+    yield (
+        "around-saying",
+        lambda: DataLoader(range(SAMPLES), sampler=Around(SAMPLES, SayingEpochs(SAMPLES)), batch_size=2),
+    )
     for kind in LAZY:
-        yield kind, lambda k=kind: DataLoader(range(23), sampler=Lazy(23, k), batch_size=2)
+        yield kind, lambda k=kind: DataLoader(range(SAMPLES), sampler=Lazy(SAMPLES, k), batch_size=2)
 
 
 LIKE_OTHERS = ["generator", "around", "around-batches", "around-saying", "python", "numpy", "own-torch", "own-python"]
@@ -370,36 +363,38 @@ def follow(ranks, epochs, noise=False):
     return found
 
 
+def check_resumes(make, size, k, epochs, noise=True, every=1, **options):
+    """From each `every`-th state, what is left is read; `noise` is drawn from the process's generators besides.
+
+    One that draws its samples from these draws it in the uninterrupted run too.
+    """
+    whole = follow(Ranks(make, size, k, **options), epochs, noise and "process" in options)
+    for number, (epoch, batch, state) in list(enumerate(whole))[::every]:
+        if state is None:
+            continue
+        resumed = Ranks(make, size, k, state=decode(*encode(state)), run_seed=99, **options)
+        rest = [batch for _ in range(epoch + (batch is None), epochs) for batch in resumed.ids(noise=noise)]
+        assert rest == [batch for _, batch, _ in whole[number + 1 :] if batch is not None], (size, k, number)
+        assert resumed.loaders[0].epoch == epochs
+    return whole
+
+
 @pytest.mark.guarantee
 @pytest.mark.parametrize(("name", "make"), SOURCES)
 def test_resume_at_every_step(name, make):
     for size, k in ((1, 1), (2, 3)):
-        whole = follow(Ranks(make, size, k), 2)
-        for number, (epoch, _, state) in enumerate(whole):
-            if state is None:
-                continue
-            document, tensors = encode(state)
-            resumed = Ranks(make, size, k, state=decode(document, tensors), run_seed=99)
-            left = epoch + (whole[number][1] is None)
-            rest = [batch for _ in range(left, 2) for batch in resumed.ids(noise=True)]
-            assert rest == [batch for _, batch, _ in whole[number + 1 :] if batch is not None], (size, number)
-            assert resumed.loaders[0].epoch == 2
+        check_resumes(make, size, k, 2)
+
+
+SILENT_OR_NOISY = [pytest.param(False, id="silent", marks=pytest.mark.exhaustive), pytest.param(True, id="noisy")]
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize(
-    "noise", [pytest.param(False, id="silent", marks=pytest.mark.exhaustive), pytest.param(True, id="noisy")]
-)
+@pytest.mark.parametrize("noise", SILENT_OR_NOISY)
 @pytest.mark.parametrize(("name", "make"), SOURCES)
 def test_resume_of_one_process(name, make, noise):
     """Which draws from its own generators, as its model does."""
-    whole = follow(Ranks(make, 1, 2, process=True), 3, noise)
-    for number, (epoch, batch, state) in enumerate(whole):
-        if state is None:
-            continue
-        resumed = Ranks(make, 1, 2, state=decode(*encode(state)), run_seed=99, process=True)
-        rest = [batch for _ in range(epoch + (batch is None), 3) for batch in resumed.ids(noise=noise)]
-        assert rest == [batch for _, batch, _ in whole[number + 1 :] if batch is not None], number
+    check_resumes(make, 1, 2, 3, noise, process=True)
 
 
 @pytest.mark.guarantee
@@ -409,7 +404,7 @@ def test_resume_in_another_world(name, make):
         steps = [state for _, batch, state in follow(Ranks(make, before), 1) if batch is not None]
         whole = flat(batch for _, batch, _ in follow(Ranks(make, 1), 1) if batch)
         if name == "drop_last":
-            whole = plain_list(Ranks(lambda: DataLoader(range(23), shuffle=True, batch_size=1), 1).loaders[0])
+            whole = plain_list(Ranks(lambda: DataLoader(range(SAMPLES), shuffle=True, batch_size=1), 1).loaders[0])
             whole = flat(whole)
         for state in steps:
             seen = state["loader"]["samples"]
@@ -495,7 +490,7 @@ def test_a_state_between_loading_and_the_first_batch_is_the_same():
     state = ranks.state()
     again = Ranks(make, 2, state=state, run_seed=1)
     rest = Ranks(make, 2, state=again.state(), run_seed=2).ids()
-    assert sorted(flat(left + rest)) == list(range(23))
+    assert sorted(flat(left + rest)) == list(range(SAMPLES))
 
 
 def test_going_back_in_a_live_run():
@@ -660,21 +655,9 @@ def test_streams(workers):
     for size, n, k in cases:
         ranks = Ranks(lambda n=n: DataLoader(Stream(n), batch_size=2, num_workers=workers), size, k)
         for _ in range(2):
-            group, found = [], []
-            for parts, facts in ranks.epoch(noise=True):
-                found += flat(parts)
-                group.append((parts, facts))
-                if facts[0].last:
-                    every = [i for parts, _ in group for part in parts for i in part]
-                    gradient = sum(
-                        fact.scale * (sum(part) / len(part)) if part else fact.scale
-                        for parts, facts in group
-                        for part, fact in zip(parts, facts, strict=True)
-                    )
-                    assert gradient / size == pytest.approx(sum(every) / len(every), abs=1e-12)
-                    group = []
-            assert sorted(found) == list(range(n))
-            assert not group
+            epoch = list(ranks.epoch(noise=True))
+            check_groups(epoch, size, k)
+            assert sorted(i for parts, _ in epoch for i in flat(parts)) == list(range(n))
         assert ranks.loaders[0].length is None
 
 
@@ -728,29 +711,20 @@ def make_stream(kind):
     return loader(data, batch_size=2, num_workers=2 if "workers" in kind else 0)
 
 
-STREAMS = ["stream", "counting", "subclass", "counting-subclass", "knowing", "workers", "knowing-workers", "batches"]
+KINDS = ["stream", "counting", "subclass", "counting-subclass", "knowing", "workers", "knowing-workers", "batches"]
+STREAMS = [pytest.param(kind, marks=pytest.mark.exhaustive if "workers" in kind else ()) for kind in KINDS]
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize(
-    "noise", [pytest.param(False, id="silent", marks=pytest.mark.exhaustive), pytest.param(True, id="noisy")]
-)
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.exhaustive if "workers" in kind else ()) for kind in STREAMS]
-)
+@pytest.mark.parametrize("noise", SILENT_OR_NOISY)
+@pytest.mark.parametrize("kind", STREAMS)
 @pytest.mark.filterwarnings("ignore:.*read again:UserWarning")
 def test_streams_of_one_process_resume(kind, noise):
-    whole = follow(Ranks(lambda: make_stream(kind), 1, process=True), 3, noise)
-    for number, (epoch, batch, state) in list(enumerate(whole))[:: 3 if "workers" in kind else 1]:
-        resumed = Ranks(lambda: make_stream(kind), 1, state=state, run_seed=3, process=True)
-        rest = [batch for _ in range(epoch + (batch is None), 3) for batch in resumed.ids(noise=noise)]
-        assert rest == [batch for _, batch, _ in whole[number + 1 :] if batch is not None], number
+    check_resumes(lambda: make_stream(kind), 1, 1, 3, noise, every=3 if "workers" in kind else 1, process=True)
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.exhaustive if "workers" in kind else ()) for kind in STREAMS]
-)
+@pytest.mark.parametrize("kind", STREAMS)
 def test_streams_resume(kind):
     def make():
         return make_stream(kind)
@@ -923,22 +897,12 @@ def test_a_subclass_over_a_stream_sees_its_batches(workers):
 @pytest.mark.parametrize("kind", LAZY)
 def test_resume_where_a_limit_ends_the_epoch(kind):
     def make():
-        return DataLoader(range(23), sampler=Lazy(23, kind), batch_size=2)
+        return DataLoader(range(SAMPLES), sampler=Lazy(SAMPLES, kind), batch_size=2)
 
     for size, k in ((1, 1), (1, 2), (2, 1)):
-        whole = Ranks(make, size, k, limit=3)
-        wanted, states = [], []
-        for _ in range(3):
-            for parts, facts in whole.epoch():
-                wanted.append(flat(parts))
-                states.append(whole.state() if facts[0].last else None)
-        for number, state in enumerate(states):
-            if state is not None:
-                resumed = Ranks(make, size, k, state=state, run_seed=99, limit=3)
-                rest = []
-                while resumed.loaders[0].epoch < 3:
-                    rest += resumed.ids(noise=True)
-                assert rest == wanted[number + 1 :], (size, k, number)
+        whole = check_resumes(make, size, k, 3, limit=3)
+        orders = {str([batch for at, batch, _ in whole if at == epoch]) for epoch in range(3)}
+        assert len(orders) == 3
 
 
 @pytest.mark.parametrize("data", [range(6), Stream(6, shuffle=False)], ids=["map", "stream"])
@@ -981,9 +945,7 @@ def test_the_users_distributed_sampler_is_respected(inside):
 def test_the_cursor_comes_back_to_the_outer_loop():
     ranks = Ranks(lambda: DataLoader(range(4)), 1)
     cursor = ranks.cursors[0]
-    inner = Loader(
-        DataLoader(range(3)), world=Seat(0, 1), cursor=cursor, stream=ranks.streams[0], accumulate=lambda _: 1
-    )
+    inner = make_alone(DataLoader(range(3)), ranks.streams[0], cursor)
     for _ in ranks.loaders[0]:
         here = cursor.micro
         for _ in inner:

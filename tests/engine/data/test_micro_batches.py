@@ -1,7 +1,5 @@
 """Groups of micro-batches: weights, what is left out, and iterators that are never begun anew."""
 
-from fractions import Fraction
-
 import pytest
 from support import sources_samples as samples
 from torch.utils.data import BatchSampler, DataLoader
@@ -9,20 +7,6 @@ from treadle.engine.data.epoch_position import EpochPosition
 from treadle.engine.data.micro_batches import GroupPlanner, avoid_rewind
 from treadle.engine.data.sharded_sampler import ShardedBatches
 from treadle.engine.rng import RandomStream, random_state
-
-
-@pytest.mark.guarantee
-@pytest.mark.parametrize("sizes", [[(4, 4), (4, 4)], [(3, 5), (0, 2), (1, 1)], [(0, 0)], [(7, 11)]])
-def test_weights_of_a_group(sizes):
-    total = sum(every for _, every in sizes)
-    planner = GroupPlanner(0, 3, lambda _: 1)
-    micros = list(planner.plan(sizes))
-    assert [m.last for m in micros] == [False] * (len(sizes) - 1) + [True]
-    assert [m.samples for m in micros] == [own for own, _ in sizes]
-    assert [m.group_samples for m in micros] == [total] * len(sizes)
-    assert [m.everyone for m in micros] == [every for _, every in sizes]
-    for micro, (own, _) in zip(micros, sizes, strict=True):
-        assert micro.scale == (float(Fraction(3 * own, total)) if total else 0.0)
 
 
 class Blocks(BatchSampler):

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from support.loader_ranks import Ranks, Seat, flat, plain_list, seed
+from support.loader_ranks import Ranks, flat, make_alone, plain_list, seed
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
-from treadle.engine.data.loader import Cursor, Loader
 from treadle.engine.rng import RandomStream, random_state
 
 
@@ -42,14 +41,7 @@ def test_one_generator_for_training_and_validation():
         stream = RandomStream(random_state())
         generator = torch.Generator().manual_seed(1)
         train, val = (
-            Loader(
-                DataLoader(range(10), batch_size=2, shuffle=True, generator=generator),
-                world=Seat(0, 1),
-                cursor=Cursor(),
-                stream=stream,
-                accumulate=lambda _: 1,
-            )
-            for _ in range(2)
+            make_alone(DataLoader(range(10), batch_size=2, shuffle=True, generator=generator), stream) for _ in range(2)
         )
         if state:
             train.load_state_dict(state[0])

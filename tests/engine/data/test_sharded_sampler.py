@@ -1,19 +1,7 @@
 """The arithmetic of shares and weights."""
 
-import itertools
-
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
-from treadle.engine.data.micro_batches import share
 from treadle.engine.data.sharded_sampler import get_length
-
-
-def test_shares_are_contiguous_and_even():
-    for size, count in itertools.product(range(1, 6), range(20)):
-        parts = [list(range(count))[share(count, rank, size)] for rank in range(size)]
-        assert [i for part in parts for i in part] == list(range(count))
-        lengths = [len(part) for part in parts]
-        assert lengths == sorted(lengths, reverse=True)
-        assert lengths[0] - lengths[-1] <= 1
 
 
 def test_sized():

@@ -153,22 +153,14 @@ class Large(IterableDataset):
         return map(note, samples.of_this_worker(range(LARGE)))
 
 
-class Knowing(Large):
+class Knowing(samples.Knowing):
     """The same, which knows where it stands."""
 
-    at = 0
+    def __init__(self):
+        self.ids = range(LARGE)
 
     def __iter__(self):
-        start, self.at = self.at, 0
-        for self.at, sample in enumerate(samples.of_this_worker(range(LARGE))[start:], start + 1):
-            yield note(sample)
-        self.at = 0
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
+        return map(note, super().__iter__())
 
 
 def hf_large():

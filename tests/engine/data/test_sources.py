@@ -3,7 +3,6 @@
 What is known of each is in `docs/data.md`.
 """
 
-import random
 import warnings
 from pathlib import Path
 
@@ -13,12 +12,11 @@ import torch
 from support import sources_samples as samples
 from support.models import SGDTask
 from support.processes import run
-from support.trainers import NO_OUTPUT
+from support.trainers import make_trainer
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, random_split
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, random_split
 from treadle.engine import CombinedLoader
-from treadle.engine.data.dataset_check import digest, fingerprint
 
 import treadle
 
@@ -111,25 +109,13 @@ class Rows(IterableDataset):
         return ((torch.tensor([i + 20.0 * rank]) / 10, torch.tensor([float(i % 3)])) for i in range(self.counts[rank]))
 
 
-class Sized(torch.utils.data.Dataset):
-    def __init__(self):
-        self.rows = list(Rows())
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
-
-
 def own_loader(kind):
     if kind == "stream":
         return DataLoader(Rows(), batch_size=2)
+    rows = list(Rows())
     if kind == "sized":
-        return DataLoader(Sized(), batch_size=2)
-    batches = [[i, i + 1] for i in range(0, len(Sized()) - 1, 2)]
-    batches += [[len(Sized()) - 1]] if len(Sized()) % 2 else []
-    return DataLoader(Sized(), batch_sampler=batches)
+        return DataLoader(rows, batch_size=2)
+    return DataLoader(rows, batch_sampler=[list(range(len(rows)))[i : i + 2] for i in range(0, len(rows), 2)])
 
 
 def model():
@@ -153,18 +139,13 @@ class Task(SGDTask):
 
 def by_trainer(kind, strategy, accumulate, folder):
     task = Task()
-    trainer = treadle.Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
         devices=2,
         strategy=strategy,
         accumulate_grad_batches=accumulate,
         max_epochs=2,
         use_distributed_sampler=kind == "stream",  # of which the ranks' first batches tell that it is split
         default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(task, own_loader(kind), own_loader(kind))
     weights = {n: w.full_tensor() if isinstance(w, DTensor) else w for n, w in task.named_parameters()}
@@ -227,7 +208,7 @@ def error_of(call):
     return ""
 
 
-def what_is_said(_):
+def what_is_said():
     accelerator = treadle.Accelerator(cpu=True)
 
     def read(loader):
@@ -238,12 +219,12 @@ def what_is_said(_):
 
 
 def test_streams_that_can_not_be_trained_on_are_refused_on_every_rank():
-    for rank in run(what_is_said, 3, None):
+    for rank in run(what_is_said, 3):
         assert "on ranks 0-1, but different batches on the other ranks, so it can neither" in rank["alike"]
         assert "yields no batch on ranks 1-2" in rank["empty"]
 
 
-def drawn_after_the_first_loader(_):
+def drawn_after_the_first_loader():
     accelerator = treadle.Accelerator(cpu=True)
     train = accelerator.prepare(DataLoader(range(8), batch_size=2))
     split = list(random_split(range(40), [20, 20])[0])  # nobody has seeded anything
@@ -252,8 +233,15 @@ def drawn_after_the_first_loader(_):
     return split, noise, error_of(lambda: accelerator.prepare(DataLoader(own, batch_size=2)))
 
 
-def test_what_a_script_draws_before_its_loop_is_the_same_on_all_ranks():
-    (one, first, _), (two, second, error) = run(drawn_after_the_first_loader, 2, None)
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """What two ranks found, and their folder: one start for all of it."""
+    folder = tmp_path_factory.mktemp("two")
+    return run(read_in_turn, 2, folder), folder
+
+
+def test_what_a_script_draws_before_its_loop_is_the_same_on_all_ranks(two_ranks):
+    (one, first, _), (two, second, error) = (found["drawn"] for found in two_ranks[0])
     assert one == two
     assert not set(first) & set(second)  # in the loop each draws numbers of its own
     assert "datasets on the ranks contain different data" in error
@@ -272,15 +260,13 @@ class MadeAnew(Task):
 
 def made_in_hooks(folder):
     task = MadeAnew()
-    trainer = treadle.Trainer(
-        accelerator="cpu", max_epochs=3, reload_dataloaders_every_n_epochs=1, default_root_dir=folder, **NO_OUTPUT
-    )
+    trainer = make_trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1, default_root_dir=folder)
     trainer.fit(task)
     return trainer.global_step, task.seen
 
 
-def test_data_that_hooks_make_anew_is_the_same_on_all_ranks(tmp_path):
-    first, second = run(made_in_hooks, 2, str(tmp_path))
+def test_data_that_hooks_make_anew_is_the_same_on_all_ranks(two_ranks):
+    first, second = (found["made"] for found in two_ranks[0])
     assert first[0] == second[0]
     assert first[1][1:] == second[1][1:]  # the first is made before the ranks know of each other's random state
     assert len({str(epoch) for epoch in first[1]}) == 3
@@ -301,9 +287,8 @@ def resumed_elsewhere(folder, save):
     return ids, "\n".join(str(each.message) for each in caught)
 
 
-def test_a_stream_of_each_ranks_own_on_another_number_of_ranks(tmp_path):
-    run(resumed_elsewhere, 2, str(tmp_path / "a"), True)
-    ((ids, said),) = run(resumed_elsewhere, 1, str(tmp_path / "a"), False)
+def test_a_stream_of_each_ranks_own_on_another_number_of_ranks(two_ranks):
+    ids, said = resumed_elsewhere(two_ranks[1] / "elsewhere", False)
     assert "exact only if the stream assigns single samples to the ranks in turn" in said
     assert ids == list(range(32, 96))  # as this one is
 
@@ -321,9 +306,9 @@ def saved_at_the_end_of_one_ranks_data(folder, resume):
     return read
 
 
-def test_resume_where_one_ranks_data_ends(tmp_path):
-    whole = run(saved_at_the_end_of_one_ranks_data, 2, str(tmp_path / "a"), False)
-    assert run(saved_at_the_end_of_one_ranks_data, 2, str(tmp_path / "a"), True) == [read[5:] for read in whole]
+def test_resume_where_one_ranks_data_ends(two_ranks):
+    whole, rest = zip(*(found["end"] for found in two_ranks[0]), strict=True)
+    assert rest == tuple(read[5:] for read in whole)
     assert [len(read) for read in whole] == [6, 6]
     assert whole[1][5] == []
 
@@ -339,63 +324,21 @@ def combined(mode):
     return seen
 
 
-@pytest.mark.parametrize(("mode", "steps"), [("min_size", 4), ("max_size", 11), ("max_size_cycle", 11)])
-def test_ranks_own_data_combined_with_shared_data(mode, steps):
-    ranks = run(combined, 2, mode)
+MODES = {"min_size": 4, "max_size": 11, "max_size_cycle": 11}
+
+
+def read_in_turn(folder):
+    found = {"drawn": drawn_after_the_first_loader(), "made": made_in_hooks(folder)}
+    resumed_elsewhere(folder / "elsewhere", True)
+    found["end"] = [saved_at_the_end_of_one_ranks_data(folder / "end", resume) for resume in (False, True)]
+    return found | {mode: combined(mode) for mode in MODES}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_own_data_combined_with_shared_data(two_ranks, mode):
+    ranks, steps = [found[mode] for found in two_ranks[0]], MODES[mode]
     assert [len(part) for rank in ranks for part in rank] == [steps] * 4
     own = {i for own, _ in ranks for batch in own for i in batch}
     shared = {i for _, shared in ranks for batch in shared for i in batch}
     assert own == set(range(87 if steps == 11 else 32))
     assert shared == set(range(30))
-
-
-def test_datasets_are_told_apart_by_what_they_hold(tmp_path):
-    class Files(torch.utils.data.Dataset):
-        def __init__(self, root, names):
-            self.root, self.files, self.rank = root, [f"{root}/{name}" for name in names], root
-
-        def __len__(self):
-            return len(self.files)
-
-    names = [f"{i}.png" for i in range(9)]
-    here = fingerprint(Files("/scratch/node0", names))
-    assert here == fingerprint(Files("/scratch/node1", names))  # the same files on another machine
-    assert here != fingerprint(Files("/scratch/node0", names[::-1]))  # a directory listed in another order
-    for other in (None, "relative.png"):  # as of a sample without a mask
-        mixed, rank = Files("/scratch", names), Files("/scratch", names)
-        mixed.files[-1] = other
-        assert fingerprint(mixed) != fingerprint(rank)
-    rows = torch.arange(12.0).reshape(6, 2)
-    assert fingerprint(TensorDataset(rows)) == fingerprint(TensorDataset(rows.clone()))
-    assert fingerprint(TensorDataset(rows)) != fingerprint(TensorDataset(rows.flip(0)))
-    one = sorted(random.Random(1).sample(range(1, 9999), 5000))
-    other = sorted(random.Random(2).sample(range(1, 9999), 5000))
-    first, second = ([0, *ids, 9999] for ids in (one, other))  # the same ends
-    for kind in (list, torch.tensor, np.array):
-        assert fingerprint(Subset(rows, kind(first))) != fingerprint(Subset(rows, kind(second)))
-        assert fingerprint(Subset(rows, kind(first))) == fingerprint(Subset(rows, kind(first)))
-    assert fingerprint(Subset(rows, [])) == fingerprint(Subset(rows, range(0))) != fingerprint(Subset(rows, range(2)))
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.arange(4.0),
-        torch.arange(4, dtype=torch.int8).reshape(2, 2),
-        {"a": torch.ones(2), "b": ["text", 3, None]},
-        (1, 2.5, b"bytes"),
-        {"set", "of", "texts"},
-        torch.tensor(3, dtype=torch.bfloat16),
-        torch.eye(2).to_sparse(),
-    ],
-)
-def test_digests(value):
-    def copied(value):
-        if isinstance(value, torch.Tensor):
-            return value.clone()
-        return {k: copied(v) for k, v in value.items()} if isinstance(value, dict) else type(value)(value)
-
-    assert digest(value) == digest(copied(value))
-    assert digest(value) != digest([value, value])
-    if isinstance(value, torch.Tensor):
-        assert digest(value) != digest(value + 1 if value.layout is torch.strided else value * 2)

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from support.loader_ranks import Negated, Seat, seed
+from support.loader_ranks import Negated, make_alone, seed
 from torch.utils.data import DataLoader
 from treadle.engine.checkpoint.json_codec import decode, encode
-from treadle.engine.data.loader import Cursor, Loader
+from treadle.engine.data.loader import Cursor
 from treadle.engine.rng import ProcessStream
 
 
@@ -56,7 +56,7 @@ def iterate_joined(kind, workers, k, state=None, epochs=2):
     seed(7 if state is None else 99)
     cursor, stream = Cursor(), ProcessStream()
     source = kind(list(range(12)), list(range(100, 112)), batch_size=4, shuffle=True, num_workers=workers)
-    loader = Loader(source, world=Seat(0, 1), cursor=cursor, stream=stream, accumulate=lambda _: k)
+    loader = make_alone(source, stream, cursor, k)
     if state is not None:
         loader.load_state_dict(decode(*encode(state["loader"])))
         stream.go_to(decode(*encode(state["stream"])))

@@ -15,16 +15,8 @@ from treadle.strategies import World, open_world
 REDUCTIONS = ("mean", "sum", "min", "max")
 
 
-def log(metrics, name, value, **changes):
-    options = {
-        "prog_bar": False,
-        "logger": None,
-        "on_step": None,
-        "on_epoch": None,
-        "reduce_fx": "mean",
-        "batch_size": None,
-    }
-    metrics.log(name, value, **{**options, **changes})
+def log(metrics, name, value, prog_bar=False, logger=None, on_step=None, on_epoch=None, reduce_fx="mean"):
+    metrics.log(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, None)
 
 
 def by_name(found):

@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from support.models import take_step
 from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader
@@ -65,8 +66,6 @@ def test_sizes_divide_and_the_global_batch_stays(start, expected, caplog):
             raise MemoryError
         return word
 
-    if start == 30:
-        expected = [30, 15]
     assert train("found") == "found"
     assert tried == expected
     assert train("again") == "again"
@@ -201,11 +200,8 @@ def searching(outside, place):
         steps = 0
         for _ in range(2):
             for batch in loader:
-                with accelerator.accumulate(model):
-                    accelerator.backward(model(batch).pow(2).mean())
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    steps += accelerator.sync_gradients
+                take_step(accelerator, model, optimizer, batch)
+                steps += accelerator.sync_gradients
         if place == "end" and accelerator.process_index == 1 and batch_size > 2:
             raise MemoryError("once the others are through")
         return steps, accelerator.unwrap_model(model).layer.weight.detach().flatten().tolist()

@@ -15,7 +15,7 @@ import treadle
 from treadle.utils import GradientAccumulationPlugin
 
 
-def build(dropout=0.0):
+def build():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
 
@@ -24,11 +24,11 @@ def data():
     return DataLoader(torch.randn(32, 2, generator=torch.Generator().manual_seed(1)), 2)
 
 
-def train(accelerator, model, optimizer, loader, enter=True, clip=False):
+def train(accelerator, model, optimizer, loader, enters=None, loss=None, clip=False):
     for x in loader:
-        if enter:
-            accelerator.accumulate(model)
-        accelerator.backward(model(x).pow(2).mean())
+        for entered in [model] if enters is None else enters:
+            accelerator.accumulate(entered)
+        accelerator.backward(model(x).pow(2).mean() if loss is None else loss(x))
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
@@ -51,7 +51,7 @@ def nothing_prepared():
 
 def nothing_prepared_nor_entered():
     accelerator, model, optimizer = start()
-    train(accelerator, model, optimizer, data(), enter=False, clip=True)
+    train(accelerator, model, optimizer, data(), enters=(), clip=True)
 
 
 def only_the_loader():
@@ -62,7 +62,7 @@ def only_the_loader():
 def the_model():
     accelerator, model, optimizer = start()
     optimizer, loader = accelerator.prepare(optimizer, data())
-    train(accelerator, model, optimizer, loader, enter=False)
+    train(accelerator, model, optimizer, loader, enters=())
 
 
 def the_second_model():
@@ -70,10 +70,7 @@ def the_second_model():
     head = nn.Linear(1, 1)
     optimizer.add_param_group({"params": head.parameters()})
     model, optimizer, loader = accelerator.prepare(model, optimizer, data())
-    for x in loader:
-        accelerator.backward(head(model(x)).mean())
-        optimizer.step()
-        optimizer.zero_grad()
+    train(accelerator, model, optimizer, loader, (), lambda x: head(model(x)).mean())
 
 
 def the_optimizer():
@@ -103,7 +100,7 @@ def the_optimizer_at_the_end_of_groups():
 def the_context():
     accelerator, model, optimizer = start(k=2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, data())
-    train(accelerator, model, optimizer, loader, enter=False)
+    train(accelerator, model, optimizer, loader, enters=())
 
 
 def the_context_of_two_models():
@@ -206,12 +203,8 @@ def frozen_and_recomputed():
     accelerator, model, optimizer = start()
     model[0].requires_grad_(False)
     wrapped, optimizer, loader = accelerator.prepare(model, optimizer, data())
-    for x in loader:
-        with accelerator.accumulate(wrapped):
-            loss = checkpoint(wrapped, x.requires_grad_(), use_reentrant=True).mean()
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+    compute = lambda x: checkpoint(wrapped, x.requires_grad_(), use_reentrant=True).mean()  # noqa: E731
+    train(accelerator, wrapped, optimizer, loader, loss=compute)
 
 
 def an_input_is_optimized():

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from support.models import take_step
 from support.processes import run
 from torch import nn
 from treadle.strategies import DDP
@@ -91,10 +92,7 @@ def trained_by_loader(join, even_batches, **settings):
         context = accelerator.join_uneven_inputs([model, optimizer], even_batches) if join else nullcontext()
         with context:
             for batch in loader:
-                with accelerator.accumulate(model):
-                    accelerator.backward(model(batch).pow(2).mean())
-                    optimizer.step()
-                    optimizer.zero_grad()
+                take_step(accelerator, model, optimizer, batch)
     # FSDP's parameters are shards, which have no list.
     return [
         getattr(p, "_local_tensor", p).detach().flatten().tolist() for p in model.parameters()
@@ -111,11 +109,13 @@ def with_and_without_join(strategy="ddp", **settings):
         return [trained_by_loader(True, even, **settings) == plain for even in (None, False, True)]
 
 
+def prepared():
+    accelerator, model = treadle.Accelerator(cpu=True), Net()
+    return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def evaluated():
-    accelerator = treadle.Accelerator(cpu=True)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator, model, optimizer = prepared()
     losses = []
     with accelerator.join_uneven_inputs([model]):
         for batch in batches(accelerator.process_index, 0):
@@ -128,15 +128,10 @@ def evaluated():
 
 def without_batches(rank):
     """Return the weights after an epoch in which only ``rank`` has batches."""
-    accelerator = treadle.Accelerator(cpu=True)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator, model, optimizer = prepared()
     with accelerator.join_uneven_inputs([model]):
         for batch in batches(0, 0) if accelerator.process_index == rank else []:
-            accelerator.backward(model(batch).pow(2).mean())
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(accelerator, model, optimizer, batch)
     return weights(model)
 
 

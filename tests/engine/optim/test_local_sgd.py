@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from support.models import take_step
 from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader
@@ -70,10 +71,7 @@ def apart(every, k, enabled=True):
                 local_sgd.step()
     inside = weights(net)
     for x in loader:  # reduced again
-        with accelerator.accumulate(model):
-            accelerator.backward(model(x).pow(2).mean())
-            optimizer.step()
-            optimizer.zero_grad()
+        take_step(accelerator, model, optimizer, x)
     return trace, inside
 
 

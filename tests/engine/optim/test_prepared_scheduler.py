@@ -113,18 +113,21 @@ def test_a_metric_is_told_once(two_ranks):
 def by_epoch(**options):
     accelerator = treadle.Accelerator(cpu=True, **options)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=1.0)
-    optimizer, scheduler = accelerator.prepare(optimizer, StepLR(optimizer, 1, 0.5))
+    optimizer, scheduler = accelerator.prepare(optimizer, plain := StepLR(optimizer, 1, 0.5))
+    assert scheduler.scheduler is plain
+    assert accelerator.prepare(plain) is scheduler
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            optimizer.step(), optimizer.step(), optimizer.step()
-            scheduler.step()
+            with accelerator.accumulate():
+                optimizer.step(), optimizer.step(), optimizer.step()
+                scheduler.step()
     said = [str(one.message) for one in caught if "StepLR" in str(one.message)]
     return said, optimizer.param_groups[0]["lr"]
 
 
 def both_by_epoch():
-    return by_epoch(), by_epoch(step_scheduler_with_optimizer=False)
+    return by_epoch(), by_epoch(step_scheduler_with_optimizer=False, gradient_accumulation_steps=2)
 
 
 def test_a_schedule_that_counts_epochs_is_told_how_to(two_ranks):

@@ -5,7 +5,9 @@ import warnings
 
 import pytest
 import torch
+from support.models import take_step
 from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader, TensorDataset
@@ -91,9 +93,7 @@ def train(build, length, steps, source=None, target=None, lr=0.1, late=False, de
     rates = []
     for _ in range(steps):
         rates.append([group["lr"] for group in optimizer.param_groups])
-        accelerator.backward(model(torch.ones(2, 2)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(accelerator, model, optimizer, torch.ones(2, 2))
         schedule.step()
     if target is not None:
         accelerator.save_state(target)
@@ -226,8 +226,7 @@ def test_parameters_that_were_added_do_not_put_the_schedule_back(tmp_path, kind,
         rates = []
         for _ in range(count):
             rates.append([group["lr"] for group in optimizer.param_groups])
-            accelerator.backward(model(torch.ones(2, 2)).square().mean())
-            optimizer.step()
+            take_step(accelerator, model, optimizer, torch.ones(2, 2))
             schedule.step()
         if source is None and not added:
             accelerator.save_state(tmp_path / "s")
@@ -274,9 +273,8 @@ class Scheduled(treadle.TaskModule):
 
 
 def fit(root, epochs, interval, lr=0.1, **resume):
-    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger"), False)
     task = Scheduled(interval, lr)
-    trainer = treadle.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=ModelCheckpoint(root / "c"), **quiet)
+    trainer = make_trainer(max_epochs=epochs, callbacks=ModelCheckpoint(root / "c"), enable_checkpointing=True)
     trainer.fit(task, DataLoader(TensorDataset(torch.ones(8, 2)), 2), **resume)
     return task.rates
 

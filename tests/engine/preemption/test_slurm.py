@@ -17,30 +17,24 @@ import treadle
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals as on Linux")
 
 WAITS = """
-import os, sys, time, torch, treadle
+import os, time, treadle
 from pathlib import Path
-from torch.utils.data import DataLoader, TensorDataset
+from treadle.compat.demos.boring_classes import BoringModel
 
-class Task(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(1, 1)
-
+class Task(BoringModel):
     def setup(self, stage):
         path = Path(f"waits-{os.environ['RANK']}")
         path.with_suffix(".part").write_text(str(os.getpid()))
         path.with_suffix(".part").rename(path)
         time.sleep(60)
 
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-trainer = treadle.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=2, logger=False)
-trainer.fit(Task(), DataLoader(TensorDataset(torch.ones(8, 1)), 2))
+treadle.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=2, logger=False).fit(Task())
 """
+
+
+def write_scontrol(folder):
+    (folder / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {folder}/calls\n')
+    (folder / "scontrol").chmod(0o755)
 
 
 @pytest.mark.parametrize(
@@ -48,9 +42,7 @@ trainer.fit(Task(), DataLoader(TensorDataset(torch.ones(8, 1)), 2))
 )
 def test_the_job_is_requeued_once(tmp_path, ranks):
     (tmp_path / "train.py").write_text(WAITS)
-    tool = tmp_path / "scontrol"
-    tool.write_text('#!/bin/sh\necho "$@" >> calls\n')
-    tool.chmod(0o755)
+    write_scontrol(tmp_path)
     env = clean_environment({"SLURM_JOB_ID": "7"})
     env["PATH"] = f"{tmp_path}{os.pathsep}{programs()}{os.pathsep}{env['PATH']}"
     command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
@@ -99,8 +91,7 @@ def test_lightnings_plugin_sets_the_signal(tmp_path, monkeypatch, options, sent,
             os.kill(os.getpid(), getattr(signal, sent))
 
     (tmp_path / "calls").write_text("")
-    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
-    (tmp_path / "scontrol").chmod(0o755)
+    write_scontrol(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from safetensors.torch import load_file
-from support.processes import clean_environment
+from support.processes import clean_environment, python
 from torch import nn
 from treadle.engine.weights import write_atomically
 
@@ -72,7 +72,7 @@ def test_two_runs_save_a_model_into_one_folder(tmp_path):
     folder, net = tmp_path / "out", nn.Linear(4, 2)
     accelerator = treadle.Accelerator(cpu=True)
     nn.init.zeros_(net.weight)
-    other = subprocess.Popen([sys.executable, "-c", code, str(folder)], env=clean_environment())
+    other = subprocess.Popen([python(), "-c", code, str(folder)], env=clean_environment())
     while other.poll() is None:
         accelerator.save_model(net, folder)
     assert other.returncode == 0

@@ -197,13 +197,15 @@ class Stream(IterableDataset):
 
 
 class StatefulStream(Stream):
-    """Knows where it is."""
+    """Knows where it is, and divides its documents among the workers."""
 
     at = 0
 
     def __iter__(self):
+        info = get_worker_info()
+        documents = self.documents if info is None else self.documents[info.id :: info.num_workers]
         start, self.at = self.at, 0
-        for at, document in enumerate(self.documents[start:], start + 1):
+        for at, document in enumerate(documents[start:], start + 1):
             self.at, self.read = at, self.read + 1
             yield document
         self.at = 0
@@ -316,19 +318,6 @@ def make_table():
     return Table.from_dict({"input_ids": make_documents(80)})
 
 
-class SplitStream(StatefulStream):
-    """Divides its documents among the workers."""
-
-    def __iter__(self):
-        info = get_worker_info()
-        documents = self.documents if info is None else self.documents[info.id :: info.num_workers]
-        start, self.at = self.at, 0
-        for at, document in enumerate(documents[start:], start + 1):
-            self.at = at
-            yield document
-        self.at = 0
-
-
 SOURCES = {
     "table": lambda: DataLoader(pack(make_table(), LENGTH), 2, shuffle=True),
     "table, workers": lambda: DataLoader(
@@ -345,7 +334,7 @@ SOURCES = {
         pack(make_table().to_iterable_dataset(4), LENGTH, buffer=5), 2, num_workers=2
     ),
     "stateful stream, StatefulDataLoader": lambda: StatefulDataLoader(
-        pack(SplitStream(make_documents(80)), LENGTH, buffer=5), 2, num_workers=2
+        pack(StatefulStream(make_documents(80)), LENGTH, buffer=5), 2, num_workers=2
     ),
 }
 READ_AGAIN = {"HF stream, shuffled", "HF stream, workers"}
