@@ -12,7 +12,7 @@ from support.resume_trials import Centre, Rows
 from support.trainers import make_trainer
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset
 from torchmetrics import MeanMetric, SumMetric
 
 import treadle
@@ -115,10 +115,6 @@ def make_loader(settings):
     data = Samples(noise=settings.get("noise", 0.1), own=settings.get("own", False))
     if settings.get("own"):
         data = Subset(data, range(SAMPLES))
-    if settings.get("weighted"):
-        own = torch.Generator().manual_seed(9)
-        sampler = WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1), SAMPLES, generator=own)
-        return DataLoader(data, sampler=sampler, drop_last=True, **options)
     return DataLoader(data, shuffle=True, **options)
 
 
@@ -189,25 +185,14 @@ SETTINGS = {
         "flags": {"precision": "bf16-mixed", "val_check_interval": 2},
     },
     "float16": {"optimizer": "adamw", "schedule": "step", "batch": 4, "flags": {"precision": "16-mixed"}},
-    "bf16-true": {"optimizer": "adamw", "schedule": None, "batch": 4, "flags": {"precision": "bf16-true"}},
-    "weighted": {
-        "optimizer": "sgd",
-        "schedule": "plateau",
-        "batch": 2,
-        "weighted": True,
-        "flags": {"gradient_clip_val": 0.5, "limit_train_batches": 5},
-    },
     "stream": {"optimizer": "adamw", "schedule": "epoch", "batch": 2, "stream": True, "blind": True},
 }
 
 
-MORE = ["sgd", "accumulated", "bf16-true", "weighted"]
-"""The settings that `make test-all` alone runs."""
-
-
 @pytest.mark.filterwarnings("ignore:the stream has no state", "ignore:.*nothing is validated", "ignore:.*lr_scheduler")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in MORE else ()) for name in SETTINGS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.exhaustive if name in ("sgd", "accumulated") else ()) for name in SETTINGS],
 )
 def test_resume_from_any_step(tmp_path, name):
     settings = SETTINGS[name]
@@ -229,45 +214,6 @@ def test_resumed_twice_and_saved_again(tmp_path):
         again = tmp_path / f"again{start}"
         train(settings, seed=7, root=again, ckpt_path=tmp_path / f"step{start}", max_steps=then)
         assert_same(train(settings, seed=8, ckpt_path=again / f"step{then}"), whole, then)
-
-
-class SaveAt(treadle.Callback):
-    """Saves in one hook, once."""
-
-    def __init__(self, path, hook, epoch=1):
-        def save(trainer, task, *arguments):
-            if trainer.current_epoch == epoch and not trainer.sanity_checking and not path.exists():
-                self.seen = (len(task.ids), len(trainer.logger.rows))
-                trainer.save_checkpoint(path)
-
-        setattr(self, hook, save)
-
-
-@pytest.mark.parametrize(
-    "hook", [pytest.param("on_train_epoch_end", marks=pytest.mark.exhaustive), "on_validation_end"]
-)
-@pytest.mark.parametrize("name", [pytest.param("sgd", marks=pytest.mark.exhaustive), "plateau"])
-def test_saved_at_an_epochs_end(tmp_path, hook, name):
-    """Where ModelCheckpoint saves: what is left of that epoch's end is done by the run that goes on."""
-    settings = SETTINGS[name]
-    saver = SaveAt(tmp_path / "ckpt", hook)
-    treadle.seed_everything(1)
-    whole, rows = Task(settings), Rows()
-    flags = {"max_epochs": EPOCHS, "log_every_n_steps": 1, **settings.get("flags", {})}
-    validation = DataLoader(Samples(5, noise=0.0), batch_size=2)
-    make_trainer(logger=rows, callbacks=saver, **flags).fit(whole, make_loader(settings), validation)
-    after = torch.rand(3)
-    treadle.seed_everything(99)
-    task, more = Task(settings), Rows()
-    make_trainer(logger=more, **flags).fit(task, make_loader(settings), validation, ckpt_path=tmp_path / "ckpt")
-    assert torch.equal(after, torch.rand(3))
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, task.state_dict()[name]), name
-    batches, written = saver.seen
-    assert task.ids == whole.ids[batches:]
-    # Of the epoch that was at its end, the row of its means may have been written by the first run or not at all.
-    later = [row for row in rows.rows[written:] if row[1]["epoch"] > 1]
-    assert [row for row in more.rows if row[1]["epoch"] > 1] == later
 
 
 def test_a_limit_within_an_epoch_then_more(tmp_path):
@@ -325,56 +271,24 @@ def test_time_goes_on(tmp_path):
     assert second.global_step <= last + 2  # its time was up
 
 
-def two_processes(root):
-    """The uninterrupted run and its resumptions, in the same two processes."""
-    found = []
-    for name in ("sgd", "accumulated", "plateau"):
-        settings = SETTINGS[name]
-        whole = train(settings, seed=1, root=root / name)
-        resumed = {
-            step: train(settings, seed=step + 50, ckpt_path=root / name / f"step{step}")
-            for step in (1, max(whole["noted"]) // EPOCHS, max(whole["noted"]) // EPOCHS + 1)
-        }
-        found.append((whole, resumed))
-    return found
-
-
 # Without anything random but the order, so that the number of processes makes no difference.
 EXACT = {"optimizer": "sgd", "schedule": "step", "noise": 0.0, "plain": True, "blind": True}
 
 
-def of_width(world, **more):
-    return {**EXACT, "batch": 4 // world, **more}
-
-
-def save_some(root, world):
-    return train(of_width(world), seed=1, root=root)
-
-
-def resume_some(root, world, steps):
-    return [train(of_width(world), seed=9, ckpt_path=root / f"step{step}") for step in steps]
+def train_exactly(root, world, samples, steps=()):
+    """A run of `samples` a step, or, for each of `steps`, the one that resumes behind it."""
+    settings = {**EXACT, "batch": samples // world}
+    if not steps:
+        return train(settings, seed=1, root=root)
+    return [train(settings, seed=9, ckpt_path=root / f"step{step}") for step in steps]
 
 
 def save_and_resume(root, steps):
     """A run of two processes, and resumptions in them of a run of one."""
-    return save_some(root / "two", 2), resume_some(root / "one", 2, steps)
+    return train_exactly(root / "two", 2, 4), train_exactly(root / "one", 2, 4, steps)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:.*nothing is validated")
-def test_two_processes(tmp_path):
-    for whole_and_resumed in zip(*run(two_processes, 2, tmp_path), strict=True):
-        for whole, resumed in whole_and_resumed:
-            for step, again in resumed.items():
-                for name in ("weights", "optimizer", "groups", "scheduler", "progress", "random"):
-                    assert again[name] == whole[name], (step, name)
-                rows, batches = whole["noted"][step]
-                assert again["ids"] == whole["ids"][batches:]
-                assert again["losses"] == whole["losses"][batches:]
-                assert again["rows"] == whole["rows"][rows:]
-
-
-def whole_batches(ranks, start=0):
+def whole_batches(ranks):
     """The ids of each global batch, and its mean loss, from what each process saw."""
     batches = []
     for parts in zip(*[zip(rank["ids"], rank["losses"], strict=True) for rank in ranks], strict=True):
@@ -383,33 +297,28 @@ def whole_batches(ranks, start=0):
             ids, parts = parts[0][0], parts[:1]
         loss = sum(len(part) * value for part, value in parts) / sum(len(part) for part, _ in parts)
         batches.append((ids, loss))
-    return batches[start:]
+    return batches
+
+
+def check_resumed(ranks, reference, steps, per_epoch):
+    """The batches are those of the uninterrupted run, and each sample of the epoch comes once."""
+    for number, step in enumerate(steps):
+        found = whole_batches([rank[number] for rank in ranks])
+        assert [ids for ids, _ in found] == [ids for ids, _ in reference[step:]]
+        assert [loss for _, loss in found] == pytest.approx([loss for _, loss in reference[step:]], abs=1e-5)
+        begun = [i for ids, _ in reference[per_epoch * (step // per_epoch) : step] for i in ids]
+        rest = [i for ids, _ in found[: per_epoch - step % per_epoch] for i in ids]
+        assert sorted(begun + rest) == list(range(SAMPLES))
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing is validated")
 def test_another_number_of_processes(tmp_path):
     steps = (1, 2, 4, 6)  # 4 steps are an epoch
-    one = [save_some(tmp_path / "one", 1)]
+    reference = whole_batches([train_exactly(tmp_path / "one", 1, 4)])
     two, one_on_two = zip(*run(save_and_resume, 2, tmp_path, steps), strict=True)
-    reference = whole_batches(one)
     assert [ids for ids, _ in whole_batches(two)] == [ids for ids, _ in reference]
-    two_on_one = [resume_some(tmp_path / "two", 1, steps)]
-    for resumed in (one_on_two, two_on_one):
-        for number, step in enumerate(steps):
-            found = whole_batches([rank[number] for rank in resumed])
-            assert [ids for ids, _ in found] == [ids for ids, _ in reference[step:]]
-            assert [loss for _, loss in found] == pytest.approx([loss for _, loss in reference[step:]], abs=1e-5)
-            begun = [i for ids, _ in reference[4 * (step // 4) : step] for i in ids]
-            rest = [i for ids, _ in found[: 4 - step % 4] for i in ids]
-            assert sorted(begun + rest) == list(range(SAMPLES))
-
-
-def six_at_once(root, world, steps):
-    """Six samples a step, trained whole or gone on with after `steps`, or both."""
-    settings = {**EXACT, "batch": 6 // world}
-    if not steps:
-        return train(settings, seed=1, root=root)
-    return [train(settings, seed=9, ckpt_path=root / f"step{step}") for step in steps]
+    check_resumed(one_on_two, reference, steps, 4)
+    check_resumed([train_exactly(tmp_path / "two", 1, 4, steps)], reference, steps, 4)
 
 
 @pytest.mark.exhaustive
@@ -417,17 +326,10 @@ def six_at_once(root, world, steps):
 @pytest.mark.filterwarnings("ignore:.*nothing is validated")
 def test_three_processes_then_two(tmp_path):
     steps = (1, 2, 3, 5)  # 3 steps are an epoch, whose last one has a single sample
-    reference = whole_batches([six_at_once(tmp_path / "one", 1, ())])
-    three = whole_batches(run(six_at_once, 3, tmp_path / "three", 3, ()))
+    reference = whole_batches([train_exactly(tmp_path / "one", 1, 6)])
+    three = whole_batches(run(train_exactly, 3, tmp_path / "three", 3, 6))
     assert [ids for ids, _ in three] == [ids for ids, _ in reference]
-    resumed = run(six_at_once, 2, tmp_path / "three", 2, steps)
-    for number, step in enumerate(steps):
-        found = whole_batches([rank[number] for rank in resumed])
-        assert [ids for ids, _ in found] == [ids for ids, _ in reference[step:]]
-        assert [loss for _, loss in found] == pytest.approx([loss for _, loss in reference[step:]], abs=1e-5)
-        begun = [i for ids, _ in three[3 * (step // 3) : step] for i in ids]
-        rest = [i for ids, _ in found[: 3 - step % 3] for i in ids]
-        assert sorted(begun + rest) == list(range(SAMPLES))
+    check_resumed(run(train_exactly, 2, tmp_path / "three", 2, 6, steps), reference, steps, 3)
 
 
 class OwnBatches(BatchSampler):

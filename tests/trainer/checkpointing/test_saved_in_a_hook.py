@@ -1,12 +1,16 @@
 """Checkpoints that a hook makes: a run goes on from each as if it had never stopped, or none is made."""
 
+import functools
+
 import pytest
 import torch
+from support.callback_runs import Rows
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.callbacks import Callback, EarlyStopping
+from treadle.callbacks import Callback
+from treadle.trainer.loop.progress import Phase
 
 import treadle
 
@@ -25,7 +29,9 @@ class Task(treadle.TaskModule):
     def training_step(self, batch, batch_idx):
         if batch_idx % 5 == 0:
             self.log("seldom", float(batch_idx + self.current_epoch))
-        return self.net(batch[0]).square().mean()
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.net(batch[0]).square().mean())
@@ -49,7 +55,7 @@ class Save(Callback):
 
     def save(self, trainer, *_):
         if trainer.progress.step == self.step and not trainer.sanity_checking and not self.done:
-            self.done = True
+            self.done, self.phase = True, trainer.progress.phase
             trainer.save_checkpoint(self.path)
 
 
@@ -61,38 +67,52 @@ def loader():
 def fit(*callbacks, ckpt_path=None, **flags):
     treadle.seed_everything(5)
     task = Task()
-    trainer = make_trainer(callbacks=list(callbacks), **{"max_epochs": 2, "val_check_interval": 4} | flags)
+    flags = {"max_epochs": 2, "val_check_interval": 4, "logger": Rows(), "log_every_n_steps": 1} | flags
+    trainer = make_trainer(callbacks=list(callbacks), **flags)
     trainer.fit(task, loader(), loader(), ckpt_path=ckpt_path)
     return task, trainer
 
 
 def state_of(task, trainer):
+    """What a resumed run has in common with the uninterrupted one at its end."""
     scheduler = trainer.lr_scheduler_configs[0].scheduler.state_dict()
-    return [p.tolist() for p in task.parameters()], scheduler, trainer.callback_metrics
+    curves = {name: curve.points() for name, curve in trainer.history.items()}
+    return [p.tolist() for p in task.parameters()], scheduler, trainer.callback_metrics, curves, torch.rand(2).tolist()
 
 
-AFTER = ["on_train_batch_end", "on_step_end"]
-VALIDATION = ["on_validation_start", "on_validation_epoch_start", "on_validation_end"]
+@functools.cache
+def whole():
+    """The uninterrupted run: its state, and the steps at which it validated and logged."""
+    task, trainer = fit()
+    return state_of(task, trainer), task.seen, [step for step, _ in trainer.logger.of("loss_step")]
+
+
+# An epoch has 8 steps, each fourth of which is followed by a validation.
+PLACES = [
+    *(("on_train_batch_end", step, Phase.STEP_TAKEN) for step in (4, 7, 8)),
+    *(("on_validation_start", step, Phase.ENDING_STEP) for step in (4, 8)),
+    *(("on_validation_epoch_start", step, Phase.ENDING_STEP) for step in (4, 8)),
+    *(("on_validation_end", step, Phase.ENDING_STEP) for step in (4, 8)),
+    *(("on_step_end", step, Phase.BETWEEN_STEPS) for step in (4, 7)),
+    ("on_step_end", 8, Phase.EPOCH_TRAINED),
+    ("on_train_epoch_end", 8, Phase.EPOCH_END),
+]
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize(
-    ("hook", "step"),
-    [
-        pytest.param(hook, step, marks=() if step == 8 else pytest.mark.exhaustive)
-        for hooks, steps in ((AFTER, (4, 7, 8)), (VALIDATION, (4, 8)))
-        for hook in hooks
-        for step in steps
-    ],
-)
-def test_a_run_goes_on_from_it(tmp_path, hook, step):
-    whole = fit()
-    fit(Save(hook, step, tmp_path / "c"))
+@pytest.mark.parametrize(("hook", "step", "phase"), PLACES)
+def test_a_run_goes_on_from_it(tmp_path, hook, step, phase):
+    save = Save(hook, step, tmp_path / "c")
+    fit(save)
+    assert save.phase is phase
     task, trainer = fit(ckpt_path=tmp_path / "c")
-    assert state_of(task, trainer) == state_of(*whole)
-    redone = step != 7 and hook not in ("on_step_end", "on_validation_end")
-    # Its last hook was on_validation_end's, the task's own, which comes after the callbacks'.
-    assert task.seen == [s for s in whole[0].seen if s > step or (redone and s == step)]
+    found, (state, validated, logged) = state_of(task, trainer), whole()
+    assert found == state
+    is_logged = hook != "on_train_batch_end"
+    assert [at for at, _ in trainer.logger.of("loss_step")] == [at for at in logged if at > step - (not is_logged)]
+    # The task notes a validation in on_validation_end, which comes after the callbacks' hook.
+    is_repeated = step != 7 and hook not in ("on_step_end", "on_validation_end", "on_train_epoch_end")
+    assert task.seen == [at for at in validated if at > step - is_repeated]
 
 
 WITHIN = ["on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "on_before_zero_grad"]
@@ -123,20 +143,3 @@ def test_time_runs_out_while_every_step_validates(tmp_path):
     _, trainer = fit(max_time={"seconds": 0.3}, max_epochs=-1, val_check_interval=1)
     assert trainer.progress.batch != 0 or trainer.progress.step % 8 == 0
     assert 0.3 <= trainer.progress.seconds < 3
-
-
-class SameName(Task):
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", 100.0)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("loss", 1.0)
-
-
-def test_of_a_name_that_both_log_the_newest_counts(tmp_path):
-    stopping = EarlyStopping("loss", check_on_train_epoch_end=True)
-    trainer = make_trainer(callbacks=[stopping])
-    trainer.fit(SameName(), loader(), loader())
-    assert trainer.callback_metrics["loss"] == stopping.best_score == 1.0
