@@ -8,6 +8,7 @@ from argparse import Namespace
 import pytest
 import torch
 from support.models import Line
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, ModelCheckpoint
@@ -41,26 +42,10 @@ def loader(count=10):
 
 
 def fit(root, *callbacks, task=None, train=None, ckpt_path=None, **flags):
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = treadle.Trainer(
-        **{"max_epochs": 2, "accelerator": "cpu", "default_root_dir": root} | quiet | flags, callbacks=list(callbacks)
-    )
+    defaults = {"max_epochs": 2, "default_root_dir": root, "enable_checkpointing": None}
+    trainer = make_trainer(**defaults | flags, callbacks=list(callbacks))
     trainer.fit(Task() if task is None else task, train or loader(), loader(2), ckpt_path=ckpt_path)
     return trainer
-
-
-def test_a_newer_run_in_the_same_folder_is_the_one_to_go_on_with(tmp_path):
-    fit(tmp_path, ModelCheckpoint(tmp_path / "c", save_last=True), max_epochs=5)
-    fit(tmp_path, ModelCheckpoint(tmp_path / "c", save_last=True), task=Task(lr=0.2), max_epochs=1)
-    trainer = fit(tmp_path, ModelCheckpoint(tmp_path / "c", save_last=True), task=Task(lr=0.2), ckpt_path="auto")
-    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.2
-    assert trainer.global_step == 10
-
-
-def test_nothing_left_to_train_is_said(tmp_path):
-    fit(tmp_path, ModelCheckpoint(tmp_path / "c"))
-    with pytest.warns(UserWarning, match=r"nothing is left to train: 10 optimizer steps and 2 epochs are done"):
-        fit(tmp_path, ModelCheckpoint(tmp_path / "c"), ckpt_path="last")
 
 
 class Fails(Callback):

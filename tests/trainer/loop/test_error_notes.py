@@ -7,7 +7,6 @@ import pytest
 import torch
 from support.trainers import NO_OUTPUT
 from torch import nn
-from torch.utils.data import DataLoader
 
 import treadle
 
@@ -123,19 +122,6 @@ def test_forms_of_batches(batch, text):
         assert len(lines[0]) < 330
     else:
         assert lines == ([f"the batch: {text}"] if text else [])
-
-
-def test_the_signature_of_a_step():
-    class Short(Task):
-        def training_step(self):
-            return 1
-
-    run = treadle.Trainer(accelerator="cpu", max_epochs=1, **NO_OUTPUT)
-    with pytest.raises(TypeError) as caught:
-        run.fit(Short(), DataLoader([PAIR], batch_size=None))
-    assert caught.value.__notes__[-1] == (
-        "the signature of this hook is TaskModule.training_step(self, batch, batch_idx)"
-    )
 
 
 def test_a_callback_whose_init_does_not_call_that_of_its_base():

@@ -294,6 +294,11 @@ class WithoutStage(Task):
         pass
 
 
+class WithoutBatch(Task):
+    def training_step(self):
+        return 1
+
+
 class Calls(Task):
     """Its own code makes the mistake, and no hook."""
 
@@ -305,6 +310,7 @@ class Calls(Task):
     ("task", "options", "notes"),
     [
         (WithoutStage, {}, ["the signature of this hook is TaskModule.setup(self, stage)"]),
+        (WithoutBatch, {}, ["the signature of this hook is TaskModule.training_step(self, batch, batch_idx)"]),
         (Task, {"datamodule": Unprepared}, ["the signature of this hook is DataModule.setup(self, stage)"]),
         (
             Task,
@@ -313,7 +319,7 @@ class Calls(Task):
         ),
         (Calls, {}, []),
     ],
-    ids=["task", "datamodule", "callback", "the user's own call"],
+    ids=["task", "step", "datamodule", "callback", "the user's own call"],
 )
 def test_a_hook_of_another_signature(task, options, notes, tmp_path):
     callbacks = [options["callback"]()] if "callback" in options else []

@@ -66,10 +66,6 @@ HIDDEN = (
 )
 
 
-def starting(text):
-    return [said for said in fit(Forgetful()) if said.startswith(text)]
-
-
 def test_what_is_not_trained_is_said_once():
     said = fit(Forgetful(), max_epochs=3)
     assert len([one for one in said if one.startswith(UNTRAINED)]) == 1
