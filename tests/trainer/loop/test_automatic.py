@@ -6,10 +6,11 @@ import pytest
 import torch
 from support.models import SaveAt
 from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.callbacks import Callback, EMAWeightAveraging, LearningRateMonitor, StochasticWeightAveraging
+from treadle.callbacks import Callback, LearningRateMonitor, StochasticWeightAveraging
 from treadle.strategies import DDP, FSDP
 
 import treadle
@@ -52,9 +53,8 @@ class Two(treadle.TaskModule):
 
 
 def fit(task, *callbacks, ckpt_path=None, train=None, **flags):
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    settings = {"max_epochs": 3, "accelerator": "cpu", "precision": "64-true", "accumulate_grad_batches": 2} | flags
-    trainer = treadle.Trainer(**{**quiet, **settings}, callbacks=list(callbacks))
+    settings = {"max_epochs": 3, "precision": "64-true", "accumulate_grad_batches": 2} | flags
+    trainer = make_trainer(**settings, callbacks=list(callbacks))
     trainer.fit(task, loader() if train is None else train, ckpt_path=ckpt_path)
     return trainer
 
@@ -217,15 +217,6 @@ def test_a_plateau_scheduler_for_each_optimizer_and_the_rates_that_the_monitor_l
         "lr-Adam": [0.05, 0.05, 0.005],
         "lr-SGD": [0.1, 0.1, 0.1],
     }
-
-
-def test_an_exponential_average_covers_the_parameters_of_both():
-    task = Two()
-    fit(task, EMAWeightAveraging(decay=0.5), gradient_clip_val=CLIP)
-    average, *steps = by_hand()
-    for step in steps:
-        average = {name: 0.5 * value + 0.5 * step[name] for name, value in average.items()}
-    assert_equal(weights(task), average)
 
 
 def stochastic():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.models import SaveAt, SGDTask
 from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
@@ -25,14 +26,9 @@ def loader(batch_size=BATCH):
 
 
 def trained(task, *callbacks, train=None, val=None, ckpt_path=None, **flags):
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    defaults = {
-        "max_epochs": 2,
-        "accelerator": "cpu",
-        "precision": "64-true",
-        "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
-    }
-    trainer = treadle.Trainer(**{**defaults, **quiet, **flags}, callbacks=list(callbacks))
+    saves = any(isinstance(c, ModelCheckpoint) for c in callbacks)
+    defaults = {"max_epochs": 2, "precision": "64-true", "enable_checkpointing": saves}
+    trainer = make_trainer(**{**defaults, **flags}, callbacks=list(callbacks))
     trainer.fit(task, loader() if train is None else train, val, ckpt_path=ckpt_path)
     return trainer
 
