@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.object_store import S3Server, environment
 from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint, PredictionWriter, read_predictions
@@ -66,18 +67,9 @@ def loader(shuffle=True):
 
 def fit(root, epochs, ckpt_path=None, checkpoint=None, **flags):
     treadle.seed_everything(3)
-    checkpoint = {
-        "monitor": "val_loss",
-        "save_top_k": 2,
-        "save_last": True,
-        "every_n_train_steps": 4,
-        **(checkpoint or {}),
-    }
-    flags = {"logger": False, "accelerator": "cpu", **flags}
-    trainer = treadle.Trainer(
-        max_epochs=epochs, callbacks=[ModelCheckpoint(**checkpoint)], default_root_dir=root, log_every_n_steps=1,
-        enable_progress_bar=False, enable_model_summary=False, **flags,
-    )  # fmt: skip
+    defaults = {"monitor": "val_loss", "save_top_k": 2, "save_last": True, "every_n_train_steps": 4}
+    flags = {"default_root_dir": root, "log_every_n_steps": 1, "enable_checkpointing": None, **flags}
+    trainer = make_trainer(max_epochs=epochs, callbacks=ModelCheckpoint(**defaults | (checkpoint or {})), **flags)
     task = Task()
     trainer.fit(task, loader(), loader(False), ckpt_path=ckpt_path)
     return trainer, task

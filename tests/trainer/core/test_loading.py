@@ -1,7 +1,5 @@
 """`load_from_checkpoint` of our own checkpoints: the arguments, what hooks have added, the weights."""
 
-from argparse import Namespace
-
 import pytest
 import torch
 from support.models import SGDTask
@@ -57,21 +55,6 @@ def test_an_argument_that_is_no_more_is_left_out_and_said(tmp_path):
     with pytest.warns(UserWarning, match=words):
         again = Renamed.load_from_checkpoint(path)
     assert again.net.out_features == 3
-
-
-class Whole(Tiny):
-    def __init__(self, hparams):
-        treadle.TaskModule.__init__(self)
-        self.save_hyperparameters(hparams)
-        self.net = nn.Linear(2, self.hparams.hidden)
-
-
-@pytest.mark.parametrize("given", [{"hidden": 4, "name": "x"}, Namespace(hidden=4, name="x")])
-def test_one_argument_that_holds_them_all(tmp_path, given):
-    path = saved(Whole(given), tmp_path, False)
-    again = Whole.load_from_checkpoint(path)
-    assert again.hparams == {"hidden": 4, "name": "x"}
-    assert again.net.out_features == 4
 
 
 class Data(treadle.DataModule):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.models import Line, loader
+from support.trainers import make_trainer
 from torch import nn
 from treadle.callbacks import Callback, ModelCheckpoint
 from treadle.engine.checkpoint.json_codec import encode
@@ -153,9 +154,7 @@ class Data(treadle.DataModule):
 
 
 def made(root, *callbacks, **flags):
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    defaults = {"max_epochs": 1, "accelerator": "cpu", "default_root_dir": root}
-    return treadle.Trainer(**{**defaults, **quiet, **flags}, callbacks=list(callbacks))
+    return make_trainer(**{"default_root_dir": root, "enable_checkpointing": None, **flags}, callbacks=list(callbacks))
 
 
 def refusal(work):
