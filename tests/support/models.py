@@ -42,6 +42,19 @@ class LoggedLine(Line):
         return loss
 
 
+class Scored(LoggedLine):
+    """A `LoggedLine` that logs its loss in validation and test too."""
+
+    def loss(self, batch):
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.loss(batch))
+
+
 class Normed(nn.Module):
     """Two linear layers around a batch norm."""
 

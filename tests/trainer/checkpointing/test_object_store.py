@@ -132,15 +132,22 @@ def test_a_save_beside_the_training_is_the_same_save(root, tmp_path):
     assert equal(task, whole)
 
 
-def test_weights_come_from_a_url(root):
+def test_weights_come_from_a_url_and_are_exported_to_one(root, tmp_path):
     trainer, task = fit(f"{root}/run", 1)
     path = trainer.checkpoint_callback.last_model_path
-    assert equal(Task.load_from_checkpoint(path), task)
-    model = Task()
-    treadle.load_weights(model, path)
-    assert equal(model, task)
     trainer.save_checkpoint(f"{root}/mine", weights_only=True)
-    assert equal(Task.load_from_checkpoint(f"{root}/mine"), task)
+    for checkpoint in (path, f"{root}/mine"):
+        assert equal(Task.load_from_checkpoint(checkpoint), task)
+    targets = (str(tmp_path / "model"), f"{root}/model", f"{root}/one.safetensors")
+    for target in targets:
+        command("export", path, target, "--max-shard-size", "100")
+    for source in (path, *targets):
+        model = Task()
+        treadle.load_weights(model, source)
+        assert equal(model, task)
+    assert "model.safetensors.index.json" in RemotePath(f"{root}/model").files()
+    command("export", path, f"{root}/model")
+    assert [*RemotePath(f"{root}/model").files()] == ["model.safetensors"]  # in the place of the shards
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
@@ -187,34 +194,16 @@ def test_a_run_folder_at_a_url_is_locked_listed_and_shown(root):
         assert trainer.global_step == 12
 
 
-def test_weights_are_exported_from_a_url_and_to_one(root, tmp_path):
-    trainer, task = fit(f"{root}/run", 1)
-    for target in (str(tmp_path / "model"), f"{root}/model", f"{root}/one.safetensors"):
-        command("export", trainer.checkpoint_callback.last_model_path, target, "--max-shard-size", "100")
-        model = Task()
-        treadle.load_weights(model, target)
-        assert equal(model, task)
-    assert "model.safetensors.index.json" in RemotePath(f"{root}/model").files()
-    command("export", trainer.checkpoint_callback.last_model_path, f"{root}/model")
-    assert [*RemotePath(f"{root}/model").files()] == ["model.safetensors"]  # in the place of the shards
-
-
-def test_an_own_loop_saves_and_loads_at_a_url(root):
+def test_an_own_loop_writes_its_state_weights_and_data_to_a_url(root, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     accelerator = treadle.Accelerator(cpu=True, project_dir=f"{root}/project")
     model = accelerator.prepare(nn.Linear(3, 1))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     accelerator.save_state(f"{root}/state")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
     accelerator.load_state(f"{root}/state")
     assert all(map(torch.equal, model.parameters(), before))
-
-
-def test_an_own_loop_writes_weights_and_data_to_a_url(root, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    accelerator = treadle.Accelerator(cpu=True)
-    model = accelerator.prepare(nn.Linear(3, 1))
     accelerator.save_model(model, f"{root}/weights")
     loaded = nn.Linear(3, 1)
     treadle.load_weights(loaded, f"{root}/weights")

@@ -3,23 +3,19 @@
 import os
 
 import pytest
-import torch
-from support.models import SGDTask
+from support.models import Line, loader
 from support.processes import run
 from support.trainers import make_trainer
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Task(SGDTask):
+class Task(Line):
     """Writes down what happens, by optimizer step."""
 
     def __init__(self, manual):
         super().__init__()
-        self.net = nn.Linear(2, 1)
         self.automatic_optimization = not manual
         self.happened = []
 
@@ -68,10 +64,6 @@ class Leaves(Callback):
         return -1 if trainer.global_rank == 1 and batch_idx == 2 else None
 
 
-def samples(count=12):
-    return DataLoader(TensorDataset(torch.ones(count, 2)))
-
-
 def flags_of(case, rank, folder):
     """Flags and callbacks of a rank."""
     return {
@@ -98,7 +90,7 @@ def decide(strategy, manual, folder):
         task = Task(manual)
         one = make_trainer(**{"max_epochs": 1, "devices": 2, "strategy": strategy, **flags_of(case, rank, folder)})
         try:
-            one.fit(task, samples(), samples(4))
+            one.fit(task, loader(12, 1), loader(4, 1))
             results[case] = task.happened
         except (ValueError, RuntimeError) as error:
             results[case] = f"{type(error).__name__}: {error}"
@@ -145,7 +137,7 @@ class Withdraws(Callback):
 
 def withdraw():
     task, one = Task(manual=False), make_trainer(max_epochs=1, devices=2, callbacks=[Withdraws()])
-    one.fit(task, samples())
+    one.fit(task, loader(12, 1))
     return task.happened
 
 
