@@ -93,6 +93,31 @@ class Numbers(IterableDataset):
         return iter(range(self.length))
 
 
+class SaveEach(Callback):
+    """Saves after each step, under its number, what is not there yet."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_step_end(self, trainer, pl_module):
+        path = self.folder / str(trainer.global_step)
+        if not path.exists():
+            trainer.save_checkpoint(path)
+
+
+class SaveIn(Callback):
+    """Saves in one hook, the first time it is called after `step` optimizer steps, and notes the phase of the run."""
+
+    def __init__(self, hook, step, path):
+        self.step, self.path, self.phase = step, path, None
+        setattr(self, hook, self.save)
+
+    def save(self, trainer, *_):
+        if trainer.progress.step == self.step and not trainer.sanity_checking and self.phase is None:
+            self.phase = trainer.progress.phase
+            trainer.save_checkpoint(self.path)
+
+
 class SaveAt(Callback):
     """Saves a checkpoint after one step."""
 

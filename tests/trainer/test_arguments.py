@@ -166,14 +166,19 @@ class Logs(Callback):
 
     def on_train_epoch_end(self, trainer, pl_module):
         self.log_dict({"of_an_epoch": 3.0, "another": 4.0})
+        pl_module.log("through_the_task", 5.0)
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        pl_module.log("of_validation", 6.0)
 
 
 def test_callbacks_log_as_the_task_does():
     logger, logs = Keeps(), Logs()
     own = make_trainer(logger=logger, callbacks=logs, log_every_n_steps=4)
-    own.fit(Task(), loader())
+    own.fit(Task(), loader(), loader(2))
     assert [row["of_a_batch"] for row in logger.rows if "of_a_batch" in row] == [3.0, 7.0]
-    assert own.callback_metrics["of_an_epoch"] == 3.0
+    values = [own.callback_metrics[name] for name in ("of_an_epoch", "through_the_task", "of_validation")]
+    assert values == [3.0, 5.0, 6.0]
     with pytest.raises(RuntimeError, match=r"Logs.log was called outside of a stage"):
         logs.log("late", 1.0)
 

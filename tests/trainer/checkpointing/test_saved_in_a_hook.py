@@ -5,11 +5,11 @@ import functools
 import pytest
 import torch
 from support.callback_runs import Rows
+from support.models import SaveIn
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.callbacks import Callback
 from treadle.trainer.loop.progress import Phase
 
 import treadle
@@ -44,19 +44,6 @@ class Task(treadle.TaskModule):
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
         lr_scheduler = {"scheduler": scheduler, "interval": "step", "monitor": "seldom"}
         return {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
-
-
-class Save(Callback):
-    """Saves in one hook, the first time it is called after ``step`` optimizer steps."""
-
-    def __init__(self, hook, step, path):
-        self.step, self.path, self.done = step, path, False
-        setattr(self, hook, self.save)
-
-    def save(self, trainer, *_):
-        if trainer.progress.step == self.step and not trainer.sanity_checking and not self.done:
-            self.done, self.phase = True, trainer.progress.phase
-            trainer.save_checkpoint(self.path)
 
 
 def loader():
@@ -102,7 +89,7 @@ PLACES = [
 @pytest.mark.guarantee
 @pytest.mark.parametrize(("hook", "step", "phase"), PLACES)
 def test_a_run_goes_on_from_it(tmp_path, hook, step, phase):
-    save = Save(hook, step, tmp_path / "c")
+    save = SaveIn(hook, step, tmp_path / "c")
     fit(save)
     assert save.phase is phase
     task, trainer = fit(ckpt_path=tmp_path / "c")
@@ -122,13 +109,13 @@ WITHIN = ["on_train_batch_start", "on_before_backward", "on_before_optimizer_ste
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_in_the_middle_of_a_step_none_is_made(tmp_path, hook, accumulate):
     with pytest.raises(ValueError, match=r"middle of optimizer step 3, .* on_step_end, .*weights_only=True"):
-        fit(Save(hook, 2, tmp_path / "c"), accumulate_grad_batches=accumulate, max_epochs=1)
+        fit(SaveIn(hook, 2, tmp_path / "c"), accumulate_grad_batches=accumulate, max_epochs=1)
     assert not (tmp_path / "c").exists()
 
 
 def two_processes(root):
     """A step's value that nobody has read yet is in the checkpoint, whatever number of processes goes on."""
-    _, trainer = fit(Save("on_step_end", 3, root / "two"), max_epochs=1)
+    _, trainer = fit(SaveIn("on_step_end", 3, root / "two"), max_epochs=1)
     return trainer.callback_metrics["seldom"].item()
 
 

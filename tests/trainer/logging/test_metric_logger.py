@@ -4,14 +4,15 @@ import csv
 
 import pytest
 import torch
-from support.models import SGDTask
+from support.callback_runs import Rows
+from support.models import SaveEach, SGDTask
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, MetricTracker, SumMetric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassConfusionMatrix
-from treadle.loggers import CSVLogger, Logger, TensorBoardLogger
+from treadle.loggers import CSVLogger, TensorBoardLogger
 
 import treadle
 
@@ -352,20 +353,10 @@ def test_a_resumed_epoch_counts_what_it_would_have(tmp_path):
     for saved_after in (1, 2, 4, 5):  # within an epoch, and at its last step
         whole, first, second = (Sums("train", "step") for _ in range(3))
         make_trainer(max_epochs=3).fit(whole, numbers(1, 3))
-        make_trainer(max_epochs=3, max_steps=saved_after, callbacks=SaveEachStep(tmp_path)).fit(first, numbers(1, 3))
+        make_trainer(max_epochs=3, max_steps=saved_after, callbacks=SaveEach(tmp_path)).fit(first, numbers(1, 3))
         make_trainer(max_epochs=3).fit(second, numbers(1, 3), ckpt_path=tmp_path / str(saved_after))
         assert whole.sums == [4.0] * 6
         assert second.sums == whole.sums[2 * ((saved_after - 1) // 2) :]
-
-
-class SaveEachStep(treadle.Callback):
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_step_end(self, trainer, task):
-        path = self.folder / str(trainer.global_step)
-        if not path.exists():
-            trainer.save_checkpoint(path)
 
 
 def test_update_leaves_no_value_of_the_step():
@@ -424,8 +415,22 @@ def test_log_dict_copies_no_states_of_a_collection():
     assert task.shared
 
 
-@pytest.mark.parametrize("how", ["two objects", "no level", "a vector"])
-def test_what_would_be_lost_is_an_error(how):
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (
+            lambda task, index: task.log("x", task.totals[index], on_epoch=True),
+            "'x' was logged as two SumMetric objects in one epoch",
+        ),
+        (lambda task, _: task.log("x", 1.0, on_step=False), "'x' is logged with on_step=False and on_epoch=False"),
+        (
+            lambda task, _: task.log("x", task.each),
+            r"'x'\) got a tensor of shape \(3,\), but can log only one number",
+        ),
+    ],
+    ids=["two objects", "no level", "a vector"],
+)
+def test_what_would_be_lost_is_an_error(log, words):
     class Task(Base):
         def __init__(self):
             super().__init__()
@@ -433,22 +438,12 @@ def test_what_would_be_lost_is_an_error(how):
             self.each = MulticlassAccuracy(3, average=None)
 
         def training_step(self, batch, batch_idx):
-            if how == "two objects":
-                self.totals[batch_idx](batch[0])
-                self.log("x", self.totals[batch_idx], on_epoch=True)
-            elif how == "no level":
-                self.log("x", 1.0, on_step=False)
-            else:
-                self.each(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))
-                self.log("x", self.each)
+            self.totals[batch_idx](batch[0])
+            self.each(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))
+            log(self, batch_idx)
             return super().training_step(batch, batch_idx)
 
-    words = {
-        "two objects": "'x' was logged as two SumMetric objects in one epoch",
-        "no level": "'x' is logged with on_step=False and on_epoch=False",
-        "a vector": r"'x'\) got a tensor of shape \(3,\), but can log only one number",
-    }
-    with pytest.raises(ValueError, match=words[how]):
+    with pytest.raises(ValueError, match=words):
         make_trainer().fit(Task(), numbers(1, 2))
 
 
@@ -533,19 +528,8 @@ class Batches(Base):
     test_step = validation_step
 
 
-class Recorder(Logger):
-    def __init__(self):
-        self.rows = []
-
-    def log_metrics(self, metrics, step=None):
-        self.rows.append((step, metrics))
-
-    def log_hyperparams(self, params, metrics=None):
-        pass
-
-
 def test_batches_of_an_evaluation():
-    recorder, task = Recorder(), Batches()
+    recorder, task = Rows(), Batches()
     own = make_trainer(logger=recorder, max_epochs=2)
     own.fit(task, numbers(1, 2), numbers(1, 2, 3))
     at = "evaluation/global_step"
@@ -566,21 +550,21 @@ def test_batches_of_an_evaluation():
         {"both_epoch/dataloader_idx_0": 1.5},
         {"both_epoch/dataloader_idx_1": 5.0},
     ]
-    assert own.test(task, [numbers(5)], verbose=False) == [{"both_epoch": 5.0}]
-    first, second, third, *_ = recorder.rows
+    first, second, third, _ = recorder.rows
     assert first == (1, {at: 4, "both_step/dataloader_idx_0": 1.0, "only/dataloader_idx_0": 1.0})
     assert second[1]["second/dataloader_idx_0"] == 2.0
     assert third == (1, {at: 4, "both_step/dataloader_idx_1": 5.0, "only/dataloader_idx_1": 5.0})
+    assert own.test(task, [numbers(5)], verbose=False) == [{"both_epoch": 5.0}]
 
 
 def test_more_batches_than_are_kept_at_once():
-    recorder, values = Recorder(), [float(v) for v in range(200)]
+    recorder, values = Rows(), [float(v) for v in range(200)]
     make_trainer(logger=recorder).test(Batches(), numbers(*values), verbose=False)
     assert [row["only"] for _, row in recorder.rows if "only" in row] == values
 
 
 def batches_of_two():
-    recorder = Recorder()
+    recorder = Rows()
     make_trainer(logger=recorder).test(Batches(), numbers(1, 2, 3, 4, 9), verbose=False)
     return recorder.rows
 
@@ -599,7 +583,7 @@ def test_a_resumed_file_has_the_batches_of_evaluations(tmp_path):
         return CSVLogger(tmp_path, "", 0, flush_logs_every_n_steps=1)
 
     train, val = numbers(1, 2), numbers(*range(9))
-    make_trainer(logger=logger(), max_epochs=2, callbacks=SaveEachStep(tmp_path)).fit(Batches(), train, val)
+    make_trainer(logger=logger(), max_epochs=2, callbacks=SaveEach(tmp_path)).fit(Batches(), train, val)
     before = rows(tmp_path / "version_0" / "metrics.csv")
     assert [row["step"] for row in before if "only" in row] == list(range(1, 19))
     make_trainer(logger=logger(), max_epochs=2).fit(Batches(), train, val, ckpt_path=tmp_path / "3")
@@ -661,10 +645,8 @@ def test_the_metrics_are_those_of_the_last_stage():
     assert run.progress_bar_metrics == {}
 
 
-class Saving(Recorder):
+class Saving(Rows):
     """Keeps rows in memory until it is asked to save them."""
-
-    saved = ()
 
     def save(self):
         self.saved, self.rows = [*self.saved, *self.rows], []

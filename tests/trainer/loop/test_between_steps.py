@@ -4,13 +4,11 @@ import time
 
 import pytest
 import torch
-from support.models import SGDTask
+from support.models import SaveIn, SGDTask
 from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
-
-import treadle
 
 
 class Task(SGDTask):
@@ -117,22 +115,9 @@ def test_a_stream_that_is_longer_than_it_says_is_cut_and_that_is_said():
 # -- what a checkpoint made in between goes on with ------------------------------------------------------------------
 
 
-class Saves(treadle.Callback):
-    """Saves once, in a hook's first call at a step; and notes what came after it."""
-
-    def __init__(self, hook, step, path):
-        self.path = path
-        setattr(self, hook, lambda trainer, *_: self.save(trainer, step))
-
-    def save(self, trainer, step):
-        if self.path is not None and trainer.global_step == step and not trainer.sanity_checking:
-            path, self.path = self.path, None
-            trainer.save_checkpoint(path)
-
-
 @pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_end", "on_train_epoch_end"])
 def test_saved_at_the_end_of_an_epoch_without_a_length(tmp_path, hook):
-    whole, task = trainer(max_epochs=3, callbacks=[Saves(hook, 12, tmp_path / "x")]), Task()
+    whole, task = trainer(max_epochs=3, callbacks=[SaveIn(hook, 12, tmp_path / "x")]), Task()
     whole.fit(task, stream(6), loader(1))
     again, other = trainer(max_epochs=3), Task()
     again.fit(other, stream(6), loader(1), ckpt_path=tmp_path / "x")
@@ -163,7 +148,7 @@ def test_what_validation_measured_is_known_after_a_resume(tmp_path, hook):
         one.fit(task, loader(3), loader(1), ckpt_path=path)
         return one.optimizers[0].param_groups[0]["lr"], stopping.best_score, task.net.weight
 
-    rate, best, weight = run(saves=Saves(hook, 6, tmp_path / "x"))
+    rate, best, weight = run(saves=SaveIn(hook, 6, tmp_path / "x"))
     rate_again, best_again, weight_again = run(tmp_path / "x")
     assert rate < 0.1
     assert best >= 100

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from support.models import Line
+from support.models import Line, SaveEach
 from support.seen_batches import Task, data, trainer
 from support.trainers import NO_OUTPUT
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SubsetRandomSampler, TensorDataset
@@ -62,10 +62,6 @@ def test_overfitting_reads_one_order(kind, expected):
 
 
 def test_overfitting_goes_on_in_its_order(tmp_path):
-    class Save(treadle.Callback):
-        def on_step_end(self, trainer, task):
-            trainer.save_checkpoint(tmp_path / str(trainer.global_step))
-
     def fit(path=None, callbacks=()):
         torch.manual_seed(2)
         task = Task()
@@ -73,7 +69,7 @@ def test_overfitting_goes_on_in_its_order(tmp_path):
         trainer(overfit_batches=2, max_epochs=3, callbacks=list(callbacks)).fit(task, loader, ckpt_path=path)
         return task.seen
 
-    whole = fit(callbacks=[Save()])
+    whole = fit(callbacks=[SaveEach(tmp_path)])
     for step in range(1, 6):
         torch.rand(step)
         assert fit(tmp_path / str(step)) == whole[step:]

@@ -73,7 +73,7 @@ def test_manual_optimization_announces_what_is_known(tmp_path):
     assert trainer.global_step == 4
     words = "manual optimization: training_step steps the optimizers; 8 batches per epoch, until 2 epochs"
     assert trainer.decided.splitlines()[1:3] == ["batch 2 = 2 per process x 1 process", words]
-    trainer = make_trainer(max_steps=1)
+    trainer = make_trainer(max_epochs=None, max_steps=1)
     trainer.fit(ByHand(), stream())
     assert "the dataloader has no length, until 1 optimizer step" in trainer.decided
 
@@ -110,7 +110,7 @@ def test_a_schedule_over_a_loader_without_length(schedule):
         make_trainer(max_epochs=-1, max_time="00:00:01:00").fit(Task(schedule), loader())
     words = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert "because max_epochs=-1 and max_steps=-1. Set max_steps" in words
-    make_trainer(max_steps=4).fit(Task(schedule), stream())
+    make_trainer(max_epochs=None, max_steps=4).fit(Task(schedule), stream())
 
 
 def test_a_plateau_scheduler_has_no_length():

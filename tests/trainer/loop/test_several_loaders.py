@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from support.models import SGDTask
+from support.models import SaveEach, SGDTask
 from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -52,14 +52,6 @@ class Task(SGDTask):
     def on_before_batch_transfer(self, batch, dataloader_idx):
         self.moved.append((type(batch), dataloader_idx))
         return batch
-
-
-class SaveEach(treadle.Callback):
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_step_end(self, trainer, task):
-        trainer.save_checkpoint(self.folder / str(trainer.global_step))
 
 
 def weights(task):

@@ -121,36 +121,28 @@ class Task(Line):
         self.save_hyperparameters()
 
 
-class Holds(Callback):
-    """A callback with a state."""
+class Stateful:
+    steps = 0
 
-    def __init__(self, state=None):
-        self.held = state
-        self.steps = 0
-
-    def on_train_batch_start(self, *_):
-        self.steps += 1
-
-    def state_dict(self):
-        return {"held": self.held}
-
-    def load_state_dict(self, state_dict):
-        self.held = state_dict["held"]
-
-
-class Data(treadle.DataModule):
     def __init__(self, state=None):
         super().__init__()
         self.held = state
 
-    def train_dataloader(self):
-        return loader()
-
     def state_dict(self):
         return {"held": self.held}
 
     def load_state_dict(self, state_dict):
         self.held = state_dict["held"]
+
+
+class Holds(Stateful, Callback):
+    def on_train_batch_start(self, *_):
+        self.steps += 1
+
+
+class Data(Stateful, treadle.DataModule):
+    def train_dataloader(self):
+        return loader()
 
 
 def made(root, *callbacks, **flags):
