@@ -7,7 +7,7 @@ from argparse import Namespace
 
 import pytest
 import torch
-from support.models import Line
+from support.models import Scored
 from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,14 +17,11 @@ from treadle.engine.checkpoint import store as checkpoint
 import treadle
 
 
-class Task(Line):
+class Task(Scored):
     def __init__(self, args=None, lr=0.1):
         torch.manual_seed(0)
         super().__init__()
         self.save_hyperparameters()
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val", self.net(batch[0]).square().mean())
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
@@ -72,13 +69,13 @@ def test_an_interrupt_after_a_step_saves_that_step_as_the_last(tmp_path):
 
 def test_a_value_that_was_never_measured_is_not_zero_in_a_name(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, ModelCheckpoint(tmp_path, "{step}-{val:.3f}", "val", save_on_exception=True), Fails(2))
-    assert os.listdir(tmp_path) == ["step=2-val=nan.ckpt"]
+        fit(tmp_path, ModelCheckpoint(tmp_path, "{step}-{val_loss:.3f}", "val_loss", save_on_exception=True), Fails(2))
+    assert os.listdir(tmp_path) == ["step=2-val_loss=nan.ckpt"]
 
 
 def test_a_folder_that_was_moved_is_the_same_folder(tmp_path):
     def kept(folder):
-        return ModelCheckpoint(tmp_path / folder, "{step}", "val", save_top_k=2, save_last=True)
+        return ModelCheckpoint(tmp_path / folder, "{step}", "val_loss", save_top_k=2, save_last=True)
 
     fit(tmp_path, kept("a"))
     shutil.move(tmp_path / "a", tmp_path / "b")

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from support.models import Scored
 from support.object_store import S3Server, environment
 from support.processes import run
 from support.trainers import make_trainer
@@ -36,21 +37,13 @@ def s3():
     server.close()
 
 
-class Task(treadle.TaskModule):
+class Task(Scored):
     """Dropout, a schedule and a logged value: what a resume has to continue."""
 
     def __init__(self, width: int = 8):
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.2), nn.Linear(width, 1))
-
-    def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.net(batch[0]).square().mean())
 
     def predict_step(self, batch, batch_idx):
         return self.net(batch[0])

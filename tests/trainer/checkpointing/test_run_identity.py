@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import models
 from support.processes import run, script
 from support.trainers import make_trainer
 from torch import nn
@@ -17,16 +18,13 @@ from treadle.trainer.runs.folder import RunFolder
 import treadle
 
 
-class Line(treadle.TaskModule):
+class Line(models.Line):
     """A linear layer; five steps an epoch."""
 
     def __init__(self, lr=0.1, width=1, **more):
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Linear(2, width)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).pow(2).mean()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
