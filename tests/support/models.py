@@ -118,17 +118,6 @@ class SaveIn(Callback):
             trainer.save_checkpoint(self.path)
 
 
-class SaveAt(Callback):
-    """Saves a checkpoint after one step."""
-
-    def __init__(self, step, path):
-        self.step, self.path = step, path
-
-    def on_step_end(self, trainer, pl_module):
-        if trainer.progress.step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 def loader(samples=4, batch_size=2, features=2, **options):
     """Batches of ones; no two samples differ, so that neither their order nor their number shows in a loss."""
     return DataLoader(TensorDataset(torch.ones(samples, features)), batch_size, **options)

@@ -431,7 +431,8 @@ class Task(treadle.TaskModule):
             self.log("on_val", self.on_val, add_dataloader_idx=False)
 
     def on_train_epoch_start(self):
-        torch.rand(1)  # hooks draw too
+        if self.own.get("hooks_draw", True):
+            torch.rand(1)
         self.log("epoch_start", float(self.current_epoch))
 
     def on_train_epoch_end(self):

@@ -109,7 +109,7 @@ def test_time_goes_on(tmp_path):
 
 
 # Without anything random but the order, so that the number of processes makes no difference.
-EXACT = BASE | {"noise": [], "layers": [], "validation": 0}
+EXACT = BASE | {"noise": [], "layers": [], "validation": 0, "hooks_draw": False}
 
 
 def train_exactly(root, world, samples, steps=()):

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.models import SaveAt
+from support.models import SaveIn
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
@@ -89,7 +89,7 @@ def assert_equal(found, right, **tolerance):
 def resumed(folder, **flags):
     """The weights of a whole run, and of one that resumed in the middle of its second epoch."""
     whole, again = Two(), Two()
-    fit(whole, SaveAt(4, folder / "c"), gradient_clip_val=CLIP, **flags)
+    fit(whole, SaveIn("on_step_end", 4, folder / "c"), gradient_clip_val=CLIP, **flags)
     assert fit(again, ckpt_path=folder / "c", gradient_clip_val=CLIP, **flags).global_step == 9
     return weights(whole), weights(again)
 
@@ -247,7 +247,7 @@ def stochastic_by_hand():
 def resumed_average(folder, **flags):
     """The weights of a whole run, and of one that resumed while the rates are annealed."""
     whole, again = Two(), Two()
-    fit(whole, stochastic(), SaveAt(8, folder / "swa"), max_epochs=4, **flags)
+    fit(whole, stochastic(), SaveIn("on_step_end", 8, folder / "swa"), max_epochs=4, **flags)
     fit(again, stochastic(), max_epochs=4, ckpt_path=folder / "swa", **flags)
     return weights(whole), weights(again)
 
