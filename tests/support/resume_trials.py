@@ -379,6 +379,10 @@ class Task(treadle.TaskModule):
         self.own = own
         self.net = make_net(own)
         self.ids, self.losses = [], []
+        if own["metrics"]:
+            self.add_metrics()
+
+    def add_metrics(self):
         self.counted = Counter()
         self.means = nn.ModuleDict({"mean": torchmetrics.MeanMetric(), "most": torchmetrics.MaxMetric()})
         self.ranks = torchmetrics.SpearmanCorrCoef()
@@ -522,7 +526,7 @@ def with_trainer(own, seed, folder, saver=None, ckpt_path=None, after=None, **fl
         "bar": dict(own_trainer.progress_bar_metrics),
         "callbacks": [c.state_dict() for c in callbacks if not isinstance(c, LearningRateMonitor)],
         "files": sorted(str(path.relative_to(folder)) for path in folder.glob("*")),
-        "lasting": task.lasting.metric_state,
+        "lasting": task.lasting.metric_state if own["metrics"] else None,
         "ids": task.ids,
         "losses": task.losses,
         "rows": rows.rows,
