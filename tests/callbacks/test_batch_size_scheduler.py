@@ -3,8 +3,9 @@
 import pytest
 import torch
 from support.callback_runs import Tiny, trainer
+from support.models import Stream
 from support.processes import run
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import (
     BatchSizeFinder,
     BatchSizeScheduler,
@@ -31,14 +32,9 @@ class Notes(Callback):
         self.numbers.append(trainer.accumulate_grad_batches)
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(DATA.split(1))
-
-
 def train(root, *callbacks, size=2, shuffle=False, workers=0, stream=False, ckpt_path=None, **flags):
     notes, task = Notes(), Tiny()
-    data = Stream() if stream else TensorDataset(DATA)
+    data = Stream(DATA.split(1)) if stream else TensorDataset(DATA)
     source = DataLoader(data, size, shuffle=shuffle, num_workers=workers)
     made = trainer(root, BatchSizeScheduler(SCHEDULE), notes, *callbacks, limit_val_batches=0, **flags)
     made.fit(task, source, ckpt_path=ckpt_path)

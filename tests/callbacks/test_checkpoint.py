@@ -1,7 +1,5 @@
 """The base class of callbacks that save."""
 
-from __future__ import annotations
-
 from treadle.compat.callbacks import Checkpoint
 
 from treadle import Trainer

@@ -10,15 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.callback_runs import Steps, Tiny, fit, loader, trainer
+from support.callback_runs import Steps, Tiny, fit, loader, names, trainer
 from support.processes import RankError, run
 from torch import nn
 from treadle.callbacks import ModelCheckpoint
 from treadle.engine.checkpoint import filesystem, store
-
-
-def names(folder):
-    return sorted(path.name for path in Path(folder).iterdir())
 
 
 def test_a_time_interval_asks_seldom_and_saves_when_it_is_over(tmp_path):
@@ -38,16 +34,6 @@ def test_what_is_resumed_from_is_not_removed(tmp_path, monkeypatch, name):
     again = ModelCheckpoint("c")
     fit(tmp_path, again, max_epochs=4, ckpt_path=name)
     assert names(tmp_path / "c") == ["epoch=0-step=5.ckpt", "epoch=3-step=20.ckpt"]
-
-
-def test_what_lies_elsewhere_is_not_removed(tmp_path):
-    first = ModelCheckpoint(tmp_path / "one", save_last=True)
-    fit(tmp_path, first, max_epochs=2)
-    before = names(tmp_path / "one")
-    moved = ModelCheckpoint(tmp_path / "two", save_last=True)
-    fit(tmp_path, moved, max_epochs=3, ckpt_path=first.last_model_path)
-    assert names(tmp_path / "one") == before
-    assert names(tmp_path / "two") == ["epoch=2-step=15.ckpt", "last.ckpt"]
 
 
 def killed(root, name):

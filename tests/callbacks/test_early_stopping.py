@@ -7,12 +7,17 @@ import pytest
 import torch
 from support.callback_runs import ByEpoch, Tiny, fit, loader, trainer
 from support.processes import run
-from support.trainers import make_trainer
 from treadle.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 from treadle.callbacks.early_stopping import EarlyStoppingReason
-from treadle.compat.demos.boring_classes import BoringModel
 
 NAN = float("nan")
+KINDS = {
+    "not improved": EarlyStoppingReason.PATIENCE_EXHAUSTED,
+    "better than": EarlyStoppingReason.STOPPING_THRESHOLD,
+    "worse than": EarlyStoppingReason.DIVERGENCE_THRESHOLD,
+    "not finite": EarlyStoppingReason.NON_FINITE_METRIC,
+}
+"""Reasons by the words of their messages."""
 
 
 @pytest.mark.parametrize(
@@ -48,6 +53,10 @@ def test_when(tmp_path, arguments, values, epochs, reason):
     else:
         assert stop.stopped_epoch == epochs - 1
         assert reason in stop.stopping_reason_message
+    again = EarlyStopping("x")
+    again.load_state_dict(stop.state_dict())
+    kinds = [KINDS[words] for words in KINDS if words in (reason or "")]
+    assert [stop.stopping_reason] == [again.stopping_reason] == (kinds or [EarlyStoppingReason.NOT_STOPPED])
 
 
 def test_patience_counts_checks(tmp_path):
@@ -103,16 +112,6 @@ def test_a_withdrawn_stop_leaves_the_requests_of_others(tmp_path):
         stop = EarlyStopping("val_loss", patience=2)
         made = fit(tmp_path, stop, other, values=RECOVERS, max_epochs=8, min_epochs=6)
         assert (made.current_epoch, stop.stopping_reason_message) == (6, None)
-
-
-def test_a_held_back_stop_in_a_checkpoint(tmp_path):
-    """A run that is resumed where its stop is held back decides anew too; one after the recovery continues."""
-    kept = ModelCheckpoint(tmp_path / "c", filename="{epoch}", save_top_k=-1)
-    fit(tmp_path, kept, EarlyStopping("val_loss", patience=2), values=RECOVERS, max_epochs=8, min_epochs=5)
-    for done, rest, until in ((4, [0.5, 0.4], 8), (4, [2.0], 5), (6, [0.3, 0.2], 8), (6, [2.0], 8)):
-        stop, path = EarlyStopping("val_loss", patience=2), tmp_path / "c" / f"epoch={done - 1}.ckpt"
-        made = fit(tmp_path, stop, values=rest, max_epochs=8, min_epochs=5, ckpt_path=path)
-        assert made.current_epoch == until, (done, rest)
 
 
 def test_the_state_of_an_older_release():
@@ -298,28 +297,3 @@ def test_a_criterion_that_is_written_out_is_ours(tmp_path, mode, values):
         for kind in (EarlyStopping, ByHand)
     ]
     assert [run.current_epoch for run in runs] == [3, 3]
-
-
-def test_why_a_run_was_stopped() -> None:
-    class Task(BoringModel):
-        def validation_step(self, batch, batch_idx):
-            self.log("x", 1.0)
-
-    for options, reason in (
-        ({"patience": 1}, EarlyStoppingReason.PATIENCE_EXHAUSTED),
-        ({"stopping_threshold": 2.0}, EarlyStoppingReason.STOPPING_THRESHOLD),
-        ({"divergence_threshold": 0.5}, EarlyStoppingReason.DIVERGENCE_THRESHOLD),
-        ({"patience": 9}, EarlyStoppingReason.NOT_STOPPED),
-    ):
-        stopping = EarlyStopping("x", **options)
-        make_trainer(
-            max_epochs=2,
-            limit_train_batches=1,
-            limit_val_batches=1,
-            num_sanity_val_steps=0,
-            callbacks=stopping,
-        ).fit(Task())
-        assert stopping.stopping_reason is reason
-        again = EarlyStopping("x")
-        again.load_state_dict(stopping.state_dict())
-        assert again.stopping_reason is reason

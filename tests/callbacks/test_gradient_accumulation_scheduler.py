@@ -3,7 +3,6 @@
 import pytest
 import torch
 from support.callback_runs import Tiny, fit
-from support.processes import run
 from treadle.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 
 SCHEDULE = {1: 2, 3: 4}
@@ -60,16 +59,3 @@ def test_what_is_refused(tmp_path):
     for wrong, error in (({}, ValueError), ([2], TypeError), ({-1: 2}, ValueError), ({0: 0}, ValueError)):
         with pytest.raises(error, match="scheduling"):
             GradientAccumulationScheduler(wrong)
-
-
-def on_two(root):
-    task, notes = Tiny(), Notes()
-    fit(root, GradientAccumulationScheduler(SCHEDULE), notes, task=task, max_epochs=4, strategy="ddp", samples=20)
-    return task.net.weight.detach().clone(), [notes.epochs.count(epoch) for epoch in range(4)], notes.estimated
-
-
-def test_two_processes(tmp_path):
-    (first, steps, estimated), (second, *_) = run(on_two, 2, str(tmp_path))
-    assert torch.equal(first, second)
-    assert steps == [5, 3, 3, 2]
-    assert estimated == 13

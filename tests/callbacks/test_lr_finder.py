@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.processes import run
 from support.searched_runs import QUIET_ON_CPU, Data, Plain, Task, Unbuilt, check, dataset, trace
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 from treadle.callbacks import BatchSizeFinder, LearningRateFinder
@@ -126,18 +127,11 @@ def by_hand(rates, batches):
     return smoothed
 
 
-def search_plainly(accumulate=1, size=8, **flags):
+def search_plainly(accumulate, size):
     treadle.seed_everything(0)
     task = Plain()
     finder = LearningRateFinder(1e-4, 0.5, 25, early_stop_threshold=None)
-    trainer = treadle.Trainer(
-        **QUIET_ON_CPU,
-        max_epochs=2,
-        callbacks=[finder],
-        accumulate_grad_batches=accumulate,
-        num_sanity_val_steps=0,
-        **flags,
-    )
+    trainer = make_trainer(max_epochs=2, callbacks=[finder], accumulate_grad_batches=accumulate)
     trainer.fit(task, DataLoader(dataset(), size))
     return finder.optimal_lr.results, task.learning_rate, task.seen, trainer.lr_scheduler_configs[0].scheduler.base_lrs
 

@@ -15,19 +15,16 @@ import pytest
 import torch
 import yaml
 from support import stored
-from support.callback_runs import Steps, Tiny, fit, loader, trainer
+from support.callback_runs import ByEpoch, Steps, Tiny, fit, loader, names, trainer
+from support.models import Stream
 from support.processes import run
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from treadle.callbacks import LambdaCallback, ModelCheckpoint
 from treadle.callbacks._checkpointing import finish_removing
 from treadle.engine.checkpoint import store
 
 NAN = float("nan")
-
-
-def names(folder):
-    return sorted(path.name for path in Path(folder).iterdir())
 
 
 # -- when ----------------------------------------------------------------------------------------------------------
@@ -88,15 +85,10 @@ def test_the_weights_are_those_of_the_step(tmp_path):
     assert torch.equal(Tiny.load_from_checkpoint(kept.last_model_path).net.weight, steps.weights[6])
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(torch.ones(10, 1, 2))
-
-
 def test_a_loader_without_a_length(tmp_path):
     kept = ModelCheckpoint(tmp_path / "c", monitor="val_loss", every_n_train_steps=5, save_top_k=-1, save_last=True)
     made = trainer(tmp_path, kept)
-    made.fit(Tiny([3.0, 2.0]), DataLoader(Stream(), batch_size=2), loader(4))
+    made.fit(Tiny([3.0, 2.0]), DataLoader(Stream(torch.ones(10, 1, 2)), batch_size=2), loader(4))
     assert names(tmp_path / "c") == ["epoch=0-step=5.ckpt", "epoch=1-step=10.ckpt", "last.ckpt"]
     assert kept.best_model_score.item() == 2.0
 
@@ -232,38 +224,33 @@ def test_scores_are_kept_as_they_were_logged(tmp_path):
 
 
 def test_what_a_fit_waited_for_the_next_one_does_not(tmp_path):
-    kept = ModelCheckpoint(tmp_path / "c", "{step}", "val_loss", every_n_train_steps=3)
+    kept = ModelCheckpoint(tmp_path / "c", "{step}", "val_loss", every_n_train_steps=3, save_last=True)
     with pytest.warns(UserWarning, match="saved no best checkpoint"):
-        made = fit(tmp_path, kept, values=[1.0], max_steps=3)
+        made = fit(tmp_path, kept, values=[1.0], max_steps=3)  # before the first validation
     made.max_steps = 4
     made.fit(Tiny([1.0]), loader(2), loader(4))
-    assert (names(tmp_path / "c"), kept.best_model_path) == ([], "")
+    assert (names(tmp_path / "c"), kept.best_model_path) == (["last.ckpt"], "")
 
 
-@pytest.mark.parametrize(
-    ("flags", "also"),
-    [({}, ""), ({"validate": False}, "no validation"), ({"limit_val_batches": 0}, "no validation")],
-)
-def test_a_value_that_was_never_logged(tmp_path, flags, also):
-    """An error after a validation; in a run without one, a warning."""
-    kept = ModelCheckpoint(tmp_path / "c", monitor="train_los")
-    words = r"ModelCheckpoint's monitor 'train_los' was never logged.*'train_loss'"
-    if not flags:
+def test_a_value_that_was_never_logged(tmp_path):
+    for name, hint, trigger in (
+        ("train_los", "'train_loss'", {}),
+        ("other", "train_loss,", {"every_n_train_steps": 2}),
+    ):
+        words = rf"ModelCheckpoint's monitor '{name}' was never logged.*{hint}"
         with pytest.raises(ValueError, match=words):
-            fit(tmp_path, kept, values=[1.0])
-        with pytest.raises(ValueError, match="never logged"):
-            fit(tmp_path, ModelCheckpoint(tmp_path / "c", monitor="other", every_n_train_steps=2), values=[1.0])
-        return
-    with pytest.warns(UserWarning, match=f"{words}.*{also}"):
-        fit(tmp_path, kept, values=[1.0], **flags)
-    assert kept.best_model_path == ""
+            fit(tmp_path, ModelCheckpoint(tmp_path / "c", monitor=name, **trigger), values=[1.0])
 
 
-def test_a_run_that_ends_before_its_first_validation_says_so(tmp_path):
-    kept = ModelCheckpoint(tmp_path / "c", monitor="val_loss", save_last=True)
-    with pytest.warns(UserWarning, match="saved no best checkpoint"):
-        fit(tmp_path, kept, values=[1.0], max_steps=3)
+@pytest.mark.parametrize("flags", [{"validate": False}, {"limit_val_batches": 0}])
+@pytest.mark.parametrize(("name", "why"), [("val_loss", ", because"), ("train_los", ".*'train_loss'.*")])
+def test_a_run_without_validation_trains_on_where_the_monitor_is_missing(tmp_path, name, why, flags):
+    kept = ModelCheckpoint(tmp_path / "c", monitor=name, save_last=True)
+    words = rf"'{name}' was never logged{why}.*no validation.*Until it is logged, no best checkpoint is saved"
+    with pytest.warns(UserWarning, match=words):
+        assert fit(tmp_path, kept, values=[1.0], max_epochs=2, **flags).current_epoch == 2
     assert names(tmp_path / "c") == ["last.ckpt"]
+    assert (kept.best_model_path, os.path.basename(kept.last_model_path)) == ("", "last.ckpt")
 
 
 # -- names ---------------------------------------------------------------------------------------------------------
@@ -365,27 +352,7 @@ def test_a_second_name_for_last(tmp_path, monkeypatch):
 # -- going on ------------------------------------------------------------------------------------------------------
 
 
-def test_paths_go_straight_in(tmp_path):
-    kept = ModelCheckpoint(tmp_path / "c", monitor="val_loss", save_last=True)
-    made = fit(tmp_path, kept, values=[1.0, 2.0])
-    assert type(kept.best_model_path) is type(kept.last_model_path) is str
-    Tiny.load_from_checkpoint(kept.best_model_path)
-    seen = []
-    made.callbacks.append(LambdaCallback(on_train_start=lambda t, _: seen.append(t.global_step)))
-    for path in ("best", "last", kept.best_model_path):
-        made.fit(Tiny([1.0, 2.0]), loader(), loader(4), ckpt_path=path)
-    assert seen == [5, 10, 5]
-    assert made.validate(dataloaders=loader(4), ckpt_path="best", verbose=False)[0].keys() == {"val_loss"}
-
-
 VALUES = [5.0, 4.0, 6.0, 3.0, 3.5, 2.0]
-
-
-class Goes(Tiny):
-    """The value of a validation depends on the step alone, so a resumed run sees what the other one saw."""
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", VALUES[self.trainer.current_epoch])
 
 
 @pytest.mark.parametrize("stop", [5, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (10, 7, 17))])
@@ -398,11 +365,18 @@ def test_resumed_it_keeps_what_it_would_have_kept(tmp_path, stop, trigger):
         )
 
     whole, _ = callbacks(tmp_path / "whole")
-    fit(tmp_path, whole, task=Goes(), max_epochs=6)
+    fit(tmp_path, whole, task=ByEpoch(VALUES), max_epochs=6)
     one, every = callbacks(tmp_path / "parts")
-    fit(tmp_path, one, every, task=Goes(), max_epochs=6)  # killed later than the checkpoint it goes on from
+    fit(tmp_path, one, every, task=ByEpoch(VALUES), max_epochs=6)  # killed later than the checkpoint it goes on from
     again, every = callbacks(tmp_path / "parts")
-    fit(tmp_path, again, every, task=Goes(), max_epochs=6, ckpt_path=tmp_path / "parts" / "all" / f"step={stop}.ckpt")
+    fit(
+        tmp_path,
+        again,
+        every,
+        task=ByEpoch(VALUES),
+        max_epochs=6,
+        ckpt_path=tmp_path / "parts" / "all" / f"step={stop}.ckpt",
+    )
 
     def facts(kept):
         scores = {Path(path).name: score.item() for path, score in kept.best_k_models.items()}
@@ -411,31 +385,6 @@ def test_resumed_it_keeps_what_it_would_have_kept(tmp_path, stop, trigger):
     assert facts(again) == facts(whole)
     assert not [name for name in names(tmp_path / "parts" / "all") if "-v" in name]
     assert not [name for name in names(tmp_path / "parts" / "c") if "-v" in name]
-
-
-class Halved(Tiny):
-    """Halves its learning rate after each epoch."""
-
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
-
-
-@pytest.mark.parametrize(
-    ("trigger", "flags"),
-    [({}, {}), ({"every_n_train_steps": 5}, {}), ({}, {"val_check_interval": 2}), ({}, {"check_val_every_n_epoch": 2})],
-)
-def test_going_on_gives_the_same_weights(tmp_path, trigger, flags):
-    whole = Halved()
-    kept = ModelCheckpoint(tmp_path / "c", save_top_k=-1, **trigger)
-    rates = fit(tmp_path, kept, task=whole, max_epochs=4, **flags).optimizers[0].param_groups[0]["lr"]
-    paths = [tmp_path / "c" / name for name in names(tmp_path / "c")]
-    assert len(paths) >= 2
-    for path in paths[:3]:
-        again = Halved()
-        made = fit(tmp_path, task=again, max_epochs=4, ckpt_path=path, **flags)
-        assert torch.equal(again.net.weight, whole.net.weight)
-        assert made.optimizers[0].param_groups[0]["lr"] == rates
 
 
 def test_the_best_of_before_stays_the_best_in_another_directory(tmp_path):
@@ -532,30 +481,6 @@ def test_whether_a_file_exists(tmp_path):
     made = fit(tmp_path, kept)
     assert kept.file_exists(kept.best_model_path, made)
     assert not kept.file_exists(tmp_path / "c" / "epoch=7.ckpt", made)
-
-
-def test_the_state_of_earlier_versions_loads(tmp_path):
-    (tmp_path / "c").mkdir()
-    best = str(tmp_path / "c" / "epoch=3.ckpt")
-    state = {
-        "dirpath": str(tmp_path / "c"),
-        "triggered_step": 20,
-        "replaced": [str(tmp_path / "c" / "epoch=2.ckpt")],
-        "wanted": False,
-        "waiting": True,
-        "best_model_path": best,
-        "best_model_score": torch.tensor(0.5),
-        "best_k_models": {best: torch.tensor(0.5)},
-        "last_model_path": str(tmp_path / "c" / "last.ckpt"),
-        "current_score": torch.tensor(0.7),
-    }
-    kept = ModelCheckpoint(tmp_path / "c", monitor="val_loss")
-    kept.load_state_dict(state)
-    assert kept.state_dict() == state
-    assert (kept.best_model_path, kept.kth_best_model_path) == (best, best)
-    elsewhere = ModelCheckpoint(tmp_path / "d", monitor="val_loss")
-    elsewhere.load_state_dict(state)
-    assert (elsewhere.best_model_path, elsewhere.best_k_models, elsewhere.last_model_path) == (best, {}, "")
 
 
 # -- what can go wrong ---------------------------------------------------------------------------------------------
@@ -788,17 +713,6 @@ def test_a_last_checkpoint_without_manifest_does_not_end_each_resumed_run(tmp_pa
     shutil.rmtree(tmp_path / "last.ckpt")
     (tmp_path / "last.ckpt").symlink_to(tmp_path / "nowhere")
     assert fitted(6)[0].current_epoch == 6
-
-
-@pytest.mark.parametrize("name", ["val_loss", "train_los"])
-def test_a_run_without_validation_trains_on_where_the_monitor_is_missing(tmp_path, name):
-    kept = ModelCheckpoint(tmp_path, monitor=name, save_last=True)
-    with pytest.warns(
-        UserWarning, match=rf"'{name}' was never logged.*Until it is logged, no best checkpoint is saved"
-    ):
-        assert fit(tmp_path, kept, validate=False, max_epochs=2).current_epoch == 2
-    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["last.ckpt"]
-    assert (kept.best_model_path, os.path.basename(kept.last_model_path)) == ("", "last.ckpt")
 
 
 def test_scores_as_yaml_and_a_save_at_each_step(tmp_path):

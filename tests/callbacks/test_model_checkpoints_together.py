@@ -7,19 +7,12 @@ from pathlib import Path
 
 import pytest
 from support import stored
-from support.callback_runs import Tiny, fit, loader, trainer
+from support.callback_runs import ByEpoch, fit, loader, names, trainer
 from support.processes import clean_environment, python, run
 from treadle.callbacks import ModelCheckpoint
 from treadle.engine.checkpoint import filesystem, store
 
 VALUES = [5.0, 4.0, 1.0, 3.0, 2.0]
-
-
-class ByEpoch(Tiny):
-    """What a validation logs depends on the epoch alone, so a resumed run sees what another one saw."""
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", VALUES[self.trainer.current_epoch])
 
 
 def pair(folder, **options):
@@ -28,10 +21,6 @@ def pair(folder, **options):
 
 def step_of(path):
     return store.verify(path).step
-
-
-def names(folder):
-    return sorted(path.name for path in Path(folder).iterdir())
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["now", "beside"])
@@ -47,9 +36,9 @@ def test_the_best_stays_the_bests(tmp_path, monkeypatch, beside, cut):
     if beside:
         monkeypatch.setattr(filesystem, "write_stream", slow)
     if cut:
-        fit(tmp_path, *pair(tmp_path / "c", async_save=beside), task=ByEpoch(), max_epochs=cut)
+        fit(tmp_path, *pair(tmp_path / "c", async_save=beside), task=ByEpoch(VALUES), max_epochs=cut)
     best, newest = pair(tmp_path / "c", async_save=beside)
-    fit(tmp_path, best, newest, task=ByEpoch(), max_epochs=4, ckpt_path="last" if cut else None)
+    fit(tmp_path, best, newest, task=ByEpoch(VALUES), max_epochs=4, ckpt_path="last" if cut else None)
     assert (step_of(best.best_model_path), best.best_model_score.item()) == (15, 1.0)
     assert step_of(newest.best_model_path) == 20
     assert {"epoch=2-step=15.ckpt", "epoch=3-step=20.ckpt"} <= set(names(tmp_path / "c"))
@@ -60,7 +49,7 @@ def test_what_was_saved_before_a_resume_is_saved_anew_under_its_name(tmp_path):
     for path in (None, tmp_path / "all" / "step=5.ckpt"):
         every = ModelCheckpoint(tmp_path / "all", "{step}", every_n_train_steps=5, save_top_k=-1)
         best, newest = pair(tmp_path / "c")
-        fit(tmp_path, best, newest, every, task=ByEpoch(), max_epochs=3, ckpt_path=path)
+        fit(tmp_path, best, newest, every, task=ByEpoch(VALUES), max_epochs=3, ckpt_path=path)
         assert [os.path.basename(saver.best_model_path) for saver in (best, newest)] == [
             "epoch=2-step=15.ckpt",
             "epoch=2-step=15-v1.ckpt",
@@ -74,7 +63,7 @@ def test_each_has_a_last_of_its_own(tmp_path, counting):
     for epochs in (2, 4):
         options = {"save_last": True, "enable_version_counter": counting}
         one, two = pair(tmp_path / "c", **options)
-        fit(tmp_path, one, two, task=ByEpoch(), max_epochs=epochs, ckpt_path="auto")
+        fit(tmp_path, one, two, task=ByEpoch(VALUES), max_epochs=epochs, ckpt_path="auto")
         assert (one.last_model_path, two.last_model_path) == (
             str(tmp_path / "c" / "last.ckpt"),
             str(tmp_path / "c" / "last-v1.ckpt"),
@@ -89,7 +78,7 @@ def test_a_template_that_is_called_last(tmp_path, counting):
     options = {"monitor": "val_loss", "save_last": True, "enable_version_counter": counting}
     for epochs in (3, 4):
         kept = ModelCheckpoint(tmp_path / "c", "last", **options)
-        fit(tmp_path, kept, task=ByEpoch(), max_epochs=epochs, ckpt_path="auto")
+        fit(tmp_path, kept, task=ByEpoch(VALUES), max_epochs=epochs, ckpt_path="auto")
     assert (step_of(kept.best_model_path), kept.best_model_score.item()) == (15, 1.0)
     assert step_of(kept.last_model_path) == 20
     assert names(tmp_path / "c") == ["last-v1.ckpt", "last.ckpt"]
@@ -100,7 +89,7 @@ def two_processes(root):
     for epochs in (2, 4):
         best, newest = pair(Path(root) / "c", save_last=True, async_save=True)
         made = trainer(root, best, newest, max_epochs=epochs)
-        made.fit(ByEpoch(), loader(20), loader(4), ckpt_path="auto")
+        made.fit(ByEpoch(VALUES), loader(20), loader(4), ckpt_path="auto")
         found += [best.best_model_path, best.last_model_path, newest.best_model_path, newest.last_model_path]
     return found
 

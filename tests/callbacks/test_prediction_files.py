@@ -8,31 +8,22 @@ import numpy as np
 import pytest
 import torch
 from support.callback_runs import Tiny
+from support.models import Stream
 from support.processes import run
 from support.trainers import make_trainer
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 from treadle.callbacks import PredictionWriter
 
 import treadle
 
 
-class Numbers(Dataset):
-    def __init__(self, count):
-        self.count = count
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, index):
-        return torch.tensor([float(index), 1.0])
+def numbers(count):
+    """Sample i is (i, 1)."""
+    return torch.stack([torch.arange(float(count)), torch.ones(count)], 1)
 
 
-class Stream(IterableDataset):
-    def __init__(self, count):
-        self.count = count
-
-    def __iter__(self):
-        return map(Numbers(self.count).__getitem__, range(self.count))
+def stream(count):
+    return Stream(numbers(count))
 
 
 @dataclass
@@ -67,7 +58,7 @@ def predict_each(root, kind, counts, world):
     return [predict(root / str(count), DataLoader(kind(count), batch_size=2), world) for count in counts]
 
 
-@pytest.mark.parametrize("kind", [Numbers, pytest.param(Stream, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", [numbers, pytest.param(stream, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_every_sample_once_in_order(tmp_path, kind, world):
     counts = range(1, 2 * world * 2 + 2)
@@ -85,15 +76,15 @@ def test_every_sample_once_in_order(tmp_path, kind, world):
 
 
 def test_indices_of_a_shuffled_loader(tmp_path):
-    run(predict, 2, tmp_path, DataLoader(Numbers(7), batch_size=2, shuffle=True), 2)
+    run(predict, 2, tmp_path, DataLoader(numbers(7), batch_size=2, shuffle=True), 2)
     pairs = list(treadle.read_predictions(tmp_path / "out", indices=True))
     assert all(batch["ids"].tolist() == indices for indices, batch in pairs)
     assert sorted(index for indices, _ in pairs for index in indices) == list(range(7))
 
 
 def test_several_loaders_and_a_taken_folder(tmp_path):
-    first = predict(tmp_path, [DataLoader(Numbers(3)), DataLoader(Numbers(2))])
-    second = predict(tmp_path, DataLoader(Numbers(1)))
+    first = predict(tmp_path, [DataLoader(numbers(3)), DataLoader(numbers(2))])
+    second = predict(tmp_path, DataLoader(numbers(1)))
     assert [first.name, second.name] == ["out", "out-v1"]
     assert [len(list(treadle.read_predictions(first, loader))) for loader in (0, 1)] == [3, 2]
     with pytest.warns(UserWarning, match=r"out has older predictions than out-v1. .* pass PredictionWriter.folder"):
@@ -113,7 +104,7 @@ def test_files_are_written_on_the_way(tmp_path):
             return torch.full((2**18,), float(batch[0, 0]))  # 1 MiB
 
     writer = PredictionWriter(tmp_path / "out", shard_mib=2)
-    make_trainer(callbacks=[writer]).predict(Large(), DataLoader(Numbers(7)), return_predictions=False)
+    make_trainer(callbacks=[writer]).predict(Large(), DataLoader(numbers(7)), return_predictions=False)
     assert seen == [0, 0, 1, 1, 2, 2, 3]
     assert [batch[0].item() for batch in treadle.read_predictions(tmp_path / "out")] == list(range(7))
 
@@ -126,10 +117,10 @@ def test_what_failed_or_is_damaged_is_not_read(tmp_path):
             return super().predict_step(batch, batch_idx)
 
     with pytest.raises(OSError, match="no more"):
-        make_trainer(callbacks=[PredictionWriter(tmp_path / "half", 1)]).predict(Fails(), DataLoader(Numbers(4)))
+        make_trainer(callbacks=[PredictionWriter(tmp_path / "half", 1)]).predict(Fails(), DataLoader(numbers(4)))
     with pytest.raises(ValueError, match="has no complete predictions"):
         treadle.read_predictions(tmp_path / "half")
-    folder = predict(tmp_path, DataLoader(Numbers(4)))
+    folder = predict(tmp_path, DataLoader(numbers(4)))
     index = json.loads((folder / "predictions.json").read_text())
     index["loaders"]["0"]["ranks"] = [["../out/" + name for name in index["loaders"]["0"]["ranks"][0]]]
     (folder / "predictions.json").write_text(json.dumps(index))
@@ -147,7 +138,7 @@ def test_what_can_not_be_written_is_said(tmp_path):
             return {"model": torch.nn.Linear(1, 1)}
 
     with pytest.raises(TypeError, match=r"0\.prediction\.model: a torch\.nn\.modules\.linear\.Linear can't be stored"):
-        make_trainer(callbacks=[PredictionWriter(tmp_path / "out")]).predict(Odd(), DataLoader(Numbers(1)))
+        make_trainer(callbacks=[PredictionWriter(tmp_path / "out")]).predict(Odd(), DataLoader(numbers(1)))
 
 
 def test_a_task_that_writes_by_itself_leaves_no_folder(tmp_path):
@@ -156,6 +147,6 @@ def test_a_task_that_writes_by_itself_leaves_no_folder(tmp_path):
             return None
 
     writer = PredictionWriter(tmp_path / "out")
-    make_trainer(callbacks=[writer]).predict(Own(), DataLoader(Numbers(3)), return_predictions=False)
+    make_trainer(callbacks=[writer]).predict(Own(), DataLoader(numbers(3)), return_predictions=False)
     assert writer.folder is None
     assert list(tmp_path.iterdir()) == []

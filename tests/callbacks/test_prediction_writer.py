@@ -7,21 +7,8 @@ import pytest
 import torch
 from support.callback_runs import Tiny, trainer
 from support.processes import run
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, WeightedRandomSampler
 from treadle.callbacks import BasePredictionWriter
-
-
-class Numbered(Dataset):
-    """Sample i is i."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, index):
-        return torch.tensor(float(index))
 
 
 class Doubles(Tiny):
@@ -50,36 +37,23 @@ def written(root, loaders, writer=None, keep=False, **flags):
     return writer, result
 
 
-class Backwards:
-    """A batch sampler of one's own, with batches of unequal size."""
+KINDS = {
+    "plain": lambda count: {"batch_size": 2},
+    "shuffled": lambda count: {"batch_size": 2, "shuffle": True},
+    "weighted": lambda count: {"batch_size": 2, "sampler": WeightedRandomSampler([1.0] * count, count)},
+    "batches": lambda count: {"batch_sampler": [list(part) for part in batched(range(count - 1, -1, -1), 3)]},
+    "torch's batches": lambda count: {"batch_sampler": BatchSampler(range(count - 1, -1, -1), 2, False)},
+    "single": lambda count: {"batch_size": None, "shuffle": True},
+}
 
-    def __init__(self, count, size):
-        self.batches = [list(range(start, max(-1, start - size), -1)) for start in range(count - 1, -1, -size)]
 
-    def __iter__(self):
-        return iter(self.batches)
-
-    def __len__(self):
-        return len(self.batches)
+def batched(numbers, size):
+    return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
 
 def loader_of(kind, count, workers=0):
-    data = Numbered(count)
-    more = {"num_workers": workers}
-    if kind == "plain":
-        return DataLoader(data, batch_size=2, **more)
-    if kind == "shuffled":
-        return DataLoader(data, batch_size=2, shuffle=True, **more)
-    if kind == "weighted":
-        return DataLoader(data, 2, sampler=WeightedRandomSampler([1.0] * count, count, generator=torch.Generator()))
-    if kind == "batches":
-        return DataLoader(data, batch_sampler=Backwards(count, 3), **more)
-    if kind == "torch's batches":
-        return DataLoader(data, batch_sampler=BatchSampler(range(count - 1, -1, -1), 2, False), **more)
-    return DataLoader(data, batch_size=None, shuffle=True, **more)
-
-
-KINDS = ["plain", "shuffled", "weighted", "batches", "torch's batches", "single"]
+    """A loader of the numbers below `count`, each of which is at its own index."""
+    return DataLoader(torch.arange(float(count)), num_workers=workers, **KINDS[kind](count))
 
 
 @pytest.mark.parametrize("kind", KINDS)

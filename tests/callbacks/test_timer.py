@@ -11,11 +11,6 @@ from treadle.callbacks.prediction_writer import WriteInterval
 from treadle.callbacks.timer import Interval
 
 
-@pytest.mark.parametrize("duration", ["00:00:01:30", timedelta(seconds=90), {"minutes": 1, "seconds": 30}])
-def test_durations(duration):
-    assert Timer(duration).time_remaining() == 90
-
-
 def test_a_timer_stops_the_run(tmp_path):
     timer = Timer(timedelta(seconds=0.2))
     made = fit(tmp_path, timer, task=Tiny(pause=0.02), samples=1000, validate=False)

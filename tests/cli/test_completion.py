@@ -46,14 +46,6 @@ def test_scripts_name_the_commands(shell, capsys):
         subprocess.run([shell, *check], input=script, text=True, check=True, capture_output=True)
 
 
-def test_nothing_waits_for_torch():
-    source = "import sys; from treadle.__main__ import main; main(['completion', 'bash']); "
-    done = subprocess.run(
-        [sys.executable, "-c", source + "print('torch' in sys.modules)"], capture_output=True, text=True
-    )
-    assert done.stdout.split()[-1] == "False", done.stderr
-
-
 def test_what_is_wrong(capsys, monkeypatch):
     assert main(["completion", "csh"]) == 2
     assert "'csh' is not one of bash, zsh, fish" in capsys.readouterr().err

@@ -3,13 +3,13 @@
 import os
 import subprocess
 import sys
-import time
 import uuid
 import warnings
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from support.launches import wait_for
 from treadle.common import mirror, remote_path
 from treadle.common.mirror import flush, local_folder
 from treadle.common.remote_path import RemotePath
@@ -37,13 +37,6 @@ def folder(monkeypatch):
     return RemotePath(f"away://{uuid.uuid4().hex}")
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_path_is_itself(tmp_path):
     assert local_folder(tmp_path / "logs") == tmp_path / "logs"
     assert not (tmp_path / "logs").exists()
@@ -58,7 +51,7 @@ def test_what_changes_is_uploaded_and_what_goes_is_deleted(folder):
     (here / "sub/page").write_bytes(b"page")
     (here / "half.tmp").write_bytes(b"half")
     (here / ".claim").write_bytes(b"")
-    wait_until(lambda: folder.sizes() == {"events": 16, "sub/page": 4})
+    wait_for(lambda: folder.sizes() == {"events": 16, "sub/page": 4}, 10)
     (here / "sub/page").unlink()
     flush(folder)
     assert folder.sizes() == {"events": 16}

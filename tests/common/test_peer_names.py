@@ -1,7 +1,5 @@
 """The tables of the peers' names: every line leads somewhere, and every refusal says what to use."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Kinds of devices as objects, and devices parsed without a Trainer; expected values are those of lightning 2.6.6."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.trainers import make_trainer

@@ -1,7 +1,5 @@
 """Fabric's modules of file systems, data and types."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

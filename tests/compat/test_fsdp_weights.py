@@ -1,7 +1,5 @@
 """Accelerate's functions for sharded models, on models that Treadle's FSDP shards."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Accelerate's scalers of gradients."""
 
-from __future__ import annotations
-
 from treadle.compat.utils.fsdp_utils import get_fsdp2_grad_scaler
 from treadle.compat.utils.modeling import get_grad_scaler
 

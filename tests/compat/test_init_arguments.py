@@ -1,7 +1,5 @@
 """Arguments of a class's init, as Lightning finds them."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """Lightning's queries about a module: norms of gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.processes import run

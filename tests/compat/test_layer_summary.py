@@ -1,7 +1,5 @@
 """Lightning's summary of a model by layers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

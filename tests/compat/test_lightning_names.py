@@ -1,7 +1,5 @@
 """What stands behind Lightning's names does what Lightning's does; expected values are those of lightning 2.6.6."""
 
-from __future__ import annotations
-
 import torch
 from support.trainers import make_trainer
 from treadle.compat.core.hooks import DataHooks, ModelHooks

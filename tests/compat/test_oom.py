@@ -1,7 +1,5 @@
 """Errors of memory are told from others."""
 
-from __future__ import annotations
-
 import torch
 
 from treadle.utilities import memory

@@ -1,7 +1,5 @@
 """Precisions as Lightning's plugins."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.trainers import NO_OUTPUT, make_trainer

@@ -1,7 +1,5 @@
 """Fabric's warnings that may be wrong."""
 
-from __future__ import annotations
-
 import warnings
 
 

@@ -1,6 +1,6 @@
 """A fault at every point of a training, and every signal to every process: how the job ends.
 
-`make test-faults` runs all of both matrices and prints them as tables. The default suite runs a few cells.
+`make test-faults` runs all of both matrices and prints how each job ended. The default suite runs a few cells.
 """
 
 import dataclasses
@@ -119,16 +119,12 @@ def undisturbed(strategy, root):
     return weights(folder)
 
 
-def summarize(outcome, wrong):
-    return {"seconds": outcome.seconds, "status": outcome.status, "linger": outcome.linger, "wrong": wrong}
-
-
 @pytest.mark.parametrize("cell", mark(FAULTS, FEW_FAULTS), ids=describe)
 def test_a_fault_ends_the_job_and_is_named(cell, tmp_path, record_property):
     outcome = strike(tmp_path, cell.plan, cell.launcher)
     patience = 3.0 if cell in FEW_FAULTS else 1.0  # the default suite keeps all cores busy
     wrong = cell.faults_of(outcome, patience)
-    record_property("fault", (dataclasses.asdict(cell), summarize(outcome, wrong)))
+    record_property("faults", outcome.report(cell, wrong))
     assert not wrong, outcome.err
 
 
@@ -138,5 +134,5 @@ def test_a_signal_saves_the_run_which_then_resumes(cell, tmp_path, tmp_path_fact
     resumed = strike(tmp_path, {"strategy": cell.strategy}, cell.launcher)
     same = resumed.status == 0 and weights(tmp_path) == undisturbed(cell.strategy, tmp_path_factory.getbasetemp())
     wrong = cell.faults_of(outcome, resumed, same)
-    record_property("signal", (dataclasses.asdict(cell), summarize(outcome, wrong)))
+    record_property("signals", outcome.report(cell, wrong))
     assert not wrong, outcome.err

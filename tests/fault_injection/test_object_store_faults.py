@@ -8,11 +8,14 @@ connections that are open, while a file is on its way.
 import contextlib
 import os
 import signal
+import socket
+import struct
+import threading
 import warnings
 
 import pytest
 import torch
-from support.object_store import S3Server, Wire, environment
+from support.object_store import S3Server, environment
 from support.processes import RankError, run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -182,6 +185,87 @@ def test_killed_at_every_request_of_a_save(bucket):
 
 
 # -- cut in the middle -----------------------------------------------------------------------------------------------
+
+
+class Wire:
+    """A port that leads to a server, until it is cut: open connections break off, and new ones are refused.
+
+    Args:
+        port: the server's.
+
+    Attributes:
+        url: the address of this end.
+        cuts: how often it was cut.
+    """
+
+    def __init__(self, port):
+        self._port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._lock = threading.Lock()
+        self._open = set()
+        self._is_cut = False
+        self._left = None
+        self.cuts = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def arm(self, after):
+        """Cut the connection when so many bytes have gone to the server from now on."""
+        self._left = after
+
+    def cut(self):
+        """Break off what is open, and refuse what comes."""
+        with self._lock:
+            self._is_cut = True
+            self.cuts += 1
+            self._left = None
+            for end in self._open:
+                _reset(end)
+            self._open.clear()
+
+    def mend(self):
+        """Let connections through again."""
+        self._is_cut = False
+
+    def close(self):
+        """End it."""
+        self._listener.close()
+        self.cut()
+
+    def _accept(self):
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self._port))
+            with self._lock:
+                if self._is_cut:
+                    _reset(client)
+                    _reset(server)
+                    continue
+                self._open |= {client, server}
+            threading.Thread(target=self._carry, args=(client, server, True), daemon=True).start()
+            threading.Thread(target=self._carry, args=(server, client, False), daemon=True).start()
+
+    def _carry(self, source, target, counts):
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if counts and self._left is not None:
+                    self._left -= len(data)
+                    if self._left <= 0:
+                        self.cut()
+                        return
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+
+def _reset(end):
+    """Break a connection off: the other side gets an error, not the end of what was sent."""
+    with contextlib.suppress(OSError):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        end.shutdown(socket.SHUT_RD)  # whoever waits for it in a thread of ours wakes up
+        end.close()
 
 
 def save_through_a_cut(root, port, after, mended):

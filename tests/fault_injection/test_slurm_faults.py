@@ -38,6 +38,5 @@ def test_a_fault_ends_the_job_and_is_named(cluster, tmp_path, record_property, c
     cell = dataclasses.replace(cell, launcher="srun")
     outcome = strike(tmp_path, cell.plan, "srun", variables={**cluster.env, "MASTER_ADDR": "127.0.0.1"})
     wrong = cell.faults_of(outcome)
-    words = {"seconds": outcome.seconds, "status": outcome.status, "linger": outcome.linger, "wrong": wrong}
-    record_property("fault", (dataclasses.asdict(cell), words))
+    record_property("faults", outcome.report(cell, wrong))
     assert not wrong, outcome.err

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 from support import swapped
-from support.language import read_differences
+from support.house import read_differences
 from support.processes import clean_environment, run
 
 FOLDER = Path(__file__).parent / "swap" / "accelerate"
 SOURCES = tomllib.loads((FOLDER / "sources.toml").read_text(encoding="utf-8"))
 RECORDED = json.loads((FOLDER / "programs.json").read_text(encoding="utf-8"))["programs"]
+DECAYED = json.loads((FOLDER / "recorded.json").read_text(encoding="utf-8"))
 TOLERANCE = 2e-5  # relative: they compute in float32, and the mean over processes is rounded in another order
 
 # Program, number of processes, pattern of the place: the row of docs/differences that says why it is otherwise.
@@ -33,16 +34,18 @@ DIFFERENT: dict[tuple[str, int], dict[str, str]] = {
 }
 
 
-LONG = (
-    *("autoregressive", "big_trainer", "cross_validation", "early_stopping", "glue", "maskgit_vae", "multi_dataset"),
-    *("tracking", "unconditional"),
-)
+LONG = ("big_trainer", "early_stopping", "glue", "multi_dataset", "tracking", "unconditional")
+
+
+def leave_no_launch_variables():
+    """As a user starts a script: with nothing in the environment of what launches processes."""
+    for variable in os.environ.keys() - clean_environment().keys():
+        del os.environ[variable]
 
 
 def executed(name, world, folder):
-    if world == 1:  # as a user starts it: with nothing in the environment of what launches processes
-        for variable in os.environ.keys() - clean_environment().keys():
-            del os.environ[variable]
+    if world == 1:
+        leave_no_launch_variables()
     return swapped.execute_accelerate_program(name, "treadle", Path(folder))
 
 
@@ -87,3 +90,34 @@ def test_only_import_lines_are_changed():
         assert pairs
         assert all(a.startswith(("import accelerate", "from accelerate")) for a, _ in pairs)
         assert before.count("\nimport accelerate") + before.count("\nfrom accelerate") == len(pairs)
+
+
+# -- one loop in three orders ------------------------------------------------------------------------------------------
+
+
+def decayed(path, world, arguments):
+    """What `swap/accelerate/decay.py` finds, for each list of arguments."""
+    if world == 1:
+        leave_no_launch_variables()
+    source = swapped.swapped_for_accelerate((FOLDER / "decay.py").read_text(encoding="utf-8"))
+    return [swapped.call_main(path, each, source) for each in arguments]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_losses_are_accelerates(world, tmp_path):
+    """With `use_seedable_sampler`; figures of accelerate 1.15.0, torch 2.13.0 (`benchmarks/swap_accelerate.py`)."""
+    runs = [one for one in DECAYED["runs"] if one["processes"] == world]
+    assert len({tuple(one["results"]["losses"]) for one in runs}) == 3  # each has an order of its own
+    found = run(decayed, world, tmp_path / "decay.py", world, [one["arguments"] for one in runs])[0]
+    for ours, theirs in zip(found, (one["results"] for one in runs), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, values in theirs.items():
+            assert ours[name] == pytest.approx(values, rel=5e-7, abs=1e-7), name
+        assert ours["rates"][-1] == theirs["rates"][-1] == 0.0
+
+
+def test_the_guides_schedule_ends_at_zero(capsys):
+    text = (Path(__file__).parents[2] / "docs" / "migrating" / "from_accelerate.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(block, {})
+    assert capsys.readouterr().out == "[0.0]\n"

@@ -7,14 +7,12 @@ import contextlib
 import io
 import json
 import logging
-import time
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from support.models import SGDTask
-from support.processes import run, script
+from support.processes import run
 from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
@@ -26,53 +24,6 @@ NO_OUTPUT = {"accelerator": "cpu", "max_epochs": 1, "num_sanity_val_steps": 0, *
 
 
 # -- whole scripts -----------------------------------------------------------------------------------------------------
-
-# One seed for all; a tracker that is started; state saved by all.
-TEMPLATE = """
-import json, os
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset, random_split
-from treadle import Accelerator
-from treadle.utils import set_seed, tqdm
-
-def main():
-    accelerator = Accelerator(gradient_accumulation_steps=4, log_with="csv", project_dir=FOLDER)
-    accelerator.init_trackers("template", config={"lr": 1e-2})
-    set_seed(42)
-    x = torch.randn(90, 4)
-    dataset = TensorDataset(x, (x.sum(1) > 0).long())
-    train, val = random_split(dataset, [70, 20])
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    batch_size = 4 // accelerator.num_processes
-    model, optimizer, loader, val_loader = accelerator.prepare(
-        model, optimizer, DataLoader(train, batch_size, shuffle=True), DataLoader(val, batch_size))
-    step = 0
-    for epoch in range(2):
-        model.train()
-        for inputs, targets in tqdm(loader, disable=True):
-            with accelerator.accumulate(model):
-                loss = nn.functional.cross_entropy(model(inputs), targets)
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-            if accelerator.sync_gradients:
-                step += 1
-                accelerator.log({"loss": accelerator.reduce(loss.detach(), "mean").item()}, step=step)
-    accelerator.save_state(os.path.join(FOLDER, "state"))
-    seen = []
-    for inputs, _ in val_loader:
-        seen.append(accelerator.gather_for_metrics(inputs))
-    weights = torch.cat([p.detach().flatten() for p in accelerator.unwrap_model(model).parameters()])
-    accelerator.end_training()
-    accelerator.print(json.dumps([step, len(torch.cat(seen)), torch.cat(seen).sum().item(), weights.tolist()]))
-
-if __name__ == "__main__":
-    main()
-"""
 
 # The second stage has an Accelerator, a strategy and an optimizer of its own.
 STAGES = """
@@ -140,57 +91,29 @@ gc.collect()
 Accelerator().print(json.dumps([found, sum(model() is not None for model in known)]))
 """
 
-SCRIPTS = {"template": TEMPLATE, "stages": STAGES, "experiments": EXPERIMENTS}
+SCRIPTS = {"stages": STAGES, "experiments": EXPERIMENTS}
 
 
-def run_scripts(folder):
+def run_scripts():
     """Run each script, one after the other in the same processes; returns what each printed."""
     printed = {}
     for name, source in SCRIPTS.items():
         with contextlib.redirect_stdout(io.StringIO()) as text:
-            exec(compile(source, name, "exec"), {"__name__": "__main__", "FOLDER": folder})
+            exec(compile(source, name, "exec"), {"__name__": "__main__"})
         printed[name] = [json.loads(line) for line in text.getvalue().splitlines()]
     return printed
 
 
-def flat(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
-
-
-def by_hand(net, optimizer, batches, loss, clip=float("inf")):
-    """Steps without any library; returns the loss of each."""
-    losses = []
-    for batch in batches:
+def by_hand(net, optimizer, batches):
+    """Steps on the mean square without any library."""
+    for (inputs,) in batches:
         optimizer.zero_grad()
-        losses.append(loss(net, *batch))
-        losses[-1].backward()
-        nn.utils.clip_grad_norm_(net.parameters(), clip)
+        square(net, inputs).backward()
         optimizer.step()
-    return [each.item() for each in losses]
-
-
-def cross_entropy(net, inputs, targets):
-    return nn.functional.cross_entropy(net(inputs), targets)
 
 
 def square(net, inputs):
     return net(inputs).square().mean()
-
-
-def in_groups(batches, size):
-    batches = list(batches)
-    groups = [batches[start : start + size] for start in range(0, len(batches), size)]
-    return [tuple(map(torch.cat, zip(*group, strict=True))) for group in groups]
-
-
-def template():
-    torch.manual_seed(42)
-    x = torch.randn(90, 4)
-    train, val = random_split(TensorDataset(x, (x.sum(1) > 0).long()), [70, 20])
-    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    optimizer, loader = torch.optim.AdamW(net.parameters(), lr=1e-2), DataLoader(train, 4, shuffle=True)
-    steps = sum(len(by_hand(net, optimizer, in_groups(loader, 4), cross_entropy, clip=1.0)) for _ in range(2))
-    return steps, sum(x.sum().item() for x, _ in val), flat(net)
 
 
 def stages():
@@ -198,8 +121,8 @@ def stages():
     body, head = nn.Linear(4, 8), nn.Linear(8, 1)
     net, loader = nn.Sequential(body, nn.Tanh(), head), DataLoader(TensorDataset(torch.randn(32, 4)), 8)
     start = body.weight.tolist()
-    by_hand(net, torch.optim.SGD(head.parameters(), lr=0.1), loader, square)
-    by_hand(net, torch.optim.SGD(net.parameters(), lr=0.1), loader, square)
+    by_hand(net, torch.optim.SGD(head.parameters(), lr=0.1), loader)
+    by_hand(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
     return start, body.weight.flatten().tolist()
 
 
@@ -207,20 +130,14 @@ def experiment(lr):
     torch.manual_seed(9)
     net = nn.Linear(4, 1)
     loader = DataLoader(TensorDataset(torch.randn(32, 4)), 8, shuffle=True)
-    by_hand(net, torch.optim.SGD(net.parameters(), lr=lr), loader, square)
+    by_hand(net, torch.optim.SGD(net.parameters(), lr=lr), loader)
     return net.weight.flatten().tolist()
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
-def test_the_scripts_end_as_a_loop_by_hand(world, tmp_path):
-    main, *others = run(run_scripts, world, str(tmp_path))
+def test_the_scripts_end_as_a_loop_by_hand(world):
+    main, *others = run(run_scripts, world)
     assert all(printed == [] for other in others for printed in other.values())
-
-    ((steps, val, total, weights),) = main["template"]
-    assert (steps, val) == (10, 20)
-    assert (steps, total, weights) == (template()[0], close(template()[1]), close(template()[2]))
-    assert len((tmp_path / "template" / "metrics.csv").read_text().splitlines()) == 11
-    assert (tmp_path / "state" / "manifest.json").is_file()
 
     ((start, ((first, frozen), (second, trained))),) = main["stages"]
     assert (first, second) == ("single" if world == 1 else "ddp", "fsdp")
@@ -272,7 +189,6 @@ def train(batch_size, accumulate=1, task=None, data=None):
     task = task or Task()
     trainer = treadle.Trainer(**NO_OUTPUT, accumulate_grad_batches=accumulate)
     trainer.fit(task, DataLoader(data or samples(), batch_size))
-    return flat(task)
 
 
 def error_of(call, *args, **kwargs):
@@ -296,32 +212,13 @@ def words_of(call, *args, **kwargs):
     return said.getvalue() + "\n".join(str(each.message) for each in caught)
 
 
-def metrics_of(accelerator):
-    """Nine samples on two processes, two to a batch, in each form that a metric may have."""
-    loader = accelerator.prepare(DataLoader(torch.arange(9.0), batch_size=2))
-    found = {"samples": [], "means": [], "tokens": [], "words": [], "mixed": []}
-    for batch in loader:
-        tokens = torch.cat([torch.full((int(i) + 1,), i) for i in batch])  # sample i has i + 1 of them
-        words = [f"sample {int(i)}" for i in batch]
-        found["samples"] += accelerator.gather_for_metrics(batch).tolist()
-        mean, count = accelerator.gather_for_metrics((batch.mean(), torch.tensor(len(batch))))
-        found["means"].append((mean * count).sum().item())
-        found["tokens"] += accelerator.gather_for_metrics(tokens).tolist()
-        found["words"] += accelerator.gather_for_metrics(words)
-        both = accelerator.gather_for_metrics({"value": batch, "word": words})
-        found["mixed"] += zip(both["value"].tolist(), both["word"], strict=True)
-    return found
-
-
-def on_each_process(folder):
+def on_each_process():
     """Everything that takes two processes but ends well; returns what this one saw."""
     accelerator = treadle.Accelerator(cpu=True)
     rank = accelerator.process_index
-    tracked = treadle.Accelerator(cpu=True, log_with="csv", project_dir=folder)
     split = treadle.Accelerator(cpu=True, split_batches=True)
     return {
         "world": accelerator.num_processes,
-        "splits": {(size, k): train(size, k) for size, k in ((4, 1), (2, 2), (1, 4))},
         "words": words_of(train, 2, 4),
         "other data": words_of(train, 2, data=samples(scale=rank + 1.0)),
         "other split": error_of(train, 2, data=torch.utils.data.Subset(samples(), [rank, *range(2, 9)])),
@@ -331,28 +228,17 @@ def on_each_process(folder):
         "gather": error_of(accelerator.gather_for_metrics, torch.ones(2, 3 + rank)),
         "reduce": error_of(accelerator.reduce, {"a": torch.ones(1), "b": torch.ones(2, 3 + rank)}),
         "number": error_of(accelerator.reduce, [torch.ones(1)] * (1 + rank)),
-        "metrics": metrics_of(accelerator),
         "fp16": treadle.Accelerator(cpu=True, mixed_precision="fp16").precision.name,
         "fsdp": treadle.Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin()).strategy.name,
         "split": [len(batch) for batch in split.prepare(DataLoader(torch.arange(8), batch_size=4))],
         "odd split": error_of(lambda: list(split.prepare(DataLoader(torch.arange(6), batch_size=3)))),
-        "tracker": error_of(tracked.log, {"a": 1}),
         "reduction": error_of(accelerator.reduce, torch.ones(1), "average"),
     }
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return run(on_each_process, 2, str(tmp_path_factory.mktemp("two")))
-
-
-def test_any_split_of_the_effective_batch_is_one_update(two):
-    task = Task()
-    by_hand(task.net, torch.optim.SGD(task.parameters(), lr=0.1), DataLoader(samples(), 8), square)
-    wanted = close(flat(task))
-    alone = {(size, k): train(size, k) for size, k in ((8, 1), (4, 2), (2, 4), (1, 8))}
-    for place in (alone, two[0]["splits"], two[1]["splits"]):
-        assert all(weights == wanted for weights in place.values()), place
+def two():
+    return run(on_each_process, 2)
 
 
 def test_what_was_decided_is_said_once(two):
@@ -405,18 +291,7 @@ def test_shapes_that_do_not_fit_together(two):
         assert "reduce needs tensors of the same shapes" in process["number"]
 
 
-def test_every_form_of_a_metric_counts_each_sample_once(two):
-    for process in two:
-        found = process["metrics"]
-        assert found["samples"] == list(range(9))
-        assert sum(found["means"]) == 36.0
-        assert found["tokens"] == [i for i in range(9) for _ in range(i + 1)]
-        assert found["words"] == [f"sample {i}" for i in range(9)]
-        assert found["mixed"] == [(i, f"sample {i}") for i in range(9)]
-
-
 def test_nothing_is_downgraded_in_silence(two):
-    assert "before accelerator.init_trackers" in two[0]["tracker"]  # other ranks hand nothing to a tracker
     for process in two:
         assert process["world"] == 2
         assert process["fp16"] == "16-mixed"
@@ -435,103 +310,3 @@ def with_another_torch():
 def test_all_processes_run_the_same_versions():
     with pytest.raises(ValueError, match=r"rank 1 runs torch 1\.0\.0, treadle .* but rank 0 runs torch 2\."):
         run(with_another_torch, 2)
-
-
-# -- failures of one process -----------------------------------------------------------------------------------------
-
-FAILING = """
-import os, signal, sys, time
-import torch, treadle
-from treadle.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, TensorDataset
-
-phase, how = sys.argv[1:]
-armed = False
-
-def fail(where):
-    if armed and where == phase and treadle.PartialState().process_index == 1:
-        open("failed", "w").write(repr(time.time()))
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise ArithmeticError(f"on purpose in {phase}")
-
-class Task(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(2, 1)
-    def setup(self, stage):
-        fail("setup")
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 1:
-            fail("train")
-        return self.net(batch[0]).square().mean()
-    def validation_step(self, batch, batch_idx):
-        fail("eval")
-    def on_save_checkpoint(self, checkpoint):
-        fail("save")
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-def loader():
-    return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
-
-def fit(epochs, ckpt_path=None):
-    callback = ModelCheckpoint("saved", filename="{epoch}", save_top_k=-1)
-    trainer = treadle.Trainer(devices=2, accelerator="cpu", max_epochs=epochs, logger=False, callbacks=callback,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0)
-    trainer.fit(Task(), loader(), loader(), ckpt_path=ckpt_path)
-
-if __name__ == "__main__":
-    fit(1)
-    armed = True
-    fit(3, "saved/epoch=0.ckpt")
-"""
-
-
-class Validated(Task):
-    """The same task, without what is armed."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(2, 1)
-
-    def validation_step(self, batch, batch_idx):
-        pass
-
-
-# Each takes seven seconds of both processors.
-MARKS = {("train", "raise"): (), ("save", "raise"): pytest.mark.exhaustive}
-
-
-@pytest.mark.parametrize(
-    ("phase", "how"),
-    [
-        pytest.param(phase, how, marks=MARKS.get((phase, how), pytest.mark.slow))
-        for phase in ("setup", "train", "eval", "save")
-        for how in ("raise", "kill")
-    ],
-)
-def test_one_process_fails(phase, how, tmp_path, monkeypatch):
-    (tmp_path / "train.py").write_text(FAILING)
-    monkeypatch.chdir(tmp_path)
-    done = script(Path("train.py"), phase, how)
-    took = time.time() - float((tmp_path / "failed").read_text())
-    assert took <= 5, f"the job ended {took:.1f} s after the failure"  # G7
-
-    assert done.returncode == (1 if how == "raise" else 137)
-    if how == "raise":
-        assert f"ArithmeticError: on purpose in {phase}" in done.stderr
-        step = {"setup": 0, "train": 3, "eval": 4, "save": 4}[phase]
-        assert f"on rank 1 of 2, in fit, epoch {min(step, 1)}, after optimizer step {step}" in done.stderr
-        # All learn at once of a save that fails, so the other one may be gone first.
-        first = "rank 1 of 2 failed first: exit status 1", f"rank 1 failed: ArithmeticError: on purpose in {phase}"
-        assert any(words in done.stderr for words in first)
-    else:
-        assert "rank 1 of 2 failed first: killed by SIGKILL" in done.stderr
-
-    saved = sorted(path for path in (tmp_path / "saved").iterdir() if not path.name.startswith("."))
-    assert saved
-    task = Validated()
-    trainer = treadle.Trainer(**{**NO_OUTPUT, "max_epochs": 3})
-    trainer.fit(task, DataLoader(samples(8), 2), DataLoader(samples(8), 2), ckpt_path=saved[-1])
-    assert trainer.current_epoch == 3

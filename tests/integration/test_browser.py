@@ -5,11 +5,7 @@ import html
 import json
 import re
 import shutil
-import socket
 import subprocess
-import sys
-import time
-import urllib.request
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -173,38 +169,6 @@ def test_the_comparison(ran, tmp_path, size):
     seen = re.search(r'<div id="seen">(.*?)</div>', dom)[1].split("|")
     assert seen[:6] == ["train_loss", "1", "train_loss, step 1", "3", "train_loss, step 50", "1"]
     assert seen[8:] == ["1", "true"]  # two lines that are the same are one; nothing sticks out of the window
-
-
-@contextlib.contextmanager
-def tensorboard(folder):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--host", "127.0.0.1"]
-    server = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        address = f"http://127.0.0.1:{port}/"
-        deadline = time.time() + 60
-        while True:
-            try:
-                urllib.request.urlopen(address, timeout=5).read()
-                break
-            except OSError:
-                assert server.poll() is None
-                assert time.time() < deadline
-                time.sleep(0.2)
-        yield address
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def test_tensorboards_page(ran, tmp_path):
-    with tensorboard(ran.log_dir) as address:
-        dom, _ = opened(f"{address}#timeseries", tmp_path / "profile", "--window-size=1400,1200", seconds=20)
-    text = re.sub(r"<[^>]+>", " ", dom)
-    for name in ("train_loss", "val_loss"):
-        assert name in text
 
 
 # Load each page of the site in a frame, and note what is wider than what it stands in. Code and tables scroll,

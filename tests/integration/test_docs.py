@@ -1,6 +1,6 @@
 """The documents say what happens: hook order is compared with a real run, and each difference from the peers is shown.
 
-The tests from `test_partial_group...` on are those that `docs/differences` names.
+The tests from `test_weights_make_the_mean_over_tokens` on are those that `docs/differences` names.
 """
 
 import ast
@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.language import read_differences
+from support.house import read_differences
 from support.processes import run
 from support.trainers import NO_OUTPUT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import HOOKS, ModelCheckpoint
-from treadle.strategies import LaunchEnvironment
 
 import treadle
 
@@ -209,22 +208,6 @@ def test_each_difference_names_a_test_that_exists():
             assert f"def {name}(" in (ROOT / (file or "tests/integration/test_docs.py")).read_text(), name
 
 
-def test_partial_group_is_averaged_over_what_it_holds():
-    task = Task()
-    fit(task, accumulate_grad_batches=4)
-    assert weight(task) == -2.0
-
-    task = Task()
-    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=4)
-    model, optimizer, batches = accelerator.prepare(task, task.configure_optimizers(), loader())
-    for (x,) in batches:
-        with accelerator.accumulate(model):
-            accelerator.backward((task.weight * torch.ones_like(x)).mean())
-            optimizer.step()
-            optimizer.zero_grad()
-    assert weight(task) == -2.0
-
-
 class Tokens(Task):
     """Two micro-batches: 4 tokens whose gradient is 4, and 1 token whose gradient is 1."""
 
@@ -237,31 +220,6 @@ def test_weights_make_the_mean_over_tokens():
     task = Tokens()
     fit(task, loader(2), accumulate_grad_batches=2)
     assert weight(task) == pytest.approx(-17 / 5)  # the mean of the two means is 2.5
-
-
-class Noisy(Task):
-    """Depends on the order of the data and on the process's random state."""
-
-    def training_step(self, batch, batch_idx):
-        super().training_step(batch, batch_idx)
-        return (self.weight * (batch[0] + torch.rand(1))).mean() ** 2
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-def test_resume_within_an_epoch_is_bit_equal(tmp_path):
-    def train(seed, **more):
-        treadle.seed_everything(seed)
-        task = Noisy()
-        fit(task, loader(12, 2, shuffle=True), max_epochs=2, **more)
-        return task
-
-    saving = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
-    whole = train(1, enable_checkpointing=True, callbacks=saving)
-    resumed = train(2, ckpt_path=tmp_path / "epoch=0-step=4.ckpt")
-    assert resumed.seen == whole.seen[8:]
-    assert torch.equal(resumed.weight, whole.weight)
 
 
 def test_step_numbers_count_completed_optimizer_steps():
@@ -284,30 +242,6 @@ def test_step_numbers_count_completed_optimizer_steps():
     trainer = fit(Logging(), loader(6), accumulate_grad_batches=2, logger=Rows(), log_every_n_steps=1)
     assert trainer.global_step == 3
     assert rows == [(1, 1.0), (2, 3.0), (3, 5.0)]
-
-
-class Overflowing(Task):
-    """The first losses are more than float16's gradients can hold."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(1, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).mean() * 10.0
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        return [optimizer], [{"scheduler": self.scheduler, "interval": "step"}]
-
-
-def test_a_skipped_float16_step_is_no_step():
-    task = Overflowing()
-    trainer = fit(task, loader(8), precision="16-mixed")
-    assert trainer.progress.skipped > 0
-    assert trainer.global_step == 8 - trainer.progress.skipped
-    assert task.scheduler.last_epoch == trainer.global_step
 
 
 class Scheduled(Validated):
@@ -377,24 +311,6 @@ def test_the_two_forms_of_a_checkpoint(tmp_path):
         assert content["global_step"] == trainer.global_step
 
 
-def test_none_as_the_loss_adds_no_gradient():
-    def train(skips):
-        task = Task()
-        task.training_step = lambda batch, batch_idx: None if batch_idx in skips else task.weight.sum()
-        trainer = fit(task, loader(4), accumulate_grad_batches=2)
-        return task.weight.detach().clone(), trainer.global_step
-
-    start = Task().weight.detach().clone()
-    whole, steps = train(())
-    with pytest.warns(UserWarning, match="training_step returned None"):
-        half, steps_with_halves = train((0, 3))
-    with pytest.warns(UserWarning, match="training_step returned None"):
-        alone, steps_with_one = train((0, 1))
-    assert steps == steps_with_halves == steps_with_one == 2
-    torch.testing.assert_close(half - start, (whole - start) / 2)
-    torch.testing.assert_close(alone - start, (whole - start) / 2)
-
-
 class WithoutALoss(Task):
     def training_step(self, batch, batch_idx):
         return None
@@ -410,26 +326,6 @@ def test_none_as_the_loss_is_an_error_on_several_processes():
     assert run(train_without_a_loss, 2) == [True, True]
 
 
-def test_a_loss_that_is_not_finite_is_an_error_unless_asked():
-    class NotFinite(Task):
-        def training_step(self, batch, batch_idx):
-            return self.weight.sum() * (float("nan") if batch_idx == 1 else 1.0)
-
-    task = NotFinite()
-    with pytest.raises(ValueError, match="not finite on rank 0"):
-        fit(task)
-    assert weight(task) == -1.0
-
-    task = NotFinite()
-    trainer = fit(task, on_nonfinite="skip")
-    assert (weight(task), trainer.global_step) == (-4.0, 4)
-
-
-def test_an_empty_loader_is_an_error():
-    with pytest.raises(ValueError, match="the training dataloader yielded no batch"):
-        fit(Task(), loader(3, 4, drop_last=True))
-
-
 def test_no_model_means_the_last_one_at_its_best_checkpoint(tmp_path):
     class Logging(Task):
         def training_step(self, batch, batch_idx):
@@ -443,11 +339,6 @@ def test_no_model_means_the_last_one_at_its_best_checkpoint(tmp_path):
     trainer = fit(task, loader(1), loader(1), max_epochs=3, enable_checkpointing=True, callbacks=best)
     assert trainer.test(task, loader(1), verbose=False) == [{"weight": -3.0}]
     assert trainer.test(dataloaders=loader(1), verbose=False) == [{"weight": -1.0}]
-
-
-def test_a_half_set_environment_is_an_error():
-    with pytest.raises(ValueError, match="RANK is not set, but WORLD_SIZE=2 is"):
-        LaunchEnvironment.read({"WORLD_SIZE": "2"})
 
 
 # -- docs/differences, on two processes ---------------------------------------------------------------------------

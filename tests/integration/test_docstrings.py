@@ -7,7 +7,9 @@ import sys
 import warnings
 
 import pytest
-from support import language
+from support.house import load_script
+
+check_reference = load_script(".ci/check_reference.py")
 
 
 def list_modules():
@@ -20,7 +22,7 @@ def list_modules():
 def list_objects(module):
     """Return the public classes and functions of a module that no earlier module has, by name."""
     objects, seen = {}, set()
-    for name, value in language.check_reference.list_public_names().items():
+    for name, value in check_reference.list_public_names().items():
         home = getattr(value, "__module__", None) or ""
         is_ours = home.startswith("treadle.") and (inspect.isclass(value) or inspect.isroutine(value))
         if is_ours and id(value) not in seen:

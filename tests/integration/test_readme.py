@@ -31,24 +31,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.house import ALL_ROOMS
+from support.house import ALL_ROOMS, ROOT, load_script
 from support.processes import clean_environment, programs, python, run, script
 from treadle.common.peer_names import Answer
 from treadle.engine.checkpoint import store
 from treadle.tools.migrate import find_counterpart
 
 import treadle
-
-ROOT = Path(__file__).parents[2]
-
-
-def load_script(path):
-    """Import a script of the repository that belongs to no package."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 check_reference = load_script(".ci/check_reference.py")
 make_images = load_script("docs/make_images.py")

@@ -1,5 +1,6 @@
 """Tasks with torchmetrics objects, in the shapes that the library's own tests of its Lightning integration use."""
 
+import statistics
 from unittest import mock
 
 import pytest
@@ -194,38 +195,37 @@ def test_logged_objects_and_the_rows_of_the_logger(tmp_path):
     assert not any(metric.update_called for metric in (task.of_steps, task.of_epochs, task.of_both))
 
 
-def test_a_collection_and_its_values():
+def feed_sum(metric, batch):
+    return metric(batch.sum())
+
+
+def feed_tasks(metric, batch):
+    guess, truth = torch.rand(8), torch.randint(0, 2, (8,))
+    return metric({"class": guess, "value": guess}, {"class": truth, "value": truth.float()})
+
+
+@pytest.mark.parametrize(
+    ("make", "feed", "whole"),
+    [
+        (lambda: MetricCollection([SumMetric(), Negated()]), feed_sum, sum),
+        (
+            lambda: MultitaskWrapper({"class": BinaryAccuracy(), "value": MeanSquaredError()}),
+            feed_tasks,
+            statistics.fmean,
+        ),
+    ],
+    ids=["collection", "multitask wrapper"],
+)
+def test_values_of_several_metrics(make, feed, whole, tmp_path):
+    """Those of an epoch are made of those of its steps, by what the metrics are."""
+
     class Task(Boring):
         def __init__(self):
             super().__init__()
-            self.metric = MetricCollection([SumMetric(), Negated()])
-            self.sum = torch.tensor(0.0)
+            self.metric = make()
 
         def training_step(self, batch, batch_idx):
-            values = self.metric(batch.sum())
-            self.sum += batch.sum()
-            self.log_dict({f"{name}_step": value for name, value in values.items()})
-            return self.step(batch)
-
-        def on_train_epoch_end(self):
-            self.log_dict({f"{name}_epoch": value for name, value in self.metric.compute().items()})
-
-    task = Task()
-    run = fit(task, max_epochs=1, limit_val_batches=0)
-    assert torch.allclose(run.logged_metrics["SumMetric_epoch"], task.sum, atol=1e-5)
-    assert torch.allclose(run.logged_metrics["Negated_epoch"], -task.sum, atol=1e-5)
-
-
-def test_values_of_a_multitask_wrapper(tmp_path):
-    class Task(Boring):
-        def __init__(self):
-            super().__init__()
-            self.metric = MultitaskWrapper({"class": BinaryAccuracy(), "value": MeanSquaredError()})
-
-        def training_step(self, batch, batch_idx):
-            guess, truth = torch.rand(8), torch.randint(0, 2, (8,))
-            values = self.metric({"class": guess, "value": guess}, {"class": truth, "value": truth.float()})
-            self.log_dict({f"{name}_step": value for name, value in values.items()})
+            self.log_dict({f"{name}_step": value for name, value in feed(self.metric, batch).items()})
             return self.step(batch)
 
         def on_train_epoch_end(self):
@@ -235,9 +235,10 @@ def test_values_of_a_multitask_wrapper(tmp_path):
     logger = RowsInMemory(tmp_path)
     fit(Task(), limit_val_batches=0, logger=logger)
     rows = [row for row in logger.experiment.metrics if row["epoch"] == 1]
-    for name in ("class", "value"):
-        mean = sum(row[f"{name}_step"] for row in rows[:2]) / 2
-        assert rows[2][f"{name}_epoch"] == pytest.approx(mean, abs=1e-5)
+    names = [name.removesuffix("_step") for name in rows[0] if name.endswith("_step")]
+    assert len(names) == 2
+    for name in names:
+        assert rows[2][f"{name}_epoch"] == pytest.approx(whole(row[f"{name}_step"] for row in rows[:2]), abs=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:to_torchscript")

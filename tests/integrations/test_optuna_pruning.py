@@ -7,19 +7,14 @@ import pytest
 import torch
 from support.models import Line
 from support.processes import run
+from support.trainers import NO_OUTPUT
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint
 from treadle.integrations import PruningCallback, PyTorchLightningPruningCallback
 
 import treadle
 
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 1,
-}
+QUIET = {"accelerator": "cpu", **NO_OUTPUT, "enable_checkpointing": True, "num_sanity_val_steps": 1}
 
 
 class Fixed(Line):

@@ -4,11 +4,11 @@ import functools
 
 import pytest
 import torch
-from safetensors import safe_open
+from support.models import Stream
 from support.processes import run
-from support.trainers import NO_OUTPUT
+from support.trainers import NO_OUTPUT, make_trainer
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 from treadle.callbacks import ModelCheckpoint
 from treadle.common.optional import is_installed
@@ -123,9 +123,7 @@ def one_step(kind, strategy, loss="model"):
     build, collate = KINDS[kind]
     task = PlainTask(build().eval(), loss=loss)
     task.eval()
-    trainer = treadle.Trainer(
-        max_epochs=1, strategy=strategy, precision="64-true", accumulate_grad_batches=99, **NO_OUTPUT
-    )
+    trainer = make_trainer(strategy=strategy, precision="64-true", accumulate_grad_batches=99)
     trainer.fit(task, DataLoader(texts(), 2, collate_fn=collate))
     return {n.removeprefix("model."): p for n, p in trainer.accelerator.get_state_dict(task).items()}
 
@@ -227,8 +225,7 @@ def test_models_whose_loss_is_another_are_refused(build, reason):
 def packed_step(kind, strategy="auto", loss="model"):
     task = PlainTask(KINDS[kind][0]().eval(), loss=loss)
     task.eval()
-    flags = {"max_epochs": 1, "precision": "64-true", "accumulate_grad_batches": 99, "strategy": strategy}
-    trainer = treadle.Trainer(**flags, **NO_OUTPUT)
+    trainer = make_trainer(strategy=strategy, precision="64-true", accumulate_grad_batches=99)
     trainer.fit(task, DataLoader(pack(texts(), 24), 2))
     assert not any(part.training for part in task.model.modules())
     return {n.removeprefix("model."): p for n, p in trainer.accelerator.get_state_dict(task).items()}
@@ -369,11 +366,6 @@ def test_a_model_that_was_loaded_by_name_trains_with_dropout_and_comes_back(tmp_
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "[EOS]"
 
 
-def saved_names(path):
-    with safe_open(path, "pt") as file:
-        return list(file.keys())
-
-
 LORA = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "target_modules": ["c_attn"], "lora_dropout": 0.1}
 
 
@@ -413,51 +405,6 @@ def test_adapters_alone_are_saved_and_resume_exactly(compute, strategy, ranks):
         TransformersTask.load_from_checkpoint(last)
 
 
-def own_loop():
-    """The Accelerator with adapters, over two epochs; returns them, and what a resume after the first ends with."""
-    from peft import LoraConfig, get_peft_model
-
-    def train(epochs, folder=None, resume=None):
-        torch.manual_seed(0)
-        accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
-        model = get_peft_model(causal(), LoraConfig(r=4, target_modules=["c_attn"]))
-        task = TransformersTask(model)
-        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.05)
-        model, optimizer, loader = accelerator.prepare(
-            model, optimizer, DataLoader(texts(), 2, shuffle=True, collate_fn=collate_causal)
-        )
-        first = 0 if resume is None else accelerator.load_state(resume)["epoch"]
-        for _ in range(first, epochs):
-            for batch in loader:
-                with accelerator.accumulate(model):
-                    accelerator.backward(model(**batch).loss, weight=task.count_targets(batch))
-                    optimizer.step()
-                    optimizer.zero_grad()
-        if folder is not None:
-            accelerator.save_state(folder, trainable_only=True)
-        return {n: p.detach().clone() for n, p in accelerator.unwrap_model(model).named_parameters()}
-
-    return train
-
-
-def train_and_resume(folder):
-    train = own_loop()
-    whole = train(2)
-    train(1, folder)
-    return whole, train(2, resume=folder)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_own_loop_with_adapters_resumes_exactly(tmp_path, ranks):
-    pytest.importorskip("peft")
-    for whole, resumed in run(train_and_resume, ranks, tmp_path / "state"):
-        assert any("lora_" in name for name in whole)
-        assert all(torch.equal(resumed[name], value) for name, value in whole.items())
-    names = saved_names(tmp_path / "state" / "model.safetensors")
-    assert all("lora_" in name for name in names)
-
-
 def test_messages_name_the_fix(tmp_path):
     with pytest.raises(ValueError, match="needs auto_class, "):
         TransformersTask("somewhere")
@@ -472,13 +419,6 @@ def test_messages_name_the_fix(tmp_path):
         treadle.Trainer(max_epochs=1, **NO_OUTPUT).fit(TransformersTask(frozen), DataLoader(texts(), 4))
 
 
-class Endless(IterableDataset):
-    """A stream: nobody knows its length."""
-
-    def __iter__(self):
-        return iter(texts())
-
-
 def rates(schedule, warmup=0.0, **flags):
     """The learning rate of each step, where it is not 0."""
 
@@ -487,7 +427,7 @@ def rates(schedule, warmup=0.0, **flags):
             seen.append(self.optimizers().param_groups[0]["lr"])
 
     seen = []
-    loaders = [DataLoader(Endless(), 4, collate_fn=collate_causal) for _ in range(2)]
+    loaders = [DataLoader(Stream(texts()), 4, collate_fn=collate_causal) for _ in range(2)]
     task = Task(causal(), learning_rate=1.0, lr_scheduler=schedule, warmup_steps=warmup)
     treadle.Trainer(**{"max_epochs": 2, "on_nonfinite": "ignore", **flags, **NO_OUTPUT}).fit(task, *loaders)
     return seen

@@ -1,7 +1,5 @@
 """Loggers with a folder: versions are counted, claimed and kept."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

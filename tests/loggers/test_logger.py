@@ -1,10 +1,7 @@
 """The base class, the object on other ranks, and the numbered directory."""
 
-from __future__ import annotations
-
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,17 +103,3 @@ def test_decorated_experiment_is_built_on_rank_zero_only(monkeypatch):
 def test_a_wrong_argument_is_named(kind, arguments, error, message, tmp_path):
     with pytest.raises(error, match=message):
         kind(**{"save_dir": tmp_path, **arguments})
-
-
-def test_the_room_imports_nothing_of_ours_but_common():
-    import ast
-
-    import treadle.loggers
-
-    for path in Path(treadle.loggers.__path__[0]).glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                assert node.level <= 1 or (node.level, (node.module or "").split(".")[0]) == (2, "common")
-                assert not (node.module or "").startswith("treadle")
-            elif isinstance(node, ast.Import):
-                assert not any(name.name.startswith("treadle") for name in node.names)

@@ -1,7 +1,5 @@
 """What `MLFlowLogger` leaves in MLflow's files, read back from the files themselves."""
 
-from __future__ import annotations
-
 import copy
 import enum
 import importlib
@@ -20,9 +18,9 @@ import pytest
 import torch
 import yaml
 from lightning_utilities.core.rank_zero import rank_zero_only
-from support.processes import clean_environment, run
+from support.processes import clean_environment
 from support.service_runs import Task, Tell, loader, trainer
-from treadle.loggers import CSVLogger, MLFlowLogger, NullExperiment
+from treadle.loggers import MLFlowLogger, NullExperiment
 
 pytest.importorskip("mlflow")
 ALONE = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}
@@ -204,28 +202,6 @@ def test_a_store_that_cannot_be_written_is_named_at_once(monkeypatch):
                 MLFlowLogger(**arguments)
 
 
-def fit(folder):
-    logger = MLFlowLogger(save_dir=Path(folder, "ml"))
-    table = CSVLogger(folder, "csv", 0)
-    for _ in range(2):  # the second fit continues the run
-        trainer(folder, [logger, table]).fit(Task(), loader())
-    return logger.version
-
-
-@pytest.mark.parametrize(
-    "world", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.exhaustive)]
-)
-def test_trainer(world, tmp_path):
-    ids = run(fit, world, str(tmp_path), env=ALONE)
-    assert len(set(ids)) == 1
-    root = tmp_path / "ml"
-    assert len(list(root.glob("*/*/metrics"))) == 1
-    once = [(i + 1, float(i)) for i in range(8)] if world == 1 else [(i + 1, 2 * i + 0.5) for i in range(4)]
-    assert metric(root, ids[0], "mean") == once * 2
-    assert texts(root, ids[0], "params") == {"width": "2"}
-    assert status(root, ids[0]) == FINISHED
-
-
 @pytest.mark.parametrize("when", [True, pytest.param("all", marks=pytest.mark.exhaustive)], ids=["end", "all"])
 def test_checkpoints_are_artifacts(when, tmp_path):
     logger = MLFlowLogger(save_dir=tmp_path / "ml", log_model=when)
@@ -240,13 +216,6 @@ def test_checkpoints_are_artifacts(when, tmp_path):
     }
     assert yaml.safe_load((found / "metadata.yaml").read_text())["original_filename"] == saved.name
     assert (found / "aliases.txt").read_text() == "['latest', 'best']"
-
-
-def test_a_store_that_fails_does_not_end_training(tmp_path):
-    logger, table = MLFlowLogger(save_dir=tmp_path / "ml", run_id="0" * 32), CSVLogger(tmp_path, "csv", 0)
-    with pytest.warns(UserWarning, match=r"MLFlowLogger\.log_hyperparams failed, so the logger is disabled"):
-        trainer(tmp_path, [logger, table], enable_checkpointing=False).fit(Task(), loader())
-    assert (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().count("\n") == 9
 
 
 @pytest.mark.exhaustive

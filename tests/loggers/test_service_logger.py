@@ -1,7 +1,5 @@
 """What every logger of a tracking service must do, asked of each with the service itself, which has no network here."""
 
-from __future__ import annotations
-
 import copy
 import enum
 import importlib
@@ -203,19 +201,12 @@ def test_rank_one_does_nothing(service, make, tmp_path, monkeypatch):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("metrics", "step", "error", "message"),
-    [
-        ({"loss": "low"}, 0, TypeError, "metric 'loss' is 'low'.*must be one number"),
-        ({"loss": torch.zeros(3)}, 0, ValueError, r"metric 'loss' has shape \(3,\)"),
-        ({"loss": 1.0}, -1, ValueError, "step=-1 must be at least 0"),
-        ({"loss": 1.0}, 0.5, TypeError, r"step=0\.5 must be an integer"),
-    ],
-)
-def test_a_wrong_metric_is_named(service, make, metrics, step, error, message):
+def test_a_wrong_metric_or_step_is_named_before_a_run_begins(service, make):
     logger = make()
-    with pytest.raises(error, match=message):
-        logger.log_metrics(metrics, step)
+    with pytest.raises(TypeError, match=r"metric 'loss' is 'low'.*must be one number"):
+        logger.log_metrics({"loss": "low"}, 0)
+    with pytest.raises(ValueError, match="step=-1 must be at least 0"):
+        logger.log_metrics({"loss": 1.0}, -1)
     with pytest.raises(TypeError, match=r"params=\[1, 2\] must be a dict"):
         logger.log_hyperparams([1, 2])
     assert logger.version is None

@@ -1,7 +1,5 @@
 """What `TensorBoardLogger` leaves on the disk, read back with TensorBoard's own reader."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import warnings

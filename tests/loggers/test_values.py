@@ -1,7 +1,5 @@
 """Values that loggers take."""
 
-from __future__ import annotations
-
 import pytest
 from treadle.loggers import CSVLogger, TensorBoardLogger
 

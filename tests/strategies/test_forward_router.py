@@ -1,5 +1,7 @@
 """A prepared model is, to those who look at it, the user's model: its names, its attributes, its state."""
 
+import itertools
+
 import pytest
 import torch
 from support.processes import run
@@ -39,14 +41,17 @@ def look(precision):
     }
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+def look_twice():
+    return [look(precision) for precision in ("no", "bf16")]
+
+
 @pytest.mark.parametrize("world", [1, 2])
-def test_names_are_those_of_the_users_model(world, precision):
+def test_names_are_those_of_the_users_model(world):
     """On several processes with one `module.` before them, as torch's DDP has it."""
     names = list(Net().state_dict())
     parameters = [name for name, _ in Net().named_parameters()]
     before = "module." if world > 1 else ""
-    for found in run(look, world, precision):
+    for found in itertools.chain(*run(look_twice, world)):
         assert found["state"] == sorted(names)
         assert found["outer"] == sorted(before + name for name in names)
         assert found["parameters"] == [before + name for name in parameters]

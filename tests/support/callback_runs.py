@@ -1,6 +1,7 @@
 """A tiny task, data and trainer for the tests of callbacks."""
 
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -72,6 +73,10 @@ def fit(root, *callbacks, values=(), validate=True, task=None, ckpt_path=None, s
     made = trainer(root, *callbacks, **flags)
     made.fit(task or Tiny(values), loader(samples), loader(4) if validate else None, ckpt_path=ckpt_path)
     return made
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
 
 
 class Rows(Logger):

@@ -6,6 +6,7 @@ current user, who must be root for slurmd, and are ended by their process ids.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -85,9 +86,10 @@ class Cluster:
         folder.chmod(0o755)  # munged refuses a socket whose folder others may write to, or can't enter
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o600)
-        with _free_ports(3) as ports:
-            text = CONFIGURATION.format(folder=folder, host=socket.gethostname(), ports=ports)
-        (folder / "slurm.conf").write_text(text)
+        with contextlib.ExitStack() as taken:  # until all are known, so that they differ
+            servers = [taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+            ports = [server.getsockname()[1] for server in servers]
+        (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, host=socket.gethostname(), ports=ports))
         names = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munged.pid", "seed-file": "munge.seed"}
         files = [f"--{option}={folder / name}" for option, name in names.items()]
         self._daemon("munged", "--foreground", "--force", f"--log-file={folder / 'munged.log'}", *files)
@@ -116,22 +118,6 @@ class Cluster:
             check=False,
             cwd=cwd or self.folder,
         )
-
-
-class _free_ports:
-    """Ports that nobody had when asked; they are released together, so they differ."""
-
-    def __init__(self, count: int) -> None:
-        self.sockets = [socket.socket() for _ in range(count)]
-
-    def __enter__(self) -> list[int]:
-        for each in self.sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in self.sockets]
-
-    def __exit__(self, *error: object) -> None:
-        for each in self.sockets:
-            each.close()
 
 
 def _wait(condition, seconds: float, what: str, folder: Path) -> None:

@@ -34,6 +34,13 @@ class Net(nn.Module):
         return F.log_softmax(self.net(x), dim=1)
 
 
+def begin(Fabric, devices, seed):
+    fabric = Fabric(accelerator="cpu", devices=devices)
+    fabric.launch()
+    fabric.seed_everything(seed)
+    return fabric
+
+
 def evaluate(fabric, model, loader):
     model.eval()
     right = torch.zeros(())
@@ -46,9 +53,7 @@ def evaluate(fabric, model, loader):
 
 def classify(Fabric, devices):
     """Two micro-batches per step, clipped, with a schedule and a checkpoint."""
-    fabric = Fabric(accelerator="cpu", devices=devices)
-    fabric.launch()
-    fabric.seed_everything(1)
+    fabric = begin(Fabric, devices, 1)
     data = digits()
     train = DataLoader(Subset(data, range(300)), batch_size=32, shuffle=True)
     test = DataLoader(Subset(data, range(300, 400)), batch_size=30)
@@ -73,32 +78,9 @@ def classify(Fabric, devices):
     return numbers
 
 
-def fold(Fabric, devices):
-    """A model per fold."""
-    fabric = Fabric(accelerator="cpu", devices=devices)
-    fabric.launch()
-    fabric.seed_everything(2)
-    data, numbers = digits(300), []
-    for part in range(3):
-        held_out = set(range(part * 100, part * 100 + 100))
-        train = DataLoader(Subset(data, [i for i in range(300) if i not in held_out]), batch_size=20, shuffle=True)
-        test = DataLoader(Subset(data, sorted(held_out)), batch_size=20)
-        train, test = fabric.setup_dataloaders(train, test)
-        model = Net()
-        model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.01))
-        for x, y in train:
-            optimizer.zero_grad()
-            fabric.backward(F.nll_loss(model(x), y))
-            optimizer.step()
-        numbers.append(evaluate(fabric, model, test))
-    return numbers
-
-
 def imitate(Fabric, devices):
     """A generator and a discriminator, each with an optimizer."""
-    fabric = Fabric(accelerator="cpu", devices=devices)
-    fabric.launch()
-    fabric.seed_everything(3)
+    fabric = begin(Fabric, devices, 3)
     loader = fabric.setup_dataloaders(DataLoader(digits(200), batch_size=20, shuffle=True))
     generator = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 64), nn.Sigmoid())
     judge = nn.Sequential(nn.Linear(64, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
@@ -125,8 +107,7 @@ def imitate(Fabric, devices):
 
 def adapt(Fabric, devices):
     """Meta-learning: an inner step on a copy, its loss's gradient for the model."""
-    fabric = Fabric(accelerator="cpu", devices=devices)
-    fabric.launch()
+    fabric = begin(Fabric, devices, 4)
     fabric.seed_everything(4 + fabric.global_rank)
     data = digits(300)
     model = nn.Linear(64, 10)
@@ -168,9 +149,7 @@ class Words(nn.Module):
 
 def write(Fabric, devices):
     """A language model, clipped by value, with its perplexity over all processes."""
-    fabric = Fabric(accelerator="cpu", devices=devices)
-    fabric.launch()
-    fabric.seed_everything(5)
+    fabric = begin(Fabric, devices, 5)
     with fabric.rank_zero_first(local=False):
         text = torch.arange(1001).pow(2) % WORDS
     rows = TensorDataset(text[:1000].view(-1, 10), text[1:1001].view(-1, 10))
@@ -203,9 +182,7 @@ class Agent(nn.Module):
 
 def play(Fabric, devices):
     """Reinforcement learning: each process plays, all learn from all games; methods of the model are run."""
-    fabric = Fabric(accelerator="cpu", devices=devices)
-    fabric.launch()
-    fabric.seed_everything(6)
+    fabric = begin(Fabric, devices, 6)
     agent = Agent()
     agent, optimizer = fabric.setup(agent, torch.optim.Adam(agent.parameters(), lr=0.05))
     agent.mark_forward_method("act")
@@ -229,7 +206,7 @@ def play(Fabric, devices):
     return [fabric.all_reduce(rewards.mean()).item(), fabric.all_reduce(loss.detach()).item()]
 
 
-PROGRAMS = {program.__name__: program for program in (classify, fold, imitate, adapt, write, play)}
+PROGRAMS = {program.__name__: program for program in (classify, imitate, adapt, write, play)}
 
 if __name__ == "__main__":  # the numbers of Lightning: python fabric_programs.py PROGRAM PROCESSES
     from lightning.fabric import Fabric as Peer

@@ -1,13 +1,15 @@
 """Strike a training at one point, by a fault in one rank or by signals from outside, and observe how the job ends.
 
 `strike` runs ``struck_job.py`` under a launcher in a folder of its own and returns an `Outcome`; `FaultCell` and
-`SignalCell` say what is struck and what the outcome has to be; `fault_table` and `signal_table` print many of them.
+`SignalCell` say what is struck and what the outcome has to be.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import math
 import os
 import re
 import shutil
@@ -15,11 +17,12 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from treadle.engine.checkpoint import CheckpointStore
 from treadle.engine.checkpoint import store as checkpoint
 from treadle.engine.checkpoint.atomic_swap import is_whole
@@ -58,28 +61,45 @@ class Outcome:
         status: of the launcher, as a shell says it.
         steps: optimizer steps that were complete when it was struck.
         orphans: processes that lived 2 s longer than the launcher: their pids and roles.
-        linger: seconds for which some process lived longer than the launcher.
         leftovers: files that nobody needs any more.
         newest: step of the newest checkpoint, None without one.
         broken: checkpoints that can't be loaded.
         err: what was printed.
-        finished: ranks that came to the end of the script.
     """
 
     seconds: float | None = None
     status: int | None = None
     steps: int = 0
     orphans: list[str] = field(default_factory=list)
-    linger: float = 0.0
     leftovers: list[str] = field(default_factory=list)
     newest: int | None = None
     broken: list[str] = field(default_factory=list)
     err: str = ""
-    finished: list[int] = field(default_factory=list)
 
     @property
     def hung(self) -> bool:
         return self.seconds is None
+
+    def faults(self, limit: float, statuses: set[int]) -> list[str]:
+        """What is wrong whatever struck the job: its end within ``limit`` seconds, its status and what it leaves."""
+        found = ["HUNG"] if self.hung else []
+        if not self.hung and self.seconds > limit:
+            found.append("late")
+        if not self.hung and self.status not in statuses:
+            found.append(f"exit {self.status}")
+        if self.orphans:
+            found.append(f"{len(self.orphans)} orphans")
+        if self.leftovers and not self.hung:  # else they are of the test's own kill
+            found.append(_summarize_leftovers(self))
+        if self.broken:
+            found.append("broken checkpoint")
+        return found
+
+    def report(self, cell: object, wrong: Sequence[str]) -> str:
+        """A line on how the job ended, for the summary of the tests."""
+        words = ", ".join(map(str, dataclasses.astuple(cell)))
+        seconds = math.inf if self.hung else self.seconds
+        return f"{words}: {seconds:.1f} s, status {self.status}; {', '.join(wrong) or 'as it has to be'}"
 
 
 @dataclass(frozen=True)
@@ -126,20 +146,8 @@ class FaultCell:
 
     def faults_of(self, outcome: Outcome, patience: float = 1.0) -> list[str]:
         """What is wrong with the outcome; nothing, if the guarantees hold within ``patience`` times the limit."""
-        found = []
         limit = patience * (LIMIT + SLACK if self.action in HANGING else LIMIT)
-        if outcome.hung:
-            found.append("HUNG")
-        elif outcome.seconds > limit:
-            found.append("late")
-        if outcome.status not in self.statuses and not outcome.hung:
-            found.append(f"exit {outcome.status}")
-        if outcome.orphans:
-            found.append(f"{len(outcome.orphans)} orphans")
-        if outcome.leftovers and not outcome.hung:  # else they are of the test's own kill
-            found.append(_summarize_leftovers(outcome))
-        if outcome.broken:
-            found.append("broken checkpoint")
+        found = outcome.faults(limit, self.statuses)
         if (outcome.newest or 0) < SAVED[self.point]:
             found.append(f"checkpoint {outcome.newest}, not {SAVED[self.point]}")
         if outcome.status != 0 and not outcome.hung:
@@ -205,21 +213,9 @@ class SignalCell:
                     os.kill(pid, number)
 
     def faults_of(self, outcome: Outcome, resumed: Outcome, same: bool) -> list[str]:
-        found = []
-        if outcome.hung:
-            found.append("HUNG")
-        elif outcome.seconds > 2 * LIMIT:
-            found.append("late")
-        if outcome.status != self.status and not outcome.hung:
-            found.append(f"exit {outcome.status}")
+        found = outcome.faults(2 * LIMIT, {self.status})
         if (lost := outcome.steps - (outcome.newest or 0)) > 0 and not (self.name == "INT" and self.times == 2):
             found.append(f"{lost} steps lost")
-        if outcome.orphans:
-            found.append(f"{len(outcome.orphans)} orphans")
-        if outcome.leftovers and not outcome.hung:  # else they are of the test's own kill
-            found.append(_summarize_leftovers(outcome))
-        if outcome.broken:
-            found.append("broken checkpoint")
         if resumed.status != 0:
             found.append("resume fails")
         elif not same:
@@ -279,7 +275,6 @@ def strike(
         finally:
             kill_all(folder, process)
     outcome.err = (folder / "err.txt").read_text()
-    outcome.finished = [rank for rank in (0, 1) if (folder / f"done-{rank}").exists()]
     _look_at_disk(folder, temporary, outcome)
     return outcome
 
@@ -297,16 +292,10 @@ def read_ranks(folder: Path) -> dict[int, int]:
 def living(folder: Path) -> dict[int, str]:
     """Processes whose working directory is ``folder``, as that of every process of the job is: command by pid."""
     found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        with contextlib.suppress(OSError):
-            if os.readlink(entry / "cwd") != str(folder):
-                continue
-            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            if state not in "ZX":
-                role = folder / "pids" / entry.name
-                found[int(entry.name)] = role.read_text() if role.exists() else (entry / "comm").read_text().strip()
+    for process in psutil.process_iter(["cwd", "name"]):  # one that has ended has no working directory
+        if process.info["cwd"] == str(folder):
+            role = folder / "pids" / str(process.pid)
+            found[process.pid] = role.read_text() if role.exists() else process.info["name"]
     return found
 
 
@@ -328,7 +317,6 @@ def _look_for_orphans(folder: Path, outcome: Outcome) -> None:
         return
     end = time.monotonic()
     while (pids := living(folder)) and time.monotonic() - end < 2.0:
-        outcome.linger = time.monotonic() - end
         time.sleep(0.02)
     outcome.orphans = [f"{role} ({pid})" for pid, role in pids.items()]
 
@@ -351,41 +339,3 @@ def _look_at_disk(folder: Path, temporary: Path, outcome: Outcome) -> None:
 def weights(folder: Path) -> list[Any]:
     """What the ranks had at the end of the run."""
     return [json.loads((folder / f"done-{rank}").read_text()) for rank in (0, 1)]
-
-
-# -- tables -----------------------------------------------------------------------------------------------------------
-
-
-def fault_table(rows: Iterable[tuple[FaultCell, Mapping[str, Any]]]) -> str:
-    """A table of markdown: one row per launcher, strategy, rank and point; one column per action."""
-    table: dict[tuple[Any, ...], dict[str, str]] = {}
-    for cell, words in rows:
-        key = (cell.launcher, cell.strategy, cell.rank, cell.point)
-        text = "HUNG" if words["seconds"] is None else f"{words['seconds']:.1f} s, {words['status']}"
-        wrong = [word for word in words["wrong"] if word != "HUNG"]
-        table.setdefault(key, {})[cell.action] = text + "".join(f"; **{word}**" for word in wrong)
-    actions = [a for a in (*FAILING, *HANGING) if any(a in row for row in table.values())]
-    keys = sorted(table, key=lambda key: (*key[:3], (*POINTS, *PEERS).index(key[3])))
-    return _markdown(
-        ["launcher", "strategy", "rank", "point", *actions],
-        [[*map(str, key), *(table[key].get(action, "") for action in actions)] for key in keys],
-    )
-
-
-def signal_table(rows: Iterable[tuple[SignalCell, Mapping[str, Any]]]) -> str:
-    """A table of markdown: one row per target, number of signals and point; one column per signal."""
-    table: dict[tuple[Any, ...], dict[str, str]] = {}
-    for cell, words in rows:
-        key = (cell.launcher, cell.strategy, cell.target, cell.times, cell.point)
-        ending = "HUNG" if words["seconds"] is None else f"{words['seconds']:.1f} s, {words['status']}"
-        wrong = [word for word in words["wrong"] if word != "HUNG"]
-        table.setdefault(key, {})[cell.name] = f"{ending}" + "".join(f"; **{word}**" for word in wrong)
-    names = [n for n in SIGNALS if any(n in row for row in table.values())]
-    return _markdown(
-        ["launcher", "strategy", "to", "times", "in", *names],
-        [[*map(str, key), *(table[key].get(name, "") for name in names)] for key in sorted(table)],
-    )
-
-
-def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])

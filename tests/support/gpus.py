@@ -33,11 +33,6 @@ def keep_busy():
         torch.cuda._sleep(50_000_000)
 
 
-def pool():
-    """The bytes that this process holds of the device's memory."""
-    return torch.cuda.memory_allocated() if CUDA else 0
-
-
 class Net(nn.Module):
     def __init__(self, width=16, blocks=3, drop=0.0):
         super().__init__()

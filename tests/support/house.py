@@ -2,18 +2,18 @@
 
 import ast
 import importlib.util
-import io
-import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import treadle
 
 HELPERS = {"common.lazy_exports", "common.peer_finder"}  # what makes a face, and no export of it
 ALL_ROOMS = ("common", "strategies", "engine", "loggers", "callbacks")
 ALL_ROOMS += ("trainer", "integrations", "cli", "tools", "compat")
+ROOT = Path(__file__).parents[2]
 TOP_ROOMS = tuple(room for room in ALL_ROOMS if importlib.util.find_spec(f"treadle.{room}"))  # `tools` may be deleted
 
 
@@ -26,6 +26,19 @@ class Import:
     external: str
     name: str | None
     typing: bool  # under `if TYPE_CHECKING`
+
+
+def load_script(path: str) -> Any:
+    """Import a script of the repository that belongs to no package."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def read_differences() -> str:
+    """Return the pages that list the differences from the peers."""
+    return "\n".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs/differences").glob("*.md")))
 
 
 def root(room: str) -> Path:
@@ -42,20 +55,6 @@ def files() -> dict[str, Path]:
             parts = [*filter(None, [room]), *path.relative_to(folder).with_suffix("").parts]
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
-
-
-def count_code(path: Path) -> int:
-    """The lines with code: without blank lines, comments and docstrings."""
-    source, lines, docstrings = path.read_text(encoding="utf-8"), set(), set()
-    for node in ast.walk(ast.parse(source)):
-        has_body = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if has_body and ast.get_docstring(node) is not None:
-            docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    ignored = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in ignored:
-            lines |= set(range(token.start[0], token.end[0] + 1))
-    return len(lines - docstrings)
 
 
 def is_package(module: str) -> bool:
@@ -122,19 +121,6 @@ def exports(package: str) -> dict[str, tuple[str, str]]:
                 for alias in line.names:
                     found[alias.asname or alias.name] = (_absolute(line, package, True) or "", alias.name)
     return found
-
-
-def target(module: str | None, name: str | None) -> str | None:
-    """The file that an import really reaches, through any faces; None for what is not ours."""
-    while module is not None and module in files() and is_package(module):
-        inner = f"{module}.{name}" if module else name
-        if inner in files():
-            module, name = inner, None
-        elif name is not None and name in exports(module):
-            module, name = exports(module)[name]
-        else:
-            break
-    return module if module in files() else None
 
 
 def sentence(package: str) -> str:

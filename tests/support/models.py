@@ -93,6 +93,16 @@ class Numbers(IterableDataset):
         return iter(range(self.length))
 
 
+class Stream(IterableDataset):
+    """A stream of samples, whose length nobody knows."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
 class SaveEach(Callback):
     """Saves after each step, under its number, what is not there yet."""
 

@@ -45,8 +45,6 @@ ACCELERATE_SUBSTITUTIONS = (
 
 RUNS: dict[str, tuple[str, ...]] = {
     "classifier": (),
-    "gan": (),
-    "autoencoder": (),
     "transformer": (),
     "evaluation": (),
     "distributed": (),  # always on two processes
@@ -86,8 +84,8 @@ def execute_accelerate_program(name: str, library: str, folder: Path) -> dict[st
 
 def write(run: str, library: str, folder: Path) -> Path:
     """The script of a run for a library, as a file in ``folder``."""
-    source = (FOLDER / f"{run.split(',')[0]}.py").read_text(encoding="utf-8")
-    path = folder / f"{run.split(',')[0]}_with_{library}.py"
+    script = FOLDER / f"{run.split(',')[0]}.py"
+    source, path = script.read_text(encoding="utf-8"), folder / f"{script.stem}_with_{library}.py"
     path.write_text(source if library == "lightning" else swapped(source), encoding="utf-8")
     return path
 
@@ -99,10 +97,7 @@ def execute(run: str, library: str, folder: Path) -> dict[str, Any]:
 
 def execute_program(name: str, library: str, folder: Path) -> dict[str, Any]:
     """Run a program of `swap/programs` in this process and return its results."""
-    source = (PROGRAMS / f"{name}.py").read_text(encoding="utf-8")
-    path = folder / f"{name}_with_{library}.py"
-    path.write_text(source if library == "lightning" else swapped(source), encoding="utf-8")
-    return call_main(path, str(folder / "run"))
+    return call_main(write(f"programs/{name}", library, folder), str(folder / "run"))
 
 
 def call_main(path: Path, argument: Any, source: str | None = None) -> dict[str, Any]:

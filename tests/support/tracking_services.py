@@ -15,7 +15,6 @@ import tempfile
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,11 +25,14 @@ if "TRACKIO_DIR" not in os.environ:
     os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-")
     atexit.register(shutil.rmtree, os.environ["TRACKIO_DIR"], ignore_errors=True)
 
-Rows = dict[str, list[tuple[int, float]]]
-
 
 class Service:
     """What the tests know of a service.
+
+    Each has the methods ``make(folder, **options)``, a logger of a new run below a folder, ``resume(folder, version)``,
+    one that continues a run, and of a run's version in a folder ``rows``: steps and values by metric, in the order of
+    writing, or of the steps where that is all there is; ``params``: hyperparameters, flat; ``failed``: whether it is
+    marked as one that failed; ``files``: names of the files of its checkpoints.
 
     Attributes:
         package: what it is imported by.
@@ -54,30 +56,6 @@ class Service:
     def environment(self, folder: Path) -> dict[str, str]:
         """The variables of a process that logs."""
         return {}
-
-    def make(self, folder: Path, **options: Any) -> Any:
-        """A logger of a new run, below the folder."""
-        raise NotImplementedError
-
-    def resume(self, folder: Path, version: str) -> Any:
-        """A logger that continues a run."""
-        raise NotImplementedError
-
-    def rows(self, folder: Path, version: str) -> Rows:
-        """Steps and values by metric, in the order of writing, or of the steps where that is all there is."""
-        raise NotImplementedError
-
-    def params(self, folder: Path, version: str) -> dict[str, Any]:
-        """Hyperparameters, flat."""
-        raise NotImplementedError
-
-    def failed(self, folder: Path, version: str) -> bool:
-        """Whether the run is marked as one that failed."""
-        raise NotImplementedError
-
-    def files(self, folder: Path, version: str) -> set[str]:
-        """Names of the files of its checkpoints."""
-        raise NotImplementedError
 
 
 class Comet(Service):

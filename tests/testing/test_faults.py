@@ -9,12 +9,14 @@ import re
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from support import stored
 from support.models import loader
 from support.processes import RankError, run, script
+from support.trainers import make_trainer
 from torch import nn
 from treadle.engine.checkpoint import filesystem, store
 from treadle.strategies.processes import IDENTITY
@@ -45,19 +47,9 @@ class Task(treadle.TaskModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-FLAGS = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "max_epochs": 1,
-}
-
-
 def by_trainer(task, world=1, **flags):
     """Three steps of two micro-batches, a validation after each."""
-    trainer = treadle.Trainer(**{**FLAGS, "accumulate_grad_batches": 2, "val_check_interval": 2, **flags})
+    trainer = make_trainer(**{"accumulate_grad_batches": 2, "val_check_interval": 2, **flags})
     trainer.fit(task, loader(6 * world, 1, 1), loader(world, 1, 1))
     assert trainer.global_step == 3
     return trainer
@@ -189,7 +181,7 @@ def test_a_run_that_goes_on_counts_on(tmp_path):
     trainer.save_checkpoint(tmp_path / "c")
     plan = FaultPlan([Fault(point, step=5) for point in ("backward", "callback:on_train_batch_start")])
     with pytest.raises(FaultInjected, match="fault 1, callback:on_train_batch_start:before on rank 0 in step 5"), plan:
-        treadle.Trainer(**{**FLAGS, "max_epochs": 2, "accumulate_grad_batches": 2}).fit(
+        make_trainer(max_epochs=2, accumulate_grad_batches=2).fit(
             Task(), loader(6, 1, 1), loader(1, 1, 1), ckpt_path=tmp_path / "c"
         )
     trainer.max_epochs = 2
@@ -295,6 +287,14 @@ def save(target, value=0.0):
     return stored.commit(target, files, {"step": 1})
 
 
+WRITES = {
+    "write_bytes": (b"12345678",),
+    "write_tensors": (STATE, {}),
+    "write_stream": (lambda file: file.write(b"12345678"),),
+}
+MAKING = {"mkdir", *WRITES}
+
+
 @pytest.mark.parametrize("point", [point for point in faults.POINTS if point.startswith("disk:")])
 def test_each_disk_point(tmp_path, point):
     """The operation is seen not to have happened, or to have happened by half, or to have happened."""
@@ -304,28 +304,12 @@ def test_each_disk_point(tmp_path, point):
         path.mkdir()
     elif operation in ("unlink", "fsync", "replace"):
         path.write_bytes(b"1234")
-    arguments = {
-        "write_bytes": (b"12345678",),
-        "write_tensors": (STATE, {}),
-        "write_stream": (lambda file: file.write(b"12345678"),),
-        "rename": (other,),
-        "replace": (other,),
-    }.get(operation, ())
-    there = {
-        "mkdir": True,
-        "write_bytes": True,
-        "write_tensors": True,
-        "write_stream": True,
-        "unlink": False,
-        "rmdir": False,
-        "rename": False,
-        "replace": False,
-    }
+    arguments = (WRITES | {"rename": (other,), "replace": (other,)}).get(operation, ())
     with pytest.raises(OSError, match="No space left") as caught, FaultPlan([Fault(point, "oserror:ENOSPC")]):
         getattr(filesystem, operation)(path, *arguments)
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
     if operation != "fsync":
-        assert path.exists() == (there[operation] == (moment != "before"))
+        assert path.exists() == ((operation in MAKING) == (moment != "before"))
     if moment == "half":
         half = path.stat().st_size
         path.unlink()
@@ -333,19 +317,11 @@ def test_each_disk_point(tmp_path, point):
         assert half == path.stat().st_size // 2 > 0
 
 
-@pytest.mark.parametrize(
-    ("operation", "arguments"),
-    [
-        ("write_bytes", (b"12345678",)),
-        ("write_tensors", (STATE, {})),
-        ("write_stream", (lambda file: file.write(b"12345678"),)),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_was_only_delayed_half_way_is_whole(tmp_path, operation, arguments):
+@pytest.mark.parametrize("operation", WRITES)
+def test_what_was_only_delayed_half_way_is_whole(tmp_path, operation):
     found = []
     with FaultPlan([Fault(f"disk:{operation}:half", lambda firing: found.append(os.stat(firing.path)))]):
-        entry = getattr(filesystem, operation)(tmp_path / "x", *arguments)
+        entry = getattr(filesystem, operation)(tmp_path / "x", *WRITES[operation])
     written = filesystem.describe(tmp_path / "x")
     assert [half.st_size for half in found] == [written["bytes"] // 2]
     assert found[0].st_ino == (tmp_path / "x").stat().st_ino  # by which a launcher knows whose half a file it removes
@@ -491,32 +467,20 @@ def test_of_two_processes_one_is_struck_and_the_restart_goes_through(tmp_path, a
 
 
 SCRIPT = """
-import torch, treadle
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from support.models import Line, loader
+from support.trainers import make_trainer
 from treadle.testing.faults import armed_from_environment
 
-class Task(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(1, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1.0)
-
 with armed_from_environment():
-    trainer = treadle.Trainer(accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False)
-    trainer.fit(Task(), DataLoader(TensorDataset(torch.ones(6, 1))))
+    trainer = make_trainer(devices=2)
+    trainer.fit(Line(), loader(6, 1))
 print("trained", trainer.global_step)
 """
 
 
 def test_a_launched_script_gets_its_plan_from_outside(tmp_path):
     plan = FaultPlan([Fault("step", "kill", rank=1, step=2)], record=tmp_path / "record")
-    done = script(SCRIPT, env=plan.to_env())
+    done = script(SCRIPT, env={**plan.to_env(), "PYTHONPATH": str(Path(__file__).parents[1])})
     assert done.returncode != 0
     assert "SIGKILL" in done.stderr
     assert "trained" not in done.stdout
@@ -635,27 +599,19 @@ def test_nobody_who_does_not_ask_for_it_imports_it():
     ("arguments", "error", "words"),
     [
         ({"point": "backwards"}, ValueError, "point='backwards' matches none.* Did you mean 'backward:before'"),
-        ({"point": "callback:on_step_ends"}, ValueError, "Did you mean 'callback:on_step_end:before'"),
-        ({"point": "disk:write_tensor"}, ValueError, "Did you mean 'disk:write_tensors:before'"),
         ({"point": "disk:rename:half"}, ValueError, "point='disk:rename:half' matches none"),
         ({"point": 3}, TypeError, "point=3 must be a name"),
         ({"action": "explode"}, ValueError, "'explode' is not one of raise, kill"),
-        ({"action": "rase"}, ValueError, "Did you mean 'raise'"),
         ({"action": "kill:SIGTREM"}, ValueError, "Did you mean 'SIGTERM'"),
         ({"action": "raise:ValuError"}, ValueError, "Did you mean 'ValueError'"),
         ({"action": "exit:256"}, ValueError, "needs a number"),
-        ({"action": "exit:x"}, ValueError, "needs a number"),
-        ({"action": "delay"}, ValueError, "needs a number"),
         ({"action": "delay:-1"}, ValueError, "needs a number"),
-        ({"action": "hang:nan"}, ValueError, "needs a number"),
         ({"action": "oserror:ENOSPC"}, ValueError, "is only for disk points"),
         ({"point": "disk:*", "action": "oserror:ENOSPCE"}, ValueError, "Did you mean 'ENOSPC'"),
         ({"action": 3}, TypeError, "action=3 must be"),
         ({"action": int}, TypeError, "must be a name, an exception or a function"),
         ({"rank": -1}, ValueError, "rank=-1 must be an integer of at least 0"),
-        ({"step": 1.5}, ValueError, "step=1.5 must be"),
         ({"occurrence": 0}, ValueError, "occurrence=0 must be an integer of at least 1"),
-        ({"occurrence": None}, ValueError, "occurrence=None must be"),
         ({"occurrence": True}, ValueError, "occurrence=True must be"),
         ({"match": "*/x"}, ValueError, "point='backward': match .* applies only to disk points"),
         ({"point": "disk:*", "match": 3}, ValueError, "match=3 .* match must be a pattern"),

@@ -1,7 +1,5 @@
 """`treadle doctor`: its screen, its exit status, its launchers, and the ranks that it names."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import io

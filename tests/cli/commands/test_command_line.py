@@ -62,21 +62,7 @@ def test_every_command_takes_every_spelling_of_a_run(here, capsys):
         (["--from-run", "7"], ["--from-run 7", "there are no runs in runs"]),
         (["--from-run", "\x1b]0;title\x07"], ["--from-run ?]0;title?"]),
     ],
-    ids=[
-        "argument",
-        "flag",
-        "callback",
-        "name",
-        "dir",
-        "devices",
-        "root",
-        "two",
-        "ckpt",
-        "plugins",
-        "from-run",
-        "number",
-        "bell",
-    ],
+    ids=str,
 )
 def test_errors_are_words_and_status_2(arguments, words, here, capsys):
     assert main(["fit", "--config", "run.yaml", *arguments]) == 2
@@ -99,7 +85,9 @@ def test_a_command_of_another_name(wrong, right, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["fit", "--help"], ["fit", "--config", "none.yaml"]], ids=lambda a: a[0]
+    "arguments",
+    [["--help"], ["fit", "--help"], ["fit", "--config", "none.yaml"], ["completion", "bash"]],
+    ids=" ".join,
 )
 def test_words_come_at_once(arguments):
     """Without torch, which alone takes a second and more."""

@@ -9,9 +9,9 @@ import sys
 import time
 
 import pytest
-import torch
+from support.models import LoggedLine, loader
 from support.processes import clean_environment
-from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import LambdaCallback
 from treadle.callbacks.reporting.run_record import RunRecord
 from treadle.cli.commands.runs import draw_curves, main
 from treadle.trainer.runs import index
@@ -168,16 +168,17 @@ def test_a_hundred_runs_are_listed_at_once_and_without_torch(tmp_path):
         "import sys; from treadle.__main__ import main; status = main(['runs', sys.argv[1]]); "
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules; sys.exit(status)"
     )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    spent = []
-    for _ in range(2):
+    standard_library = "import argparse, asyncio, email.message, json, tomllib, urllib.request"
+    spent = {code: [], standard_library: []}
+    for program in [*spent] * 3:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "-c", program, str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, env=clean_environment())
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert done.returncode == 0, done.stderr
-        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert done.stdout.count("killed") == 100
-    assert min(spent) < 0.3
+        spent[program].append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert done.stdout.count("killed") == (100 if program is code else 0)
+    assert min(spent[code]) < 2 * min(spent[standard_library])
 
 
 def test_it_is_a_command_of_treadle(runs, capsys):
@@ -260,21 +261,6 @@ def test_one_as_json(one, capsys):
     assert (found["number"], found["problems"]) == (1, [])
 
 
-class Task(treadle.TaskModule):
-    def __init__(self, at):
-        super().__init__()
-        self.net, self.at = torch.nn.Linear(2, 1), at
-
-    def training_step(self, batch, batch_idx):
-        self.at(self.trainer.global_step)
-        loss = self.net(batch[0]).pow(2).mean()
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
 def test_a_look_while_it_runs(tmp_path, capsys):
     seen = []
     settings = {"accelerator": "cpu", "max_epochs": 1, "log_every_n_steps": 1, "enable_progress_bar": False}
@@ -282,16 +268,17 @@ def test_a_look_while_it_runs(tmp_path, capsys):
         flags = folder.flags({**settings, "enable_model_summary": False})
         recorder = next(one for one in flags["callbacks"] if isinstance(one, RunRecord))
 
-        def look(step):
-            if step == 6:
+        def look(trainer, *_):
+            if trainer.global_step == 6:
                 recorder._due = 0.0  # as if that were long ago
-            if step == 7:
+            if trainer.global_step == 7:
                 seen.append(out(capsys, "show", "--dir", tmp_path))
 
-        treadle.Trainer(**flags).fit(Task(look), DataLoader(TensorDataset(torch.ones(8, 2))))
+        flags["callbacks"].append(LambdaCallback(on_train_batch_start=look))
+        treadle.Trainer(**flags).fit(LoggedLine(), loader(samples=8, batch_size=1))
     assert seen[0].startswith("default/1  running")
     assert "7 steps, 0 epochs" in seen[0]
-    assert "train_loss" in seen[0].split("\nloss")[1]
+    assert "  loss" in seen[0].split("\nloss")[1]
     assert any(letter in "▁▂▃▄▅▆▇█" for letter in seen[0])
 
 
@@ -361,10 +348,7 @@ BROKEN = {
     "empty": b"",
     "half": b'{"state": "fini',
     "list": b"[]",
-    "null": b"null",
-    "number": b"1",
     "nan": b'{"steps": NaN}',
-    "deep": b"[" * 100_000 + b"]" * 100_000,
     "deep-object": b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
     "not-utf8": b'{"state": "\xff\xfe"}',
     "digits": b'{"steps": ' + b"9" * 5000 + b"}",

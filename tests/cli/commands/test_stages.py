@@ -86,11 +86,6 @@ def test_a_run_that_saves_nothing_is_not_said_to_go_on(here, capsys):
     assert "logs:" not in printed  # in whose place nothing is kept
 
 
-def test_it_is_the_same_training_as_by_hand():
-    assert main(["fit", "--config", "run.yaml"]) == 0
-    assert torch.equal(weights("runs/default/1"), by_hand())
-
-
 @pytest.mark.parametrize("source", ["folder", pytest.param("checkpoint", marks=pytest.mark.exhaustive)])
 def test_a_run_is_repeated(source, here):
     assert main(["fit", "--config", "run.yaml", "model.lr=0.03"]) == 0
@@ -235,19 +230,13 @@ def test_evaluation_of_an_earlier_run(here, capsys):
 
 def test_an_interrupt_says_how_to_go_on(here, capsys):
     line = ["fit", "--config", "run.yaml", "trainer.callbacks+=cli_samples.Interrupts"]
-    assert main(line) == 130
-    said = capsys.readouterr().err
-    assert said.splitlines()[-2:] == [
-        "interrupted in fit, epoch 0, after optimizer step 2, in batch 2",
-        "no checkpoint was saved",
-    ]
     assert main([*line, "trainer.callbacks+={class: ModelCheckpoint, every_n_train_steps: 1}"]) == 130
     said = capsys.readouterr().err
     first, newest, resume = said.splitlines()[-3:]
     assert first == "interrupted in fit, epoch 0, after optimizer step 2, in batch 2"
-    assert newest.startswith(f"latest checkpoint: {here / 'runs' / 'default' / '2' / 'checkpoints'}")
+    assert newest.startswith(f"latest checkpoint: {here / 'runs' / 'default' / '1' / 'checkpoints'}")
     assert newest.endswith(" (optimizer step 2)")
-    assert resume == "to resume: treadle fit --from-run runs/default/2 ckpt_path=auto"
+    assert resume == "to resume: treadle fit --from-run runs/default/1 ckpt_path=auto"
 
 
 def test_who_imports_what_is_not_there_is_named(here, capsys):

@@ -1,8 +1,5 @@
 """Files, overrides and references become one configuration, each of whose values knows where it was written."""
 
-import subprocess
-import sys
-
 import pytest
 from support.configs import made, wrote
 from treadle.cli.config.resolve import load
@@ -148,12 +145,3 @@ def test_long_chains_of_references():
 
 def test_a_reference_may_be_given_on_the_line():
     assert made("vars: {a: 3}", "seed=${vars.a}")["seed"] == 3
-
-
-def test_reading_waits_for_no_torch():
-    source = (
-        "import sys, treadle.cli.commands.command_line as c; "
-        "print(c.format_usage('fit', 'x')[:5], 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-1] == "False"

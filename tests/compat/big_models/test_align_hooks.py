@@ -1,7 +1,5 @@
 """Hooks of Accelerate's form. The expected values were seen with accelerate 1.15.0 on the same models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Accelerate's functions on a module's tensors. The expected values were seen with accelerate 1.15.0."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

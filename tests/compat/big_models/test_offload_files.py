@@ -1,7 +1,5 @@
 """The folder of offloaded weights: the same bytes as accelerate 1.15.0 writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Lightning's files of hyperparameters."""
 
-from __future__ import annotations
-
 import pytest
 from treadle.compat.core import saving
 

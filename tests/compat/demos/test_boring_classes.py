@@ -1,7 +1,5 @@
 """Lightning's boring classes; expected values are those of lightning 2.6.6."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.trainers import make_trainer

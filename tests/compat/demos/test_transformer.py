@@ -1,7 +1,5 @@
 """Lightning's small transformer and its data; expected values are those of lightning 2.6.6."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from treadle.compat.demos.transformer import Transformer, WikiText2

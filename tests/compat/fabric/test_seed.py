@@ -1,7 +1,5 @@
 """Fabric's seed."""
 
-from __future__ import annotations
-
 import torch
 from treadle.compat.fabric.utilities.seed import reset_seed
 

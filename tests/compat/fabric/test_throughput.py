@@ -1,7 +1,5 @@
 """The throughput of a loop, as Fabric measures it."""
 
-from __future__ import annotations
-
 from treadle.compat.fabric.utilities.throughput import ThroughputMonitor
 from treadle.loggers import CSVLogger
 

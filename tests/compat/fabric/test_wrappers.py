@@ -1,16 +1,15 @@
 """A `TaskModule`, callbacks and meters in a Fabric's loop work as in Lightning's."""
 
-from __future__ import annotations
-
 import copy
 import csv
 
 import pytest
 import torch
 from support.fabric_programs import Net
+from support.models import Stream
 from support.processes import run
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 from treadle.compat.fabric import is_wrapped
 from treadle.compat.fabric.utilities.throughput import ThroughputMonitor
 from treadle.compat.precision_plugins import HalfPrecision
@@ -231,43 +230,27 @@ def test_attributes_are_the_models_own() -> None:
     assert not is_wrapped(module)
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(torch.arange(3.0))
-
-
-class EveryOther(torch.utils.data.Sampler):
-    def __iter__(self):
-        return iter(range(0, 8, 2))
-
-    def __len__(self):
-        return 4
-
-
 def shares() -> list[list[float]]:
     fabric = Fabric(accelerator="cpu", devices=2)
     data = TensorDataset(torch.arange(8.0))
     loaders = fabric.setup_dataloaders(
-        DataLoader(data, sampler=EveryOther()),
-        DataLoader(data, batch_sampler=BatchSampler(EveryOther(), 2, False)),
+        DataLoader(data, sampler=range(0, 8, 2)),
+        DataLoader(data, batch_sampler=BatchSampler(range(0, 8, 2), 2, False)),
         DataLoader(TensorDataset(torch.arange(3.0))),
     )
     seen = [torch.cat([x for (x,) in loader]).tolist() for loader in loaders]
-    return [*seen, torch.cat(list(fabric.setup_dataloaders(DataLoader(Stream())))).tolist()]
+    sampler = DistributedSampler(range(8), fabric.world_size, fabric.global_rank, shuffle=False)
+    own = DataLoader(range(8), batch_sampler=BatchSampler(sampler, 2, False))  # which is not sharded again
+    return [
+        *seen,
+        *(
+            torch.cat(list(fabric.setup_dataloaders(one))).tolist()
+            for one in (DataLoader(Stream(torch.arange(3.0))), own)
+        ),
+    ]
 
 
 def test_samples_are_shared_as_in_lightning() -> None:
     first, second = run(shares, 2)
-    assert first == [[0.0, 4.0], [0.0, 4.0], [0.0, 2.0], [0.0, 1.0, 2.0]]
-    assert second == [[2.0, 6.0], [2.0, 6.0], [1.0, 0.0], [0.0, 1.0, 2.0]]
-
-
-def read_shares() -> list[int]:
-    fabric = Fabric(accelerator="cpu")
-    sampler = DistributedSampler(range(8), fabric.world_size, fabric.global_rank, shuffle=False)
-    loader = DataLoader(range(8), batch_sampler=BatchSampler(sampler, 2, False))
-    return [int(index) for batch in fabric.setup_dataloaders(loader) for index in batch]
-
-
-def test_a_batch_sampler_of_a_ranks_share_is_not_sharded_again() -> None:
-    assert run(read_shares, 2) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert first == [[0.0, 4.0], [0.0, 4.0], [0.0, 2.0], [0.0, 1.0, 2.0], [0, 2, 4, 6]]
+    assert second == [[2.0, 6.0], [2.0, 6.0], [1.0, 0.0], [0.0, 1.0, 2.0], [1, 3, 5, 7]]

@@ -1,7 +1,5 @@
 """The writer behind Lightning's CSVLogger."""
 
-from __future__ import annotations
-
 import torch
 from treadle.compat.loggers.csv_logs import ExperimentWriter
 

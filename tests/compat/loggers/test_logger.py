@@ -1,7 +1,5 @@
 """What Lightning's module of the loggers' base class holds."""
 
-from __future__ import annotations
-
 import pytest
 from treadle.compat.loggers.logger import DummyExperiment, DummyLogger, merge_dicts
 

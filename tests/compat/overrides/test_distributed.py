@@ -1,7 +1,5 @@
 """Samplers of Lightning's that repeat nothing."""
 
-from __future__ import annotations
-
 import torch
 from treadle.compat.overrides.distributed import UnrepeatedDistributedSampler
 

@@ -1,7 +1,5 @@
 """The base class of Lightning's strategies of several processes."""
 
-from __future__ import annotations
-
 from support.trainers import make_trainer
 from treadle.compat.strategies import ParallelStrategy
 from treadle.strategies import DDP, SingleDevice

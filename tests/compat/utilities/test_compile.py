@@ -1,7 +1,5 @@
 """Tasks that torch.compile has made."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

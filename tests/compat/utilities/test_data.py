@@ -1,12 +1,11 @@
 """Sizes of batches, and lengths on all ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from support.models import Stream
 from support.processes import run
 from support.trainers import make_trainer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from treadle.compat.utilities.data import extract_batch_size, has_len_all_ranks
 
 
@@ -19,14 +18,9 @@ def test_sizes_of_batches() -> None:
         extract_batch_size("abc")
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter([1])
-
-
 def lengths() -> bool:
     strategy = make_trainer(devices=2).strategy
-    assert not has_len_all_ranks(DataLoader(Stream()), strategy)
+    assert not has_len_all_ranks(DataLoader(Stream([1])), strategy)
     assert has_len_all_ranks([], strategy)  # which warns
     if strategy.world.rank:
         with pytest.raises(RuntimeError, match="no batches on rank 1"):

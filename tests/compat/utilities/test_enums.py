@@ -1,7 +1,5 @@
 """Lightning's enums."""
 
-from __future__ import annotations
-
 from support.trainers import make_trainer
 from treadle.compat.utilities.enums import GradClipAlgorithmType
 

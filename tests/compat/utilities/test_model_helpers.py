@@ -1,7 +1,5 @@
 """What a class overrides."""
 
-from __future__ import annotations
-
 import pytest
 from treadle.compat.demos.boring_classes import BoringModel
 from treadle.compat.utilities.model_helpers import is_overridden

@@ -1,7 +1,5 @@
 """The parameters of a hook."""
 
-from __future__ import annotations
-
 from treadle.compat.demos.boring_classes import BoringModel
 from treadle.compat.utilities.signature_utils import is_param_in_hook_signature
 

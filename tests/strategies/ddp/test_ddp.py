@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 from support.ddp_loops import POWER, STEPS, TOKENS, Net, by_hand, inputs, message, sgd, trained, weights
+from support.models import Line
 from support.processes import run
-from support.trainers import NO_OUTPUT
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -181,42 +182,6 @@ def test_errors_of_the_reducer_name_parameters_and_fix():
         assert "shapes cannot be multiplied" in found["own"][1]
 
 
-class Task(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = Net(True)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch).pow(2).mean()
-
-    def configure_optimizers(self):
-        return sgd(self)
-
-
-def one_step_of_a_trainer(strategy):
-    trainer = treadle.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    return message(trainer.fit, Task(), torch.utils.data.DataLoader(list(inputs(1)[0, 0].flatten(0, 1)), 5))
-
-
-def trainers():
-    return [one_step_of_a_trainer(name) for name in ("ddp", "ddp_find_unused_parameters_true")]
-
-
-def test_the_trainer_names_them_in_the_very_step():
-    for first, second in run(trainers, 2):
-        assert first[0] == "ValueError"
-        assert "net.extra.weight, net.extra.bias" in first[1]
-        assert second is None
-
-
 # -- compression -----------------------------------------------------------------------------------------------------
 
 
@@ -296,16 +261,10 @@ class Crossed(nn.Module):
         return self.last(self.middle(self.first(x).relu()).relu())
 
 
-class CrossedTask(treadle.TaskModule):
+class CrossedTask(Line):
     def __init__(self):
         super().__init__()
         self.net = Crossed()
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 def by_three(root):
@@ -339,7 +298,7 @@ def by_three(root):
         saver = treadle.Callback()
         if path is None:
             saver.on_step_end = lambda trainer, _: trainer.save_checkpoint(root / f"fit{trainer.global_step}")
-        one = treadle.Trainer(accelerator="cpu", strategy="ddp", max_epochs=1, callbacks=saver, **NO_OUTPUT)
+        one = make_trainer(strategy="ddp", callbacks=saver)
         one.fit(task, DataLoader(TensorDataset(torch.randn(60, 21)), 4), ckpt_path=path)
         return weights(task)
 

@@ -1,7 +1,5 @@
 """How processes meet in a store that has outlived others, and what a fork waits for."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -6,7 +6,9 @@ from datetime import timedelta
 
 import pytest
 import torch
+from support.models import SGDTask
 from support.processes import run, script
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.strategies import DistributedOperationException, open_world
@@ -86,7 +88,7 @@ def test_debug_mode_compares_each_call_before_it_runs():
     assert [result[2:] for result in results] == [(10, [0, 1, 2, 3])] * 4
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -97,17 +99,12 @@ class Task(treadle.TaskModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), 1e-2)
-
 
 def train(folder):
     treadle.seed_everything(3)
     loader = DataLoader(TensorDataset(torch.randn(36, 4)), 4, shuffle=True)
     task = Task()
-    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger"), False)
-    trainer = treadle.Trainer(accelerator="cpu", max_epochs=2, default_root_dir=folder, **quiet)
-    trainer.fit(task, loader)
+    make_trainer(max_epochs=2, default_root_dir=folder, enable_checkpointing=True).fit(task, loader)
     return [parameter.tolist() for parameter in task.state_dict().values()]
 
 

@@ -187,10 +187,8 @@ trainer.fit(Task(), torch.utils.data.DataLoader(torch.ones(4, 1)))
 
 def test_a_rank_that_has_gone_ends_those_that_no_error_tells(tmp_path):
     (tmp_path / "train.py").write_text(LOST)
-    command = [str(programs() / "torchrun"), "--standalone", "--nproc-per-node", "2", "train.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [programs() / "torchrun", "--standalone", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("treadle: rank 1 of 2 ended first, without a Python error") == 1
     assert re.search("treadle: rank 0 is in forward, .*train.py:13", done.stderr), done.stderr

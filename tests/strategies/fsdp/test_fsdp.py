@@ -1,6 +1,5 @@
 """Shards against one process: what each holds, what is whole when, and that nothing else differs."""
 
-import collections
 import contextlib
 import copy
 import functools
@@ -9,12 +8,12 @@ import types
 
 import pytest
 import torch
+from support.collective_counts import CountedCollectives
 from support.models import SGDTask
 from support.processes import run
 from support.sharded_models import BLOCKS, CLASSES, WIDTH, Block, Net, made, same, whole
 from support.trainers import NO_OUTPUT
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks.spike import _compute_squared_norm
 from treadle.strategies import DDP, FSDP, Recompute, SingleDevice, World
@@ -469,30 +468,18 @@ def test_one_run_after_the_other_in_the_same_processes():
         assert errors == []
 
 
-class Counts(TorchDispatchMode):
-    """How often each operator ran."""
-
-    def __init__(self):
-        super().__init__()
-        self.of = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.of[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def reductions(accumulate, options):
     """How often gradients are reduced in one optimizer step."""
     accelerator = treadle.Accelerator(cpu=True, strategy=FSDP(**options), gradient_accumulation_steps=accumulate)
     net = Net()
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    with Counts() as counts:
+    with CountedCollectives() as counts:
         for _ in range(accumulate):
             with accelerator.accumulate(model):
                 accelerator.backward(model(torch.arange(4)).square().mean())
                 optimizer.step()
                 optimizer.zero_grad()
-    return sum(count for name, count in counts.of.items() if "reduce_scatter" in name)
+    return counts.found["reduce_scatter"]
 
 
 def test_gradients_are_reduced_once_per_step():

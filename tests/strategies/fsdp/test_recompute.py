@@ -8,13 +8,11 @@ import torch
 import torch._functorch.config as settings
 from support.models import SGDTask
 from support.processes import run
-from support.trainers import NO_OUTPUT
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from treadle.strategies import FSDP, Recompute
-
-import treadle
 
 mm = torch.ops.aten.mm.default
 
@@ -57,9 +55,7 @@ class Products(TorchDispatchMode):
 
 def fit(policy, task=None, **flags):
     task, products = task or Task(), Products()
-    trainer = treadle.Trainer(
-        accelerator="cpu", max_epochs=1, strategy=FSDP(activation_checkpointing_policy=policy), **NO_OUTPUT, **flags
-    )
+    trainer = make_trainer(strategy=FSDP(activation_checkpointing_policy=policy), **flags)
     with products:
         trainer.fit(task, DataLoader(torch.ones(2, 4), batch_size=2))
     weights = [parameter.full_tensor() for parameter in task.parameters()]
@@ -133,9 +129,7 @@ def test_a_budget_is_the_compilers(monkeypatch):
 
 def gathered(gather_dtype):
     logging.getLogger("treadle").setLevel(logging.ERROR)
-    trainer = treadle.Trainer(
-        accelerator="cpu", max_epochs=1, precision="bf16-mixed", strategy=FSDP(gather_dtype=gather_dtype), **NO_OUTPUT
-    )
+    trainer = make_trainer(precision="bf16-mixed", strategy=FSDP(gather_dtype=gather_dtype))
     trainer.fit(Task(), DataLoader(torch.ones(4, 4), batch_size=2))
     return trainer.decided
 

@@ -1,7 +1,5 @@
 """The first failure and a signal end all ranks."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The manifests of `examples/kubernetes`: what they hold, their commands as pods on loopback, preempted and resumed."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import shutil
@@ -95,7 +93,7 @@ class Pods:
                 start_new_session=True,
             )
 
-    def __enter__(self) -> Pods:
+    def __enter__(self) -> "Pods":
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,7 +1,5 @@
 """notebook_launcher and debug_launcher, from where there is no file: standard input, and IPython where it is there."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """Several machines, played by several agents on this one: the same host, and hosts apart in network namespaces."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import re
@@ -55,6 +53,12 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def of_two_machines(program: str, *script: str) -> list[str]:
+    """The command of each of two machines that meet at a free port."""
+    endpoint = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    return [program, *LAUNCHERS["treadle"], *endpoint, *script]
 
 
 @contextlib.contextmanager
@@ -140,16 +144,7 @@ def test_machines_with_numbers(script: str, alone: list[float], tmp_path: Path) 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_failing_rank_ends_both_machines(script: str, tmp_path: Path, rank: int) -> None:
-    command = [
-        python(),
-        *LAUNCHERS["treadle"],
-        "--nnodes",
-        "2",
-        "--rdzv-endpoint",
-        f"127.0.0.1:{free_port()}",
-        script,
-        str(rank),
-    ]
+    command = of_two_machines(python(), script, str(rank))
     codes, texts = run([command, command], tmp_path)
     ended = time.time()
     assert codes == [7, 7], texts
@@ -162,16 +157,7 @@ def test_a_failing_rank_ends_both_machines(script: str, tmp_path: Path, rank: in
 
 
 def test_a_signal_to_one_machine_ends_both(script: str, tmp_path: Path) -> None:
-    command = [
-        sys.executable,  # whose ranks are its own children
-        *LAUNCHERS["treadle"],
-        "--nnodes",
-        "2",
-        "--rdzv-endpoint",
-        f"127.0.0.1:{free_port()}",
-        script,
-        "none",
-    ]
+    command = of_two_machines(sys.executable, script, "none")  # whose ranks are its own children
     with agents([command, command], tmp_path) as started:
         # Ranks are up when a supervisor has children.
         end = time.monotonic() + 60

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import Cluster, obstacle
+from support.launches import wait_for
 from treadle.strategies.distributed.launch_environment import host_names
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))]
@@ -201,22 +202,15 @@ def test_a_signal_saves_and_usr1_requeues_and_the_next_attempt_resumes(cluster, 
         assert done.returncode == 0, done.stderr
         job, steps = done.stdout.strip(), tmp_path / name / "steps"
         if name == "cut":
-            wait_for(lambda steps=steps: steps.exists() and len(steps.read_text().splitlines()) > 3)
+            wait_for(lambda steps=steps: steps.exists() and len(steps.read_text().splitlines()) > 3, 60)
             assert cluster.run("scancel", f"--signal={number}", job).returncode == 0
-            wait_for(lambda output=output: "is saved as" in Path(output).read_text())
+            wait_for(lambda output=output: "is saved as" in Path(output).read_text(), 60)
             if number == "TERM":  # whoever sends it decides whether the job comes again
                 assert "requeued" not in Path(output).read_text()
-                wait_for(lambda job=job: cluster.run("scontrol", "requeue", job).returncode == 0)
+                wait_for(lambda job=job: cluster.run("scontrol", "requeue", job).returncode == 0, 60)
         wait_for(lambda output=output: Path(output).exists() and "weights" in Path(output).read_text(), seconds=200)
     whole, cut = (re.findall(r"weights (\S+)", (tmp_path / f"{name}.out").read_text()) for name in ("whole", "cut"))
     assert whole == cut
     attempts = [tuple(map(int, line.split())) for line in (tmp_path / "cut" / "steps").read_text().splitlines()]
     assert [step for _, step in attempts] == list(range(20))
     assert {attempt for attempt, _ in attempts} == {0, 1}
-
-
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.2)

@@ -1,7 +1,5 @@
 """The local launcher, with real processes: what the ranks see, how a run ends, and that nothing outlives it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -15,6 +13,12 @@ from support.processes import clean_environment, python
 from treadle.strategies.launch import supervisor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and /proc as on Linux")
+
+
+def run(command: list[str], folder: Path | None, words: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, input=words, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=60
+    )
 
 
 @pytest.mark.slow
@@ -75,10 +79,7 @@ def test_module_is_run_again_as_a_module(tmp_path: Path) -> None:
     (package / "__init__.py").touch()
     show = 'say(f"{rank} {__spec__.name} {sys.argv[1:]}")'
     (package / "module.py").write_text(HEAD.replace("{options}", "{}") + show)
-    command = [python(), "-m", "package.module", "--devices", "2"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run([python(), "-m", "package.module", "--devices", "2"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()[1:]) == [f"{rank} package.module ['--devices', '2']" for rank in (0, 1)]
 
@@ -94,10 +95,7 @@ def test_command_survives_changed_directory_and_used_up_arguments(tmp_path: Path
     print(launch.build_relaunch_command(2)[1:])
     """
     (tmp_path / "train.py").write_text(textwrap.dedent(source))
-    command = [sys.executable, "-X", "dev", "-uO", "train.py", "--epochs", "3"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run([sys.executable, "-X", "dev", "-uO", "train.py", "--epochs", "3"], tmp_path)
     assert done.returncode == 0, done.stderr
     parts = eval(done.stdout)
     assert parts[-3:] == [str(tmp_path / "train.py"), "--epochs", "3"]
@@ -109,9 +107,7 @@ def test_refused_where_there_is_no_script(how: str) -> None:
     source = (
         "from treadle.strategies.launch.supervisor import has_script, relaunch; assert not has_script(); relaunch(2)"
     )
-    command = [sys.executable, how, *([source] if how == "-c" else [])]
-    env = clean_environment()
-    done = subprocess.run(command, input=source, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = run([sys.executable, how, *([source] if how == "-c" else [])], None, source)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ValueError: devices=2 runs this script again in 2 processes, but the code came from")

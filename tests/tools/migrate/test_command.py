@@ -9,14 +9,7 @@ from support.migrated import NEW, OLD, migrate, write
 
 from treadle.__main__ import main
 
-
-@pytest.fixture(autouse=True)
-def project(tmp_path, monkeypatch):
-    """An empty folder, in which the command is run."""
-    folder = tmp_path / "project"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("project")
 
 
 def test_a_diff_by_default_that_patch_takes(capfd):

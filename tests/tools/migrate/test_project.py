@@ -8,14 +8,7 @@ import pytest
 from support.migrated import NEW, OLD, migrate, write
 from treadle.tools.migrate.other_files import is_text
 
-
-@pytest.fixture(autouse=True)
-def project(tmp_path, monkeypatch):
-    """An empty folder, in which the command is run."""
-    folder = tmp_path / "project"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("project")
 
 
 def test_bytes_modes_and_links_stay(capfd, tmp_path):

@@ -252,64 +252,6 @@ CASES = {
         groups = "lightning.callbacks", "accelerate.utils", "lightning.trainer.name"
         ''',
     ),
-    "a template of Hydra's users": (
-        """
-        import hydra
-        import lightning as L
-        from lightning import Callback, LightningDataModule, LightningModule, Trainer
-        from lightning.pytorch.loggers import Logger
-        from lightning.pytorch.utilities import rank_zero_only
-        from lightning_utilities.core.rank_zero import rank_prefixed_message
-        from omegaconf import DictConfig
-
-        def train(cfg: DictConfig):
-            if cfg.get("seed"):
-                L.seed_everything(cfg.seed, workers=True)
-            model: LightningModule = hydra.utils.instantiate(cfg.model)
-        """,
-        """
-        import hydra
-        import treadle as L
-        from treadle import Callback, LightningDataModule, LightningModule, Trainer
-        from treadle.loggers import Logger
-        from treadle.utilities import rank_zero_only
-        from lightning_utilities.core.rank_zero import rank_prefixed_message
-        from omegaconf import DictConfig
-
-        def train(cfg: DictConfig):
-            if cfg.get("seed"):
-                L.seed_everything(cfg.seed, workers=True)
-            model: LightningModule = hydra.utils.instantiate(cfg.model)
-        """,
-    ),
-    "a script that fine-tunes a language model": (
-        """
-        from accelerate import Accelerator, DistributedType
-        from accelerate.logging import get_logger
-        from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration, set_seed
-        import transformers
-        from transformers import Trainer, get_scheduler
-
-        logger = get_logger(__name__)
-        accelerator = Accelerator(log_with="tensorboard")
-        if accelerator.distributed_type == DistributedType.XLA:
-            accelerator.wait_for_everyone()
-        trainer = Trainer(accumulate_grad_batches=2)
-        """,
-        """
-        from treadle import Accelerator, DistributedType
-        from treadle.logging import get_logger
-        from treadle.utils import DistributedDataParallelKwargs, ProjectConfiguration, set_seed
-        import transformers
-        from transformers import Trainer, get_scheduler
-
-        logger = get_logger(__name__)
-        accelerator = Accelerator(log_with="tensorboard")
-        if accelerator.distributed_type == DistributedType.XLA:
-            accelerator.wait_for_everyone()
-        trainer = Trainer(accumulate_grad_batches=2)
-        """,
-    ),
     "paths of older versions, and of modules that import a name": (
         """
         from pytorch_lightning.callbacks.base import Callback

@@ -1,18 +1,6 @@
 """`treadle plan --config`: the run of a configuration, against what that run really does."""
 
-import textwrap
-
-import pytest
-from support.planned_runs import CONFIG, TASK, plan
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    (tmp_path / "planned_task.py").write_text(textwrap.dedent(TASK))
-    (tmp_path / "run.yaml").write_text(CONFIG)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
+from support.planned_runs import plan
 
 
 def test_the_run_of_a_configuration(here, capsys):

@@ -1,20 +1,10 @@
 """The plan of a configuration is that of its run: steps, rates, checkpoints, machines."""
 
-import textwrap
-
 import pytest
 from support.collective_counts import CountedCollectives
-from support.planned_runs import CONFIG, TASK, plan
+from support.planned_runs import plan
 from support.processes import run
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    (tmp_path / "planned_task.py").write_text(textwrap.dedent(TASK))
-    (tmp_path / "run.yaml").write_text(CONFIG)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
+from support.trainers import make_trainer
 
 
 @pytest.mark.parametrize("schedule", ["none", "plateau", "steps", "stream"])
@@ -62,12 +52,6 @@ def planned(*arguments):
     return made, subject.schedule(made)
 
 
-FLAGS = {
-    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-    "enable_report": False,
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("name", "form", "flags"),
     [
@@ -96,9 +80,7 @@ def test_steps_and_rates_are_those_of_the_real_run(here, name, form, flags):
         def on_before_optimizer_step(self, trainer, task, optimizer):
             rates.append(optimizer.param_groups[0]["lr"])
 
-    trainer = treadle.Trainer(
-        accelerator="cpu", max_epochs=2, accumulate_grad_batches=2, callbacks=[Watch()], **{**FLAGS, **flags}
-    )
+    trainer = make_trainer(max_epochs=2, accumulate_grad_batches=2, callbacks=[Watch()], enable_report=False, **flags)
     trainer.fit(getattr(planned_task, name)(width=12, form=form))
     assert schedule.steps == trainer.global_step
     assert schedule.per_epoch == -(-trainer.num_training_batches // 2)
@@ -108,10 +90,8 @@ def test_steps_and_rates_are_those_of_the_real_run(here, name, form, flags):
 def test_a_checkpoint_has_the_bytes_of_a_real_one(here):
     import planned_task
 
-    import treadle
-
     made, _ = planned("trainer.strategy=single", "trainer.devices=1", "model.width=64")
-    trainer = treadle.Trainer(accelerator="cpu", max_steps=1, **FLAGS)
+    trainer = make_trainer(max_steps=1, enable_report=False)
     trainer.fit(planned_task.Task(width=64))
     trainer.save_checkpoint("saved")
     written = (here / "saved").stat().st_size
@@ -157,10 +137,8 @@ def sent_in_a_run():
             if batch_idx == 3:
                 written.__exit__(None, None, None)
 
-    trainer = treadle.Trainer(
-        accelerator="cpu", max_epochs=1, strategy="fsdp", devices=2, accumulate_grad_batches=2, gradient_clip_val=1.0,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, callbacks=[Watch()],
-    )  # fmt: skip
+    flags = {"strategy": "fsdp", "devices": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
+    trainer = make_trainer(callbacks=[Watch()], **flags)
     trainer.fit(planned_task.Task(width=12))
     return dict(written.found), trainer.global_step
 

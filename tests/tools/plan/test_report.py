@@ -117,14 +117,6 @@ def test_the_command(capsys):
     assert "█" in out
 
 
-def test_the_page_about_it_runs():
-    text = (Path(__file__).parents[3] / "docs" / "plan.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, "docs/plan.md", "exec"), {"__name__": "page"})
-
-
 @pytest.mark.slow
 def test_the_example_of_the_page(capsys):
     text = (Path(__file__).parents[3] / "docs" / "plan.md").read_text(encoding="utf-8")

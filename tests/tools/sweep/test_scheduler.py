@@ -10,11 +10,7 @@ from treadle.cli.config import ConfigError
 from treadle.tools.sweep.study import Study
 from treadle.tools.sweep.sweep_folder import SweepFolder
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("runs/s").mkdir(parents=True)
+pytestmark = pytest.mark.usefixtures("runs_folder")
 
 
 def test_hyperband_knows_the_epochs_of_every_process():

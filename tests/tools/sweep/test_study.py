@@ -12,11 +12,7 @@ from support.processes import clean_environment
 from support.studies import TEXT, make
 from treadle.tools.sweep.study import Study
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("runs/s").mkdir(parents=True)
+pytestmark = pytest.mark.usefixtures("runs_folder")
 
 
 def draw(study, count):

@@ -112,7 +112,6 @@ def test_changes_are_named_and_some_are_none():
         ("trials: 20", "trials: many", "s.yaml:5: trials='many' must be an integer of at least 1."),
         ("trials: 20\n", "", "s.yaml: the number of trials is missing. Add trials: 20."),
         ("goal: minimize", "goal: minimise", "goal='minimise' is not one of minimize, maximize."),
-        (", goal: minimize", "", "goal=None is not one of minimize, maximize."),
         (
             "{name: val_loss, goal: minimize}",
             "val_loss",
@@ -127,7 +126,6 @@ def test_changes_are_named_and_some_are_none():
         ("trials: 20", "trials: 20\nprune: hyperbund", "prune='hyperbund' is not one of hyperband, asha,"),
         ("trials: 20", "trials: 20\nstorage: study.db", "storage='study.db' must be a URL"),
         ("model.lr", "run.name", "run.name can't be varied"),
-        ("model.lr", "ckpt_path", "ckpt_path can't be varied"),
         ("parameters:\n  model.lr: [0.1, 0.2]", "", "there are no parameters"),
         ("method: random\n", "", "there is no method"),
     ],
@@ -223,7 +221,6 @@ def test_parameters_in_wandbs_nested_form():
         ({"min": 1, "max": 2, "type": "constant"}, "distribution='constant' needs 'value'."),
         ({"min": 2, "max": 1}, "min=2 must not be larger than max=1."),
         ({"min": "a", "max": 1}, "min='a' must be a finite number."),
-        ({"min": True, "max": 1}, "min=True must be a finite number."),
         ({"min": math.inf, "max": 1}, "min=inf must be a finite number."),
         (
             {"min": 0, "max": 1, "log": True},
@@ -240,7 +237,6 @@ def test_parameters_in_wandbs_nested_form():
         ({"values": [1], "type": "float"}, "distribution='float' and values can't be combined. Keep one of them."),
         ({"values": [1, 1.0]}, "the value 1.0 appears twice. Keep one of them."),
         ({"values": []}, "values=[] must be a list of at least one value."),
-        ({"min": 1, "low": 1, "max": 2}, "low and min mean the same. Keep one of them."),
         ({"distribution": "log_unform_values", "min": 1, "max": 2}, "Did you mean 'log_uniform_values'?"),
         ({"distribution": "log_uniform", "min": 1, "max": 2}, "its min and max are exponents."),
         ({"values": [1, 2], "probabilities": [0.5, 0.5]}, "probabilities: every value is equally likely, so"),

@@ -1,16 +1,10 @@
 """A trial reports to its study."""
 
-from pathlib import Path
-
 import pytest
 from support.studies import TEXT, make
 from treadle.tools.sweep.study import Study, open_trial
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("runs/s").mkdir(parents=True)
+pytestmark = pytest.mark.usefixtures("runs_folder")
 
 
 def test_another_process_reports_to_a_trial():
