@@ -28,6 +28,11 @@ class Line(SGDTask):
         return self.net(batch[0]).square().mean()
 
 
+def with_step(step):
+    """A `Line` whose training step is `step`, a function of the task."""
+    return type("Odd", (Line,), {"training_step": lambda self, batch, batch_idx: step(self)})()
+
+
 class LoggedLine(Line):
     """A `Line` that logs its loss."""
 
@@ -35,6 +40,19 @@ class LoggedLine(Line):
         loss = self.net(batch[0]).square().mean()
         self.log("loss", loss)
         return loss
+
+
+class Scored(LoggedLine):
+    """A `LoggedLine` that logs its loss in validation and test too."""
+
+    def loss(self, batch):
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.loss(batch))
 
 
 class Normed(nn.Module):
@@ -85,14 +103,28 @@ class Stream(IterableDataset):
         return iter(self.samples)
 
 
-class SaveAt(Callback):
-    """Saves a checkpoint after one step."""
+class SaveEach(Callback):
+    """Saves after each step, under its number, what is not there yet."""
 
-    def __init__(self, step, path):
-        self.step, self.path = step, path
+    def __init__(self, folder):
+        self.folder = folder
 
     def on_step_end(self, trainer, pl_module):
-        if trainer.progress.step == self.step:
+        path = self.folder / str(trainer.global_step)
+        if not path.exists():
+            trainer.save_checkpoint(path)
+
+
+class SaveIn(Callback):
+    """Saves in one hook, the first time it is called after `step` optimizer steps, and notes the phase of the run."""
+
+    def __init__(self, hook, step, path):
+        self.step, self.path, self.phase = step, path, None
+        setattr(self, hook, self.save)
+
+    def save(self, trainer, *_):
+        if trainer.progress.step == self.step and not trainer.sanity_checking and self.phase is None:
+            self.phase = trainer.progress.phase
             trainer.save_checkpoint(self.path)
 
 

@@ -51,7 +51,7 @@ class Task(treadle.TaskModule):
 
 def trainer(root, **flags):
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    return treadle.Trainer(logger=CSVLogger(root), **{"max_epochs": 2, **quiet, **flags})
+    return treadle.Trainer(**{"logger": CSVLogger(root), "max_epochs": 2, **quiet, **flags})
 
 
 def section(page, name):

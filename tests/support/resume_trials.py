@@ -13,7 +13,7 @@ import torch
 import torchmetrics
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, Subset, WeightedRandomSampler
 from treadle.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 
 import treadle
@@ -115,14 +115,17 @@ class Samples(Dataset):
 
     def __init__(self, size, noise, own=False):
         self.noise = noise
-        self.rng = np.random.default_rng(7) if own else None
+        self.rngs = [np.random.default_rng(7), random.Random(3), np.random.RandomState(2)] if own else []
+        self.generator = torch.Generator().manual_seed(4) if own else None
         self.x = torch.randn(size, 4, generator=torch.Generator().manual_seed(2))
 
     def __len__(self):
         return len(self.x)
 
     def __getitem__(self, index):
-        own = 0.0 if self.rng is None else float(0.1 * self.rng.random())
+        own = sum(0.1 * float(rng.random()) for rng in self.rngs)
+        if self.generator is not None:
+            own += 0.1 * torch.rand(4, generator=self.generator)
         return index, self.x[index] + _noise(self.noise) + own, self.x[index].sum()
 
 
@@ -247,6 +250,8 @@ class Halved(DataLoader):
 
 def make_loader(own):
     samples = Samples(own["size"], own["noise"], own["own"])
+    if own["own"]:
+        samples = Subset(samples, range(own["size"]))
     if own["data"] == "list":
         plain = DataLoader(samples, own["batch"])
         return list(plain)
@@ -374,6 +379,10 @@ class Task(treadle.TaskModule):
         self.own = own
         self.net = make_net(own)
         self.ids, self.losses = [], []
+        if own["metrics"]:
+            self.add_metrics()
+
+    def add_metrics(self):
         self.counted = Counter()
         self.means = nn.ModuleDict({"mean": torchmetrics.MeanMetric(), "most": torchmetrics.MaxMetric()})
         self.ranks = torchmetrics.SpearmanCorrCoef()
@@ -426,7 +435,8 @@ class Task(treadle.TaskModule):
             self.log("on_val", self.on_val, add_dataloader_idx=False)
 
     def on_train_epoch_start(self):
-        torch.rand(1)  # hooks draw too
+        if self.own.get("hooks_draw", True):
+            torch.rand(1)
         self.log("epoch_start", float(self.current_epoch))
 
     def on_train_epoch_end(self):
@@ -468,7 +478,8 @@ class SaveEach(treadle.Callback):
         self.noted[count] = (len(task.ids), len(trainer.logger.rows))
 
 
-def with_trainer(own, seed, folder, saver=None, ckpt_path=None):
+def with_trainer(own, seed, folder, saver=None, ckpt_path=None, after=None, **flags):
+    """The outcome of a run; `after` is called with the Trainer once it has ended."""
     treadle.seed_everything(seed)
     task, rows, loader = Task(own), Rows(), make_loader(own)
     callbacks = [LearningRateMonitor()] if own["rates"] else []
@@ -497,10 +508,12 @@ def with_trainer(own, seed, folder, saver=None, ckpt_path=None):
         check_val_every_n_epoch=own["val_epochs"],
         log_every_n_steps=own["every"],
         deterministic=own["deterministic"] or None,
-        **QUIET,
+        **QUIET | flags,
     )
     try:
         own_trainer.fit(task, loader, make_validation(own) or None, ckpt_path=ckpt_path)
+        if after is not None:
+            after(own_trainer)
     except Interrupted:
         return {"ids": task.ids, "losses": task.losses, "rows": rows.rows}
     finally:
@@ -513,7 +526,7 @@ def with_trainer(own, seed, folder, saver=None, ckpt_path=None):
         "bar": dict(own_trainer.progress_bar_metrics),
         "callbacks": [c.state_dict() for c in callbacks if not isinstance(c, LearningRateMonitor)],
         "files": sorted(str(path.relative_to(folder)) for path in folder.glob("*")),
-        "lasting": task.lasting.metric_state,
+        "lasting": task.lasting.metric_state if own["metrics"] else None,
         "ids": task.ids,
         "losses": task.losses,
         "rows": rows.rows,

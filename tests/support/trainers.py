@@ -1,5 +1,8 @@
 """Trainers that write and print nothing, for tests of something else."""
 
+import re
+
+import pytest
 from torch.utils.data import IterableDataset
 
 import treadle
@@ -16,3 +19,8 @@ class Dry(IterableDataset):
 
     def __iter__(self):
         return iter(())
+
+
+def says(error, *words):
+    """A check that `error` comes, with each of `words` in its text."""
+    return pytest.raises(error, match="".join(f"(?=.*{re.escape(word)})" for word in words).join(("(?s)", "")))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.models import SGDTask
-from support.trainers import NO_OUTPUT
+from support.trainers import NO_OUTPUT, make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from treadle.callbacks import EarlyStopping, LambdaCallback
@@ -84,18 +84,6 @@ def test_places_and_parts():
     assert trainer.early_stopping_callback is stopping
     task = Task()
     assert (trainer.model, task.on_gpu) == (None, False)
-
-
-def test_interrupted():
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    trainer = made(LambdaCallback(on_train_batch_end=stop))
-    with pytest.raises(KeyboardInterrupt):
-        trainer.fit(Task(), loader(4))
-    assert trainer.interrupted
-    trainer.test(Task(), loader(1))
-    assert not trainer.interrupted
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
@@ -216,14 +204,7 @@ def test_the_stage_is_a_trainer_fn_and_its_text():
 def test_paths_and_the_last_batch(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     task, loader = Line(), DataLoader(torch.ones(8, 1), batch_size=2)
-    trainer = treadle.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        default_root_dir="~/x",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer(max_epochs=2, default_root_dir="~/x", enable_checkpointing=None)
     assert trainer.default_root_dir == trainer.log_dir == str(tmp_path / "x")
     trainer.fit(task, loader)
     assert (trainer.fit_loop.batch_idx, trainer.fit_loop.epoch_loop.batch_idx) == (3, 3)
@@ -263,10 +244,7 @@ def test_limits_before_fit():
         trainer = treadle.Trainer(accelerator="cpu", **NO_OUTPUT, **flags)
         return trainer.max_epochs, trainer.min_epochs, trainer.max_steps
 
-    assert (
-        treadle.Trainer(accelerator="cpu", gradient_clip_algorithm="VALUE", **NO_OUTPUT).gradient_clip_algorithm
-        == "value"
-    )
+    assert make_trainer(gradient_clip_algorithm="VALUE").gradient_clip_algorithm == "value"
     assert limits() == (1000, 0, -1)
     assert limits(max_steps=5) == (-1, 0, 5)
     assert limits(max_time="00:00:01:00") == (-1, 0, -1)

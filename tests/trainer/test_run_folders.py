@@ -5,11 +5,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from support.models import LoggedLine
+from support.models import LoggedLine, loader
 from support.processes import run
-from torch.utils.data import DataLoader, TensorDataset
-from treadle.callbacks import RunReport
+from treadle.callbacks import RunReport, SpikeWatch
 from treadle.loggers import CSVLogger, Logger
 
 import treadle
@@ -51,10 +49,10 @@ class Documented(ServiceLogger):
     version = "0.1"
 
 
-def fit(root, logger, ckpt_path=None, **flags):
+def fit(root, logger, ckpt_path=None, task=None, samples=8, **flags):
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "log_every_n_steps": 1}
     trainer = treadle.Trainer(default_root_dir=root, logger=logger, **{"max_epochs": 1, **quiet, **flags})
-    trainer.fit(LoggedLine(), DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2), ckpt_path=ckpt_path)
+    trainer.fit(task or LoggedLine(), loader(samples), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -101,7 +99,7 @@ def test_the_newest_run_is_found_again(tmp_path, make):
 def test_several_fits_of_a_trainer_are_one_run(tmp_path):
     trainer = fit(tmp_path, Documented())
     first = folder_of(trainer)
-    trainer.fit(LoggedLine(), DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2))
+    trainer.fit(LoggedLine(), loader(8))
     assert folder_of(trainer) == first
 
 
@@ -131,8 +129,6 @@ def test_two_processes_are_one_run(tmp_path):
 
 
 def test_a_spike_is_saved_in_the_runs_folder(tmp_path):
-    from treadle.callbacks import SpikeWatch
-
     class Leaps(LoggedLine):
         def training_step(self, batch, batch_idx):
             loss = self.net(batch[0]).square().mean() * 0 + (1000.0 if batch_idx == 30 else 1.0 + batch_idx % 3 / 10)
@@ -141,17 +137,7 @@ def test_a_spike_is_saved_in_the_runs_folder(tmp_path):
 
     for number in range(2):
         spikes = SpikeWatch("loss", action="save")
-        trainer = treadle.Trainer(
-            default_root_dir=tmp_path,
-            logger=CSVLogger(tmp_path),
-            max_epochs=1,
-            callbacks=[spikes],
-            accelerator="cpu",
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            log_every_n_steps=1,
-        )
         with pytest.warns(UserWarning, match="loss spiked"):
-            trainer.fit(Leaps(), DataLoader(TensorDataset(torch.ones(80, 2)), batch_size=2))
+            fit(tmp_path, CSVLogger(tmp_path), task=Leaps(), samples=80, callbacks=[spikes])
         assert os.listdir(tmp_path / "treadle_logs" / f"version_{number}" / "spikes") != []
     assert os.listdir(tmp_path) == ["treadle_logs"]

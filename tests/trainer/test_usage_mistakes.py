@@ -7,7 +7,8 @@ from argparse import Namespace
 
 import pytest
 import torch
-from support.models import Line
+from support.models import Scored
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, ModelCheckpoint
@@ -16,14 +17,11 @@ from treadle.engine.checkpoint import store as checkpoint
 import treadle
 
 
-class Task(Line):
+class Task(Scored):
     def __init__(self, args=None, lr=0.1):
         torch.manual_seed(0)
         super().__init__()
         self.save_hyperparameters()
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val", self.net(batch[0]).square().mean())
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
@@ -41,26 +39,10 @@ def loader(count=10):
 
 
 def fit(root, *callbacks, task=None, train=None, ckpt_path=None, **flags):
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = treadle.Trainer(
-        **{"max_epochs": 2, "accelerator": "cpu", "default_root_dir": root} | quiet | flags, callbacks=list(callbacks)
-    )
+    defaults = {"max_epochs": 2, "default_root_dir": root, "enable_checkpointing": None}
+    trainer = make_trainer(**defaults | flags, callbacks=list(callbacks))
     trainer.fit(Task() if task is None else task, train or loader(), loader(2), ckpt_path=ckpt_path)
     return trainer
-
-
-def test_a_newer_run_in_the_same_folder_is_the_one_to_go_on_with(tmp_path):
-    fit(tmp_path, ModelCheckpoint(tmp_path / "c", save_last=True), max_epochs=5)
-    fit(tmp_path, ModelCheckpoint(tmp_path / "c", save_last=True), task=Task(lr=0.2), max_epochs=1)
-    trainer = fit(tmp_path, ModelCheckpoint(tmp_path / "c", save_last=True), task=Task(lr=0.2), ckpt_path="auto")
-    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.2
-    assert trainer.global_step == 10
-
-
-def test_nothing_left_to_train_is_said(tmp_path):
-    fit(tmp_path, ModelCheckpoint(tmp_path / "c"))
-    with pytest.warns(UserWarning, match=r"nothing is left to train: 10 optimizer steps and 2 epochs are done"):
-        fit(tmp_path, ModelCheckpoint(tmp_path / "c"), ckpt_path="last")
 
 
 class Fails(Callback):
@@ -87,13 +69,13 @@ def test_an_interrupt_after_a_step_saves_that_step_as_the_last(tmp_path):
 
 def test_a_value_that_was_never_measured_is_not_zero_in_a_name(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, ModelCheckpoint(tmp_path, "{step}-{val:.3f}", "val", save_on_exception=True), Fails(2))
-    assert os.listdir(tmp_path) == ["step=2-val=nan.ckpt"]
+        fit(tmp_path, ModelCheckpoint(tmp_path, "{step}-{val_loss:.3f}", "val_loss", save_on_exception=True), Fails(2))
+    assert os.listdir(tmp_path) == ["step=2-val_loss=nan.ckpt"]
 
 
 def test_a_folder_that_was_moved_is_the_same_folder(tmp_path):
     def kept(folder):
-        return ModelCheckpoint(tmp_path / folder, "{step}", "val", save_top_k=2, save_last=True)
+        return ModelCheckpoint(tmp_path / folder, "{step}", "val_loss", save_top_k=2, save_last=True)
 
     fit(tmp_path, kept("a"))
     shutil.move(tmp_path / "a", tmp_path / "b")

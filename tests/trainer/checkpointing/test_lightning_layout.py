@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from support.models import SGDTask
+from support.models import Line, LoggedLine, loader
 from support.processes import run
 from support.trainers import NO_OUTPUT
 from torch.utils.data import DataLoader, TensorDataset
@@ -141,8 +141,8 @@ def lightning(folder, call):
 
 
 @pytest.mark.skipif(not BENCH.exists(), reason="lightning is not installed beside")
-def test_lightning_opens_ours_and_goes_on(tmp_path):
-    """It resumes at the same step as from its own file, with the same schedules and optimizer's state."""
+def test_each_opens_the_others_and_lightning_goes_on(tmp_path):
+    """Lightning resumes at the same step as from its own file, with the same schedules and optimizer's state."""
     space = {}
     exec(PROGRAM, space)
     fit, evaluate = space["fit"], space["evaluate"]
@@ -152,27 +152,19 @@ def test_lightning_opens_ours_and_goes_on(tmp_path):
     assert names == [f"epoch={epoch}-step={step}.ckpt" for epoch, step in points]
     paths = [str(tmp_path / "ours" / "kept" / name) for name in names]
     twins = [f"{tmp_path}/theirs/kept/{name}" for name in names]
-    theirs, evaluated, resumed = lightning(
+    theirs, of_theirs, evaluated, resumed = lightning(
         tmp_path,
         f"""[fit('lightning.pytorch', '{tmp_path}/theirs'),
+            evaluate('lightning.pytorch', '{tmp_path}', '{twins[2]}'),
             [evaluate('lightning.pytorch', '{tmp_path}', path) for path in {paths}],
             [fit('lightning.pytorch', '{tmp_path}/again', path) for path in {paths + twins}]]""",
     )
     assert theirs["weights"] == pytest.approx(ours["weights"], rel=1e-5)
+    assert evaluate("treadle", tmp_path, twins[2]) == of_theirs
     assert evaluated == [evaluate("treadle", tmp_path, path) for path in paths]
     for from_ours, from_theirs in zip(resumed[: len(paths)], resumed[len(paths) :], strict=True):
         assert from_ours.pop("weights") == pytest.approx(from_theirs.pop("weights"), rel=1e-5)
         assert from_ours == from_theirs
-
-
-@pytest.mark.skipif(not BENCH.exists(), reason="lightning is not installed beside")
-def test_we_evaluate_lightnings(tmp_path):
-    space = {}
-    exec(PROGRAM, space)
-    path = str(tmp_path / "kept" / "epoch=1-step=14.ckpt")
-    call = f"[fit('lightning.pytorch', '{tmp_path}'), evaluate('lightning.pytorch', '{tmp_path}', '{path}')]"
-    theirs = lightning(tmp_path, call)[1]
-    assert space["evaluate"]("treadle", tmp_path, path) == theirs
 
 
 def test_callbacks_and_data_modules_are_in_it(tmp_path):
@@ -182,23 +174,14 @@ def test_callbacks_and_data_modules_are_in_it(tmp_path):
             self.save_hyperparameters()
 
         def train_dataloader(self):
-            return DataLoader(TensorDataset(torch.ones(4, 1)), self.hparams.batch_size)
+            return loader(4, self.hparams.batch_size)
 
         def state_dict(self):
             return {"position": 3}
 
-    class Task(SGDTask):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-
-        def training_step(self, batch, batch_idx):
-            self.log("loss", loss := self.layer(batch[0]).mean())
-            return loss
-
     callbacks = [treadle.callbacks.EarlyStopping("loss"), treadle.callbacks.Timer(duration={"days": 1})]
     trainer = treadle.Trainer(max_epochs=1, callbacks=callbacks, **NO_OUTPUT)
-    trainer.fit(Task(), datamodule=Data())
+    trainer.fit(LoggedLine(), datamodule=Data())
     trainer.save_checkpoint(tmp_path / "c.ckpt")
     content = torch.load(tmp_path / "c.ckpt", weights_only=True)
     assert content["datamodule_hyper_parameters"] == {"batch_size": 2}
@@ -210,14 +193,7 @@ def test_callbacks_and_data_modules_are_in_it(tmp_path):
 
 def sharded_over_one_process(folder):
     def fit(name, **options):
-        class Task(treadle.TaskModule):
-            def __init__(self):
-                super().__init__()
-                self.layer = torch.nn.Linear(2, 1)
-
-            def training_step(self, batch, batch_idx):
-                return self.layer(batch[0]).square().mean()
-
+        class Task(Line):
             def configure_optimizers(self):
                 return torch.optim.AdamW(self.parameters(), 0.1)
 
@@ -230,9 +206,9 @@ def sharded_over_one_process(folder):
     path = None
     path, weights = fit("fsdp", max_epochs=1)
     content = torch.load(path, weights_only=True)
-    same = torch.equal(content["state_dict"]["layer.weight"], weights["layer.weight"])
+    same = torch.equal(content["state_dict"]["net.weight"], weights["net.weight"])
     moments = [value.shape for value in content["optimizer_states"][0]["state"][0].values()]
-    ends = [fit(name, max_epochs=2)[1]["layer.weight"] for name in ("fsdp", "auto")]
+    ends = [fit(name, max_epochs=2)[1]["net.weight"] for name in ("fsdp", "auto")]
     return same, moments, ends[0].sub(ends[1]).abs().max().item()
 
 

@@ -8,8 +8,10 @@ import warnings
 
 import pytest
 import torch
+from support.models import Scored
 from support.object_store import S3Server, environment
 from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint, PredictionWriter, read_predictions
@@ -35,21 +37,13 @@ def s3():
     server.close()
 
 
-class Task(treadle.TaskModule):
+class Task(Scored):
     """Dropout, a schedule and a logged value: what a resume has to continue."""
 
     def __init__(self, width: int = 8):
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.2), nn.Linear(width, 1))
-
-    def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.net(batch[0]).square().mean())
 
     def predict_step(self, batch, batch_idx):
         return self.net(batch[0])
@@ -66,18 +60,9 @@ def loader(shuffle=True):
 
 def fit(root, epochs, ckpt_path=None, checkpoint=None, **flags):
     treadle.seed_everything(3)
-    checkpoint = {
-        "monitor": "val_loss",
-        "save_top_k": 2,
-        "save_last": True,
-        "every_n_train_steps": 4,
-        **(checkpoint or {}),
-    }
-    flags = {"logger": False, "accelerator": "cpu", **flags}
-    trainer = treadle.Trainer(
-        max_epochs=epochs, callbacks=[ModelCheckpoint(**checkpoint)], default_root_dir=root, log_every_n_steps=1,
-        enable_progress_bar=False, enable_model_summary=False, **flags,
-    )  # fmt: skip
+    defaults = {"monitor": "val_loss", "save_top_k": 2, "save_last": True, "every_n_train_steps": 4}
+    flags = {"default_root_dir": root, "log_every_n_steps": 1, "enable_checkpointing": None, **flags}
+    trainer = make_trainer(max_epochs=epochs, callbacks=ModelCheckpoint(**defaults | (checkpoint or {})), **flags)
     task = Task()
     trainer.fit(task, loader(), loader(False), ckpt_path=ckpt_path)
     return trainer, task
@@ -140,15 +125,22 @@ def test_a_save_beside_the_training_is_the_same_save(root, tmp_path):
     assert equal(task, whole)
 
 
-def test_weights_come_from_a_url(root):
+def test_weights_come_from_a_url_and_are_exported_to_one(root, tmp_path):
     trainer, task = fit(f"{root}/run", 1)
     path = trainer.checkpoint_callback.last_model_path
-    assert equal(Task.load_from_checkpoint(path), task)
-    model = Task()
-    treadle.load_weights(model, path)
-    assert equal(model, task)
     trainer.save_checkpoint(f"{root}/mine", weights_only=True)
-    assert equal(Task.load_from_checkpoint(f"{root}/mine"), task)
+    for checkpoint in (path, f"{root}/mine"):
+        assert equal(Task.load_from_checkpoint(checkpoint), task)
+    targets = (str(tmp_path / "model"), f"{root}/model", f"{root}/one.safetensors")
+    for target in targets:
+        command("export", path, target, "--max-shard-size", "100")
+    for source in (path, *targets):
+        model = Task()
+        treadle.load_weights(model, source)
+        assert equal(model, task)
+    assert "model.safetensors.index.json" in RemotePath(f"{root}/model").files()
+    command("export", path, f"{root}/model")
+    assert [*RemotePath(f"{root}/model").files()] == ["model.safetensors"]  # in the place of the shards
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
@@ -195,34 +187,16 @@ def test_a_run_folder_at_a_url_is_locked_listed_and_shown(root):
         assert trainer.global_step == 12
 
 
-def test_weights_are_exported_from_a_url_and_to_one(root, tmp_path):
-    trainer, task = fit(f"{root}/run", 1)
-    for target in (str(tmp_path / "model"), f"{root}/model", f"{root}/one.safetensors"):
-        command("export", trainer.checkpoint_callback.last_model_path, target, "--max-shard-size", "100")
-        model = Task()
-        treadle.load_weights(model, target)
-        assert equal(model, task)
-    assert "model.safetensors.index.json" in RemotePath(f"{root}/model").files()
-    command("export", trainer.checkpoint_callback.last_model_path, f"{root}/model")
-    assert [*RemotePath(f"{root}/model").files()] == ["model.safetensors"]  # in the place of the shards
-
-
-def test_an_own_loop_saves_and_loads_at_a_url(root):
+def test_an_own_loop_writes_its_state_weights_and_data_to_a_url(root, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     accelerator = treadle.Accelerator(cpu=True, project_dir=f"{root}/project")
     model = accelerator.prepare(nn.Linear(3, 1))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     accelerator.save_state(f"{root}/state")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
     accelerator.load_state(f"{root}/state")
     assert all(map(torch.equal, model.parameters(), before))
-
-
-def test_an_own_loop_writes_weights_and_data_to_a_url(root, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    accelerator = treadle.Accelerator(cpu=True)
-    model = accelerator.prepare(nn.Linear(3, 1))
     accelerator.save_model(model, f"{root}/weights")
     loaded = nn.Linear(3, 1)
     treadle.load_weights(loaded, f"{root}/weights")

@@ -1,380 +1,131 @@
 """A resumed run is the uninterrupted one, to the bit: from every kind of step, in every kind of set-up."""
 
-import random
 import time
 
-import numpy as np
 import pytest
 import torch
 from support.models import SGDTask
 from support.processes import run
-from support.resume_trials import Centre, Rows
+from support.resume_trials import Rows, Samples, SaveEach, Task, differences, draw, make_loader, with_trainer
 from support.trainers import make_trainer
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader
 from torchmetrics import MeanMetric, SumMetric
 
 import treadle
 
 SAMPLES, EPOCHS = 13, 3
-
-
-class Samples(Dataset):
-    """(number, features, target); the features differ each time they are read."""
-
-    def __init__(self, count=SAMPLES, noise=0.1, own=False):
-        self.count = count
-        self.noise = noise
-        self.own = [np.random.default_rng(1), np.random.RandomState(2), random.Random(3)] if own else []
-        self.generator = torch.Generator().manual_seed(4) if own else None
-        generator = torch.Generator().manual_seed(2)
-        self.x = torch.randn(count, 4, generator=generator)
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, index):
-        x = self.x[index]
-        if self.noise:
-            x = x + self.noise * torch.rand(4) + self.noise * random.random() + self.noise * np.random.rand()
-        if self.own:
-            drawn = [self.own[0].random(), self.own[1].rand(), self.own[2].random()]
-            x = x + 0.1 * float(sum(drawn)) + 0.1 * torch.rand(4, generator=self.generator)
-        return index, x.float(), x.sum().float()
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        data = Samples(noise=0.0)
-        return (data[index] for index in range(len(data)))
-
-
-class Task(treadle.TaskModule):
-    def __init__(self, settings):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 6), Centre(), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 1))
-        self.settings = settings
-        self.ids = []
-        self.losses = []
-
-    def training_step(self, batch, batch_idx):
-        number, x, y = batch
-        loss = nn.functional.mse_loss(self.net(x).squeeze(1), y)
-        self.ids.append(number.tolist())
-        self.losses.append(loss.item())
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        self.log("highest", loss, on_step=False, on_epoch=True, reduce_fx="max")
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        _, x, y = batch
-        self.log("val", nn.functional.mse_loss(self.net(x).squeeze(1), y))
-
-    def on_train_epoch_start(self):
-        if self.settings.get("noise", 0.1):
-            torch.rand(1)  # hooks draw too
-        self.log("epoch_start", float(self.current_epoch))
-
-    def configure_optimizers(self):
-        if self.settings["optimizer"] == "sgd":
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-        else:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
-        kind = self.settings["schedule"]
-        if kind is None:
-            return optimizer
-        scheduler = {
-            "step": lambda: StepLR(optimizer, 2, gamma=0.8),
-            "cycle": lambda: OneCycleLR(optimizer, 0.1, total_steps=100),
-            "epoch": lambda: CosineAnnealingLR(optimizer, 4),
-            "plateau": lambda: ReduceLROnPlateau(optimizer, mode="max", patience=0, factor=0.7),
-        }[kind]()
-        interval = "step" if kind in ("step", "cycle") else "epoch"
-        config = {"scheduler": scheduler, "interval": interval, "monitor": "val"}
-        return {"optimizer": optimizer, "lr_scheduler": config}
-
-
-class SaveEach(treadle.Callback):
-    """Saves after every step; notes how much had been logged and trained on by then."""
-
-    def __init__(self, root, rows):
-        self.root = root
-        self.rows = rows
-        self.noted = {}
-
-    def on_step_end(self, trainer, task):
-        trainer.save_checkpoint(self.root / f"step{trainer.global_step}")
-        self.noted[trainer.global_step] = (len(self.rows), len(task.ids))
-
-
-def make_loader(settings):
-    if settings.get("stream"):
-        return DataLoader(Stream(), batch_size=2)
-    options = {"batch_size": settings["batch"], "num_workers": settings.get("workers", 0)}
-    data = Samples(noise=settings.get("noise", 0.1), own=settings.get("own", False))
-    if settings.get("own"):
-        data = Subset(data, range(SAMPLES))
-    if settings.get("weighted"):
-        own = torch.Generator().manual_seed(9)
-        sampler = WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1), SAMPLES, generator=own)
-        return DataLoader(data, sampler=sampler, drop_last=True, **options)
-    return DataLoader(data, shuffle=True, **options)
-
-
-def train(settings, seed, root=None, ckpt_path=None, **flags):
-    """Train; returns everything that a resumed run must have in common with the uninterrupted one."""
-    treadle.seed_everything(seed)
-    task = Task(settings)
-    if settings.get("plain"):
-        task.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
-    rows = Rows()
-    saver = None if root is None else SaveEach(root, rows.rows)
-    flags = {"max_epochs": EPOCHS, **settings.get("flags", {}), **flags}
-    own = make_trainer(logger=rows, callbacks=saver, log_every_n_steps=1, **flags)
-    validation = DataLoader(Samples(5, noise=0.0), batch_size=2)
-    own.fit(task, make_loader(settings), None if settings.get("blind") else validation, ckpt_path=ckpt_path)
-    state = own.accelerator.optimizers[0].state_dict()
-    scaler = own.accelerator.scaler
-    return {
-        "weights": {name: value.tolist() for name, value in task.state_dict().items()},
-        "optimizer": [
-            (name, value.tolist() if isinstance(value, torch.Tensor) else value)
-            for entry in state["state"].values()
-            for name, value in entry.items()
-        ],
-        "groups": state["param_groups"],
-        "scheduler": [scheduler.state_dict() for scheduler in own.accelerator.schedulers],
-        "scale": None if scaler is None else scaler.get_scale(),
-        "progress": {**own.progress.state_dict(), "seconds": 0.0},
-        "metrics": {name: float(value) for name, value in own.callback_metrics.items()},
-        "random": (torch.rand(2).tolist(), random.random(), np.random.rand()),
-        "ids": task.ids,
-        "losses": task.losses,
-        "rows": rows.rows,
-        "noted": None if saver is None else saver.noted,
-    }
-
-
-LISTS = ("ids", "losses", "rows", "noted")
-
-
-def assert_same(resumed, whole, step):
-    """`resumed` went on from `whole`'s checkpoint after `step`."""
-    for name in whole:
-        if name not in LISTS:
-            assert resumed[name] == whole[name], (step, name)
-    rows, batches = whole["noted"][step]
-    assert resumed["ids"] == whole["ids"][batches:], step
-    assert resumed["losses"] == whole["losses"][batches:], step
-    assert resumed["rows"] == whole["rows"][rows:], step
-
-
+BASE = draw(0, "trainer") | {
+    **dict.fromkeys(
+        ("drop_last", "subclass", "two_groups", "val_shuffle", "draws", "metrics", "early", "rates"), False
+    ),
+    **dict.fromkeys(("deterministic", "own", "workers"), False),
+    **dict.fromkeys(("clip", "val_every", "limit", "keeper", "sampler")),
+    **dict.fromkeys(("frequency", "accumulate", "validation", "val_epochs", "every"), 1),
+    **{"data": "map", "order": "shuffle", "noise": ["torch", "numpy", "python"], "layers": ["centre", "dropout"]},
+    **{"size": SAMPLES, "batch": 2, "epochs": EPOCHS},
+    **{"optimizer": "sgd", "schedule": "step", "precision": "32-true", "strategy": "auto"},
+}
 SETTINGS = {
-    "sgd": {"optimizer": "sgd", "schedule": "step", "batch": 2},
-    "accumulated": {"optimizer": "adamw", "schedule": "epoch", "batch": 2, "flags": {"accumulate_grad_batches": 3}},
+    "sgd": {},
+    "accumulated": {"optimizer": "adamw", "schedule": "epoch", "accumulate": 3},
     "workers": {
-        "optimizer": "adamw",
-        "schedule": "cycle",
-        "batch": 3,
-        "workers": 2,
-        "blind": True,
-        "flags": {"max_epochs": 2, "accumulate_grad_batches": 2},
+        **{"workers": 2, "batch": 3, "validation": 0, "epochs": 2},
+        **{"optimizer": "adamw", "schedule": "cycle", "accumulate": 2},
     },
-    "plateau": {
-        "optimizer": "sgd",
-        "schedule": "plateau",
-        "batch": 3,
-        "own": True,
-        "flags": {"precision": "bf16-mixed", "val_check_interval": 2},
-    },
-    "float16": {"optimizer": "adamw", "schedule": "step", "batch": 4, "flags": {"precision": "16-mixed"}},
-    "bf16-true": {"optimizer": "adamw", "schedule": None, "batch": 4, "flags": {"precision": "bf16-true"}},
-    "weighted": {
-        "optimizer": "sgd",
-        "schedule": "plateau",
-        "batch": 2,
-        "weighted": True,
-        "flags": {"gradient_clip_val": 0.5, "limit_train_batches": 5},
-    },
-    "stream": {"optimizer": "adamw", "schedule": "epoch", "batch": 2, "stream": True, "blind": True},
+    "plateau": {"schedule": "plateau", "batch": 3, "own": True, "precision": "bf16-mixed", "val_every": 2},
+    "float16": {"optimizer": "adamw", "batch": 4, "precision": "16-mixed"},
+    "stream": {"data": "stream", "order": "plain", "validation": 0, "optimizer": "adamw", "schedule": "epoch"},
 }
 
 
-MORE = ["sgd", "accumulated", "bf16-true", "weighted"]
-"""The settings that `make test-all` alone runs."""
+def assert_same(resumed, whole, noted):
+    """`resumed` continued from `whole`'s checkpoint, when so many batches had been read and rows written."""
+    batches, rows = noted
+    left = {"ids": whole["ids"][batches:], "losses": whole["losses"][batches:], "rows": whole["rows"][rows:]}
+    assert differences(resumed, whole | left) == []
 
 
 @pytest.mark.filterwarnings("ignore:the stream has no state", "ignore:.*nothing is validated", "ignore:.*lr_scheduler")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in MORE else ()) for name in SETTINGS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.exhaustive if name in ("sgd", "accumulated") else ()) for name in SETTINGS],
 )
 def test_resume_from_any_step(tmp_path, name):
-    settings = SETTINGS[name]
-    whole = train(settings, seed=1, root=tmp_path)
-    steps = sorted(whole["noted"])
-    assert len(steps) >= 5
-    per_epoch = len(steps) // settings.get("flags", {}).get("max_epochs", EPOCHS)
+    own, saver, kept = BASE | SETTINGS[name], SaveEach(tmp_path), tmp_path / "kept"
+    whole = with_trainer(own, 1, kept, saver)
+    assert saver.count >= 5
+    per_epoch = saver.count // own["epochs"]
     few = {1, per_epoch, per_epoch + 2}
-    if not settings.get("workers"):
-        few |= {2, per_epoch - 1, per_epoch + 1, steps[-1]}
+    if not own["workers"]:
+        few |= {2, per_epoch - 1, per_epoch + 1, saver.count}
     for step in sorted(few):
-        assert_same(train(settings, seed=step + 100, ckpt_path=tmp_path / f"step{step}"), whole, step)
-
-
-def test_resumed_twice_and_saved_again(tmp_path):
-    settings = SETTINGS["accumulated"]
-    whole = train(settings, seed=1, root=tmp_path)
-    for start, then in ((1, 2), (2, 5)):
-        again = tmp_path / f"again{start}"
-        train(settings, seed=7, root=again, ckpt_path=tmp_path / f"step{start}", max_steps=then)
-        assert_same(train(settings, seed=8, ckpt_path=again / f"step{then}"), whole, then)
-
-
-class SaveAt(treadle.Callback):
-    """Saves in one hook, once."""
-
-    def __init__(self, path, hook, epoch=1):
-        def save(trainer, task, *arguments):
-            if trainer.current_epoch == epoch and not trainer.sanity_checking and not path.exists():
-                self.seen = (len(task.ids), len(trainer.logger.rows))
-                trainer.save_checkpoint(path)
-
-        setattr(self, hook, save)
-
-
-@pytest.mark.parametrize(
-    "hook", [pytest.param("on_train_epoch_end", marks=pytest.mark.exhaustive), "on_validation_end"]
-)
-@pytest.mark.parametrize("name", [pytest.param("sgd", marks=pytest.mark.exhaustive), "plateau"])
-def test_saved_at_an_epochs_end(tmp_path, hook, name):
-    """Where ModelCheckpoint saves: what is left of that epoch's end is done by the run that goes on."""
-    settings = SETTINGS[name]
-    saver = SaveAt(tmp_path / "ckpt", hook)
-    treadle.seed_everything(1)
-    whole, rows = Task(settings), Rows()
-    flags = {"max_epochs": EPOCHS, "log_every_n_steps": 1, **settings.get("flags", {})}
-    validation = DataLoader(Samples(5, noise=0.0), batch_size=2)
-    make_trainer(logger=rows, callbacks=saver, **flags).fit(whole, make_loader(settings), validation)
-    after = torch.rand(3)
-    treadle.seed_everything(99)
-    task, more = Task(settings), Rows()
-    make_trainer(logger=more, **flags).fit(task, make_loader(settings), validation, ckpt_path=tmp_path / "ckpt")
-    assert torch.equal(after, torch.rand(3))
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, task.state_dict()[name]), name
-    batches, written = saver.seen
-    assert task.ids == whole.ids[batches:]
-    # Of the epoch that was at its end, the row of its means may have been written by the first run or not at all.
-    later = [row for row in rows.rows[written:] if row[1]["epoch"] > 1]
-    assert [row for row in more.rows if row[1]["epoch"] > 1] == later
+        resumed = with_trainer(own, step + 100, kept, ckpt_path=tmp_path / str(step))
+        assert_same(resumed, whole, saver.noted[step])
 
 
 def test_a_limit_within_an_epoch_then_more(tmp_path):
-    settings = SETTINGS["sgd"]
-    whole = train(settings, seed=1, root=tmp_path / "whole")
+    path, kept = tmp_path / "limit", tmp_path / "kept"
+    whole = with_trainer(BASE, 1, kept)
     for limit in (3, 7, 10):  # 7 batches are an epoch
-        treadle.seed_everything(1)
-        task = Task(settings)
-        own = make_trainer(logger=Rows(), max_epochs=EPOCHS, max_steps=limit, log_every_n_steps=1)
-        own.fit(task, make_loader(settings), DataLoader(Samples(5, noise=0.0), batch_size=2))
-        assert own.global_step == limit
-        own.save_checkpoint(tmp_path / f"limit{limit}")  # after fit, where scripts do it
-        resumed = train(settings, seed=5, ckpt_path=tmp_path / f"limit{limit}")
-        assert resumed["weights"] == whole["weights"]
-        assert resumed["random"] == whole["random"]
-        assert task.ids + resumed["ids"] == whole["ids"]
+        first = with_trainer(BASE, 1, kept, after=lambda trainer: trainer.save_checkpoint(path), max_steps=limit)
+        assert first["progress"]["step"] == limit
+        resumed = with_trainer(BASE, 5, kept, ckpt_path=path)
+        for name in ("weights", "torch", "numpy", "python"):
+            assert differences(resumed[name], whole[name]) == []
+        assert first["ids"] + resumed["ids"] == whole["ids"]
         means = [row for row in resumed["rows"] if "loss_epoch" in row[1]]
         assert means == [row for row in whole["rows"] if "loss_epoch" in row[1]][-len(means) :]
         assert len(means) == EPOCHS - limit // 7
 
 
 def test_more_epochs_for_a_finished_run(tmp_path):
-    settings = SETTINGS["plateau"]
-    whole = train(settings, seed=1)
-    short = train(settings, seed=1, root=tmp_path, max_epochs=2)
-    last = max(short["noted"])
-    resumed = train(settings, seed=3, ckpt_path=tmp_path / f"step{last}")
-    assert resumed["weights"] == whole["weights"]
+    own, saver, kept = BASE | SETTINGS["plateau"], SaveEach(tmp_path), tmp_path / "kept"
+    whole, short = with_trainer(own, 1, kept), with_trainer(own | {"epochs": 2}, 1, kept, saver)
+    resumed = with_trainer(own, 3, kept, ckpt_path=tmp_path / str(saver.count))
+    assert differences(resumed["weights"], whole["weights"]) == []
     assert resumed["ids"] == whole["ids"][len(short["ids"]) :]
     # And one that is over already trains nothing more.
-    over = train(settings, seed=3, ckpt_path=tmp_path / f"step{last}", max_epochs=2)
+    over = with_trainer(own | {"epochs": 2}, 3, kept, ckpt_path=tmp_path / str(saver.count))
     assert over["ids"] == []
-    assert over["weights"] == short["weights"]
-    assert over["metrics"] == short["metrics"]
+    assert differences([over["weights"], over["metrics"]], [short["weights"], short["metrics"]]) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing is validated")
 def test_time_goes_on(tmp_path):
-    settings = {**SETTINGS["sgd"], "blind": True}
-    limit = {"milliseconds": 400}
-
     class Slow(treadle.Callback):
         def on_train_batch_start(self, trainer, task, batch, batch_idx):
             time.sleep(0.03)
 
-    def own(callbacks):
-        return make_trainer(max_epochs=-1, max_time=limit, callbacks=callbacks)
+    def fit(*callbacks, ckpt_path=None):
+        flags = {"max_epochs": -1, "max_time": {"milliseconds": 400}, "logger": Rows()}
+        own = make_trainer(callbacks=[Slow(), *callbacks], **flags)
+        own.fit(Task(BASE), make_loader(BASE), ckpt_path=ckpt_path)
+        return own.global_step
 
-    first = own([Slow(), SaveEach(tmp_path, [])])
-    first.fit(Task(settings), make_loader(settings))
-    last = first.global_step
+    last = fit(SaveEach(tmp_path))
     assert last >= 3
-    second = own(Slow())
-    second.fit(Task(settings), make_loader(settings), ckpt_path=tmp_path / f"step{last}")
-    assert second.global_step <= last + 2  # its time was up
-
-
-def two_processes(root):
-    """The uninterrupted run and its resumptions, in the same two processes."""
-    found = []
-    for name in ("sgd", "accumulated", "plateau"):
-        settings = SETTINGS[name]
-        whole = train(settings, seed=1, root=root / name)
-        resumed = {
-            step: train(settings, seed=step + 50, ckpt_path=root / name / f"step{step}")
-            for step in (1, max(whole["noted"]) // EPOCHS, max(whole["noted"]) // EPOCHS + 1)
-        }
-        found.append((whole, resumed))
-    return found
+    assert fit(ckpt_path=tmp_path / str(last)) <= last + 2  # its time was up
 
 
 # Without anything random but the order, so that the number of processes makes no difference.
-EXACT = {"optimizer": "sgd", "schedule": "step", "noise": 0.0, "plain": True, "blind": True}
+EXACT = BASE | {"noise": [], "layers": [], "validation": 0, "hooks_draw": False}
 
 
-def of_width(world, **more):
-    return {**EXACT, "batch": 4 // world, **more}
-
-
-def save_some(root, world):
-    return train(of_width(world), seed=1, root=root)
-
-
-def resume_some(root, world, steps):
-    return [train(of_width(world), seed=9, ckpt_path=root / f"step{step}") for step in steps]
+def train_exactly(root, world, samples, steps=()):
+    """A run of `samples` a step, or, for each of `steps`, the one that resumes behind it."""
+    own = EXACT | {"batch": samples // world}
+    if not steps:
+        return with_trainer(own, 1, root / "kept", SaveEach(root))
+    return [with_trainer(own, 9, root / "kept", ckpt_path=root / str(step)) for step in steps]
 
 
 def save_and_resume(root, steps):
     """A run of two processes, and resumptions in them of a run of one."""
-    return save_some(root / "two", 2), resume_some(root / "one", 2, steps)
+    return train_exactly(root / "two", 2, 4), train_exactly(root / "one", 2, 4, steps)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:.*nothing is validated")
-def test_two_processes(tmp_path):
-    for whole_and_resumed in zip(*run(two_processes, 2, tmp_path), strict=True):
-        for whole, resumed in whole_and_resumed:
-            for step, again in resumed.items():
-                for name in ("weights", "optimizer", "groups", "scheduler", "progress", "random"):
-                    assert again[name] == whole[name], (step, name)
-                rows, batches = whole["noted"][step]
-                assert again["ids"] == whole["ids"][batches:]
-                assert again["losses"] == whole["losses"][batches:]
-                assert again["rows"] == whole["rows"][rows:]
-
-
-def whole_batches(ranks, start=0):
+def whole_batches(ranks):
     """The ids of each global batch, and its mean loss, from what each process saw."""
     batches = []
     for parts in zip(*[zip(rank["ids"], rank["losses"], strict=True) for rank in ranks], strict=True):
@@ -383,33 +134,28 @@ def whole_batches(ranks, start=0):
             ids, parts = parts[0][0], parts[:1]
         loss = sum(len(part) * value for part, value in parts) / sum(len(part) for part, _ in parts)
         batches.append((ids, loss))
-    return batches[start:]
+    return batches
+
+
+def check_resumed(ranks, reference, steps, per_epoch):
+    """The batches are those of the uninterrupted run, and each sample of the epoch comes once."""
+    for number, step in enumerate(steps):
+        found = whole_batches([rank[number] for rank in ranks])
+        assert [ids for ids, _ in found] == [ids for ids, _ in reference[step:]]
+        assert [loss for _, loss in found] == pytest.approx([loss for _, loss in reference[step:]], abs=1e-5)
+        begun = [i for ids, _ in reference[per_epoch * (step // per_epoch) : step] for i in ids]
+        rest = [i for ids, _ in found[: per_epoch - step % per_epoch] for i in ids]
+        assert sorted(begun + rest) == list(range(SAMPLES))
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing is validated")
 def test_another_number_of_processes(tmp_path):
     steps = (1, 2, 4, 6)  # 4 steps are an epoch
-    one = [save_some(tmp_path / "one", 1)]
+    reference = whole_batches([train_exactly(tmp_path / "one", 1, 4)])
     two, one_on_two = zip(*run(save_and_resume, 2, tmp_path, steps), strict=True)
-    reference = whole_batches(one)
     assert [ids for ids, _ in whole_batches(two)] == [ids for ids, _ in reference]
-    two_on_one = [resume_some(tmp_path / "two", 1, steps)]
-    for resumed in (one_on_two, two_on_one):
-        for number, step in enumerate(steps):
-            found = whole_batches([rank[number] for rank in resumed])
-            assert [ids for ids, _ in found] == [ids for ids, _ in reference[step:]]
-            assert [loss for _, loss in found] == pytest.approx([loss for _, loss in reference[step:]], abs=1e-5)
-            begun = [i for ids, _ in reference[4 * (step // 4) : step] for i in ids]
-            rest = [i for ids, _ in found[: 4 - step % 4] for i in ids]
-            assert sorted(begun + rest) == list(range(SAMPLES))
-
-
-def six_at_once(root, world, steps):
-    """Six samples a step, trained whole or gone on with after `steps`, or both."""
-    settings = {**EXACT, "batch": 6 // world}
-    if not steps:
-        return train(settings, seed=1, root=root)
-    return [train(settings, seed=9, ckpt_path=root / f"step{step}") for step in steps]
+    check_resumed(one_on_two, reference, steps, 4)
+    check_resumed([train_exactly(tmp_path / "two", 1, 4, steps)], reference, steps, 4)
 
 
 @pytest.mark.exhaustive
@@ -417,17 +163,10 @@ def six_at_once(root, world, steps):
 @pytest.mark.filterwarnings("ignore:.*nothing is validated")
 def test_three_processes_then_two(tmp_path):
     steps = (1, 2, 3, 5)  # 3 steps are an epoch, whose last one has a single sample
-    reference = whole_batches([six_at_once(tmp_path / "one", 1, ())])
-    three = whole_batches(run(six_at_once, 3, tmp_path / "three", 3, ()))
+    reference = whole_batches([train_exactly(tmp_path / "one", 1, 6)])
+    three = whole_batches(run(train_exactly, 3, tmp_path / "three", 3, 6))
     assert [ids for ids, _ in three] == [ids for ids, _ in reference]
-    resumed = run(six_at_once, 2, tmp_path / "three", 2, steps)
-    for number, step in enumerate(steps):
-        found = whole_batches([rank[number] for rank in resumed])
-        assert [ids for ids, _ in found] == [ids for ids, _ in reference[step:]]
-        assert [loss for _, loss in found] == pytest.approx([loss for _, loss in reference[step:]], abs=1e-5)
-        begun = [i for ids, _ in three[3 * (step // 3) : step] for i in ids]
-        rest = [i for ids, _ in found[: 3 - step % 3] for i in ids]
-        assert sorted(begun + rest) == list(range(SAMPLES))
+    check_resumed(run(train_exactly, 2, tmp_path / "three", 2, 6, steps), reference, steps, 3)
 
 
 class OwnBatches(BatchSampler):
@@ -478,10 +217,10 @@ def test_batches_of_ones_own_on_another_number_of_processes(tmp_path):
 def test_a_generator_for_the_validation_loader_comes_later(tmp_path):
     def fit(seed, **flags):
         treadle.seed_everything(1)
-        own, task = make_trainer(**flags), Task(SETTINGS["sgd"])
+        own, task = make_trainer(**flags), Task(BASE)
         generator = torch.Generator().manual_seed(seed) if seed else None
-        validation = DataLoader(Samples(6), batch_size=2, shuffle=True, generator=generator)
-        own.fit(task, make_loader(SETTINGS["sgd"]), validation, ckpt_path=flags.get("max_epochs") and tmp_path / "ckpt")
+        validation = DataLoader(Samples(6, BASE["noise"]), batch_size=2, shuffle=True, generator=generator)
+        own.fit(task, make_loader(BASE), validation, ckpt_path=flags.get("max_epochs") and tmp_path / "ckpt")
         return own, task.losses
 
     own, _ = fit(None, max_steps=4)

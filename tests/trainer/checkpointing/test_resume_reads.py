@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoint_reads import Reads, once
+from support.models import Scored, loader
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import (
     GradientAccumulationScheduler,
     ModelCheckpoint,
@@ -24,22 +24,10 @@ from treadle.engine.checkpoint.parts import read_manifest
 import treadle
 
 
-class Task(treadle.TaskModule):
+class Task(Scored):
     def __init__(self, width=2):
         super().__init__()
         self.save_hyperparameters()
-        torch.manual_seed(0)
-        self.net = nn.Linear(width, 1)
-
-    def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val", self.net(batch[0]).square().mean())
-
-    test_step = validation_step
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.01)
@@ -51,7 +39,7 @@ class Data(treadle.DataModule):
         self.loaded = []
 
     def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+        return loader(8)
 
     val_dataloader = test_dataloader = train_dataloader
 

@@ -1,12 +1,16 @@
 """Checkpoints that a hook makes: a run goes on from each as if it had never stopped, or none is made."""
 
+import functools
+
 import pytest
 import torch
+from support.callback_runs import Rows
+from support.models import SaveIn
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.callbacks import Callback, EarlyStopping
+from treadle.trainer.loop.progress import Phase
 
 import treadle
 
@@ -25,7 +29,9 @@ class Task(treadle.TaskModule):
     def training_step(self, batch, batch_idx):
         if batch_idx % 5 == 0:
             self.log("seldom", float(batch_idx + self.current_epoch))
-        return self.net(batch[0]).square().mean()
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.net(batch[0]).square().mean())
@@ -40,19 +46,6 @@ class Task(treadle.TaskModule):
         return {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
 
 
-class Save(Callback):
-    """Saves in one hook, the first time it is called after ``step`` optimizer steps."""
-
-    def __init__(self, hook, step, path):
-        self.step, self.path, self.done = step, path, False
-        setattr(self, hook, self.save)
-
-    def save(self, trainer, *_):
-        if trainer.progress.step == self.step and not trainer.sanity_checking and not self.done:
-            self.done = True
-            trainer.save_checkpoint(self.path)
-
-
 def loader():
     x = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
     return DataLoader(TensorDataset(x), batch_size=4, shuffle=True)
@@ -61,38 +54,52 @@ def loader():
 def fit(*callbacks, ckpt_path=None, **flags):
     treadle.seed_everything(5)
     task = Task()
-    trainer = make_trainer(callbacks=list(callbacks), **{"max_epochs": 2, "val_check_interval": 4} | flags)
+    flags = {"max_epochs": 2, "val_check_interval": 4, "logger": Rows(), "log_every_n_steps": 1} | flags
+    trainer = make_trainer(callbacks=list(callbacks), **flags)
     trainer.fit(task, loader(), loader(), ckpt_path=ckpt_path)
     return task, trainer
 
 
 def state_of(task, trainer):
+    """What a resumed run has in common with the uninterrupted one at its end."""
     scheduler = trainer.lr_scheduler_configs[0].scheduler.state_dict()
-    return [p.tolist() for p in task.parameters()], scheduler, trainer.callback_metrics
+    curves = {name: curve.points() for name, curve in trainer.history.items()}
+    return [p.tolist() for p in task.parameters()], scheduler, trainer.callback_metrics, curves, torch.rand(2).tolist()
 
 
-AFTER = ["on_train_batch_end", "on_step_end"]
-VALIDATION = ["on_validation_start", "on_validation_epoch_start", "on_validation_end"]
+@functools.cache
+def whole():
+    """The uninterrupted run: its state, and the steps at which it validated and logged."""
+    task, trainer = fit()
+    return state_of(task, trainer), task.seen, [step for step, _ in trainer.logger.of("loss_step")]
+
+
+# An epoch has 8 steps, each fourth of which is followed by a validation.
+PLACES = [
+    *(("on_train_batch_end", step, Phase.STEP_TAKEN) for step in (4, 7, 8)),
+    *(("on_validation_start", step, Phase.ENDING_STEP) for step in (4, 8)),
+    *(("on_validation_epoch_start", step, Phase.ENDING_STEP) for step in (4, 8)),
+    *(("on_validation_end", step, Phase.ENDING_STEP) for step in (4, 8)),
+    *(("on_step_end", step, Phase.BETWEEN_STEPS) for step in (4, 7)),
+    ("on_step_end", 8, Phase.EPOCH_TRAINED),
+    ("on_train_epoch_end", 8, Phase.EPOCH_END),
+]
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize(
-    ("hook", "step"),
-    [
-        pytest.param(hook, step, marks=() if step == 8 else pytest.mark.exhaustive)
-        for hooks, steps in ((AFTER, (4, 7, 8)), (VALIDATION, (4, 8)))
-        for hook in hooks
-        for step in steps
-    ],
-)
-def test_a_run_goes_on_from_it(tmp_path, hook, step):
-    whole = fit()
-    fit(Save(hook, step, tmp_path / "c"))
+@pytest.mark.parametrize(("hook", "step", "phase"), PLACES)
+def test_a_run_goes_on_from_it(tmp_path, hook, step, phase):
+    save = SaveIn(hook, step, tmp_path / "c")
+    fit(save)
+    assert save.phase is phase
     task, trainer = fit(ckpt_path=tmp_path / "c")
-    assert state_of(task, trainer) == state_of(*whole)
-    redone = step != 7 and hook not in ("on_step_end", "on_validation_end")
-    # Its last hook was on_validation_end's, the task's own, which comes after the callbacks'.
-    assert task.seen == [s for s in whole[0].seen if s > step or (redone and s == step)]
+    found, (state, validated, logged) = state_of(task, trainer), whole()
+    assert found == state
+    is_logged = hook != "on_train_batch_end"
+    assert [at for at, _ in trainer.logger.of("loss_step")] == [at for at in logged if at > step - (not is_logged)]
+    # The task notes a validation in on_validation_end, which comes after the callbacks' hook.
+    is_repeated = step != 7 and hook not in ("on_step_end", "on_validation_end", "on_train_epoch_end")
+    assert task.seen == [at for at in validated if at > step - is_repeated]
 
 
 WITHIN = ["on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "on_before_zero_grad"]
@@ -102,13 +109,13 @@ WITHIN = ["on_train_batch_start", "on_before_backward", "on_before_optimizer_ste
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_in_the_middle_of_a_step_none_is_made(tmp_path, hook, accumulate):
     with pytest.raises(ValueError, match=r"middle of optimizer step 3, .* on_step_end, .*weights_only=True"):
-        fit(Save(hook, 2, tmp_path / "c"), accumulate_grad_batches=accumulate, max_epochs=1)
+        fit(SaveIn(hook, 2, tmp_path / "c"), accumulate_grad_batches=accumulate, max_epochs=1)
     assert not (tmp_path / "c").exists()
 
 
 def two_processes(root):
     """A step's value that nobody has read yet is in the checkpoint, whatever number of processes goes on."""
-    _, trainer = fit(Save("on_step_end", 3, root / "two"), max_epochs=1)
+    _, trainer = fit(SaveIn("on_step_end", 3, root / "two"), max_epochs=1)
     return trainer.callback_metrics["seldom"].item()
 
 
@@ -123,20 +130,3 @@ def test_time_runs_out_while_every_step_validates(tmp_path):
     _, trainer = fit(max_time={"seconds": 0.3}, max_epochs=-1, val_check_interval=1)
     assert trainer.progress.batch != 0 or trainer.progress.step % 8 == 0
     assert 0.3 <= trainer.progress.seconds < 3
-
-
-class SameName(Task):
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", 100.0)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("loss", 1.0)
-
-
-def test_of_a_name_that_both_log_the_newest_counts(tmp_path):
-    stopping = EarlyStopping("loss", check_on_train_epoch_end=True)
-    trainer = make_trainer(callbacks=[stopping])
-    trainer.fit(SameName(), loader(), loader())
-    assert trainer.callback_metrics["loss"] == stopping.best_score == 1.0

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from support.failing_runs import Fails, Task, loaders, made, saver
-from treadle.callbacks import Callback
+from support.failing_runs import Fails, OtherWeights, Task, loaders, made, saver
 
 
 class Half(torch.optim.SGD):
@@ -34,26 +33,13 @@ def test_nothing_is_saved_of_half_a_step(tmp_path):
     assert list((tmp_path / "c").iterdir()) == []
 
 
-class Averages(Callback):
-    """Validates with other weights, as those do that average them."""
-
-    def on_validation_start(self, trainer, task):
-        self.kept = [p.detach().clone() for p in task.parameters()]
-        for p in task.parameters():
-            p.data.mul_(0.5)
-
-    def on_validation_end(self, trainer, task):
-        for p, kept in zip(task.parameters(), self.kept, strict=True):
-            p.data.copy_(kept)
-
-
 def test_weights_that_are_only_for_a_validation_are_not_saved(tmp_path):
     with (
         pytest.warns(UserWarning, match="the run is not saved, because .* the model held other weights"),
         pytest.raises(RuntimeError),
     ):
-        made(tmp_path, Averages(), Fails("validation", 2), saver(tmp_path)).fit(Task(), *loaders())
+        made(tmp_path, OtherWeights(), Fails("validation", 2), saver(tmp_path)).fit(Task(), *loaders())
     assert list((tmp_path / "c").iterdir()) == []
     with pytest.raises(RuntimeError):
-        made(tmp_path, Averages(), Fails("forward", 3), saver(tmp_path)).fit(Task(), *loaders())
+        made(tmp_path, OtherWeights(), Fails("forward", 3), saver(tmp_path)).fit(Task(), *loaders())
     assert len(list((tmp_path / "c").iterdir())) == 1

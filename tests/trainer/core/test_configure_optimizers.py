@@ -2,21 +2,15 @@
 
 import pytest
 import torch
+from support.models import Line, loader
 from support.trainers import make_trainer
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import treadle
 
-
-class Task(treadle.TaskModule):
+class Task(Line):
     def __init__(self, extra=None, scheduler_extra=None):
         super().__init__()
-        self.net = nn.Linear(2, 1)
         self.extra, self.scheduler_extra = extra or {}, scheduler_extra or {}
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).mean()
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -26,7 +20,7 @@ class Task(treadle.TaskModule):
 
 def fit(task):
     run = make_trainer()
-    run.fit(task, DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2))
+    run.fit(task, loader())
     return run
 
 
@@ -46,16 +40,15 @@ def test_a_typing_error_stays_an_error():
         fit(Task(scheduler_extra={"intervall": "step"}))
 
 
-class ByHand(treadle.TaskModule):
+class ByHand(Line):
     """Steps a plateau scheduler itself, and each second batch's schedule is the loop's."""
 
     def __init__(self, automatic):
         super().__init__()
-        self.net = torch.nn.Linear(2, 1)
         self.automatic_optimization = automatic
 
     def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).pow(2).mean()
+        loss = super().training_step(batch, batch_idx)
         if not self.automatic_optimization:
             self.manual_backward(loss)
             self.optimizers().step()

@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from support.models import SGDTask
 from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.common.remote_path import RemotePath
@@ -90,12 +91,7 @@ def test_several_arguments(form, tmp_path):
 
 def test_a_task_after_a_compiled_fit(net, tmp_path):
     data = DataLoader(TensorDataset(torch.randn(8, 4)), 4)
-    options = {"backend": "eager"}
-    trainer = tl.Trainer(
-        max_epochs=1, logger=False, default_root_dir=tmp_path, enable_checkpointing=False, accelerator="cpu",
-        enable_progress_bar=False, compile=options,
-    )  # fmt: skip
-    trainer.fit(net, data)
+    make_trainer(default_root_dir=tmp_path, compile={"backend": "eager"}).fit(net, data)
     x = torch.randn(2, 4)
     torch.testing.assert_close(net.to_torch_export(input_sample=x).module()(x), expected(net, x))
     assert net.first._compiled_call_impl is not None
@@ -170,9 +166,7 @@ def test_torchscript_of_a_task_in_a_task_after_a_fit():
             return self.inner.first(x) + self.first(x)
 
     task = Outer()
-    trainer = tl.Trainer(
-        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
-    )
+    trainer = make_trainer(max_steps=1)
     trainer.fit(task, DataLoader(TensorDataset(torch.randn(4, 4)), batch_size=2))
     x = torch.randn(2, 4)
     assert torch.equal(task.to_torchscript()(x), expected(task, x))
@@ -208,11 +202,7 @@ def test_the_mode_comes_back_after_an_error(net):
 def sharded(root):
     task = Net()
     data = DataLoader(TensorDataset(torch.randn(8, 4)), 2)
-    trainer = tl.Trainer(
-        max_epochs=1, logger=False, default_root_dir=root, enable_checkpointing=False, accelerator="cpu", devices=1,
-        enable_progress_bar=False, strategy="fsdp",
-    )  # fmt: skip
-    trainer.fit(task, data)
+    make_trainer(default_root_dir=root, devices=1, strategy="fsdp").fit(task, data)
     for method in (task.to_torch_export, lambda: task.to_safetensors(f"{root}/file.safetensors")):
         with pytest.raises(ValueError, match="load_from_checkpoint"):
             method()

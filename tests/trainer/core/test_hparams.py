@@ -17,9 +17,8 @@ import torch
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from support.models import Line, loader
-from support.trainers import NO_OUTPUT
+from support.trainers import make_trainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from treadle.compat.plugins.io import TorchCheckpointIO
 from treadle.loggers import CSVLogger, Logger
 
@@ -48,8 +47,7 @@ class Task(Line):
 
 def fitted(task, root, datamodule=None, **flags):
     """Train a little and save; returns the checkpoint."""
-    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **{**quiet, "logger": False, **flags})
+    trainer = make_trainer(**flags)
     trainer.fit(task, datamodule or loader())
     trainer.save_checkpoint(root / "c")
     return root / "c"
@@ -389,9 +387,7 @@ def test_objects_come_back_as_copies_as_long_as_the_task_exists(tmp_path, plugin
     assert plugins or again.hparams.layer == Layer(4)
     assert plugins or KeepingData.load_from_checkpoint(path).hparams.transform is scale
     resumed = HasObjects({"loss": loss}, Layer(4))
-    treadle.Trainer(max_epochs=2, accelerator="cpu", plugins=plugins, **NO_OUTPUT).fit(
-        resumed, loader(), ckpt_path=path
-    )
+    make_trainer(max_epochs=2, plugins=plugins).fit(resumed, loader(), ckpt_path=path)
     assert resumed.metric is not task.metric
     assert type(resumed.metric) is nn.L1Loss
     del task, data, again, resumed
@@ -404,7 +400,7 @@ def test_objects_come_back_as_copies_as_long_as_the_task_exists(tmp_path, plugin
 
 def test_the_hooks_of_a_task_that_was_connected_after_another_are_called(tmp_path):
     """A library may save a model that it has not trained, such as one that needs no training."""
-    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **NO_OUTPUT)
+    trainer = make_trainer()
     for task in (HasObjects({"loss": nn.L1Loss()}), HasObjects({"loss": nn.MSELoss()})):
         trainer.strategy.connect(task)
         trainer.save_checkpoint(tmp_path / "c")
@@ -511,9 +507,7 @@ class Sized(Task):
 
 def both(task, data):
     logger = Keeps()
-    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", logger=logger, **quiet)
-    trainer.fit(task, datamodule=data)
+    make_trainer(logger=logger).fit(task, datamodule=data)
     return logger.calls
 
 
@@ -544,8 +538,7 @@ def test_an_optimizer_made_of_a_configuration_is_saved_and_resumed(tmp_path):
 
     path = fitted(Configured(), tmp_path, callbacks=[Stateful()], enable_checkpointing=True, default_root_dir=tmp_path)
     callback = Stateful()
-    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
-    trainer = treadle.Trainer(max_epochs=2, accelerator="cpu", callbacks=[callback], **quiet)
+    trainer = make_trainer(max_epochs=2, callbacks=[callback])
     trainer.fit(Configured(), loader(), ckpt_path=path)
     assert trainer.global_step == 4
     assert trainer.optimizers[0].param_groups[0]["betas"] == [0.8, 0.9]
@@ -571,14 +564,10 @@ def test_a_child_saves_its_own_arguments():
 
 
 def test_a_value_changed_before_fit_is_logged_and_saved(tmp_path):
-    class Rate(treadle.TaskModule):
+    class Rate(Task):
         def __init__(self, rate=0.1):
             super().__init__()
-            self.net = nn.Linear(2, 1)
             self.save_hyperparameters()
-
-        def training_step(self, batch, batch_idx):
-            return self.net(batch[0]).mean()
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), self.hparams.rate)
@@ -586,7 +575,7 @@ def test_a_value_changed_before_fit_is_logged_and_saved(tmp_path):
     task = Rate()
     task.hparams.rate = 0.5
     trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, logger=CSVLogger(tmp_path), enable_progress_bar=False)
-    trainer.fit(task, DataLoader(TensorDataset(torch.ones(4, 2))))
+    trainer.fit(task, loader())
     assert yaml.safe_load((Path(trainer.logger.log_dir) / "hparams.yaml").read_text()) == {"rate": 0.5}
     assert Rate.load_from_checkpoint(trainer.checkpoint_callback.best_model_path).hparams.rate == 0.5
     assert task.hparams_initial["rate"] == 0.1

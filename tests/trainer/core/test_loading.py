@@ -1,27 +1,21 @@
 """`load_from_checkpoint` of our own checkpoints: the arguments, what hooks have added, the weights."""
 
-from argparse import Namespace
-
 import pytest
 import torch
-from support.models import SGDTask
+from support.models import Line, loader
 from support.processes import run
 from support.trainers import NO_OUTPUT
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import treadle
 
 
-class Tiny(SGDTask):
+class Tiny(Line):
     def __init__(self, hidden=3, gone=0):
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Linear(2, hidden)
         self.words = None
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).pow(2).mean()
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint["words"] = ["a", "b"]
@@ -32,8 +26,7 @@ class Tiny(SGDTask):
 
 def saved(task, root, weights_only):
     trainer = treadle.Trainer(max_epochs=2, accelerator="cpu", **NO_OUTPUT)
-    loader = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
-    trainer.fit(task, loader)
+    trainer.fit(task, loader())
     trainer.save_checkpoint(root / "c", weights_only=weights_only)
     return root / "c"
 
@@ -59,26 +52,11 @@ def test_an_argument_that_is_no_more_is_left_out_and_said(tmp_path):
     assert again.net.out_features == 3
 
 
-class Whole(Tiny):
-    def __init__(self, hparams):
-        treadle.TaskModule.__init__(self)
-        self.save_hyperparameters(hparams)
-        self.net = nn.Linear(2, self.hparams.hidden)
-
-
-@pytest.mark.parametrize("given", [{"hidden": 4, "name": "x"}, Namespace(hidden=4, name="x")])
-def test_one_argument_that_holds_them_all(tmp_path, given):
-    path = saved(Whole(given), tmp_path, False)
-    again = Whole.load_from_checkpoint(path)
-    assert again.hparams == {"hidden": 4, "name": "x"}
-    assert again.net.out_features == 4
-
-
 class Data(treadle.DataModule):
     """Nothing of it is to be saved."""
 
     def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+        return loader()
 
 
 def test_a_data_module_without_a_state_is_none_of_a_checkpoints_business(tmp_path):
@@ -124,17 +102,17 @@ class Sized(treadle.DataModule):
         self.save_hyperparameters()
 
     def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(self.hparams.size, 2)), batch_size=2)
+        return loader(self.hparams.size)
 
 
 def test_a_checkpoint_that_does_not_exist_is_a_file_not_found_error(tmp_path):
     trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **NO_OUTPUT)
-    loader, path = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2), tmp_path / "none.ckpt"
+    path = tmp_path / "none.ckpt"
     calls = [
-        lambda: trainer.fit(Tiny(), loader, ckpt_path=path),
-        lambda: trainer.validate(Tiny(), loader, ckpt_path=path),
-        lambda: trainer.test(Tiny(), loader, ckpt_path=str(path)),
-        lambda: trainer.predict(Tiny(), loader, ckpt_path=path),
+        lambda: trainer.fit(Tiny(), loader(), ckpt_path=path),
+        lambda: trainer.validate(Tiny(), loader(), ckpt_path=path),
+        lambda: trainer.test(Tiny(), loader(), ckpt_path=str(path)),
+        lambda: trainer.predict(Tiny(), loader(), ckpt_path=path),
         lambda: Tiny.load_from_checkpoint(path),
         lambda: Sized.load_from_checkpoint(path),
         lambda: treadle.load_checkpoint(path),
@@ -164,9 +142,9 @@ class Wraps(Tiny):
 
 def load_on_each_rank(path):
     """Load a task whose argument is a module, which only this process still has."""
-    task, loader = Wraps(nn.Linear(2, 3)), DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+    task = Wraps(nn.Linear(2, 3))
     trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", devices=2, **NO_OUTPUT)
-    trainer.fit(task, loader)
+    trainer.fit(task, loader())
     trainer.save_checkpoint(path)
     again = Wraps.load_from_checkpoint(path)
     return again.net is not task.net and torch.equal(again.net.weight, task.net.weight)
@@ -174,14 +152,14 @@ def load_on_each_rank(path):
 
 def start_from_scratch(path):
     trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", devices=2, **NO_OUTPUT)
-    task, loader, caught = Tiny(), DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2), []
+    task, caught = Tiny(), []
     accelerator = treadle.Accelerator(cpu=True)
-    for call in (lambda: trainer.fit(task, loader, ckpt_path=path), lambda: accelerator.load_state(path)):
+    for call in (lambda: trainer.fit(task, loader(), ckpt_path=path), lambda: accelerator.load_state(path)):
         try:
             call()
         except FileNotFoundError:
             caught.append("missing")
-    trainer.fit(task, loader)
+    trainer.fit(task, loader())
     return caught, trainer.global_step, load_on_each_rank(f"{path} saved")
 
 

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -64,15 +65,7 @@ class Outer(treadle.TaskModule):
 
 def fitted():
     task = Outer()
-    trainer = treadle.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer(max_epochs=2, num_sanity_val_steps=0)
     trainer.fit(task, loader())
     return task, trainer
 

@@ -2,11 +2,15 @@
 
 import html
 import json
+import os
 import re
+import time
 
 import pytest
 import torch
+from support import reports
 from support.processes import run
+from support.reports import page_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, LearningRateMonitor, RunReport
@@ -18,15 +22,12 @@ import treadle
 
 
 class Task(treadle.TaskModule):
-    def __init__(self, name="a </script> & <b>", fail_at=None):
+    def __init__(self, name="a </script> & <b>"):
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Linear(4, 1)
-        self.fail_at = fail_at
 
     def training_step(self, batch, batch_idx):
-        if self.trainer.global_step == self.fail_at:
-            raise ValueError("that <i>was</i> it")
         loss = self.net(batch[0]).pow(2).mean()
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         return loss
@@ -47,22 +48,7 @@ def loader(samples=24):
 
 
 def trainer(folder, **flags):
-    defaults = {
-        "accelerator": "cpu",
-        "max_epochs": 2,
-        "log_every_n_steps": 2,
-        "logger": CSVLogger(str(folder)),
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "default_root_dir": folder,
-    }
-    return treadle.Trainer(**{**defaults, **flags})
-
-
-def page_of(one):
-    folder = one.log_dir
-    with open(f"{folder}/report.html", encoding="utf-8") as file:
-        return file.read()
+    return reports.trainer(folder, **{"log_every_n_steps": 2, "default_root_dir": folder, **flags})
 
 
 # -- curves ----------------------------------------------------------------------------------------------------------
@@ -78,6 +64,8 @@ def test_what_was_logged_is_there_with_and_without_a_logger(tmp_path):
         assert one.history["val_loss"].steps == [6, 12]
         assert one.history["val_loss"].values[-1] == pytest.approx(float(one.callback_metrics["val_loss"]))
     assert len(list(tmp_path.rglob("report.html"))) == 1
+    with pytest.raises(KeyError, match=r"val_los.*Did you mean 'val_loss'"):
+        one.history["val_los"]
 
 
 def test_the_loggers_rows_are_the_curves(tmp_path):
@@ -89,13 +77,6 @@ def test_the_loggers_rows_are_the_curves(tmp_path):
         place = head.index(name)
         written = [(int(row[head.index("step")]), float(row[place])) for row in rows if row[place]]
         assert written == list(zip(curve.steps, curve.values, strict=True))
-
-
-def test_a_wrong_name_is_answered_with_the_nearest(tmp_path):
-    one = trainer(tmp_path, logger=False)
-    one.fit(Task(), loader(), loader())
-    with pytest.raises(KeyError, match=r"val_los.*Did you mean 'val_loss'"):
-        one.history["val_los"]
 
 
 def test_rates_are_those_the_next_step_is_taken_with(tmp_path):
@@ -182,19 +163,12 @@ def test_time_is_spent_on_one_thing_at_once(tmp_path):
 
 
 def test_a_slow_loader_is_seen(tmp_path):
-    class Slow(torch.utils.data.Dataset):
-        def __len__(self):
-            return 8
-
-        def __getitem__(self, index):
-            torch.arange(index + 1).sum()
-            import time
-
-            time.sleep(0.01)
-            return (torch.zeros(4),)
+    def collate(samples):
+        time.sleep(0.02)
+        return [torch.stack(samples)]
 
     one = trainer(tmp_path, logger=False, max_epochs=1)
-    one.fit(Task(), DataLoader(Slow(), batch_size=2))
+    one.fit(Task(), DataLoader(torch.zeros(8, 4), batch_size=2, collate_fn=collate))
     assert one.history.waits["training"] >= 0.08
 
 
@@ -360,8 +334,6 @@ def test_both_ways_at_once_are_refused():
 def test_a_page_that_can_not_be_written_ends_no_run(tmp_path):
     class Blocks(Task):
         def on_train_start(self):
-            import os
-
             os.makedirs(f"{self.trainer.log_dir}/report.html")
 
     one = trainer(tmp_path)

@@ -4,14 +4,15 @@ import csv
 
 import pytest
 import torch
-from support.models import SGDTask
+from support.callback_runs import Rows
+from support.models import SaveEach, SGDTask
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, MetricTracker, SumMetric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassConfusionMatrix
-from treadle.loggers import CSVLogger, Logger, TensorBoardLogger
+from treadle.loggers import CSVLogger, TensorBoardLogger
 
 import treadle
 
@@ -143,19 +144,6 @@ def test_a_value_of_the_start_is_one_of_the_first_epoch(tmp_path):
         make_trainer().fit(Wrong(), numbers(1))
 
 
-def test_callbacks_log_through_the_task():
-    class Logs(treadle.Callback):
-        def on_train_epoch_end(self, trainer, task):
-            task.log("of_callback", 4.0)
-
-        def on_validation_epoch_end(self, trainer, task):
-            task.log("of_validation", 5.0)
-
-    own = make_trainer(callbacks=Logs())
-    own.fit(Base(), numbers(1), numbers(1))
-    assert floats(own.callback_metrics) == {"of_callback": 4.0, "of_validation": 5.0}
-
-
 def test_several_loggers_and_hyperparameters(tmp_path):
     class Task(Base):
         def __init__(self, width=3, name="x"):
@@ -232,22 +220,13 @@ class Measured(Base):
 
     def __init__(self):
         super().__init__()
-        self.train_accuracy = MulticlassAccuracy(3, average="micro")
         self.accuracy = MulticlassAccuracy(3, average="micro")
-        self.several = MetricCollection(
-            {"micro": MulticlassAccuracy(3, average="micro"), "macro": MulticlassAccuracy(3, average="macro")}
-        )
-        self.seen = []
-
-    def hits(self, batch):
-        guess, truth = batch[0].long() % 3, batch[0].long() % 2
-        return guess, truth, (guess == truth).float().mean()
 
     def training_step(self, batch, batch_idx):
-        guess, truth, share = self.hits(batch)
-        self.train_accuracy(guess, truth)
-        self.log("train_metric", self.train_accuracy, on_step=True, on_epoch=True)
-        self.log("train_share", share, on_step=False, on_epoch=True)
+        guess, truth = batch[0].long() % 3, batch[0].long() % 2
+        self.accuracy(guess, truth)
+        self.log("metric", self.accuracy, on_step=True, on_epoch=True)
+        self.log("share", (guess == truth).float().mean(), on_step=False, on_epoch=True)
         self.log("seen", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="sum")
         return super().training_step(batch, batch_idx)
 
@@ -255,84 +234,33 @@ class Measured(Base):
         self.log("rank_at_end", float(self.global_rank))
 
     def validation_step(self, batch, batch_idx):
-        guess, truth, share = self.hits(batch)
-        self.accuracy.update(guess, truth)
-        self.several.update(guess, truth)
-        self.log("metric", self.accuracy)
-        self.log_dict(self.several)
-        self.log("share", share)
         self.log("mean", batch[0].mean())
-        self.log("highest", batch[0].max(), reduce_fx="max")
 
     def on_validation_epoch_end(self):
-        if not self.trainer.sanity_checking:
-            self.seen.append(float(self.trainer.world_size))
         self.read = floats(self.trainer.callback_metrics)  # what the steps have logged is there, of all processes
         self.log("rank", float(self.global_rank))
 
-    test_step = validation_step
-    on_test_epoch_end = on_validation_epoch_end
 
-
-def measured(train_batch, val_batch):
-    values = [float(v) for v in range(5)]
-    task = Measured()
-    own = make_trainer(max_epochs=2)
-    own.fit(task, numbers(*range(7), batch_size=train_batch), numbers(*values, batch_size=val_batch))
+def check_measured(train_batch, val_batch, rank):
+    """The values of evaluations are those of `loop/test_evaluation_loop.py`."""
+    task, own = Measured(), make_trainer(max_epochs=2)
+    own.fit(task, numbers(*range(7), batch_size=train_batch), numbers(*range(5), batch_size=val_batch))
     found = floats(own.callback_metrics)
-    assert {name: task.read[name] for name in FIVE} == pytest.approx(FIVE)
-    (tested,) = own.test(task, numbers(*range(7), batch_size=val_batch), verbose=False)
-    assert {name: task.read[name] for name in FIVE} == pytest.approx({name: tested[name] for name in FIVE})
-    return found, tested
-
-
-def different_names():
-    class Task(Base):
-        def training_step(self, batch, batch_idx):
-            self.log("common", 1.0)
-            self.log(f"of_rank_{self.global_rank}", 1.0)
-            return super().training_step(batch, batch_idx)
-
-    try:
-        make_trainer(log_every_n_steps=2).fit(Task(), numbers(1, 2, 3, 4))
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def on_two():
-    return measured(2, 2), different_names()
-
-
-# guess = value % 3, truth = value % 2; equal for 0, 1 and 6 of 0..6
-FIVE = {"metric": 0.4, "micro": 0.4, "share": 0.4, "mean": 2.0, "highest": 4.0}
-
-
-def check_measured(found, tested, seen):
-    assert found["train_metric_epoch"] == pytest.approx(3 / 7)
-    assert found["train_share"] == pytest.approx(3 / 7)
-    assert {name: found[name] for name in FIVE} == pytest.approx(FIVE)
-    assert tested["metric"] == tested["micro"] == pytest.approx(3 / 7)
-    assert tested["mean"] == pytest.approx(3.0)
-    guess, truth = torch.arange(7) % 3, torch.arange(7) % 2
-    macro = MulticlassAccuracy(3, average="macro")(guess, truth)
-    assert tested["macro"] == pytest.approx(float(macro))
-    assert found["seen"] == seen
+    assert found["metric_epoch"] == pytest.approx(3 / 7)  # value % 3 equals value % 2 for 0, 1 and 6
+    assert found["share"] == pytest.approx(3 / 7)
+    assert found["seen"] == 7.0
+    assert found["mean"] == task.read["mean"] == pytest.approx(2.0)
+    assert found["rank"] == found["rank_at_end"] == rank  # logged between batches, every process weighs the same
+    return True
 
 
 def test_means_are_the_whole_datasets():
     for train_batch, val_batch in [(4, 2), (3, 4), (7, 5), (1, 1)]:
-        check_measured(*measured(train_batch, val_batch), seen=7.0)
+        assert check_measured(train_batch, val_batch, 0.0)
 
 
 def test_two_processes_measure_as_one():
-    for (found, tested), error in run(on_two, 2):
-        check_measured(found, tested, seen=7.0)
-        assert found["rank"] == found["rank_at_end"] == 0.5  # logged between batches, every process weighs the same
-        assert "of_rank_0" in error
-        assert "of_rank_1" in error
-        assert "rank 1 logged of_rank_1" in error
-        assert "common" not in error.split("rank 0 logged")[1]
+    assert run(check_measured, 2, 2, 2, 0.5) == [True, True]
 
 
 def test_a_metric_that_is_no_number():
@@ -425,20 +353,10 @@ def test_a_resumed_epoch_counts_what_it_would_have(tmp_path):
     for saved_after in (1, 2, 4, 5):  # within an epoch, and at its last step
         whole, first, second = (Sums("train", "step") for _ in range(3))
         make_trainer(max_epochs=3).fit(whole, numbers(1, 3))
-        make_trainer(max_epochs=3, max_steps=saved_after, callbacks=SaveEachStep(tmp_path)).fit(first, numbers(1, 3))
+        make_trainer(max_epochs=3, max_steps=saved_after, callbacks=SaveEach(tmp_path)).fit(first, numbers(1, 3))
         make_trainer(max_epochs=3).fit(second, numbers(1, 3), ckpt_path=tmp_path / str(saved_after))
         assert whole.sums == [4.0] * 6
         assert second.sums == whole.sums[2 * ((saved_after - 1) // 2) :]
-
-
-class SaveEachStep(treadle.Callback):
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_step_end(self, trainer, task):
-        path = self.folder / str(trainer.global_step)
-        if not path.exists():
-            trainer.save_checkpoint(path)
 
 
 def test_update_leaves_no_value_of_the_step():
@@ -497,8 +415,22 @@ def test_log_dict_copies_no_states_of_a_collection():
     assert task.shared
 
 
-@pytest.mark.parametrize("how", ["two objects", "no level", "a vector"])
-def test_what_would_be_lost_is_an_error(how):
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (
+            lambda task, index: task.log("x", task.totals[index], on_epoch=True),
+            "'x' was logged as two SumMetric objects in one epoch",
+        ),
+        (lambda task, _: task.log("x", 1.0, on_step=False), "'x' is logged with on_step=False and on_epoch=False"),
+        (
+            lambda task, _: task.log("x", task.each),
+            r"'x'\) got a tensor of shape \(3,\), but can log only one number",
+        ),
+    ],
+    ids=["two objects", "no level", "a vector"],
+)
+def test_what_would_be_lost_is_an_error(log, words):
     class Task(Base):
         def __init__(self):
             super().__init__()
@@ -506,32 +438,13 @@ def test_what_would_be_lost_is_an_error(how):
             self.each = MulticlassAccuracy(3, average=None)
 
         def training_step(self, batch, batch_idx):
-            if how == "two objects":
-                self.totals[batch_idx](batch[0])
-                self.log("x", self.totals[batch_idx], on_epoch=True)
-            elif how == "no level":
-                self.log("x", 1.0, on_step=False)
-            else:
-                self.each(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))
-                self.log("x", self.each)
+            self.totals[batch_idx](batch[0])
+            self.each(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))
+            log(self, batch_idx)
             return super().training_step(batch, batch_idx)
 
-    words = {
-        "two objects": "'x' was logged as two SumMetric objects in one epoch",
-        "no level": "'x' is logged with on_step=False and on_epoch=False",
-        "a vector": r"'x'\) got a tensor of shape \(3,\), but can log only one number",
-    }
-    with pytest.raises(ValueError, match=words[how]):
+    with pytest.raises(ValueError, match=words):
         make_trainer().fit(Task(), numbers(1, 2))
-
-
-def test_a_complex_value_is_an_error_where_it_is_logged():
-    class Task(Base):
-        def training_step(self, batch, batch_idx):
-            self.log("x", torch.tensor([1 + 2j]))
-
-    with pytest.raises(TypeError, match=r"self.log\('x'\) got a tensor of type torch.complex64, .* Log its .abs\(\)"):
-        make_trainer().fit(Task(), numbers(1))
 
 
 class Uneven(Base):
@@ -615,19 +528,8 @@ class Batches(Base):
     test_step = validation_step
 
 
-class Recorder(Logger):
-    def __init__(self):
-        self.rows = []
-
-    def log_metrics(self, metrics, step=None):
-        self.rows.append((step, metrics))
-
-    def log_hyperparams(self, params, metrics=None):
-        pass
-
-
 def test_batches_of_an_evaluation():
-    recorder, task = Recorder(), Batches()
+    recorder, task = Rows(), Batches()
     own = make_trainer(logger=recorder, max_epochs=2)
     own.fit(task, numbers(1, 2), numbers(1, 2, 3))
     at = "evaluation/global_step"
@@ -652,16 +554,17 @@ def test_batches_of_an_evaluation():
     assert first == (1, {at: 4, "both_step/dataloader_idx_0": 1.0, "only/dataloader_idx_0": 1.0})
     assert second[1]["second/dataloader_idx_0"] == 2.0
     assert third == (1, {at: 4, "both_step/dataloader_idx_1": 5.0, "only/dataloader_idx_1": 5.0})
+    assert own.test(task, [numbers(5)], verbose=False) == [{"both_epoch": 5.0}]
 
 
 def test_more_batches_than_are_kept_at_once():
-    recorder, values = Recorder(), [float(v) for v in range(200)]
+    recorder, values = Rows(), [float(v) for v in range(200)]
     make_trainer(logger=recorder).test(Batches(), numbers(*values), verbose=False)
     assert [row["only"] for _, row in recorder.rows if "only" in row] == values
 
 
 def batches_of_two():
-    recorder = Recorder()
+    recorder = Rows()
     make_trainer(logger=recorder).test(Batches(), numbers(1, 2, 3, 4, 9), verbose=False)
     return recorder.rows
 
@@ -680,7 +583,7 @@ def test_a_resumed_file_has_the_batches_of_evaluations(tmp_path):
         return CSVLogger(tmp_path, "", 0, flush_logs_every_n_steps=1)
 
     train, val = numbers(1, 2), numbers(*range(9))
-    make_trainer(logger=logger(), max_epochs=2, callbacks=SaveEachStep(tmp_path)).fit(Batches(), train, val)
+    make_trainer(logger=logger(), max_epochs=2, callbacks=SaveEach(tmp_path)).fit(Batches(), train, val)
     before = rows(tmp_path / "version_0" / "metrics.csv")
     assert [row["step"] for row in before if "only" in row] == list(range(1, 19))
     make_trainer(logger=logger(), max_epochs=2).fit(Batches(), train, val, ckpt_path=tmp_path / "3")
@@ -692,9 +595,10 @@ def test_one_name_for_several_loaders():
         def validation_step(self, batch, batch_idx, dataloader_idx):
             self.log("mean", batch[0].mean(), add_dataloader_idx=False)
 
-    own = make_trainer()
-    own.fit(Task(), numbers(1), [numbers(1, 2), numbers(6)])
+    own, several = make_trainer(), [numbers(1, 2), numbers(6)]
+    own.fit(Task(), numbers(1), several)
     assert floats(own.callback_metrics) == {"mean": 3.0}
+    assert own.validate(Task(), several, verbose=False) == [{"mean": 3.0}] * 2
 
 
 class Both(Base):
@@ -741,31 +645,15 @@ def test_the_metrics_are_those_of_the_last_stage():
     assert run.progress_bar_metrics == {}
 
 
-class Rows(Logger):
+class Saving(Rows):
     """Keeps rows in memory until it is asked to save them."""
 
-    name, version = "rows", 0
-
-    def __init__(self):
-        super().__init__()
-        self.waiting, self.saved = [], []
-
-    @property
-    def experiment(self):
-        return self
-
-    def log_metrics(self, metrics, step=None):
-        self.waiting.append(step)
-
-    def log_hyperparams(self, params, metrics=None):
-        """Keep nothing."""
-
     def save(self):
-        self.saved, self.waiting = self.saved + self.waiting, []
+        self.saved, self.rows = [*self.saved, *self.rows], []
 
 
 def test_a_custom_logger_saves_after_each_row():
-    rows = Rows()
-    make_trainer(logger=rows, log_every_n_steps=1).fit(Both(), numbers(1.0, 1.0))
-    assert rows.saved
-    assert not rows.waiting
+    logger = Saving()
+    make_trainer(logger=logger, log_every_n_steps=1).fit(Both(), numbers(1.0, 1.0))
+    assert logger.saved
+    assert not logger.rows

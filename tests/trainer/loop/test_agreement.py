@@ -3,23 +3,19 @@
 import os
 
 import pytest
-import torch
-from support.models import SGDTask
+from support.models import Line, loader
 from support.processes import run
 from support.trainers import make_trainer
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Task(SGDTask):
+class Task(Line):
     """Writes down what happens, by optimizer step."""
 
     def __init__(self, manual):
         super().__init__()
-        self.net = nn.Linear(2, 1)
         self.automatic_optimization = not manual
         self.happened = []
 
@@ -68,10 +64,6 @@ class Leaves(Callback):
         return -1 if trainer.global_rank == 1 and batch_idx == 2 else None
 
 
-def samples(count=12):
-    return DataLoader(TensorDataset(torch.ones(count, 2)))
-
-
 def flags_of(case, rank, folder):
     """Flags and callbacks of a rank."""
     return {
@@ -85,66 +77,52 @@ def flags_of(case, rank, folder):
             "enable_checkpointing": True,
             "val_check_interval": 2,
         },
-        "limit_train_batches": {"limit_train_batches": 4 + rank},
-        "limit_val_batches": {"limit_val_batches": 1 + rank},
-        "accumulate": {"accumulate_grad_batches": 1 + rank},
-        "max_steps": {"max_steps": 3 + rank},
     }[case]
 
 
-def decide(case, strategy, manual, folder):
-    task = Task(manual)
-    rank = int(os.environ["RANK"])
-    one = make_trainer(**{"max_epochs": 1, "devices": 2, "strategy": strategy, **flags_of(case, rank, folder)})
-    try:
-        one.fit(task, samples(), samples(4))
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return task.happened
+CASES = ["stop", "timer", "max_time", "early stopping", "best", "leave"]
 
 
-ACTED_ON = ["stop", "timer", "max_time", "early stopping", "best"]
-REFUSED = {
-    "leave": "on_train_batch_start returned -1 on rank 1",
-    "limit_train_batches": "limit_train_batches",
-    "limit_val_batches": "limit_val_batches",
-    "accumulate": "accumulate_grad_batches",
-    "max_steps": "max_steps",
-}
-WAYS = [("ddp", False), ("fsdp", False), ("ddp", True), ("fsdp", True)]
+def decide(strategy, manual, folder):
+    """By case what happens on this rank, or its error."""
+    results, rank = {}, int(os.environ["RANK"])
+    for case in CASES:
+        task = Task(manual)
+        one = make_trainer(**{"max_epochs": 1, "devices": 2, "strategy": strategy, **flags_of(case, rank, folder)})
+        try:
+            one.fit(task, loader(12, 1), loader(4, 1))
+            results[case] = task.happened
+        except (ValueError, RuntimeError) as error:
+            results[case] = f"{type(error).__name__}: {error}"
+    return results
 
 
-def each(cases, always, seldom=(), without=()):
-    """Return every case in every way but those without; the default suite runs two ways of some, and none of others."""
-    every = [(case, *way) for case in cases for way in WAYS if (case, way[1]) not in without]
-    marks = [
-        () if case not in seldom and (manual <= (case in always)) and strategy == "ddp" else pytest.mark.exhaustive
-        for case, strategy, manual in every
-    ]
-    return [pytest.param(*one, marks=mark) for one, mark in zip(every, marks, strict=True)]
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((strategy, manual), marks=pytest.mark.exhaustive if strategy == "fsdp" else ())
+        for strategy in ("ddp", "fsdp")
+        for manual in (False, True)
+    ],
+    ids=str,
+)
+def decided(request, tmp_path_factory):
+    return run(decide, 2, *request.param, tmp_path_factory.mktemp("best"))
 
 
-@pytest.mark.parametrize(("case", "strategy", "manual"), each(ACTED_ON, ["stop"], ["max_time", "early stopping"]))
-def test_all_ranks_act_after_the_same_step(tmp_path, case, strategy, manual):
-    first, second = run(decide, 2, case, strategy, manual, tmp_path)
+@pytest.mark.parametrize("case", CASES[:-1])
+def test_all_ranks_act_after_the_same_step(decided, case):
+    first, second = (rank[case] for rank in decided)
     assert first == second
     assert first[-1][0] == "end"
     if case in ("stop", "best"):  # the others depend on a clock, or on the epoch
         assert first[-1][1] == (4 if case == "stop" else 6)
 
 
-# Manual optimization takes no accumulate_grad_batches.
-@pytest.mark.parametrize(("case", "strategy", "manual"), each(REFUSED, ["leave"], without=[("accumulate", True)]))
-def test_all_ranks_refuse_what_they_cannot_agree_on(tmp_path, case, strategy, manual):
-    errors = run(refused, 2, case, strategy, manual, tmp_path)
-    assert REFUSED[case] in errors[0], errors
-    assert REFUSED[case] in errors[1], errors
-
-
-def refused(case, strategy, manual, folder):
-    outcome = decide(case, strategy, manual, folder)
-    assert isinstance(outcome, str), outcome
-    return outcome
+def test_all_ranks_refuse_what_they_cannot_agree_on(decided):
+    """Flags that differ are refused before the first step, see `preflight/test_rank_consistency.py`."""
+    for rank in decided:
+        assert "on_train_batch_start returned -1 on rank 1" in rank["leave"]
 
 
 class Withdraws(Callback):
@@ -159,7 +137,7 @@ class Withdraws(Callback):
 
 def withdraw():
     task, one = Task(manual=False), make_trainer(max_epochs=1, devices=2, callbacks=[Withdraws()])
-    one.fit(task, samples())
+    one.fit(task, loader(12, 1))
     return task.happened
 
 

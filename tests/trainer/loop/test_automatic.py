@@ -4,12 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from support.models import SaveAt
+from support.models import SaveIn
 from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.callbacks import Callback, EMAWeightAveraging, LearningRateMonitor, StochasticWeightAveraging
+from treadle.callbacks import Callback, LearningRateMonitor, StochasticWeightAveraging
 from treadle.strategies import DDP, FSDP
 
 import treadle
@@ -52,9 +53,8 @@ class Two(treadle.TaskModule):
 
 
 def fit(task, *callbacks, ckpt_path=None, train=None, **flags):
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    settings = {"max_epochs": 3, "accelerator": "cpu", "precision": "64-true", "accumulate_grad_batches": 2} | flags
-    trainer = treadle.Trainer(**{**quiet, **settings}, callbacks=list(callbacks))
+    settings = {"max_epochs": 3, "precision": "64-true", "accumulate_grad_batches": 2} | flags
+    trainer = make_trainer(**settings, callbacks=list(callbacks))
     trainer.fit(task, loader() if train is None else train, ckpt_path=ckpt_path)
     return trainer
 
@@ -89,7 +89,7 @@ def assert_equal(found, right, **tolerance):
 def resumed(folder, **flags):
     """The weights of a whole run, and of one that resumed in the middle of its second epoch."""
     whole, again = Two(), Two()
-    fit(whole, SaveAt(4, folder / "c"), gradient_clip_val=CLIP, **flags)
+    fit(whole, SaveIn("on_step_end", 4, folder / "c"), gradient_clip_val=CLIP, **flags)
     assert fit(again, ckpt_path=folder / "c", gradient_clip_val=CLIP, **flags).global_step == 9
     return weights(whole), weights(again)
 
@@ -219,15 +219,6 @@ def test_a_plateau_scheduler_for_each_optimizer_and_the_rates_that_the_monitor_l
     }
 
 
-def test_an_exponential_average_covers_the_parameters_of_both():
-    task = Two()
-    fit(task, EMAWeightAveraging(decay=0.5), gradient_clip_val=CLIP)
-    average, *steps = by_hand()
-    for step in steps:
-        average = {name: 0.5 * value + 0.5 * step[name] for name, value in average.items()}
-    assert_equal(weights(task), average)
-
-
 def stochastic():
     return StochasticWeightAveraging([0.01, 0.02], swa_epoch_start=2, annealing_epochs=2, annealing_strategy="linear")
 
@@ -256,7 +247,7 @@ def stochastic_by_hand():
 def resumed_average(folder, **flags):
     """The weights of a whole run, and of one that resumed while the rates are annealed."""
     whole, again = Two(), Two()
-    fit(whole, stochastic(), SaveAt(8, folder / "swa"), max_epochs=4, **flags)
+    fit(whole, stochastic(), SaveIn("on_step_end", 8, folder / "swa"), max_epochs=4, **flags)
     fit(again, stochastic(), max_epochs=4, ckpt_path=folder / "swa", **flags)
     return weights(whole), weights(again)
 

@@ -4,13 +4,11 @@ import time
 
 import pytest
 import torch
-from support.models import SGDTask
-from support.trainers import NO_OUTPUT
+from support.models import SaveIn, SGDTask
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
-
-import treadle
 
 
 class Task(SGDTask):
@@ -55,10 +53,8 @@ def stream(batches, kind=Stream):
 
 
 def trainer(**flags):
-    quiet = dict(NO_OUTPUT)
-    if any(isinstance(c, ModelCheckpoint) for c in flags.get("callbacks", ())):
-        del quiet["enable_checkpointing"]
-    return treadle.Trainer(**{"max_epochs": 1, "accelerator": "cpu"} | quiet | flags)
+    saves = any(isinstance(c, ModelCheckpoint) for c in flags.get("callbacks", ()))
+    return make_trainer(enable_checkpointing=saves, **flags)
 
 
 # -- when validation is due ------------------------------------------------------------------------------------------
@@ -119,22 +115,9 @@ def test_a_stream_that_is_longer_than_it_says_is_cut_and_that_is_said():
 # -- what a checkpoint made in between goes on with ------------------------------------------------------------------
 
 
-class Saves(treadle.Callback):
-    """Saves once, in a hook's first call at a step; and notes what came after it."""
-
-    def __init__(self, hook, step, path):
-        self.path = path
-        setattr(self, hook, lambda trainer, *_: self.save(trainer, step))
-
-    def save(self, trainer, step):
-        if self.path is not None and trainer.global_step == step and not trainer.sanity_checking:
-            path, self.path = self.path, None
-            trainer.save_checkpoint(path)
-
-
 @pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_end", "on_train_epoch_end"])
 def test_saved_at_the_end_of_an_epoch_without_a_length(tmp_path, hook):
-    whole, task = trainer(max_epochs=3, callbacks=[Saves(hook, 12, tmp_path / "x")]), Task()
+    whole, task = trainer(max_epochs=3, callbacks=[SaveIn(hook, 12, tmp_path / "x")]), Task()
     whole.fit(task, stream(6), loader(1))
     again, other = trainer(max_epochs=3), Task()
     again.fit(other, stream(6), loader(1), ckpt_path=tmp_path / "x")
@@ -165,22 +148,12 @@ def test_what_validation_measured_is_known_after_a_resume(tmp_path, hook):
         one.fit(task, loader(3), loader(1), ckpt_path=path)
         return one.optimizers[0].param_groups[0]["lr"], stopping.best_score, task.net.weight
 
-    rate, best, weight = run(saves=Saves(hook, 6, tmp_path / "x"))
+    rate, best, weight = run(saves=SaveIn(hook, 6, tmp_path / "x"))
     rate_again, best_again, weight_again = run(tmp_path / "x")
     assert rate < 0.1
     assert best >= 100
     assert (rate_again, best_again) == (rate, best)
     assert torch.equal(weight_again, weight)
-
-
-def test_the_row_of_the_step_that_was_saved_before_its_end(tmp_path):
-    flags = {"log_every_n_steps": 2, "max_epochs": 1}
-    whole = trainer(**flags, callbacks=[Saves("on_train_batch_end", 4, tmp_path / "x")])
-    whole.fit(Task(), loader(6))
-    again = trainer(**flags)
-    again.fit(Task(), loader(6), ckpt_path=tmp_path / "x")
-    assert again.history["loss"].points() == whole.history["loss"].points()
-    assert again.history["loss"].steps == [2, 4, 6]
 
 
 def test_the_history_of_a_run_that_was_saved_when_it_failed(tmp_path):
@@ -310,15 +283,6 @@ def test_an_error_while_an_optimizer_is_toggled(error):
     assert all(parameter.requires_grad for parameter in task.parameters())
     task.fails = False
     one.fit(task, loader(2))
-
-
-def test_a_loss_that_is_not_finite_is_named_by_its_batch():
-    class Breaks(Manual):
-        def training_step(self, batch, batch_idx):
-            self.manual_backward(self.net(batch[0]).square().mean() * (float("nan") if batch_idx == 2 else 1.0))
-
-    with pytest.raises(ValueError, match="micro-batch 2"):
-        trainer().fit(Breaks(), loader(4))
 
 
 def test_no_tests_where_the_limit_is_zero():

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.models import SGDTask
 from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, TensorDataset
@@ -82,9 +83,7 @@ def loader(batch_size=4):
 
 
 def trainer_in(root, **flags):
-    defaults = {"max_epochs": 2, "logger": False, "accelerator": "cpu"}
-    off = {f"enable_{name}": False for name in ("progress_bar", "checkpointing", "model_summary")}
-    return tl.Trainer(default_root_dir=root, **off, **{**defaults, **flags})
+    return make_trainer(default_root_dir=root, **{"max_epochs": 2, **flags})
 
 
 def new(kind=Net):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from support.models import Line
+from support.models import Line, SaveEach
 from support.seen_batches import Task, data, trainer
 from support.trainers import NO_OUTPUT
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SubsetRandomSampler, TensorDataset
@@ -62,10 +62,6 @@ def test_overfitting_reads_one_order(kind, expected):
 
 
 def test_overfitting_goes_on_in_its_order(tmp_path):
-    class Save(treadle.Callback):
-        def on_step_end(self, trainer, task):
-            trainer.save_checkpoint(tmp_path / str(trainer.global_step))
-
     def fit(path=None, callbacks=()):
         torch.manual_seed(2)
         task = Task()
@@ -73,7 +69,7 @@ def test_overfitting_goes_on_in_its_order(tmp_path):
         trainer(overfit_batches=2, max_epochs=3, callbacks=list(callbacks)).fit(task, loader, ckpt_path=path)
         return task.seen
 
-    whole = fit(callbacks=[Save()])
+    whole = fit(callbacks=[SaveEach(tmp_path)])
     for step in range(1, 6):
         torch.rand(step)
         assert fit(tmp_path / str(step)) == whole[step:]
@@ -275,8 +271,6 @@ def test_workers_of_old_loaders_end_and_passed_loaders_stay():
     trainer(reload_dataloaders_every_n_epochs=1, callbacks=[counts]).fit(task)
     assert len(task.made) == 2
     assert counts.loaders == [1, 1]
-    with pytest.warns(UserWarning, match="reload_dataloaders_every_n_epochs=1 has no effect"):
-        trainer(reload_dataloaders_every_n_epochs=1).fit(Task(), DataLoader(data(2)), DataLoader(data(2)))
 
 
 # -- data modules ----------------------------------------------------------------------------------------------------
@@ -305,30 +299,3 @@ def test_a_base_class_method_set_on_the_instance_is_no_loader():
     task, run = Task(), trainer(max_epochs=1)
     run.fit(task, datamodule=Data())
     assert (run.global_step, run.has_validation) == (2, False)
-
-
-def test_a_transfer_hook_of_both_the_task_and_the_data_module(recwarn):
-    class Data(treadle.DataModule):
-        calls = 0
-
-        def train_dataloader(self):
-            return DataLoader(torch.ones(4, 1), batch_size=2)
-
-        def on_after_batch_transfer(self, batch, dataloader_idx):
-            self.calls += 1
-            return batch
-
-    class Both(Line):
-        features = 1
-
-        def on_after_batch_transfer(self, batch, dataloader_idx):
-            raise AssertionError("never called")
-
-        def training_step(self, batch, batch_idx):
-            return self.net(batch).mean()
-
-    data = Data()
-    treadle.Trainer(accelerator="cpu", max_epochs=2, **NO_OUTPUT).fit(Both(), datamodule=data)
-    assert data.calls == 4
-    words = "precedence, and Both.on_after_batch_transfer is not called"
-    assert sum(words in str(warning.message) for warning in recwarn) == 1

@@ -6,13 +6,11 @@ import warnings
 import pytest
 from support.models import LoggedLine, loader
 from support.processes import run
-from support.trainers import Dry
+from support.trainers import Dry, make_trainer
 from torch.utils.data import DataLoader
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
 
 import treadle
-
-QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
 class Task(LoggedLine):
@@ -36,7 +34,7 @@ class Task(LoggedLine):
 def fit(val, **flags):
     """The trainer, what validation called, and the warnings."""
     task = Task()
-    trainer = treadle.Trainer(**{**QUIET, "max_epochs": 2, "enable_checkpointing": False, **flags})
+    trainer = make_trainer(**{"max_epochs": 2, **flags})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(task, loader(8), val)
@@ -115,7 +113,7 @@ class Later(Task):
 
 def test_loaders_that_are_asked_anew():
     task = Later()
-    trainer = treadle.Trainer(**QUIET, max_epochs=4, reload_dataloaders_every_n_epochs=1, enable_checkpointing=False)
+    trainer = make_trainer(max_epochs=4, reload_dataloaders_every_n_epochs=1)
     with pytest.warns(UserWarning, match="validation dataloader is empty"):
         trainer.fit(task)
     assert task.seen == ["start", 0, 0, "end"] * 2
@@ -145,7 +143,7 @@ def test_none_disables_the_tasks_own_loader():
     task.train_dataloader = lambda: loader(8)
     task.val_dataloader = None
     with pytest.warns(UserWarning, match="no validation dataloader"):
-        treadle.Trainer(**QUIET, max_epochs=1, enable_checkpointing=False).fit(task)
+        make_trainer().fit(task)
     assert task.seen == []
     assert task.trainer.global_step == 4
 
@@ -155,14 +153,14 @@ def test_none_in_a_data_module_leaves_the_tasks_loader():
     data.train_dataloader, data.val_dataloader = (lambda: loader(8)), None
     task = Task()
     task.val_dataloader = lambda: loader(2)
-    treadle.Trainer(**QUIET, max_epochs=1, enable_checkpointing=False, num_sanity_val_steps=0).fit(task, data)
+    make_trainer(num_sanity_val_steps=0).fit(task, data)
     assert task.seen == ["start", 0, "end"]
 
 
 def test_none_disables_the_step():
     task = Task()
     task.validation_step = None
-    trainer = treadle.Trainer(**QUIET, max_epochs=1, enable_checkpointing=False)
+    trainer = make_trainer()
     with pytest.warns(UserWarning, match="no validation_step"):
         trainer.fit(task, loader(8), loader(2))
     assert task.seen == []

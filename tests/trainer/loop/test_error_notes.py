@@ -5,9 +5,9 @@ from collections import namedtuple
 import numpy
 import pytest
 import torch
-from support.trainers import NO_OUTPUT
+from support.models import Line
+from support.trainers import make_trainer
 from torch import nn
-from torch.utils.data import DataLoader
 
 import treadle
 
@@ -15,13 +15,12 @@ PAIR = [torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)]
 LINE = "the batch: [Tensor (2, 4) float32, Tensor (2,) int64]"
 
 
-class Task(treadle.TaskModule):
+class Task(Line):
+    features = 4
+
     def __init__(self, automatic=True, kind=torch.optim.SGD):
         super().__init__()
-        self.net, self.automatic_optimization, self.kind = nn.Linear(4, 1), automatic, kind
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).sum()
+        self.automatic_optimization, self.kind = automatic, kind
 
     def validation_step(self, batch, batch_idx):
         pass
@@ -41,11 +40,8 @@ def notes(method, batches=PAIR, owner=None, task=None, stage="fit"):
     task = task or Task()
     owner = owner or task
     owner.__class__ = type("Broken", (type(owner),), {method: raise_key_error})
-    flags = {"accelerator": "cpu", "max_epochs": 1, **NO_OUTPUT, "num_sanity_val_steps": 0}
-    if isinstance(owner, treadle.Callback):
-        flags["callbacks"] = owner
     data = [batches]
-    run = treadle.Trainer(**flags)
+    run = make_trainer(num_sanity_val_steps=0, callbacks=owner if isinstance(owner, treadle.Callback) else None)
     loaders = (data, data) if stage == "fit" else (data,)
     with pytest.raises(KeyError) as caught:
         getattr(run, stage)(task, *loaders)
@@ -84,7 +80,7 @@ def test_no_line_outside_of_batches(method):
             yield PAIR
             raise KeyError("y")
 
-        run = treadle.Trainer(accelerator="cpu", max_epochs=1, **NO_OUTPUT)
+        run = make_trainer()
         with pytest.raises(KeyError) as caught:
             run.fit(Task(), broken())
         found = caught.value.__notes__
@@ -125,25 +121,12 @@ def test_forms_of_batches(batch, text):
         assert lines == ([f"the batch: {text}"] if text else [])
 
 
-def test_the_signature_of_a_step():
-    class Short(Task):
-        def training_step(self):
-            return 1
-
-    run = treadle.Trainer(accelerator="cpu", max_epochs=1, **NO_OUTPUT)
-    with pytest.raises(TypeError) as caught:
-        run.fit(Short(), DataLoader([PAIR], batch_size=None))
-    assert caught.value.__notes__[-1] == (
-        "the signature of this hook is TaskModule.training_step(self, batch, batch_idx)"
-    )
-
-
 def test_a_callback_whose_init_does_not_call_that_of_its_base():
     class Mine(treadle.callbacks.EarlyStopping):
         def __init__(self):
             self.patience = 3
 
-    run = treadle.Trainer(accelerator="cpu", max_epochs=1, callbacks=Mine(), **NO_OUTPUT)
+    run = make_trainer(callbacks=Mine())
     with pytest.raises(AttributeError) as caught:
         run.fit(Task(), [PAIR])
     assert caught.value.__notes__[-1] == (
@@ -157,7 +140,7 @@ def test_a_callback_whose_init_does_not_call_that_of_its_base():
         def on_train_start(self, trainer, pl_module):
             self.seen.append(self.missing)
 
-    run = treadle.Trainer(accelerator="cpu", max_epochs=1, callbacks=Plain(), **NO_OUTPUT)
+    run = make_trainer(callbacks=Plain())
     with pytest.raises(AttributeError, match="'missing'") as caught:
         run.fit(Task(), [PAIR])
     assert not any("super()" in note for note in caught.value.__notes__)
@@ -172,9 +155,7 @@ def test_a_monitor_that_a_step_returned_instead_of_logging_it():
         def validation_step(self, batch, batch_idx):
             return {"val_loss": 1}
 
-    run = treadle.Trainer(
-        accelerator="cpu", max_epochs=1, callbacks=treadle.callbacks.EarlyStopping("val_loss"), **NO_OUTPUT
-    )
+    run = make_trainer(callbacks=treadle.callbacks.EarlyStopping("val_loss"))
     words = "A step returned a dict with 'val_loss', but returned values are not logged"
     with (
         pytest.warns(UserWarning, match=words),
@@ -190,7 +171,7 @@ def test_a_module_that_is_only_a_hyperparameter(recwarn):
             self.save_hyperparameters()
             self.kept = kept
 
-    run = treadle.Trainer(accelerator="cpu", max_epochs=1, **NO_OUTPUT)
+    run = make_trainer()
     run.fit(Holds(nn.Linear(1, 1), nn.Linear(1, 1)), [PAIR])
     texts = [str(warning.message) for warning in recwarn]
     assert sum("Holds.hparams['extra'] is a module that Holds holds only as a hyperparameter" in t for t in texts) == 1

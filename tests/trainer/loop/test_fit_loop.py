@@ -11,9 +11,8 @@ from support.fit_runs import Line, Recorder, Staged, Watched, fit, numbers, ones
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
-from treadle.callbacks import ModelCheckpoint
 from treadle.loggers import CSVLogger
 
 import treadle
@@ -44,12 +43,11 @@ def test_limits_of_epochs_and_steps():
 
 
 class StopAt(treadle.Callback):
-    def __init__(self, step, rank=0):
+    def __init__(self, step):
         self.step = step
-        self.rank = rank
 
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
-        if trainer.global_step == self.step and trainer.global_rank == self.rank:
+        if trainer.global_step == self.step:
             trainer.should_stop = True
 
 
@@ -163,7 +161,7 @@ def test_weights_come_in_every_micro_batch_or_in_none():
 
 
 class Regression(treadle.TaskModule):
-    def __init__(self, schedule=None, dtype=None):
+    def __init__(self, schedule=None):
         super().__init__()
         torch.manual_seed(3)
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -234,30 +232,6 @@ def test_clipping_once_per_step():
             assert torch.allclose(weights(task), by_hand(k, clip, dtype=torch.float64), atol=1e-12), (algorithm, k)
 
 
-def test_own_clipping_and_own_scheduler_step():
-    calls = []
-
-    class Own(Regression):
-        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-            calls.append((gradient_clip_val, gradient_clip_algorithm))
-            self.clip_gradients(optimizer, 0.5, "norm")
-
-        def lr_scheduler_step(self, scheduler, metric):
-            calls.append(("scheduler", metric))
-            scheduler.step()
-            scheduler.step()
-
-    task = Own(lambda o: (StepLR(o, 2, gamma=0.1), {"interval": "step", "frequency": 3}))
-    fit(task, DataLoader(regression(), 4), precision="64-true")
-    assert calls.count((None, None)) == 6  # as they were passed to the Trainer
-    assert calls.count(("scheduler", None)) == 2
-    assert task.rates == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.01, 0.001])
-    plain = Own()
-    fit(plain, DataLoader(regression(), 4), max_epochs=2, precision="64-true")
-    wanted = by_hand(1, lambda p: nn.utils.clip_grad_norm_(p, 0.5), dtype=torch.float64)
-    assert torch.allclose(weights(plain), wanted, atol=1e-12)
-
-
 def test_learning_rates():
     def rates(schedule, **flags):
         task = Regression(schedule)
@@ -274,43 +248,6 @@ def test_learning_rates():
     assert rates(halves({})) == pytest.approx([half[n // 6] for n in range(1, 19)])
     assert rates(halves({"frequency": 2})) == pytest.approx([half[n // 12] for n in range(1, 19)])
     assert rates(halves({"interval": "step"}), accumulate_grad_batches=4) == pytest.approx(half[1:7])
-
-
-def test_learning_rate_of_a_plateau():
-    class Task(Regression):
-        def __init__(self, interval):
-            # Better is worse here: the loss falls, so nearly every question lowers the rate.
-            super().__init__(
-                lambda o: (
-                    ReduceLROnPlateau(o, mode="max", patience=0, factor=0.9),
-                    {"monitor": "val" if interval == "epoch" else "loss", "interval": interval},
-                )
-            )
-            self.seen = []
-
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            self.log("loss", loss)
-            return loss
-
-        def on_step_end(self):
-            super().on_step_end()
-            self.seen.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
-
-    for interval in ("epoch", "step"):
-        task = Task(interval)
-        fit(task, DataLoader(regression(), 4), DataLoader(regression(), 8), max_epochs=3)
-        reference = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-        judge = ReduceLROnPlateau(reference, mode="max", patience=0, factor=0.9)
-        wanted = []
-        for number, values in enumerate(task.seen, start=1):
-            if interval == "step":
-                judge.step(values["loss"])
-            elif number % 6 == 0:
-                judge.step(values["val"])
-            wanted.append(reference.param_groups[0]["lr"])
-        assert task.rates == pytest.approx(wanted)
-        assert len(set(wanted)) > 2
 
 
 # -- precision --------------------------------------------------------------------------------------------------------
@@ -443,27 +380,14 @@ def test_sanity_check_finds_the_error_before_training():
     assert task.batches == []
 
 
-def test_several_validation_loaders():
+def test_predictions_of_several_loaders():
     class Task(Line):
-        def validation_step(self, batch, batch_idx, dataloader_idx=0):
-            self.log("val", batch[0].mean())
-            self.log("last", float(dataloader_idx), add_dataloader_idx=False) if dataloader_idx else None
-
-        test_step = validation_step
-
         def predict_step(self, batch, batch_idx, dataloader_idx=0):
             return dataloader_idx, batch[0].flatten().tolist()
 
-    two = [numbers(1, 2, 6, batch_size=2), numbers(5)]
-    own = fit(Task(), ones(2), two)
-    values = {name: float(value) for name, value in own.callback_metrics.items()}
-    assert values == {"val/dataloader_idx_0": 3.0, "val/dataloader_idx_1": 5.0, "last": 1.0}
-    found = own.validate(Task(), two, verbose=False)
-    assert found == [{"val/dataloader_idx_0": 3.0, "last": 1.0}, {"val/dataloader_idx_1": 5.0, "last": 1.0}]
-    assert own.test(Task(), {"a": two[0], "b": two[1]}, verbose=False) == found
-    assert own.test(Task(), two[:1], verbose=False) == [{"val": 3.0}]
+    own, two = make_trainer(), [numbers(1, 2, 6, batch_size=2), numbers(5)]
     assert own.predict(Task(), two) == [[(0, [1.0, 2.0]), (0, [6.0])], [(1, [5.0])]]
-    assert own.predict(Task(), two[1]) == [(1 - 1, [5.0])]
+    assert own.predict(Task(), two[1]) == [(0, [5.0])]
     assert own.predict(Task(), two[1], return_predictions=False) is None
 
 
@@ -595,9 +519,8 @@ class Numbers(Dataset):
 
 
 class Everything(treadle.DataModule):
-    def __init__(self, scale=1.0):
+    def __init__(self):
         super().__init__()
-        self.save_hyperparameters()
         self.told = []
 
     def prepare_data(self):
@@ -625,12 +548,6 @@ class Everything(treadle.DataModule):
     def on_before_batch_transfer(self, batch, dataloader_idx):
         return batch + 10
 
-    def state_dict(self):
-        return {"told": len(self.told)}
-
-    def load_state_dict(self, state_dict):
-        self.told.append(f"restored {state_dict['told']}")
-
 
 class UsesEverything(Line):
     def loss(self, batch):
@@ -651,14 +568,13 @@ class UsesEverything(Line):
         return batch * 2
 
 
-def test_a_data_module_in_full(tmp_path):
-    data, task = Everything(2.0), UsesEverything()
+def test_a_data_module_in_full():
+    data, task = Everything(), UsesEverything()
     own = fit(task, data, num_sanity_val_steps=0)
     # The data module's hook and the task's hook are both heard.
     assert task.gradients == [22.0, 24.0, 26.0]
     assert float(own.callback_metrics["seen"]) == 23.0
     assert data.told == ["prepare_data", "setup fit", "teardown fit"]
-    own.save_checkpoint(tmp_path / "ckpt")
     data.told.clear()
     assert own.test(task, datamodule=data, verbose=False) == [
         {"seen/dataloader_idx_0": 30.0},
@@ -668,10 +584,6 @@ def test_a_data_module_in_full(tmp_path):
     assert own.predict(task, datamodule=data) == [[34.0, 36.0], [38.0]]
     stages = ("test", "validate", "predict")
     assert data.told == [word for s in stages for word in ("prepare_data", f"setup {s}", f"teardown {s}")]
-    again = Everything()
-    make_trainer(max_epochs=2).fit(UsesEverything(), datamodule=again, ckpt_path=tmp_path / "ckpt")
-    assert again.told == ["prepare_data", "setup fit", "restored 3", "teardown fit"]
-    assert again.hparams == {"scale": 1.0}
 
 
 def test_transfer_hooks():
@@ -841,35 +753,12 @@ def test_a_strict_logger_ends_training(tmp_path, method):
         assert "the finalize method of a logger raised OSError: disk full" in " ".join(caught.value.__notes__)
 
 
-def test_best_checkpoint_is_taken_and_named(tmp_path, caplog):
-    class Task(Line):
-        def validation_step(self, batch, batch_idx):
-            self.log("val", -self.w.sum())
-
-        def test_step(self, batch, batch_idx):
-            self.log("test", self.w.sum())
-
-    task = Task()
-    own = make_trainer(max_epochs=3, callbacks=ModelCheckpoint(tmp_path, monitor="val"), enable_checkpointing=True)
-    own.fit(task, ones(2), ones(1))
-    assert own.test(task, ones(1), verbose=False) == [{"test": -6.0}]
-    assert own.test(dataloaders=ones(1), verbose=False) == [{"test": -2.0}]
-    assert task.w.item() == -2.0
-
-
 # -- two processes ----------------------------------------------------------------------------------------------------
-
-
-def shuffled_weights(rank_stops):
-    task = Line()
-    own = make_trainer(max_epochs=3, callbacks=StopAt(4, rank_stops))
-    own.fit(task, ones(20))
-    return own.global_step, task.w.item()
 
 
 def on_two_processes():
     """Everything that two processes are needed for, in the same two."""
-    found = {"stops": [shuffled_weights(rank) for rank in (0, 1)]}
+    found = {}
     clocks = Slow() if treadle.Accelerator(cpu=True).process_index else Line()
     own = make_trainer(max_epochs=-1, max_time={"milliseconds": 300})
     own.fit(clocks, ones(8))
@@ -894,8 +783,6 @@ def two():
 
 def test_two_processes_stop_at_the_same_step():
     first, second = two()
-    # One sees it is time after step 4 and says so in the backward of the next.
-    assert first["stops"] == second["stops"] == [(5, -5.0), (5, -5.0)]
     assert first["clock"] == second["clock"]
     assert first["clock"] >= 3
 

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from support.models import SGDTask, loader
+from support.models import Line, loader
 from support.trainers import make_trainer
 from torch import nn
 from treadle.callbacks import LambdaCallback
@@ -12,14 +12,10 @@ from treadle.callbacks import LambdaCallback
 import treadle
 
 
-class Task(SGDTask):
+class Task(Line):
     def __init__(self):
         super().__init__()
-        self.net = nn.Linear(2, 1)
         self.calls = []
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).mean()
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         return self.net(batch[0]).mean()
@@ -229,16 +225,8 @@ OF_TRANSFER = {"on_before_batch_transfer": 2, "transfer_batch_to_device": 3, "on
 def test_star_arguments_get_the_arguments_that_lightning_passes(loaders):
     # Lightning 2.6 passes the index of the dataloader only with several; the counts were measured with it.
     class Plain(Task):
-        def training_step(self, batch, batch_idx):
-            return self.net(batch[0]).mean()
-
-        def validation_step(self, batch, batch_idx, dataloader_idx=0):
-            return self.net(batch[0]).mean()
-
         def predict_step(self, batch, batch_idx, dataloader_idx=0):
             return self(batch)
-
-        test_step = validation_step
 
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)

@@ -6,36 +6,18 @@ import time
 
 import pytest
 import torch
+from support.failing_runs import OtherWeights
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
 from treadle.callbacks import EMAWeightAveraging, ModelCheckpoint
 from treadle.engine import Preempted
 
 import treadle
 
 STEPS, VALIDATED = 3, 400  # of an epoch, and in each validation
-
-
-class Count(nn.Module):
-    """A metric object, as torchmetrics' are."""
-
-    def __init__(self):
-        super().__init__()
-        self._defaults = {"total": torch.zeros(())}
-        self.total = torch.zeros(())
-
-    def update(self, value):
-        self.total += value.detach().mean()
-
-    def compute(self):
-        return self.total
-
-    def reset(self):
-        self.total = torch.zeros(())
-
-    forward = update
 
 
 class Task(treadle.TaskModule):
@@ -89,11 +71,7 @@ class SendsOnce(treadle.Callback):
         if here and self.number is not None:
             os.kill(os.getpid(), self.number)
 
-    def on_test_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
-        self.on_validation_batch_start(trainer, pl_module, batch, batch_idx)
-
-    def on_predict_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
-        self.on_validation_batch_start(trainer, pl_module, batch, batch_idx)
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
 
 def loaders(world):
@@ -210,38 +188,10 @@ def test_a_sanity_check_ends_and_saves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("callback", [lambda: EMAWeightAveraging(decay=0.9)])
-def test_averaged_weights_are_taken_out_before_the_run_is_saved(callback, tmp_path):
-    whole = fit(tmp_path / "whole", callbacks=[callback()])
-    first = fit(tmp_path / "a", signal.SIGTERM, callbacks=[callback()])
-    assert len(first["seen"]) == 5
-    check(first, fit(tmp_path / "a", callbacks=[callback()]), whole, 143)
-
-
-class Swaps(treadle.Callback):
-    """Validates with other weights, and does not say how to undo that."""
-
-    def on_validation_start(self, trainer, pl_module):
-        self.before = [p.detach().clone() for p in pl_module.parameters()]
-        for parameter in pl_module.parameters():
-            parameter.data.mul_(0.5)
-
-    def on_validation_end(self, trainer, pl_module):
-        for parameter, before in zip(pl_module.parameters(), self.before, strict=True):
-            parameter.data.copy_(before)
-
-
-def test_a_validation_with_weights_of_its_own_is_completed_first(tmp_path):
-    whole = fit(tmp_path / "whole", callbacks=[Swaps()])
-    first = fit(tmp_path / "a", signal.SIGTERM, callbacks=[Swaps()])
-    assert len(first["seen"]) == VALIDATED // 2
-    check(first, fit(tmp_path / "a", callbacks=[Swaps()]), whole, 143)
-
-
 class Counting(Task):
     def __init__(self):
         super().__init__()
-        self.count = Count()
+        self.count = SumMetric()
 
     def validation_step(self, batch, batch_idx):
         super().validation_step(batch, batch_idx)
@@ -252,7 +202,17 @@ class Counting(Task):
         self.count.reset()
 
 
-def test_metric_objects_count_no_batch_twice(tmp_path):
-    whole = fit(tmp_path / "whole", task=Counting())
-    first = fit(tmp_path / "a", signal.SIGTERM, task=Counting())
-    check(first, fit(tmp_path / "a", task=Counting()), whole, 143)
+@pytest.mark.parametrize(
+    ("task", "callback", "seen"),
+    [
+        (Task, lambda: EMAWeightAveraging(decay=0.9), 5),  # whose averages are taken out before the run is saved
+        (Task, OtherWeights, VALIDATED // 2),  # which nobody else can take out, so the validation is completed first
+        (Counting, treadle.Callback, 5),  # no batch is counted twice
+    ],
+    ids=["averages", "other weights", "metric object"],
+)
+def test_what_a_validation_holds_is_right_after_it_was_left(tmp_path, task, callback, seen):
+    whole = fit(tmp_path / "whole", task=task(), callbacks=[callback()])
+    first = fit(tmp_path / "a", signal.SIGTERM, task=task(), callbacks=[callback()])
+    assert len(first["seen"]) == seen
+    check(first, fit(tmp_path / "a", task=task(), callbacks=[callback()]), whole, 143)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
@@ -47,9 +48,9 @@ VALUES = [9, 1, 2, 1, 3, 0, 4, 5]  # of the validations after steps 2, 4, ...
 
 
 def fit(task, *callbacks, ckpt_path=None, **flags):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    flags = {"max_epochs": 4, "val_check_interval": 2, "enable_checkpointing": bool(callbacks), **flags}
-    trainer = treadle.Trainer(accelerator="cpu", callbacks=list(callbacks), **quiet, **flags)
+    defaults = {"max_epochs": 4, "val_check_interval": 2, "num_sanity_val_steps": 0}
+    saves = {"callbacks": list(callbacks), "enable_checkpointing": bool(callbacks)}
+    trainer = make_trainer(**{**defaults, **saves, **flags})
     data = TensorDataset(torch.ones(4 * trainer.world_size, 1))
     trainer.fit(task, DataLoader(data, 1), DataLoader(data, 4), ckpt_path=ckpt_path)
     return task

@@ -4,8 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from support.models import SaveAt, SGDTask
+from support.models import SaveIn, SGDTask
 from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
@@ -25,14 +26,9 @@ def loader(batch_size=BATCH):
 
 
 def trained(task, *callbacks, train=None, val=None, ckpt_path=None, **flags):
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    defaults = {
-        "max_epochs": 2,
-        "accelerator": "cpu",
-        "precision": "64-true",
-        "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
-    }
-    trainer = treadle.Trainer(**{**defaults, **quiet, **flags}, callbacks=list(callbacks))
+    saves = any(isinstance(c, ModelCheckpoint) for c in callbacks)
+    defaults = {"max_epochs": 2, "precision": "64-true", "enable_checkpointing": saves}
+    trainer = make_trainer(**{**defaults, **flags}, callbacks=list(callbacks))
     trainer.fit(task, loader() if train is None else train, val, ckpt_path=ckpt_path)
     return trainer
 
@@ -148,7 +144,7 @@ def resumed_on_two(folder, make):
     average = EMAWeightAveraging(decay=0.5)
     before = treadle.Trainer(accelerator="cpu", precision="64-true", strategy=make(), logger=False)
     scores = [before.validate(task, loader(BATCH // 2), verbose=False)[0]["score"]]
-    trainer = trained(task, SaveAt(6, folder / "c"), average, val=loader(BATCH // 2), **flags)
+    trainer = trained(task, SaveIn("on_step_end", 6, folder / "c"), average, val=loader(BATCH // 2), **flags)
     scores.append(trainer.callback_metrics["score"].item())
     again = Validated()
     resumed = EMAWeightAveraging(decay=0.5)
@@ -210,7 +206,7 @@ def test_evaluated_averaged_and_resumed_on_two_processes(two_ranks):
 @pytest.mark.parametrize("step", [2, 6, 8])  # odd ones leave a generator's gradient half added up
 def test_a_resumed_run_is_the_whole_one(tmp_path, step):
     whole = Gan()
-    trained(whole, SaveAt(step, tmp_path / "c"))
+    trained(whole, SaveIn("on_step_end", step, tmp_path / "c"))
     again = Gan()
     assert trained(again, ckpt_path=tmp_path / "c").global_step == 12
     assert [p.tolist() for p in again.parameters()] == [p.tolist() for p in whole.parameters()]

@@ -610,36 +610,34 @@ def skip_by_hand(kind):
 GUARDED = [Form, Attribute, Unwrapped, NotReturned, Closure, OwnClosure]
 
 
-def fit_spoilt(policy, processes, **flags):
+def fit_spoilt(processes, **flags):
+    """By kind: what is left of a run that skips the step, whose weights stay finite where it raises instead."""
     found = []
+    flags = {"max_epochs": EPOCHS, "precision": "64-true", "devices": processes, **flags}
+    loader = DataLoader(TensorDataset(*data()), BATCH // processes)
     for kind in GUARDED:
-        done = make_trainer(max_epochs=EPOCHS, precision="64-true", on_nonfinite=policy, devices=processes, **flags)
-        task = spoil(kind, 2)
-        loader = DataLoader(TensorDataset(*data()), BATCH // processes)
-        if policy == "skip":
+        task, done = spoil(kind, 2), make_trainer(on_nonfinite="raise", **flags)
+        with pytest.raises(ValueError, match=r"not finite on rank 0 in optimizer step 3"):
             done.fit(task, loader)
-            found.append((weights_of(task), done.global_step, done.progress.skipped))
-        else:
-            with pytest.raises(ValueError, match=r"not finite on rank 0 in optimizer step 3"):
-                done.fit(task, loader)
-            found.append((weights_of(task), done.global_step, 0))
+        assert done.global_step == 2
+        assert all(weight.isfinite().all() for weight in weights_of(task))
+        task, done = spoil(kind, 2), make_trainer(on_nonfinite="skip", **flags)
+        done.fit(task, loader)
+        found.append((weights_of(task), done.global_step, done.progress.skipped))
     return found
 
 
 def fit_spoilt_on_two():
     """Rank one's last layer has no element of the bias, and its loss is finite, unlike rank zero's."""
-    for weights, steps, _ in fit_spoilt("raise", 2, strategy=FSDP()):
-        assert steps == 2
-        assert all(weight.isfinite().all() for weight in weights)
     float16 = [fit_float16(Float16, devices=2, strategy=make()) for make in (DDP, FSDP)]
-    return fit_spoilt("skip", 2), fit_spoilt("skip", 2, strategy=FSDP()), float16
+    return fit_spoilt(2), fit_spoilt(2, strategy=FSDP()), float16
 
 
 @pytest.mark.filterwarnings("ignore:.*returned no optimizer")
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_step_of_a_loss_that_is_not_finite_is_skipped(processes):
+def test_the_step_of_a_loss_that_is_not_finite_is_an_error_or_skipped(processes):
     if processes == 1:
-        runs = [fit_spoilt("skip", 1), fit_spoilt("skip", 1, strategy=FSDP())]
+        runs = [fit_spoilt(1), fit_spoilt(1, strategy=FSDP())]
     else:
         *runs, float16 = run(fit_spoilt_on_two, 2)[1]
         for weights in float16:
@@ -651,11 +649,23 @@ def test_the_step_of_a_loss_that_is_not_finite_is_skipped(processes):
                 torch.testing.assert_close(weight, expected, rtol=1e-9, atol=1e-12)
 
 
+class OwnSamWithClosure(SamWithClosure):
+    choose = Attribute.choose
+
+
 @pytest.mark.filterwarnings("ignore:.*returned no optimizer")
-def test_the_step_of_a_loss_that_is_not_finite_is_an_error():
-    for weights, steps, _ in fit_spoilt("raise", 1):
-        assert steps == 2
-        assert all(weight.isfinite().all() for weight in weights)
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (OwnLbfgs, r"LBFGS steps with a closure and cannot run with on_nonfinite='skip'"),
+        (ByHand, r"updated parameters without an optimizer in step 2.* not finite any more"),
+        (OwnSamWithClosure, r"gradients of Sam are not finite.* Step that optimizer"),  # through the wrapper
+    ],
+)
+def test_a_step_that_cannot_be_skipped_is_an_error(kind, words):
+    loader = DataLoader(TensorDataset(*data()), BATCH)
+    with pytest.raises(ValueError, match=words):
+        make_trainer(precision="64-true", on_nonfinite="skip").fit(spoil(kind, 1), loader)
 
 
 class Float16(Form):
@@ -687,18 +697,18 @@ class ClippedFloat16(Float16):
         self.zero_grad()
         self.compute(batch)
         self.clip_gradients(self.optimizers(), 0.1)
-        self.own.base.step()
+        self.find_inner().step()
+
+    def find_inner(self):
+        return self.own.base
 
 
 class BothClippedFloat16(ClippedFloat16):
     def build(self):
         return torch.optim.SGD(self.net.parameters(), 0.1, momentum=0.9)
 
-    def training_step(self, batch, batch_idx):
-        self.zero_grad()
-        self.compute(batch)
-        self.clip_gradients(self.optimizers(), 0.1)
-        self.optimizers().step()
+    def find_inner(self):
+        return self.optimizers()
 
 
 def fit_float16(kind, devices=1, **flags):
@@ -765,42 +775,6 @@ def test_weights_that_autocast_has_cast_are_not_used_after_an_update():
     task, loader = SamInBfloat16(), DataLoader(TensorDataset(*data()), BATCH)
     make_trainer(max_epochs=1, precision="bf16-mixed").fit(task, loader)
     assert len(task.norms) == 2 * len(loader)  # of two passes in each step, which `note_norm` compares
-
-
-class LbfgsSpoilt(OwnLbfgs):
-    def loss(self, batch):
-        return super().loss(batch) * (float("nan") if self.trainer.fit_loop.batch_idx == 1 else 1.0)
-
-
-def test_a_closure_within_a_step_can_not_be_skipped():
-    loader = DataLoader(TensorDataset(*data()), BATCH)
-    with pytest.raises(ValueError, match=r"LBFGS steps with a closure and cannot run with on_nonfinite='skip'"):
-        make_trainer(precision="64-true", on_nonfinite="skip").fit(LbfgsSpoilt(), loader)
-
-
-class ByHandSpoilt(ByHand):
-    def loss(self, batch):
-        return super().loss(batch) * (float("nan") if self.trainer.fit_loop.batch_idx == 1 else 1.0)
-
-
-@pytest.mark.filterwarnings("ignore:.*returned no optimizer")
-def test_an_update_by_hand_can_not_be_skipped():
-    loader = DataLoader(TensorDataset(*data()), BATCH)
-    with pytest.raises(ValueError, match=r"updated parameters without an optimizer in step 2.* not finite any more"):
-        make_trainer(precision="64-true", on_nonfinite="skip").fit(ByHandSpoilt(), loader)
-
-
-class SamWithClosureSpoilt(SamWithClosure):
-    choose = Attribute.choose
-
-    def loss(self, batch):
-        return super().loss(batch) * (float("nan") if self.trainer.fit_loop.batch_idx == 1 else 1.0)
-
-
-def test_a_step_with_a_closure_is_skipped_through_the_wrapper_only():
-    loader = DataLoader(TensorDataset(*data()), BATCH)
-    with pytest.raises(ValueError, match=r"gradients of Sam are not finite.* Step that optimizer"):
-        make_trainer(precision="64-true", on_nonfinite="skip").fit(SamWithClosureSpoilt(), loader)
 
 
 class ReplacedInTrainer(Form):

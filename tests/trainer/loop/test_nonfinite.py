@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -103,16 +104,8 @@ def train(kind, value, rank, at, k, policy, strategy, precision, manual, ranks):
     """Return whether the run went as it must, in words: "" or what was wrong."""
     batch = k + (0 if at == "first" else k - 1)
     task = Poisoned(kind, value, rank, batch, k, manual)
-    trainer = treadle.Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        strategy=strategy,
-        precision=precision,
-        accumulate_grad_batches=1 if manual else k,
-        on_nonfinite=policy,
-        max_epochs=1,
-        **dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False),
-    )
+    flags = {"devices": ranks, "strategy": strategy, "precision": precision, "on_nonfinite": policy}
+    trainer = make_trainer(accumulate_grad_batches=1 if manual else k, **flags)
     # Rank r of two reads the r-th half of each global batch.
     samples = data()[:, :ranks].reshape(-1, 3)
     loader = DataLoader(TensorDataset(samples), SAMPLES)

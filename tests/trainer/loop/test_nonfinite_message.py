@@ -154,27 +154,27 @@ def test_clipping_hides_nothing(clip, manual):
     )
 
 
-def on_two_ranks(strategy, where, bad_input):
-    return fail(Net(where), Samples(bad_input), devices=2, strategy=strategy, batch_size=1)
+def on_two_ranks(strategy):
+    cases = [(where, bad_input) for where in ("loss", "backward") for bad_input in (True, False)]
+    flags = {"devices": 2, "strategy": strategy, "batch_size": 1}
+    return {(where, bad_input): fail(Net(where), Samples(bad_input), **flags) for where, bad_input in cases}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("where", ["loss", "backward"])
-def test_two_ranks(strategy, where):
+def test_two_ranks(strategy):
     # Of the third global batch rank 0 has sample 4, rank 1 sample 5.
-    bad_input, finite_input = (run(on_two_ranks, 2, strategy, where, bad) for bad in (True, False))
-    assert bad_input[0] == bad_input[1]
-    assert "On rank 1: sample 5 of the dataset; batch['x'] contains infinity in sample 5. Check" in bad_input[0]
-    assert "rank 0" not in bad_input[0]
-    if where == "loss":
-        assert "On rank 1: sample 5 of the dataset. Check" in finite_input[0]
-    else:
+    first, second = run(on_two_ranks, 2, strategy)
+    for where in ("loss", "backward"):
+        assert first[where, True] == second[where, True]
         assert (
-            "the gradient of middle.bias is not, the first of 4 such gradients in the order of the backward pass"
-            in finite_input[0]
+            "On rank 1: sample 5 of the dataset; batch['x'] contains infinity in sample 5. Check" in first[where, True]
         )
-        samples = "On rank 0: sample 4 of the dataset. On rank 1: sample 5 of the dataset."
-        assert f"{samples} The gradients are already reduced over ranks" in finite_input[0]
+        assert "rank 0" not in first[where, True]
+    assert "On rank 1: sample 5 of the dataset. Check" in first["loss", False]
+    origin = "the gradient of middle.bias is not, the first of 4 such gradients in the order of the backward pass"
+    assert origin in first["backward", False]
+    samples = "On rank 0: sample 4 of the dataset. On rank 1: sample 5 of the dataset."
+    assert f"{samples} The gradients are already reduced over ranks" in first["backward", False]
 
 
 def watched_on_two_ranks(strategy, manual):

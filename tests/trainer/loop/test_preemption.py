@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from support.fit_runs import Recorder
 from support.processes import in_own_process, run
 from support.trainers import make_trainer
 from torch import nn
@@ -57,33 +58,14 @@ class Signals(treadle.Callback):
     """Sends a signal to this process when a run first comes to a place, ``times`` times."""
 
     def __init__(self, number, step, place="on_train_batch_end", rank=0, times=1):
-        self.number, self.step, self.place, self.rank, self.times = number, step, place, rank, times
+        self.number, self.step, self.rank, self.times = number, step, rank, times
+        setattr(self, place, self._send)
 
-    def _send(self, trainer):
+    def _send(self, trainer, *_):
         if trainer.global_step == self.step and trainer.global_rank == self.rank and not trainer.sanity_checking:
             for _ in range(self.times):
                 self.step = -1
                 os.kill(os.getpid(), self.number)
-
-    def on_train_batch_start(self, trainer, *args):
-        if self.place == "on_train_batch_start":
-            self._send(trainer)
-
-    def on_train_batch_end(self, trainer, *args):
-        if self.place == "on_train_batch_end":
-            self._send(trainer)
-
-    def on_validation_batch_start(self, trainer, *args):
-        if self.place == "on_validation_batch_start":
-            self._send(trainer)
-
-    def on_save_checkpoint(self, trainer, *args):
-        if self.place == "on_save_checkpoint":
-            self._send(trainer)
-
-    def on_train_end(self, trainer, *args):
-        if self.place == "on_train_end":
-            self._send(trainer)
 
 
 def fit(folder, callbacks=(), manual=False, accumulate=1, strategy="auto", world=1, saving=None, loading=None, **flags):
@@ -180,20 +162,19 @@ def test_whatever_the_run_is_like(more, tmp_path):
     assert (tmp_path / "a" / ("last.ckpt" if "saving" in more else "preempted.ckpt")).exists()
 
 
-def on_two(folder, strategy, rank):
-    whole = fit(f"{folder}/whole", strategy=strategy, world=2)
-    step = 12 if rank else 4
-    first = fit(f"{folder}/a", [Signals(signal.SIGTERM, step, rank=rank)], strategy=strategy, world=2)
-    second = fit(f"{folder}/a", strategy=strategy, world=2)
+def on_two(folder, strategy, rank, number, status, saving=None):
+    more = {"strategy": strategy, "world": 2, "saving": saving}
+    whole = fit(f"{folder}/whole", **more)
+    first = fit(f"{folder}/a", [Signals(number, 12 if rank else 4, rank=rank)], **more)
     # The votes of the step were cast before it came; between two epochs there are others.
-    check(first, second, whole, 12 if rank else 5)
+    check(first, fit(f"{folder}/a", **more), whole, 12 if rank else 5, status)
     return first["flag"]
 
 
 @pytest.mark.guarantee
 @pytest.mark.parametrize(("strategy", "rank"), RANKS)
 def test_a_signal_to_one_rank_ends_all_after_the_same_step(strategy, rank, tmp_path):
-    assert run(on_two, 2, str(tmp_path), strategy, rank) == [rank == 0, rank == 1]
+    assert run(on_two, 2, str(tmp_path), strategy, rank, signal.SIGTERM, 143) == [rank == 0, rank == 1]
 
 
 @in_own_process
@@ -284,22 +265,6 @@ def test_the_scripts_own_handler_is_called_too_and_put_back(tmp_path):
 ASKED = {"save_on_exception": True, "filename": "{step}", "every_n_epochs": 1, "save_top_k": -1}
 
 
-class Pairs(treadle.Callback):
-    """Notes which of the hooks that belong together were called."""
-
-    def __init__(self):
-        self.called = []
-
-    def setup(self, trainer, pl_module, stage):
-        self.called.append("setup")
-
-    def teardown(self, trainer, pl_module, stage):
-        self.called.append("teardown")
-
-    def on_exception(self, trainer, pl_module, exception):
-        self.called.append(type(exception).__name__)
-
-
 @pytest.mark.guarantee
 @pytest.mark.parametrize(
     ("place", "step", "saved"),
@@ -307,11 +272,12 @@ class Pairs(treadle.Callback):
 )
 @in_own_process
 def test_ctrl_c_saves_at_the_next_step_boundary_if_asked_to(place, step, saved, tmp_path):
-    before, pairs = signal.getsignal(signal.SIGINT), Pairs()
+    before, called = signal.getsignal(signal.SIGINT), []
     whole = fit(tmp_path / "whole", saving=ASKED)
-    first = fit(tmp_path / "a", [Signals(signal.SIGINT, step, place), pairs], saving=ASKED)
+    first = fit(tmp_path / "a", [Signals(signal.SIGINT, step, place), Recorder(None, called)], saving=ASKED)
     assert signal.getsignal(signal.SIGINT) is before
-    assert pairs.called == ["setup", "KeyboardInterrupt", "teardown"]
+    paired = ("setup", "on_exception", "teardown")
+    assert [name for name in called if name in paired] == [*paired]
     check(first, fit(tmp_path / "a", saving=ASKED), whole, saved, status=130)
     assert (tmp_path / "a" / f"step={saved}.ckpt").exists()
 
@@ -395,18 +361,10 @@ def test_data_workers_stay_until_the_step_is_complete(method, tmp_path):
     assert multiprocessing.active_children() == []
 
 
-def interrupt_two(folder, strategy, rank):
-    whole = fit(f"{folder}/whole", strategy=strategy, world=2, saving=ASKED)
-    step = 12 if rank else 4
-    first = fit(f"{folder}/a", [Signals(signal.SIGINT, step, rank=rank)], strategy=strategy, world=2, saving=ASKED)
-    second = fit(f"{folder}/a", strategy=strategy, world=2, saving=ASKED)
-    check(first, second, whole, 12 if rank else 5, status=130)
-
-
 @pytest.mark.guarantee
 @pytest.mark.parametrize(("strategy", "rank"), RANKS)
 def test_ctrl_c_on_one_rank_saves_on_all_after_the_same_step(strategy, rank, tmp_path):
-    run(interrupt_two, 2, str(tmp_path), strategy, rank)
+    run(on_two, 2, str(tmp_path), strategy, rank, signal.SIGINT, 130, ASKED)
 
 
 def fit_after_a_failure(folder):

@@ -8,7 +8,9 @@ import types
 
 import pytest
 import torch
+from support.models import Scored
 from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -20,24 +22,11 @@ import treadle
 QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
 
 
-class Task(treadle.TaskModule):
+class Task(Scored):
     def __init__(self, schedule=None):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
         self.schedule = schedule
-
-    def loss(self, batch):
-        return self.net(batch[0]).square().mean()
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.loss(batch))
-
-    test_step = validation_step
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
@@ -79,23 +68,21 @@ def stream():
 
 
 def test_manual_optimization_announces_what_is_known(tmp_path):
-    trainer = treadle.Trainer(**QUIET, logger=False, enable_checkpointing=False, max_epochs=2)
+    trainer = make_trainer(max_epochs=2)
     trainer.fit(ByHand(), loader())
     assert trainer.global_step == 4
     words = "manual optimization: training_step steps the optimizers; 8 batches per epoch, until 2 epochs"
     assert trainer.decided.splitlines()[1:3] == ["batch 2 = 2 per process x 1 process", words]
-    trainer = treadle.Trainer(**QUIET, logger=False, enable_checkpointing=False, max_steps=1)
+    trainer = make_trainer(max_epochs=None, max_steps=1)
     trainer.fit(ByHand(), stream())
     assert "the dataloader has no length, until 1 optimizer step" in trainer.decided
 
 
 def test_compile_says_what_it_compiles():
-    trainer = treadle.Trainer(
-        **QUIET, logger=False, enable_checkpointing=False, max_steps=1, compile={"backend": "eager"}
-    )
+    trainer = make_trainer(max_steps=1, compile={"backend": "eager"})
     trainer.fit(Task(), loader())
     assert "torch.compile: net, each compiled by its first calls, which take longer" in trainer.decided
-    trainer = treadle.Trainer(**QUIET, logger=False, enable_checkpointing=False, max_steps=1)
+    trainer = make_trainer(max_steps=1)
     trainer.fit(Task(), loader())
     assert "compile" not in trainer.decided
 
@@ -115,16 +102,15 @@ ENDLESS = {
 
 @pytest.mark.parametrize("schedule", ENDLESS.values(), ids=ENDLESS)
 def test_a_schedule_over_a_loader_without_length(schedule):
-    flags = {**QUIET, "logger": False, "enable_checkpointing": False}
     with pytest.raises((ValueError, OverflowError)) as caught:
-        treadle.Trainer(**flags, max_epochs=2).fit(Task(schedule), stream())
+        make_trainer(max_epochs=2).fit(Task(schedule), stream())
     words = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert "the training dataloader has no length and max_steps=-1. Set max_steps" in words
     with pytest.raises((ValueError, OverflowError)) as caught:
-        treadle.Trainer(**flags, max_epochs=-1, max_time="00:00:01:00").fit(Task(schedule), loader())
+        make_trainer(max_epochs=-1, max_time="00:00:01:00").fit(Task(schedule), loader())
     words = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert "because max_epochs=-1 and max_steps=-1. Set max_steps" in words
-    treadle.Trainer(**flags, max_steps=4).fit(Task(schedule), stream())
+    make_trainer(max_epochs=None, max_steps=4).fit(Task(schedule), stream())
 
 
 def test_a_plateau_scheduler_has_no_length():
@@ -134,7 +120,7 @@ def test_a_plateau_scheduler_has_no_length():
         "optimizer": (optimizer := torch.optim.SGD(task.parameters(), lr=0.01)),
         "lr_scheduler": {"scheduler": lr_scheduler.ReduceLROnPlateau(optimizer), "monitor": "loss"},
     }
-    trainer = treadle.Trainer(**QUIET, logger=False, enable_checkpointing=False, max_epochs=1)
+    trainer = make_trainer(max_epochs=1)
     trainer.fit(task, stream())
     assert trainer.lr_scheduler_configs[0].scheduler.best < float("inf")
 
@@ -186,7 +172,7 @@ def test_one_figure_in_a_notebook(monkeypatch):
     inline = types.ModuleType("inline_backend")
     vars(inline).update({name: value for name, value in vars(backend_agg).items() if not name.startswith("__")})
     monkeypatch.setitem(sys.modules, "inline_backend", inline)
-    trainer = treadle.Trainer(**QUIET, logger=False, enable_checkpointing=False, max_epochs=1, log_every_n_steps=2)
+    trainer = make_trainer(max_epochs=1, log_every_n_steps=2)
     trainer.fit(Task(), loader())
     for backend, kept in (("agg", 1), ("module://inline_backend", 0)):
         pyplot.close("all")
@@ -228,7 +214,7 @@ def test_an_interrupt_says_how_to_resume(tmp_path, capsys):
         f"latest checkpoint: {path} (optimizer step 4)",
         f"to resume: trainer.fit(..., ckpt_path={str(path)!r})",
     ]
-    again = treadle.Trainer(**QUIET, logger=False, max_epochs=2, enable_checkpointing=False)
+    again = make_trainer(max_epochs=2)
     again.fit(Task(), loader(), ckpt_path=path)
     assert again.global_step == 16
 
@@ -294,6 +280,11 @@ class WithoutStage(Task):
         pass
 
 
+class WithoutBatch(Task):
+    def training_step(self):
+        return 1
+
+
 class Calls(Task):
     """Its own code makes the mistake, and no hook."""
 
@@ -305,6 +296,7 @@ class Calls(Task):
     ("task", "options", "notes"),
     [
         (WithoutStage, {}, ["the signature of this hook is TaskModule.setup(self, stage)"]),
+        (WithoutBatch, {}, ["the signature of this hook is TaskModule.training_step(self, batch, batch_idx)"]),
         (Task, {"datamodule": Unprepared}, ["the signature of this hook is DataModule.setup(self, stage)"]),
         (
             Task,
@@ -313,7 +305,7 @@ class Calls(Task):
         ),
         (Calls, {}, []),
     ],
-    ids=["task", "datamodule", "callback", "the user's own call"],
+    ids=["task", "step", "datamodule", "callback", "the user's own call"],
 )
 def test_a_hook_of_another_signature(task, options, notes, tmp_path):
     callbacks = [options["callback"]()] if "callback" in options else []

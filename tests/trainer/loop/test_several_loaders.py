@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 import torch
-from support.models import SGDTask
-from support.processes import run
+from support.models import SaveEach, SGDTask
 from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -53,14 +52,6 @@ class Task(SGDTask):
     def on_before_batch_transfer(self, batch, dataloader_idx):
         self.moved.append((type(batch), dataloader_idx))
         return batch
-
-
-class SaveEach(treadle.Callback):
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_step_end(self, trainer, task):
-        trainer.save_checkpoint(self.folder / str(trainer.global_step))
 
 
 def weights(task):
@@ -130,40 +121,6 @@ def test_going_on_from_any_step(mode, tmp_path):
         task = fit(tmp_path / str(step))
         assert task.seen == whole.seen[len(whole.seen) - len(task.seen) :]
         assert weights(task) == weights(whole)
-
-
-def every_mode(folder, path=None):
-    """By mode what was seen, and the weights: of a run that saves each step, or of one that goes on from ``path``."""
-    found = {}
-    for mode in MODES:
-        torch.manual_seed(3)
-        task = Task()
-        own = make_trainer(max_epochs=2, callbacks=[] if path else [SaveEach(folder / mode)])
-        loaders = CombinedLoader([numbers(8), numbers(20)], mode)
-        own.fit(task, loaders, ckpt_path=folder / mode / path if path else None)
-        found[mode] = task.seen, weights(task)
-    return found
-
-
-@pytest.mark.exhaustive
-def test_two_processes_and_one_after_them(tmp_path):
-    whole = run(every_mode, 2, tmp_path)
-    again = run(every_mode, 2, tmp_path, "1")
-    alone = every_mode(tmp_path, "1")
-    for mode, steps in {"min_size": 2, "max_size_cycle": 8, "max_size": 8, "sequential": 12}.items():
-        for here, there in zip(again, whole, strict=True):
-            assert here[mode] == (there[mode][0][1:], there[mode][1])
-        assert whole[0][mode][1] == whole[1][mode][1]
-        # One process goes on with the same samples, each exactly once.
-        left = [row for each in whole for row in each[mode][0][1 : len(each[mode][0]) // 2]]
-        loader = -1 if mode == "max_size_cycle" else slice(None)
-        assert samples(alone[mode][0][:steps], loader) == samples(left, loader)
-        assert len(alone[mode][0]) > steps
-
-
-def samples(rows, loader):
-    chosen = [part for row in rows for part in (row[loader] if isinstance(loader, slice) else [row[loader]])]
-    return sorted(n for part in chosen for n in part)
 
 
 def test_limits_and_validation_within_the_epoch():

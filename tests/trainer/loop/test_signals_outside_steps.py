@@ -169,13 +169,11 @@ def test_after_the_last_step_all_ranks_leave_alike(tmp_path):
     assert run(signal_to_rank_one_in_teardown, 2, str(tmp_path), "teardown") == [(143, 4, False), (143, 4, True)]
 
 
-AT_EXIT = """
-import atexit, os, signal, torch, treadle
+TASK = """
+import atexit, os, signal, sys, time, torch, treadle
 from torch.utils.data import DataLoader
 
-atexit.register(print, "left by the interpreter")
-
-class Task(treadle.TaskModule):
+class Line(treadle.TaskModule):
     def __init__(self):
         super().__init__()
         self.net = torch.nn.Linear(1, 1)
@@ -183,6 +181,11 @@ class Task(treadle.TaskModule):
         return self.net(batch).sum()
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+"""
+AT_EXIT = """
+atexit.register(print, "left by the interpreter")
+
+class Task(Line):
     def teardown(self, stage):
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -192,16 +195,13 @@ print("went on")
 
 
 def test_after_the_last_step_the_interpreter_ends_by_itself():
-    done = script(AT_EXIT)
+    done = script(TASK + AT_EXIT)
     assert done.returncode == 143, done.stderr
     assert done.stdout.splitlines()[-1] == "left by the interpreter"
     assert "went on" not in done.stdout
 
 
 LONG_SETUP = """
-import os, signal, sys, time, torch, treadle
-from torch.utils.data import DataLoader
-
 place, striking, target, limit = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
 rank = int(os.environ.get("RANK", "-1"))
 
@@ -222,14 +222,7 @@ class Data(treadle.DataModule):
     def train_dataloader(self):
         return DataLoader(torch.ones(8, 1))
 
-class Task(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(1, 1)
-    def training_step(self, batch, batch_idx):
-        return self.net(batch).sum()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+class Task(Line):
     def teardown(self, stage):
         print(f"torn down {rank}", flush=True)
 
@@ -250,7 +243,7 @@ treadle.Trainer(devices=2, accelerator="cpu", max_steps=1, logger=False, **flags
     ],
 )
 def test_a_long_setup_of_two_ranks_ends_soon(place, striking, target, limit):
-    done = script(LONG_SETUP, place, str(striking), target, limit, timeout=90)  # the setup takes longer
+    done = script(TASK + LONG_SETUP, place, str(striking), target, limit, timeout=90)  # the setup takes longer
     assert done.returncode == 143, done.stderr
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("torn")) == [
         "torn down 0",

@@ -1,26 +1,11 @@
 """What training_step may return."""
 
-import re
-
 import pytest
 import torch
-from support.models import Line, loader
-from support.trainers import make_trainer
+from support.models import Line, loader, with_step
+from support.trainers import make_trainer, says
 
 NAN = float("nan")
-
-
-class Plain(Line):
-    pass
-
-
-def with_step(step):
-    return type("Odd", (Plain,), {"training_step": lambda self, batch, batch_idx: step(self)})()
-
-
-def says(error, *words):
-    """A check that `error` comes, with each of `words` in its text."""
-    return pytest.raises(error, match="".join(f"(?=.*{re.escape(word)})" for word in words).join(("(?s)", "")))
 
 
 def test_what_training_step_returns():
@@ -56,14 +41,14 @@ def test_what_training_step_returns():
 def test_a_mean_over_nothing_counts_nothing_with_weight_zero(form):
     """Such as the loss of a row of documents that have no token to predict; its gradient is finite."""
 
-    class Spotty(Plain):
+    class Spotty(Line):
         def training_step(self, batch, batch_idx):
             loss = torch.nn.functional.nll_loss(
                 self.net(batch), torch.full((len(batch),), 0 if batch_idx % 2 else -100), ignore_index=-100
             )
             return {"loss": loss, "weight": form(float(batch_idx % 2 * len(batch)))}
 
-    class Sparse(Plain):
+    class Sparse(Line):
         def training_step(self, batch, batch_idx):
             return torch.nn.functional.nll_loss(self.net(batch), torch.zeros(len(batch), dtype=torch.long))
 

@@ -3,7 +3,6 @@
 import logging
 import os
 
-import pytest
 import torch
 from support.models import SGDTask
 from support.processes import run
@@ -35,30 +34,35 @@ class Task(SGDTask):
         self.steps.append(self.trainer.global_step)
 
 
-def fit(strategy, lengths, accumulate, epochs=1):
+def fit(strategy, accumulate, epochs):
     words = []
     handler = logging.Handler()
     handler.emit = lambda record: words.append(record.getMessage())
     logging.getLogger("treadle").addHandler(handler)
-    loader = DataLoader(Numbers(lengths[int(os.environ["RANK"])]), 2)
+    loader = DataLoader(Numbers((7, 3)[int(os.environ["RANK"])]), 2)
     task = Task()
     own = make_trainer(devices=2, strategy=strategy, max_epochs=epochs, accumulate_grad_batches=accumulate)
     own.fit(task, loader)
     return task.steps, [text for text in words if "ran out of data" in text], own.progress.samples
 
 
-@pytest.mark.parametrize(
-    ("strategy", "accumulate", "epochs", "said"),
-    [
-        ("ddp", 1, 2, "rank 1 of 2 ran out of data after 3 batches"),
-        ("ddp", 2, 1, "rank 1 of 2 ran out of data after at most 4 batches"),
-        ("fsdp", 1, 1, "rank 1 of 2 ran out of data after 3 batches"),
-    ],
-)
-def test_all_ranks_train_until_the_last_has_read_its_stream(strategy, accumulate, epochs, said):
-    (first, told, samples), (second, _, _) = run(fit, 2, strategy, (7, 3), accumulate, epochs)
-    assert first == second
-    assert len(first) == 7 * epochs
-    assert samples == 2 * (7 + 3) * epochs
-    rest = "Ranks without data contribute with weight 0 until all ranks are done, so no sample is lost."
-    assert told == [f"{said}. {rest}"]
+CASES = {
+    ("ddp", 1, 2): "rank 1 of 2 ran out of data after 3 batches",
+    ("ddp", 2, 1): "rank 1 of 2 ran out of data after at most 4 batches",
+    ("fsdp", 1, 1): "rank 1 of 2 ran out of data after 3 batches",
+}
+
+
+def fit_all():
+    return {case: fit(*case) for case in CASES}
+
+
+def test_all_ranks_train_until_the_last_has_read_its_stream():
+    ranks = run(fit_all, 2)
+    for (strategy, accumulate, epochs), said in CASES.items():
+        (first, told, samples), (second, _, _) = (rank[strategy, accumulate, epochs] for rank in ranks)
+        assert first == second, strategy
+        assert len(first) == 7 * epochs
+        assert samples == 2 * (7 + 3) * epochs
+        rest = "Ranks without data contribute with weight 0 until all ranks are done, so no sample is lost."
+        assert told == [f"{said}. {rest}"]

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from support.models import loader
+from support.models import Scored, loader
 from support.processes import run
 from support.trainers import NO_OUTPUT
 from torch import nn
@@ -15,19 +15,7 @@ from treadle.trainer.preflight.fit_checks import _is_score
 import treadle
 
 
-class Task(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).mean()
-        self.log("train_loss", loss)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.net(batch[0]).mean())
-
+class Task(Scored):
     def configure_optimizers(self):
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
@@ -64,10 +52,6 @@ HIDDEN = (
     "modules or parameters in plain lists or dicts are not registered in Forgetful: "
     "blocks[0], blocks[1], scales[0] and 1 more."
 )
-
-
-def starting(text):
-    return [said for said in fit(Forgetful()) if said.startswith(text)]
 
 
 def test_what_is_not_trained_is_said_once():
@@ -145,7 +129,7 @@ class Late(Task):
 
 
 def test_a_run_that_works_is_not_refused():
-    for name in ("train_loss", "at_end", "val_loss"):
+    for name in ("loss", "at_end", "val_loss"):
         assert fit(Late(), callbacks=EarlyStopping(name)) == []
     for name in ("val_by_hand", "val_later"):
         (said,) = fit(Late(), callbacks=EarlyStopping(name))

@@ -154,7 +154,7 @@ OTHER = {
     "parameters": "optimizer 0, group 0, params: ['net.0.weight', 'net.0.bias', 'net.1.weight'",
     "rate": "optimizer 0, group 0, lr: 0.01 on rank 0, 0.02 on rank 1",
     "scheduler": "schedulers: [] on rank 0, [('StepLR', 'epoch', 1, None)] on rank 1",
-    "name": "rank 1 logged mine (mean)",
+    "name": "Of the names that differ, rank 1 logged mine (mean). Log the same names",
 }
 
 
@@ -218,16 +218,19 @@ class Once(Callback):
         return -1 if batch_idx == 5 else None
 
 
-def left(world_size, strategy="auto", late=False, **options):
-    """A run in which every rank leaves the first epoch at its fourth micro-batch, the others at the sixth."""
-    kind = {key: options.pop(key) for key in ("automatic", "closure") if key in options}
-    task = Task([(rank, 0, 3) for rank in range(2)], **kind)
-    trainer = treadle.Trainer(
-        **NO_OUTPUT, max_epochs=2, strategy=strategy, log_every_n_steps=1, callbacks=Once(), **options
-    )
-    assert trainer.world_size == world_size
-    if late:
+def leaving(ranks, late=False, automatic=True, closure=False, **options):
+    """A task that leaves the first epoch at its fourth micro-batch on some ranks, and its Trainer."""
+    task = Task([(rank, 0, 3) for rank in ranks], automatic, closure)
+    trainer = treadle.Trainer(**NO_OUTPUT, **options)
+    if late:  # votes are read one step late, as on accelerators
         task.on_train_start = lambda: setattr(trainer.accelerator.accumulation.agreement, "immediate", False)
+    return task, trainer
+
+
+def left(world_size, **options):
+    """A run in which every rank leaves the first epoch at its fourth micro-batch, the others at the sixth."""
+    task, trainer = leaving(range(2), max_epochs=2, log_every_n_steps=1, callbacks=Once(), **options)
+    assert trainer.world_size == world_size
     # A generator of its own: else one process draws the loader's numbers from those that the task draws from.
     trainer.fit(task, loader(24, 4 // world_size, torch.Generator()))
     buffers = [buffer.tolist() for buffer in task.buffers()]
@@ -239,7 +242,7 @@ def every_way(world_size):
         "plain": left(world_size),
         "late": left(world_size, late=True),
         "accumulated": left(world_size, accumulate_grad_batches=2),
-        "fsdp": left(world_size, "fsdp"),
+        "fsdp": left(world_size, strategy="fsdp"),
         "manual": left(world_size, automatic=False),
         "closure": left(world_size, closure=True),
     }
@@ -262,12 +265,8 @@ def test_every_rank_leaves_the_epoch_as_one_process_does():
         assert batches == [alone[name][3][2]] * 2
 
 
-def alone_in_leaving(rank, strategy="auto", late=False, **options):
-    kind = {key: options.pop(key) for key in ("automatic", "closure") if key in options}
-    task = Task([(rank, 0, 3)], **kind)
-    trainer = treadle.Trainer(**NO_OUTPUT, max_epochs=1, strategy=strategy, **options)
-    if late:
-        task.on_train_start = lambda: setattr(trainer.accelerator.accumulation.agreement, "immediate", False)
+def alone_in_leaving(rank, **options):
+    task, trainer = leaving([rank], max_epochs=1, **options)
     return refused(lambda: trainer.fit(task, loader()))
 
 
@@ -276,7 +275,7 @@ def every_way_alone():
         "plain": alone_in_leaving(1),
         "rank zero": alone_in_leaving(0),
         "accumulated": alone_in_leaving(1, accumulate_grad_batches=3),
-        "fsdp": alone_in_leaving(1, "fsdp"),
+        "fsdp": alone_in_leaving(1, strategy="fsdp"),
         "manual": alone_in_leaving(1, automatic=False),
         "closure": alone_in_leaving(1, closure=True),
     }
@@ -293,7 +292,7 @@ def test_one_rank_that_leaves_alone_is_an_error_on_all():
 
 
 def late_and_alone():
-    """Votes are read one step late, as on accelerators: rank zero is in its next step when rank one knows."""
+    """Rank zero is in its next step when rank one knows."""
     return alone_in_leaving(1, late=True)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.models import Line, loader
+from support.trainers import make_trainer
 from torch import nn
 from treadle.callbacks import Callback, ModelCheckpoint
 from treadle.engine.checkpoint.json_codec import encode
@@ -120,31 +121,13 @@ class Task(Line):
         self.save_hyperparameters()
 
 
-class Holds(Callback):
-    """A callback with a state."""
+class Stateful:
+    steps = 0
 
-    def __init__(self, state=None):
-        self.held = state
-        self.steps = 0
-
-    def on_train_batch_start(self, *_):
-        self.steps += 1
-
-    def state_dict(self):
-        return {"held": self.held}
-
-    def load_state_dict(self, state_dict):
-        self.held = state_dict["held"]
-
-
-class Data(treadle.DataModule):
     def __init__(self, state=None):
         super().__init__()
         self.held = state
 
-    def train_dataloader(self):
-        return loader()
-
     def state_dict(self):
         return {"held": self.held}
 
@@ -152,10 +135,18 @@ class Data(treadle.DataModule):
         self.held = state_dict["held"]
 
 
+class Holds(Stateful, Callback):
+    def on_train_batch_start(self, *_):
+        self.steps += 1
+
+
+class Data(Stateful, treadle.DataModule):
+    def train_dataloader(self):
+        return loader()
+
+
 def made(root, *callbacks, **flags):
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    defaults = {"max_epochs": 1, "accelerator": "cpu", "default_root_dir": root}
-    return treadle.Trainer(**{**defaults, **quiet, **flags}, callbacks=list(callbacks))
+    return make_trainer(**{"default_root_dir": root, "enable_checkpointing": None, **flags}, callbacks=list(callbacks))
 
 
 def refusal(work):

@@ -102,9 +102,3 @@ def test_values_that_are_not_finite_are_kept_as_words(tmp_path):
     curves = json.loads((folder.path / "curves.json").read_text(), parse_constant=refuse)["charts"]
     assert curves["odd"]["odd"] == {"steps": [1, 3, 5, 7], "values": [1.0] * 4, "missing": 4}
     assert curves["far"]["far"] == {"steps": [], "values": [], "missing": 8}
-
-
-@pytest.fixture
-def folder(tmp_path):
-    with RunFolder.create(tmp_path) as folder:
-        yield folder

@@ -199,9 +199,3 @@ def test_of_many_jobs_one_takes_over_a_dead_lock(tmp_path, monkeypatch):
 
     assert sorted(at_once(16, take)) == [False] * 15 + [True]
     assert os.listdir(tmp_path) == [LOCK]
-
-
-@pytest.fixture
-def folder(tmp_path):
-    with RunFolder.create(tmp_path) as folder:
-        yield folder
