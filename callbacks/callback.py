@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+
+from ..common.messages import nearest
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ..trainer import TaskModule, Trainer
+
+
+def _refuse_unknown(init: Callable[..., None]) -> Callable[..., None]:
+    """Return the constructor with an error about unknown arguments that names the closest valid one."""
+    code = init.__code__
+    valid = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+    if code.co_flags & inspect.CO_VARKEYWORDS:  # it passes them on
+        return init
+
+    @functools.wraps(init)
+    def checked(self: Callback, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in valid:
+                raise TypeError(f"{type(self).__name__}() has no argument {name!r}.{nearest(name, valid)}")
+        init(self, *args, **kwargs)
+
+    return checked
 
 
 class Callback:
@@ -45,6 +66,12 @@ class Callback:
     searches: bool = False
     exchanges: bool = False
     _task: TaskModule | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # A user's class stays as it was written.
+        if cls.__module__.startswith("treadle.") and "__init__" in vars(cls):
+            cls.__init__ = _refuse_unknown(cls.__init__)  # type: ignore[misc]
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log one value, as in `TaskModule.log`.

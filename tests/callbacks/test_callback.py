@@ -1,5 +1,6 @@
 """The base class: hooks, their order, and states by name; and callbacks made of functions."""
 
+import inspect
 import os
 
 import pytest
@@ -28,6 +29,19 @@ def test_order(tmp_path):
     callbacks = [Named("late", seen, 2), Named("a", seen), Named("soon", seen, 1), Named("b", seen)]
     fit(tmp_path, *callbacks, task=Says(), max_epochs=1)
     assert seen == ["a", "b", "task", "soon", "late"]
+
+
+def test_a_misspelled_argument_of_a_built_in_callback():
+    class Saver(ModelCheckpoint):
+        def __init__(self, **options):
+            super().__init__(**options)
+
+    for kind in (ModelCheckpoint, Saver):
+        message = rf"{kind.__name__}\(\) has no argument 'save_topk'\. Did you mean 'save_top_k'\?"
+        with pytest.raises(TypeError, match=message):
+            kind(save_topk=1)
+    assert "save_top_k" in inspect.signature(ModelCheckpoint).parameters
+    assert not hasattr(Saver.__init__, "__wrapped__")  # a user's class stays as it was written
 
 
 class Stateful(Callback):
