@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Collection
 from typing import Any
 
@@ -30,6 +31,7 @@ class WeightQuantizer:
     Raises:
         ValueError: If ``bits`` is unknown.
         ModuleNotFoundError: If torchao is not installed.
+        ImportError: If torchao cannot be imported with this version of torch.
 
     Source: https://docs.pytorch.org/ao/stable/quantized_inference.html
     """
@@ -37,7 +39,7 @@ class WeightQuantizer:
     def __init__(self, bits: str, skip: Collection[str] = ()) -> None:
         self.bits = choose("quantization", bits, ("int8", "int4"))
         self.skip = tuple(skip)
-        require(f"quantization={bits!r}", "torchao", extra=_EXTRA)
+        _require_torchao(f"quantization={bits!r}", "torchao.quantization")
 
     @classmethod
     def parse(cls, value: str | WeightQuantizer | None) -> WeightQuantizer | None:
@@ -87,6 +89,20 @@ class WeightQuantizer:
         return quantization.Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format="tile_packed_to_4d")
 
 
+def _require_torchao(needed_by: str, module: str) -> None:
+    """Check that torchao is installed and that its module can be imported: some releases fail with older torch."""
+    require(needed_by, "torchao", extra=_EXTRA)
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{needed_by} needs torchao, but torchao {importlib.metadata.version('torchao')} cannot be imported with "
+            f"torch {torch.__version__}: {error}. Update torch, or install a torchao release made for this torch: "
+            "https://github.com/pytorch/ao/issues/2919 lists which versions work together.",
+            name=error.name,
+        ) from error
+
+
 def convert_to_float8(model: nn.Module, device: torch.device) -> None:
     """Convert linear layers so that their forward and backward matrix products are computed in float8.
 
@@ -95,11 +111,12 @@ def convert_to_float8(model: nn.Module, device: torch.device) -> None:
 
     Raises:
         ModuleNotFoundError: If torchao is not installed.
+        ImportError: If torchao cannot be imported with this version of torch.
         ValueError: If the GPU does not support float8.
 
     Source: https://github.com/pytorch/ao/tree/main/torchao/float8
     """
-    require("precision='float8'", "torchao", extra=_EXTRA)
+    _require_torchao("precision='float8'", "torchao.float8")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ValueError(
             f"precision='float8', but {torch.cuda.get_device_name(device)} does not support float8, which needs an "

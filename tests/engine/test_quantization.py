@@ -1,5 +1,7 @@
 """Weights of eight and four bits, and products in float8, by torchao itself."""
 
+import re
+import sys
 import warnings
 
 import pytest
@@ -106,6 +108,25 @@ def test_what_is_refused(saved, monkeypatch):
     monkeypatch.setattr("treadle.common.optional.is_installed", lambda package: False)
     with pytest.raises(ModuleNotFoundError, match=r"quantization='int8' needs the package 'torchao'.*quantization"):
         load_checkpoint_and_dispatch(empty(), path, quantization="int8")
+
+
+def test_a_torchao_that_this_torch_cannot_import(tmp_path, monkeypatch):
+    """As torchao 0.18 with torch 2.9, by a stand-in of that version."""
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao/__init__.py").write_text("from torch import a_name_of_a_newer_torch\n")
+    (tmp_path / "torchao-0.18.0.dist-info").mkdir()
+    (tmp_path / "torchao-0.18.0.dist-info/METADATA").write_text("Name: torchao\nVersion: 0.18.0\n")
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchao"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    versions = rf"torchao 0\.18\.0 cannot be imported with torch {re.escape(torch.__version__)}"
+    for needed_by, use in {
+        "quantization='int8'": lambda: WeightQuantizer("int8"),
+        "precision='float8'": lambda: quantization.convert_to_float8(Net(), torch.device("cpu")),
+    }.items():
+        message = f"{needed_by} needs torchao, but {versions}.*a_name_of_a_newer_torch.*Update torch, or install"
+        with pytest.raises(ImportError, match=message):
+            use()
 
 
 # -- float8 --------------------------------------------------------------------------------------------------------
