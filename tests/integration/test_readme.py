@@ -42,6 +42,7 @@ import treadle
 check_reference = load_script(".ci/check_reference.py")
 make_images = load_script("docs/make_images.py")
 make_migration = load_script(".ci/make_migration.py")
+peers = load_script("benchmarks/peers.py")
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(<!-- (?:not run: *(.*?)|make test-all) *-->\n+)?```(\w+)([^\n]*)\n(.*?)```", re.DOTALL)
@@ -305,6 +306,27 @@ def test_named_files_exist():
             assert (ROOT / name).exists(), f"{document.name} names {name}"
         for name in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text):
             assert (document.parent / name).exists(), f"{document.name} links to {name}"
+
+
+def list_anchors(page):
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_comparison_is_what_its_programs_measure():
+    table = README.partition("## How it compares")[2].partition("\n## ")[0]
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| [")]
+    claimed = peers.read_table(README)
+    assert list(claimed) == [re.fullmatch(r"\[(.+)\]\(.+\)", name)[1] for name, *_ in lines] == list(peers.ROWS)
+    for name, *cells, program in lines:
+        title, page, anchor = re.fullmatch(r"\[(.+)\]\(([\w./-]+)(?:#([\w-]+))?\)", name).groups()
+        assert cells == claimed[title]
+        assert len(list(filter(None, cells))) == len(peers.LIBRARIES), title
+        assert (ROOT / page).exists(), title
+        assert anchor is None or anchor in list_anchors(ROOT / page), f"{title}: no heading #{anchor} in {page}"
+        file = peers.ROWS[title][0]
+        assert program == f"[{file.removesuffix('.py')}](benchmarks/peers/{file})"
+        assert (ROOT / "benchmarks/peers" / file).exists(), title
 
 
 def test_what_agents_are_told_exists():
