@@ -12,7 +12,6 @@ import os
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
@@ -30,7 +29,7 @@ class LanguageModel(tl.TaskModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
         x, _ = self.memory(self.tokens(batch[:-1].clamp(min=0)))
-        loss = F.cross_entropy(self.head(x).flatten(0, 1), batch[1:].flatten(), ignore_index=IGNORED)
+        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch[1:].flatten(), ignore_index=IGNORED)
         self.log("bits per byte", loss / math.log(2), on_step=False, on_epoch=True)
         return {"loss": loss, "weight": (batch[1:] != IGNORED).sum()}
 
@@ -38,33 +37,21 @@ class LanguageModel(tl.TaskModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
-def collate(lines: list[Tensor]) -> Tensor:
-    return pad_sequence(lines, padding_value=IGNORED)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--budget", type=int, default=4096, help="bytes in a batch over all processes, with padding")
-    parser.add_argument("--devices", type=int, default=1)
-    args = parser.parse_args()
-
-    tl.seed_everything(0)
-    files = sorted(Path(os.__file__).parent.glob("*.py"))
-    texts = [line for file in files for line in file.read_bytes().splitlines(keepends=True)]
-    lines = [torch.tensor(list(text)) for text in texts if len(text) > 1]  # an empty line has no byte to predict
-    lengths = [len(line) for line in lines]
-    batches = BudgetBatchSampler(lengths, args.budget)
-    trainer = tl.Trainer(
-        limit_train_batches=args.steps, max_epochs=1, devices=args.devices, logger=False, enable_checkpointing=False
-    )
-    padded = sum(len(batch) * max(lengths[index] for index in batch) for batch in batches)
-    trainer.print(f"{len(lines):,} lines in {len(batches):,} batches, {100 * sum(lengths) / padded:.1f} % filled")
-    trainer.fit(LanguageModel(), DataLoader(lines, batch_sampler=batches, collate_fn=collate))
-    trainer.print(
-        f"{trainer.callback_metrics['bits per byte']:.3f} bits per byte, the mean of {trainer.global_step} steps"
-    )
-
-
-if __name__ == "__main__":
-    main()
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+for name, default in (("--steps", 200), ("--budget", 4096), ("--devices", 1)):
+    parser.add_argument(name, type=int, default=default)
+args = parser.parse_args()
+tl.seed_everything(0)
+files = sorted(Path(os.__file__).parent.glob("*.py"))
+texts = [line for file in files for line in file.read_bytes().splitlines(keepends=True)]
+lines = [torch.tensor(list(text)) for text in texts if len(text) > 1]  # an empty line has no byte to predict
+lengths = [len(line) for line in lines]
+batches = BudgetBatchSampler(lengths, args.budget)
+flags = {"devices": args.devices, "logger": False, "enable_checkpointing": False}
+trainer = tl.Trainer(limit_train_batches=args.steps, max_epochs=1, **flags)
+padded = sum(len(batch) * max(lengths[index] for index in batch) for batch in batches)
+trainer.print(f"{len(lines):,} lines in {len(batches):,} batches, {100 * sum(lengths) / padded:.1f} % filled")
+loader = DataLoader(lines, batch_sampler=batches, collate_fn=lambda batch: pad_sequence(batch, padding_value=IGNORED))
+trainer.fit(LanguageModel(), loader)
+bits = trainer.callback_metrics["bits per byte"]
+trainer.print(f"{bits:.3f} bits per byte, the mean of {trainer.global_step} steps")
