@@ -34,7 +34,8 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
     def __getattr__(name: str) -> Any:
         if name not in homes:
             # The import system asks here first in `from . import name`; the peers' tables take time to read.
-            if package == anchor and os.path.exists(os.path.join(os.path.dirname(file), f"{name}.py")):
+            folder = os.path.dirname(file)
+            if package == anchor and any(os.path.exists(f"{folder}/{name}{end}") for end in (".py", "/__init__.py")):
                 return importlib.import_module(f".{name}", anchor)
             from .peer_names import find_peer_name
 
@@ -45,11 +46,11 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
         else:
             module = importlib.import_module(home, anchor)
             value = getattr(module, inner)
-            # Sets all names of that file together, because the import has bound its last component to the file (`main`
-            # in `from .main import COMMANDS, main`), so no later lookup of that name would reach this function.
-            for other, (its_home, its_inner) in homes.items():
-                if its_home == home:
-                    setattr(sys.modules[package], other, getattr(module, its_inner))
+            # The import has bound its last component to the file (`main` in `from .main import COMMANDS, main`), so no
+            # later lookup of that name would reach this function.
+            last = home.rpartition(".")[2]
+            if last in homes and homes[last][0] == home:
+                setattr(sys.modules[package], last, getattr(module, homes[last][1]))
         setattr(sys.modules[package], name, value)  # later lookups find it in the module itself
         return value
 

@@ -9,6 +9,9 @@ from typing import Any
 
 from .messages import join_words, name_type, nearest
 
+Limit = int | float | None
+"""Number (int) or fraction (float) of batches; None stands for all."""
+
 
 class WrongTypeError(TypeError, ValueError):
     """Error about a value whose type is wrong, also caught as the ValueError that Lightning's scripts expect."""

@@ -16,19 +16,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
+from .. import strategies
 from ..common.messages import format_count, name_type, warn
 from ..common.remote_path import AnyPath
-from ..strategies import (
-    ParallelismConfig,
-    Strategy,
-    choose_strategy,
-    open_world,
-    report_uncaught,
-    resolve_devices,
-)
-from ..strategies.distributed import SHARD, TENSOR, Devices, Watchdog, name_phase, watch
-from . import configuration
-from .checkpoint import Checkpointer, Job, OpenCheckpoint
+from ..strategies.distributed import SHARD, TENSOR, Devices, Watchdog, watch
+from . import checkpoint, configuration, data, optim, preemption, profilers
 from .configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -37,24 +29,10 @@ from .configuration import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from .data import CombinedLoader, JointLoader, Loader, choose_mover, replace_random_sampler, skip_first_batches
 from .garbage_collection import collect, is_memory_short
 from .modules import CompiledBatches, is_compiled
-from .optim import (
-    Accumulation,
-    BuiltSchedule,
-    GradientGuard,
-    LoopCheck,
-    PreparedOptimizer,
-    PreparedScheduler,
-    join_uneven_inputs,
-    list_parameters,
-    replica_check,
-)
-from .preemption import Preemption, preemptible
 from .process import Prepared
 from .process_state import AcceleratorState, GradientState, register_accelerator
-from .profilers import profile
 from .quantization import convert_to_float8
 from .rank_consistency import check_loaders_match, check_model_matches, check_values_match
 from .rng import RandomStream
@@ -76,11 +54,6 @@ _UNSUPPORTED = {
     "megatron_lm_plugin": "Treadle does not use Megatron-LM.",
     "build_parallelism_config": "Use Accelerator(parallelism_config=...) instead.",
 }
-
-
-name_phase("backward", Accumulation.backward)
-name_phase("save", Checkpointer.save_state)
-name_phase("data wait", Loader.__iter__, Loader.groups)
 
 
 def _locate(accelerator: Accelerator) -> tuple[str, Any]:
@@ -203,9 +176,9 @@ class Accelerator(Prepared):
         dynamo_backend: Any = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: Any = None,
-        parallelism_config: ParallelismConfig | None = None,
+        parallelism_config: strategies.ParallelismConfig | None = None,
         *,
-        strategy: str | Strategy = "auto",
+        strategy: str | strategies.Strategy = "auto",
         accelerator: str = "auto",
         devices: Devices = "auto",
         num_nodes: int = 1,
@@ -234,25 +207,25 @@ class Accelerator(Prepared):
         self.fsdp_plugin, self.parallelism_config, self.on_nonfinite = fsdp_plugin, parallelism_config, on_nonfinite
         self.profile_handler, sources = handlers["profile"], tracker_sources(log_with, project)
         group = configuration.resolve_group(handlers["group"], limit := configuration.resolve_timeout(timeout))
-        kind, devices = resolve_devices(strategy, configuration.resolve_device(accelerator, cpu), devices)
-        world = open_world(kind, devices, num_nodes, spread=spread, **configuration.merge_group(group, strategy))
-        chosen = choose_strategy(strategy, world, fsdp_plugin, parallelism_config, handlers["replicas"])
+        place = strategies.resolve_devices(strategy, configuration.resolve_device(accelerator, cpu), devices)
+        world = strategies.open_world(*place, num_nodes, spread=spread, **configuration.merge_group(group, strategy))
+        chosen = strategies.choose_strategy(strategy, world, fsdp_plugin, parallelism_config, handlers["replicas"])
         chosen.attach(world, precision)
         scaler = configuration.build_scaler(handlers["scaler"], precision, world.device)
         super().__init__(chosen, precision, mixed_precision, project, plugin, scaler, step_micro_batches)
         self._begin(Trackers(world, sources), watch(world, limit))
 
     def _begin(self, trackers: Trackers, watchdog: Watchdog | None) -> None:
-        report_uncaught()
+        strategies.report_uncaught()
         self.precision.warn_if_emulated(self.device)
         self.watchdog = watchdog
         self._compared = False
         self._trained: dict[int, frozenset[int]] = {}  # by model, the parameters that it was wrapped to train
-        self._gradient_guard = GradientGuard(self.on_nonfinite, self.loaders, on_host=self.device.type == "cpu")
+        self._gradient_guard = optim.GradientGuard(self.on_nonfinite, self.loaders, on_host=self.device.type == "cpu")
         self.accumulation.guard = None if self.on_nonfinite == "ignore" else self._gradient_guard
-        self.loop_check = LoopCheck(self.accumulation)
+        self.loop_check = optim.LoopCheck(self.accumulation)
         self.accumulation.check_models = self.loop_check.check_models
-        self.checkpointer = Checkpointer(self)
+        self.checkpointer = checkpoint.Checkpointer(self)
         self.tracking = trackers
         self.dataloader_config.announce_differences()
         register_accelerator(self)
@@ -302,7 +275,7 @@ class Accelerator(Prepared):
             return None
         if isinstance(value, Optimizer):
             return self.prepare_optimizer(value, place)
-        if isinstance(value, DataLoader | Loader | CombinedLoader):
+        if isinstance(value, DataLoader | data.Loader | data.CombinedLoader):
             return self.prepare_data_loader(value, place)
         if hasattr(value, "step") and hasattr(value, "state_dict") and not isinstance(value, type):
             return self.prepare_scheduler(value)
@@ -426,7 +399,7 @@ class Accelerator(Prepared):
                     f"{self.device}. Move the model to {self.device}, or remove device_placement=False."
                 )
 
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> optim.PreparedOptimizer:
         """Wrap an optimizer so that it steps only at the end of an accumulation group.
 
         An accumulation group consists of the micro-batches of one optimizer step.
@@ -444,9 +417,9 @@ class Accelerator(Prepared):
         for prepared in self.optimizers:
             if optimizer in (prepared, prepared.optimizer):
                 return prepared
-        prepared = PreparedOptimizer(self.strategy.wrap_optimizer(optimizer), self.accumulation, self.optimizers)
+        prepared = optim.PreparedOptimizer(self.strategy.wrap_optimizer(optimizer), self.accumulation, self.optimizers)
         self.optimizers.append(prepared)
-        replica_check.watch_replicas(self.accumulation, prepared.optimizer)
+        optim.replica_check.watch_replicas(self.accumulation, prepared.optimizer)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -468,7 +441,7 @@ class Accelerator(Prepared):
                 return prepared
         follows = self.step_scheduler_with_optimizer
         advances = self.data_world.size if follows and not self.split_batches else 1
-        prepared = PreparedScheduler(scheduler, self.accumulation, advances, follows_optimizer=follows)
+        prepared = optim.PreparedScheduler(scheduler, self.accumulation, advances, follows_optimizer=follows)
         self.add_scheduler(prepared)
         return prepared
 
@@ -478,7 +451,7 @@ class Accelerator(Prepared):
         Args:
             scheduler: An object with ``state_dict`` and ``load_state_dict``.
         """
-        self.schedules_built.append(BuiltSchedule(scheduler))
+        self.schedules_built.append(optim.BuiltSchedule(scheduler))
         self.schedulers.append(scheduler)
 
     def prepare_data_loader(
@@ -490,7 +463,7 @@ class Accelerator(Prepared):
         evaluation: bool = False,
         move: Callable[[Any], Any] | None = None,
         in_tree: bool = True,
-    ) -> Loader:
+    ) -> data.Loader:
         """Shard a dataloader over the processes.
 
         Args:
@@ -508,7 +481,7 @@ class Accelerator(Prepared):
             TypeError: If ``loader`` is not iterable, or is already sharded.
             ValueError: If dataloaders or settings differ between ranks, or are not supported.
         """
-        if isinstance(loader, Loader):
+        if isinstance(loader, data.Loader):
             return loader
         if getattr(type(loader), "is_sharded", False):  # by the function prepare_data_loader, without an Accelerator
             raise TypeError(
@@ -519,10 +492,10 @@ class Accelerator(Prepared):
             self.compare_settings()
             self.rng.start(self.dataloader_config.data_seed)
         if move is None and (self.device_placement if device_placement is None else device_placement):
-            move = choose_mover(self.device, self.precision)
+            move = data.choose_mover(self.device, self.precision)
         if self.use_seedable_sampler:
             loader = self._replace_random_samplers(loader, shard)
-        prepared = (JointLoader if isinstance(loader, CombinedLoader) else Loader)(
+        prepared = (data.JointLoader if isinstance(loader, data.CombinedLoader) else data.Loader)(
             loader,
             world=self.data_world,
             cursor=self.cursor,
@@ -536,7 +509,7 @@ class Accelerator(Prepared):
             tree=self._tree if in_tree else None,
         )
         if shard:
-            check_loaders_match(loader.flattened if isinstance(loader, CombinedLoader) else [loader], self.data_world)
+            check_loaders_match(getattr(loader, "flattened", [loader]), self.data_world)
         prepared.decide_sharding(self.data_world)
         prepared.dispatch_batches = self.dispatch_batches
         self.loaders.append(prepared)
@@ -548,10 +521,10 @@ class Accelerator(Prepared):
             seed = torch.initial_seed()
         if shared:
             seed = self.world.broadcast(seed)
-        if not isinstance(loader, CombinedLoader):
-            return replace_random_sampler(loader, seed)
+        if not isinstance(loader, data.CombinedLoader):
+            return data.replace_random_sampler(loader, seed)
         combined = copy.copy(loader)
-        combined.flattened = [replace_random_sampler(source, seed) for source in loader.flattened]
+        combined.flattened = [data.replace_random_sampler(source, seed) for source in loader.flattened]
         return combined
 
     @property
@@ -591,7 +564,7 @@ class Accelerator(Prepared):
             ...         optimizer.zero_grad()
         """
         configuration.refuse_in_tree("join_uneven_inputs", self.step_micro_batches)
-        return join_uneven_inputs(self.accumulation, self.schedulers, joinables, even_batches)
+        return optim.join_uneven_inputs(self.accumulation, self.schedulers, joinables, even_batches)
 
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[Any]:
         """Return a context in which a model's parameters are created on the run's device and in the run's dtype.
@@ -636,7 +609,7 @@ class Accelerator(Prepared):
             ReplicasDiffer: On all processes, if compared tensors differ.
         """
         models = self.models if model is None else [model]
-        replica_check.check((self.strategy.unwrap(m) for m in models), self.world, buffers)
+        optim.replica_check.check((self.strategy.unwrap(m) for m in models), self.world, buffers)
 
     # -- one optimizer step --------------------------------------------------------------------------------------
 
@@ -811,7 +784,7 @@ class Accelerator(Prepared):
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids = set(map(id, chosen))
         optimizers = self.accumulation.optimizers
-        owners = [o for o in optimizers if not ids.isdisjoint(map(id, list_parameters(o)))]
+        owners = [o for o in optimizers if not ids.isdisjoint(map(id, optim.list_parameters(o)))]
         for owner in owners or (None,):
             self.unscale_gradients(owner)
         return chosen
@@ -826,7 +799,7 @@ class Accelerator(Prepared):
 
     def preemptible(
         self, *, grace: str | timedelta | dict[str, int] | None = None, interrupts: bool = False
-    ) -> AbstractContextManager[Preemption]:
+    ) -> AbstractContextManager[preemption.Preemption]:
         """Return a context in which SIGTERM, SIGUSR1 and SIGHUP ask a loop to end instead of ending the process.
 
         Call `Preemption.should_stop` once per step. After a signal to any rank, it returns True in the same step on
@@ -852,7 +825,7 @@ class Accelerator(Prepared):
             ...         if preemption.should_stop():
             ...             preemption.leave()
         """
-        return preemptible(self.accumulation, self.watchdog, grace, interrupts)
+        return preemption.preemptible(self.accumulation, self.watchdog, grace, interrupts)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -862,7 +835,7 @@ class Accelerator(Prepared):
         return self.strategy.unwrapped_models
 
     @property
-    def saving(self) -> Job | None:
+    def saving(self) -> checkpoint.Job | None:
         """Job of the last ``save_state(blocking=False)``, or None.
 
         It is None once `finish_saving` has waited for the job, or `poll_saving` has returned True.
@@ -982,7 +955,7 @@ class Accelerator(Prepared):
 
     def load_state(
         self,
-        input_dir: str | os.PathLike[str] | OpenCheckpoint | None = None,
+        input_dir: str | os.PathLike[str] | checkpoint.OpenCheckpoint | None = None,
         load_kwargs: Mapping[str, Any] | None = None,
         *,
         models: bool = True,
@@ -1190,7 +1163,7 @@ class Accelerator(Prepared):
         Raises:
             ValueError: If a setting is invalid.
         """
-        return profile(profile_handler or self.profile_handler or ProfileKwargs(), self.world)
+        return profilers.profile(profile_handler or self.profile_handler or ProfileKwargs(), self.world)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -1283,7 +1256,7 @@ class Accelerator(Prepared):
         Raises:
             ValueError: If ``num_batches`` is invalid.
         """
-        return skip_first_batches(dataloader, num_batches)
+        return data.skip_first_batches(dataloader, num_batches)
 
     # -- configuration -------------------------------------------------------------------------------------------
 

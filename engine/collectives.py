@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Set, Sized
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,8 +14,12 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from ..common.messages import format_count, name_type
 from ..common.validation import choose
-from ..strategies import DistributedOperationException, World, apply_nested, iter_tensors
-from .data import share
+from ..strategies import DistributedOperationException, apply_nested, iter_tensors
+from . import data
+
+if TYPE_CHECKING:
+    from ..strategies import World
+
 
 REDUCTIONS = ("sum", "mean", "max", "min", "none")
 
@@ -378,7 +382,7 @@ def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any
     """
     count, inputs = _count_inputs(inputs)
     if not apply_padding or not count:
-        return _select(inputs, share(count, rank, size))
+        return _select(inputs, data.share(count, rank, size))
     share_size = -(-count // size)
     return _select(inputs, [min(i, count - 1) for i in range(rank * share_size, (rank + 1) * share_size)])
 

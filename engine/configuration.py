@@ -6,16 +6,20 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
+from .. import strategies
 from ..common.durations import parse_duration
 from ..common.messages import announce, name_type, nearest, warn
 from ..common.validation import check_int, check_optional_type, check_path, choose, parse_truth
-from ..strategies import Precision, ReplicaKwargs, Strategy, repeated_blocks
+from ..strategies import Precision, ReplicaKwargs
 from .modules import Compiler, compile_modules, forget
+
+if TYPE_CHECKING:
+    from ..strategies import Strategy
 
 
 @dataclass
@@ -346,7 +350,7 @@ class TorchDynamoPlugin(KwargsHandler):
         if self.backend == "no":
             return
         parts, hooks_outside = [model], False
-        if self.use_regional_compilation and repeated_blocks(model):
+        if self.use_regional_compilation and strategies.repeated_blocks(model):
             parts, hooks_outside = strategy.compiled_parts(model, True)
         compile_modules(parts, self._make_compiler, self._collect_arguments(), hooks_outside=hooks_outside)
 

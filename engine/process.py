@@ -6,20 +6,22 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import nn
 
-from ..strategies import FixedTree, Precision, Strategy, World, apply_nested
-from ..strategies.distributed import DistributedType, backend_of, disconnect, distributed_type
-from . import collectives
+from .. import strategies
+from ..strategies import apply_nested, distributed
+from . import collectives, data, optim
 from .collectives import split
-from .configuration import GradientAccumulationPlugin, ProjectConfiguration, check_tree_settings
-from .data import Cursor, Loader
-from .optim import Accumulation, BuiltSchedule, PreparedOptimizer
+from .configuration import GradientAccumulationPlugin, check_tree_settings
 from .rng import RunRng
 from .running_loaders import get_running_loader
+
+if TYPE_CHECKING:
+    from ..strategies import Precision, Strategy, World
+    from .configuration import ProjectConfiguration
 
 
 class Process:
@@ -34,7 +36,7 @@ class Process:
     def __init__(self, world: World, data_world: World | None = None) -> None:
         self.world = world
         self.data_world = world if data_world is None else data_world
-        self.cursor = Cursor()
+        self.cursor = data.Cursor()
         self._trigger = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -88,9 +90,9 @@ class Process:
         return self.world.size > 1
 
     @property
-    def distributed_type(self) -> DistributedType:
+    def distributed_type(self) -> distributed.DistributedType:
         """Kind of distributed training, under Accelerate's name."""
-        return distributed_type(self.world, self._is_sharded())
+        return distributed.distributed_type(self.world, self._is_sharded())
 
     def _is_sharded(self) -> bool:
         return False
@@ -98,7 +100,7 @@ class Process:
     @property
     def backend(self) -> str | None:
         """Backend of the process group, such as ``"gloo"`` or ``"nccl"``; None with a world size of one."""
-        return backend_of(self.world)
+        return distributed.backend_of(self.world)
 
     # -- exchange ------------------------------------------------------------------------------------------------
 
@@ -244,7 +246,7 @@ class Process:
 
     def destroy_process_group(self) -> None:
         """Destroy the process group. Call it on all processes. A new Accelerator or PartialState creates another."""
-        disconnect()
+        distributed.disconnect()
 
     # -- on some processes ---------------------------------------------------------------------------------------
 
@@ -390,16 +392,16 @@ class Prepared(Process):
         self.strategy, self.precision, self.mixed_precision = strategy, precision, mixed_precision
         self.project_configuration, self.gradient_accumulation_plugin = project, plugin
         self.models: list[nn.Module] = []
-        self.optimizers: list[PreparedOptimizer] = []
+        self.optimizers: list[optim.PreparedOptimizer] = []
         self.schedulers: list[Any] = []
-        self.schedules_built: list[BuiltSchedule] = []
-        self.loaders: list[Loader] = []
+        self.schedules_built: list[optim.BuiltSchedule] = []
+        self.loaders: list[data.Loader] = []
         strategy.prepared = self.models, self.optimizers
         self.step_micro_batches = step_micro_batches
         self.weight_digests: dict[int, str] = {}
-        self._tree = None if step_micro_batches is None else FixedTree(step_micro_batches, self.world.size)
+        self._tree = None if step_micro_batches is None else strategies.FixedTree(step_micro_batches, self.world.size)
         self.rng = RunRng(self.world, strategy, keyed=self._tree is not None)
-        self.accumulation = Accumulation(
+        self.accumulation = optim.Accumulation(
             plugin, self.world, strategy, scaler, self.cursor, self.models, self.optimizers
         )
         if self._tree is not None:

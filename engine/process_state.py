@@ -8,17 +8,12 @@ from typing import Any
 
 import torch
 
+from .. import strategies
 from ..common.durations import parse_duration
 from ..common.messages import nearest
-from ..strategies import open_world
-from ..strategies.distributed import (
-    connected,
-    current_world,
-    is_forked,
-)
-from . import collectives
+from ..strategies import distributed
+from . import collectives, data
 from .configuration import GradientAccumulationPlugin
-from .data import Loader
 from .process import Prepared, Process
 from .running_loaders import add_running_loader, get_running_loader, list_running_loaders, remove_running_loader
 
@@ -72,10 +67,10 @@ class PartialState(Process):
             )
         if options.get("timeout") is not None:
             options["timeout"] = parse_duration("timeout", options["timeout"])
-        if connected() and not cpu and not options:
-            super().__init__(current_world())
+        if distributed.connected() and not cpu and not options:
+            super().__init__(distributed.current_world())
         else:
-            super().__init__(open_world("cpu" if cpu else "auto", spread=False, **options))
+            super().__init__(strategies.open_world("cpu" if cpu else "auto", spread=False, **options))
         if os.environ.get("ACCELERATE_DEBUG_MODE", "").lower() in ("1", "true", "yes", "y", "on", "t"):
             self.debug = True
 
@@ -105,7 +100,7 @@ class PartialState(Process):
     @property
     def fork_launched(self) -> bool:
         """True if `notebook_launcher` or `debug_launcher` forked this process."""
-        return is_forked()
+        return distributed.is_forked()
 
     def set_device(self) -> None:
         """Make `device` torch's current device, if it is a GPU."""
@@ -320,7 +315,7 @@ class GradientState:
         micro = None if accelerator is None else accelerator.cursor.micro
         if accelerator is None or micro is None:
             return get_running_loader()
-        loaders: list[Loader] = accelerator.loaders
+        loaders: list[data.Loader] = accelerator.loaders
         return next((loader for loader in loaders if loader.is_at(micro)), None)
 
     @property

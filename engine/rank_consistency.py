@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 from xxhash import xxh3_64
 
 from ..common.messages import named_ranks
-from ..strategies import World
-from .data import shards_itself
+from . import data
+
+if TYPE_CHECKING:
+    from ..strategies import World
+
 
 _SHOWN = 10
 _FIX = "Pass the same values on every rank."
@@ -61,7 +64,7 @@ def check_loaders_match(loaders: Iterable[Any], world: World) -> None:
     values: dict[str, Any] = {}
     for number, loader in enumerate(loaders):
         values[f"dataloader {number}"] = type(loader).__name__
-        if shards_itself(loader):
+        if data.shards_itself(loader):
             values[f"dataloader {number}, sampler"] = "each rank's own"
             continue
         for name in ("batch_size", "drop_last"):

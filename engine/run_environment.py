@@ -13,12 +13,16 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..common.messages import warn
-from ..strategies import World
-from ..strategies.launch import supervisor
+from ..strategies import launch
+
+if TYPE_CHECKING:
+    from ..strategies import World
+
 
 _PACKAGES = ("torch", "treadle", "numpy", "torchmetrics", "transformers")
 
@@ -72,7 +76,7 @@ def _find_version(package: str) -> str:
 
 def processor() -> str:
     """Return the processor's name and the number of cores that this process may use."""
-    return f"{_find_model()}, {supervisor.cpus()} cores"
+    return f"{_find_model()}, {launch.supervisor.cpus()} cores"
 
 
 @functools.cache

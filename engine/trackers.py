@@ -7,15 +7,18 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..common.messages import describe_error, nearest, warn
 from ..common.optional import is_installed, require
 from ..common.validation import choose
-from ..strategies import World
-from .configuration import ProjectConfiguration
+
+if TYPE_CHECKING:
+    from ..strategies import World
+    from .configuration import ProjectConfiguration
+
 
 _PLACES = {"save_dir", "dir", "log_dir", "logdir"}  # options that set where files are written
 _FROM_ENVIRONMENT = {"project_name": "CLEARML_PROJECT", "task_name": "CLEARML_TASK"}

@@ -6,16 +6,17 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import device_mesh
 
 from ..common.messages import format_count, name_type
 from ..common.validation import check_int, check_optional_type, choose
-from .ddp import DDP
-from .distributed import World
-from .registry import resolve_strategy
-from .strategy import Strategy
+from . import ddp
+
+if TYPE_CHECKING:
+    from .distributed import World
+    from .strategy import Strategy
 
 
 class DDPCommunicationHookType(StrEnum):
@@ -72,7 +73,7 @@ class DistributedDataParallelKwargs:
     comm_wrapper: Any = DDPCommunicationHookType.NO
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
-    def strategy(self) -> DDP:
+    def strategy(self) -> ddp.DDP:
         """Return the `DDP` strategy with these settings.
 
         Raises:
@@ -81,7 +82,7 @@ class DistributedDataParallelKwargs:
         for name, default in (("dim", 0), ("check_reduction", False)):
             if getattr(self, name) != default:
                 raise ValueError(f"{name}={getattr(self, name)!r} no longer has an effect in torch. Remove it.")
-        return DDP(
+        return ddp.DDP(
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
@@ -403,7 +404,7 @@ class FullyShardedDataParallelPlugin:
         offload = _is_offload(self.cpu_offload)
         if self._sharding == "NO_SHARD":
             self._check_replicas(offload, parallelism)
-            return DDP()
+            return ddp.DDP()
         from .fsdp import FSDP
 
         reshard = self.reshard_after_forward
@@ -514,4 +515,6 @@ def choose_strategy(
         return FullyShardedDataParallelPlugin().strategy(world, parallelism)
     if replicas is not None:
         return replicas.strategy()
+    from .registry import resolve_strategy
+
     return resolve_strategy(strategy, world)

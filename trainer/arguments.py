@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
+from .. import engine, strategies
 from ..common.durations import parse_duration
 from ..common.messages import format_count, nearest, warn
-from ..common.validation import check_bool, check_int, check_path, check_positive, choose
-from ..engine import TorchDynamoPlugin
-from ..engine.preemption import SLURMEnvironment
-from ..strategies import LaunchEnvironment, Precision, Strategy, TorchSyncBatchNorm
-from .checkpointing import CheckpointIO, TorchCheckpointIO
-from .settings import Limit, TrainerSettings
+from ..common.validation import Limit, check_bool, check_int, check_path, check_positive, choose
+from ..engine import preemption
+from . import checkpointing
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -244,32 +242,32 @@ class Plugged(NamedTuple):
 
     precision: Any
     sync_batchnorm: bool
-    writer: CheckpointIO
+    writer: checkpointing.CheckpointIO
     requeue_signal: int | None
 
 
 def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> Plugged:
     """Return what ``plugins`` and the flags ``precision`` and ``sync_batchnorm`` set."""
     check_bool("sync_batchnorm", sync_batchnorm)
-    writer: CheckpointIO = TorchCheckpointIO()
-    slurm = SLURMEnvironment()
+    writer: checkpointing.CheckpointIO = checkpointing.TorchCheckpointIO()
+    slurm = preemption.SLURMEnvironment()
     several = isinstance(plugins, Iterable) and not isinstance(plugins, str | Mapping)
     for plugin in plugins if several else [] if plugins is None else [plugins]:
-        if isinstance(plugin, Precision):
+        if isinstance(plugin, strategies.Precision):
             if precision is not None:
                 raise ValueError(
                     f"precision={precision!r} and the plugin {plugin.name!r} both set the precision. Pass only one."
                 )
             precision = plugin
-        elif isinstance(plugin, TorchSyncBatchNorm):
+        elif isinstance(plugin, strategies.TorchSyncBatchNorm):
             if sync_batchnorm:
                 raise ValueError("sync_batchnorm=True and TorchSyncBatchNorm() set the same option. Pass only one.")
             sync_batchnorm = True
-        elif isinstance(plugin, CheckpointIO):
+        elif isinstance(plugin, checkpointing.CheckpointIO):
             writer = plugin
-        elif isinstance(plugin, SLURMEnvironment):
+        elif isinstance(plugin, preemption.SLURMEnvironment):
             slurm = plugin
-        elif not isinstance(plugin, LaunchEnvironment):  # a LaunchEnvironment is detected in any case
+        elif not isinstance(plugin, strategies.LaunchEnvironment):  # a LaunchEnvironment is detected in any case
             raise TypeError(
                 f"plugins={plugin!r:.100} must be a treadle.plugins.Precision, TorchSyncBatchNorm() or CheckpointIO. "
                 "Remove it. Treadle detects the cluster."
@@ -277,7 +275,7 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> Plugge
     return Plugged(precision, sync_batchnorm, writer, slurm.requeue_signal if slurm.auto_requeue else None)
 
 
-def set_sync_batchnorm(strategy: Strategy, enabled: bool) -> None:
+def set_sync_batchnorm(strategy: strategies.Strategy, enabled: bool) -> None:
     """Turn on ``sync_batchnorm`` in a strategy if ``enabled`` is True.
 
     With more than one process, a strategy that does not support it raises a ValueError.
@@ -291,36 +289,37 @@ def set_sync_batchnorm(strategy: Strategy, enabled: bool) -> None:
         )
 
 
-def parse_compilation(setting: Any) -> TorchDynamoPlugin:
+def parse_compilation(setting: Any) -> engine.TorchDynamoPlugin:
     """Return the compilation settings of the flag ``compile``."""
     if isinstance(setting, Mapping):
-        valid_names = [field.name for field in fields(TorchDynamoPlugin)]
+        valid_names = [field.name for field in fields(engine.TorchDynamoPlugin)]
         for name in setting:
             if name not in valid_names:
                 raise TypeError(
                     f"compile={{{name!r}: ...}} has an unknown key.{nearest(name, valid_names)} The valid keys are "
                     f"{', '.join(valid_names)}."
                 )
-        return TorchDynamoPlugin(**{"backend": "inductor", **setting})
+        return engine.TorchDynamoPlugin(**{"backend": "inductor", **setting})
     if not isinstance(setting, bool):
         raise TypeError(f"compile={setting!r} must be True, False or a dict of arguments of torch.compile.")
-    return TorchDynamoPlugin(backend="inductor" if setting else "no")
+    return engine.TorchDynamoPlugin(backend="inductor" if setting else "no")
 
 
-def describe_settings(trainer: Trainer) -> dict[str, Any]:
+def describe_settings(trainer: Trainer, flags: Iterable[str]) -> dict[str, Any]:
     """Return the current settings as plain data, by name; see `Trainer.settings`.
 
     Args:
         trainer: Trainer to describe.
+        flags: Names of the Trainer's flags.
     """
     settings: dict[str, Any] = {"strategy": trainer.strategy.name, "device": str(trainer.accelerator.device)}
     settings |= {"num_nodes": trainer.num_nodes, "devices": trainer.num_devices, "precision": trainer.precision}
     settings["loggers"] = ", ".join(type(logger).__name__ for logger in trainer.loggers) or None
     settings["callbacks"] = ", ".join(type(callback).__name__ for callback in trainer.callbacks) or None
-    for field in fields(TrainerSettings):
-        value = getattr(trainer, field.name, trainer.changed_flags.get(field.name, settings))
+    for name in flags:
+        value = getattr(trainer, name, trainer.changed_flags.get(name, settings))
         if isinstance(value, int | float | str | None):
-            settings[field.name] = value
+            settings[name] = value
     if trainer.val_check_seconds is not None:
         settings["val_check_interval"] = f"{trainer.val_check_seconds:g} s"
     settings["max_time"] = None if trainer.max_seconds is None else f"{trainer.max_seconds:g} s"

@@ -5,23 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from ..callbacks import (
-    Callback,
-    Checkpoint,
-    EarlyStopping,
-    GarbageCollection,
-    ModelCheckpoint,
-    ModelSummary,
-    OnExceptionCheckpoint,
-    ProgressBar,
-    RichModelSummary,
-    RichProgressBar,
-    RunReport,
-    TQDMProgressBar,
-)
+from .. import callbacks
+from ..callbacks import Callback
 from ..common.validation import check_bool
 from ..loggers import Logger
-from .logging import SilentLogger
+from . import logging
 
 T = TypeVar("T")
 
@@ -53,35 +41,37 @@ def choose_callbacks(
     Raises:
         TypeError, ValueError: If an argument is invalid, or a flag disables a callback that was passed.
     """
-    callbacks = as_callbacks("callbacks", requested)
-    has_rich = any(isinstance(callback, RichProgressBar) for callback in callbacks)
+    chosen = as_callbacks("callbacks", requested)
+    has_rich = any(isinstance(callback, callbacks.RichProgressBar) for callback in chosen)
+    summary = callbacks.RichModelSummary if has_rich else callbacks.ModelSummary
     defaults: tuple[tuple[str, bool | None, type[Callback], type[Callback]], ...] = (
-        ("enable_model_summary", model_summary, ModelSummary, RichModelSummary if has_rich else ModelSummary),
-        ("enable_progress_bar", progress_bar, ProgressBar, TQDMProgressBar),
-        ("enable_checkpointing", checkpointing, Checkpoint, ModelCheckpoint),
-        ("enable_report", report, RunReport, RunReport),
+        ("enable_model_summary", model_summary, callbacks.ModelSummary, summary),
+        ("enable_progress_bar", progress_bar, callbacks.ProgressBar, callbacks.TQDMProgressBar),
+        ("enable_checkpointing", checkpointing, callbacks.Checkpoint, callbacks.ModelCheckpoint),
+        ("enable_report", report, callbacks.RunReport, callbacks.RunReport),
     )
     for flag, enabled, kind, default in defaults:
         if enabled is not None:
             check_bool(flag, enabled)
         # A callback that saves only after an error does not replace one that saves during the run.
-        present = [c for c in callbacks if isinstance(c, kind) and not isinstance(c, OnExceptionCheckpoint)]
+        present = [c for c in chosen if isinstance(c, kind) and not isinstance(c, callbacks.OnExceptionCheckpoint)]
         # A callback with a keeper saves nothing in the run's folder, so the flag does not concern it.
         saving = next((callback for callback in present if not getattr(callback, "keeper", "")), None)
         if enabled is False and saving is not None:
             raise ValueError(
                 f"{flag}=False contradicts the {type(saving).__name__} in callbacks. Remove one of the two."
             )
-        if not present and enabled is not False and (enabled or in_folder or kind is not RunReport):
-            callbacks.append(default())
-    if collects_garbage and not any(isinstance(callback, GarbageCollection) for callback in callbacks):
-        callbacks.append(GarbageCollection(every_n_steps=_STEPS_PER_COLLECTION))
-    return callbacks
+        if not present and enabled is not False and (enabled or in_folder or kind is not callbacks.RunReport):
+            chosen.append(default())
+    if collects_garbage and not any(isinstance(callback, callbacks.GarbageCollection) for callback in chosen):
+        chosen.append(callbacks.GarbageCollection(every_n_steps=_STEPS_PER_COLLECTION))
+    return chosen
 
 
-def drop_idle(callbacks: list[Callback]) -> list[Callback]:
+def drop_idle(chosen: list[Callback]) -> list[Callback]:
     """Return the callbacks without those that a ``fast_dev_run`` never calls, though scripts still find them."""
-    return [c for c in callbacks if not isinstance(c, ModelCheckpoint | EarlyStopping | RunReport)]
+    idle = (callbacks.ModelCheckpoint, callbacks.EarlyStopping, callbacks.RunReport)
+    return [callback for callback in chosen if not isinstance(callback, idle)]
 
 
 def as_callbacks(label: str, value: Any) -> list[Callback]:
@@ -112,7 +102,7 @@ def choose_loggers(requested: Any, root: str, silent: bool) -> list[Logger]:
     if requested is False:
         return []
     if silent:
-        return [SilentLogger()]
+        return [logging.SilentLogger()]
     if requested is None or requested is True:
         from ..loggers import TensorBoardLogger
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..engine import move_data_to_device, random_state, set_random_state
-from ..strategies import plan_function_launch
-from .core import DataModule, TaskModule
+from .. import engine, strategies
+from . import core
 
 if TYPE_CHECKING:
     from ..strategies.launch import FunctionLaunch
@@ -22,7 +21,7 @@ def plan_ranks(place: dict[str, Any], flags: Mapping[str, Any]) -> tuple[Functio
         place: The Trainer's ``strategy``, ``accelerator``, ``devices`` and ``num_nodes``.
         flags: All flags that differ from their defaults.
     """
-    launch = plan_function_launch(**place)
+    launch = strategies.plan_function_launch(**place)
     if launch is None:
         return None, place
     # This process computes nothing, and must not use a GPU, with which it could not be forked.
@@ -44,7 +43,7 @@ class FunctionRanks:
         self._launch = launch
         self._flags = dict(flags)
 
-    def run(self, trainer: Trainer, method: str, task: TaskModule | None, **arguments: Any) -> Any:
+    def run(self, trainer: Trainer, method: str, task: core.TaskModule | None, **arguments: Any) -> Any:
         """Call a method of the Trainer, such as ``fit``, in the processes, and return rank zero's result.
 
         Raises:
@@ -58,9 +57,9 @@ class FunctionRanks:
         changed = {n: v for n, v in vars(trainer).items() if n in flag_names and isinstance(v, plain)}
         state = {**changed, "progress": trainer.progress, "task": trainer.task, "datamodule": trainer.datamodule}
         arguments["model"] = task
-        outcome = self._launch.run(_run_stage, type(trainer), flags, state, random_state(), method, arguments)
+        outcome = self._launch.run(_run_stage, type(trainer), flags, state, engine.random_state(), method, arguments)
         _apply(trainer, trainer.task if task is None else task, outcome)
-        if trainer.task is not None and isinstance(arguments.get("datamodule"), DataModule):
+        if trainer.task is not None and isinstance(arguments.get("datamodule"), core.DataModule):
             trainer.datamodule = arguments["datamodule"]
         return outcome["result"]
 
@@ -74,7 +73,7 @@ def _run_stage(
     arguments: dict[str, Any],
 ) -> dict[str, Any] | None:
     """Run a stage in one of the processes. On rank zero, return its result and the state of the Trainer after it."""
-    set_random_state(random)
+    engine.set_random_state(random)
     trainer = kind(**flags)
     for name, value in state.items():
         setattr(trainer, name, value)
@@ -91,7 +90,7 @@ def _run_stage(
         "bar_values": trainer.progress_bar_metrics,
         "attributes": {name: getattr(trainer, name) for name in ("latest_stage", "progress", "status", "interrupted")},
     }
-    return move_data_to_device(outcome, "cpu")  # type: ignore[no-any-return]
+    return engine.move_data_to_device(outcome, "cpu")  # type: ignore[no-any-return]
 
 
 def _apply(trainer: Trainer, task: Any, outcome: dict[str, Any]) -> None:

@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ..callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
-from ..engine import JointLoader
-from ..engine.data import CombinedLoader
-from ..strategies import Precision
-from ..strategies.distributed import parse_devices
-from .core import TaskModule
-from .logging import tensors_by_name
+from .. import callbacks, engine, strategies
+from ..engine import data
+from ..strategies import distributed
+from . import logging
 from .loop_aliases import EvaluationLoopView, FitLoopView, LoggerConnectorView, view_data
 from .states import RunningStage, TrainerFn, TrainerState
 
 if TYPE_CHECKING:
     from .checkpointing import TrainerCheckpointer
+    from .core import TaskModule
     from .trainer import Trainer
 
 
@@ -58,7 +56,8 @@ class LightningAliases:
             return local_ranks
         if world.local_size == 1:
             return [device.index]
-        chosen = parse_devices(device.type, self._trainer.changed_flags.get("devices", "auto")) or local_ranks
+        requested = self._trainer.changed_flags.get("devices", "auto")
+        chosen = distributed.parse_devices(device.type, requested) or local_ranks
         # A launcher may have assigned other GPUs than the flag's.
         return chosen if chosen[world.local_rank] == device.index else local_ranks
 
@@ -69,7 +68,7 @@ class LightningAliases:
         return {"num_replicas": world.size, "rank": world.rank} if world.size > 1 else None
 
     @property
-    def precision_plugin(self) -> Precision:
+    def precision_plugin(self) -> strategies.Precision:
         """Precision of the run, with the ``device`` and the ``scaler`` that Lightning's plugins have."""
         accelerator = self._trainer.accelerator
         precision = copy.copy(accelerator.precision)
@@ -214,7 +213,7 @@ class LightningAliases:
         lengths = []
         for loader in sources.evaluation(kind):
             limit = float("inf") if loader.limit is None else loader.limit
-            for part in loader.loaders if isinstance(loader, JointLoader) else [loader]:
+            for part in loader.loaders if isinstance(loader, engine.JointLoader) else [loader]:
                 lengths.append(min(limit, float("inf") if part.length is None else part.length))
         return lengths
 
@@ -225,7 +224,7 @@ class LightningAliases:
         if sources is None or (self._trainer.latest_stage != "fit" and sources.prepared_train is None):
             return None
         source = sources.train.source
-        return source.iterables if isinstance(source, CombinedLoader) else source
+        return source.iterables if isinstance(source, data.CombinedLoader) else source
 
     @property
     def val_dataloaders(self) -> Any:
@@ -245,14 +244,14 @@ class LightningAliases:
     def _get_loaders(self, kind: str) -> Any:
         sources = self._trainer.sources
         source = None if sources is None else sources.get_evaluation_source(kind)
-        return source.iterables if isinstance(source, CombinedLoader) else source
+        return source.iterables if isinstance(source, data.CombinedLoader) else source
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
         """Latest values for the loggers, by name."""
-        return tensors_by_name(self._trainer.logbook.logged_values, self._trainer.logbook.wide)
+        return logging.tensors_by_name(self._trainer.logbook.logged_values, self._trainer.logbook.wide)
 
     @property
     def _logger_connector(self) -> LoggerConnectorView:
@@ -286,15 +285,16 @@ class LightningAliases:
         return models[0] if models else self._trainer.task
 
     @property
-    def checkpoint_callback(self) -> ModelCheckpoint | None:
+    def checkpoint_callback(self) -> callbacks.ModelCheckpoint | None:
         """First `ModelCheckpoint`, or None.
 
         An `OnExceptionCheckpoint` is returned only if there is no other `ModelCheckpoint`.
         """
-        callbacks = [callback for callback in self._trainer.callbacks if isinstance(callback, ModelCheckpoint)]
-        return min(callbacks, key=lambda callback: isinstance(callback, OnExceptionCheckpoint), default=None)
+        savers = [saver for saver in self._trainer.callbacks if isinstance(saver, callbacks.ModelCheckpoint)]
+        return min(savers, key=lambda saver: isinstance(saver, callbacks.OnExceptionCheckpoint), default=None)
 
     @property
-    def early_stopping_callback(self) -> EarlyStopping | None:
+    def early_stopping_callback(self) -> callbacks.EarlyStopping | None:
         """First early-stopping callback, or None. It is inactive with ``fast_dev_run``."""
-        return next((callback for callback in self._trainer.callbacks if isinstance(callback, EarlyStopping)), None)
+        stoppers = (stopper for stopper in self._trainer.callbacks if isinstance(stopper, callbacks.EarlyStopping))
+        return next(stoppers, None)

@@ -7,7 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from .loop import KINDS, Phase
+from . import loop
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -99,7 +99,7 @@ class EpochLoopView(LoopView):
     def batch_progress(self) -> SimpleNamespace:
         """Numbers of micro-batches begun and completed, in this epoch and in total."""
         progress, sources = self._trainer.progress, self._trainer.sources
-        in_step = progress.phase is Phase.IN_STEP
+        in_step = progress.phase is loop.Phase.IN_STEP
         # While the optimizer steps, the loop has already counted the batch, which Lightning counts after the step.
         train = None if sources is None else sources.prepared_train
         counted = in_step and train is not None and train.batches <= progress.batch
@@ -180,7 +180,7 @@ class EvaluationLoopView(LoopView):
 def view_data(trainer: Trainer) -> SimpleNamespace:
     """Return a view of the sources of dataloaders in Lightning's form."""
     sources = {}
-    for kind in KINDS:
+    for kind in loop.KINDS:
         loaders = partial(getattr, trainer, "train_dataloader" if kind == "train" else f"{kind}_dataloaders")
         is_defined = partial(getattr, trainer, "has_validation") if kind == "val" else partial(_is_given, loaders)
         sources[f"_{kind}_dataloader_source"] = SimpleNamespace(is_defined=is_defined, dataloader=loaders)

@@ -8,6 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..common.validation import Limit
+
 if TYPE_CHECKING:
     from ..callbacks import Callback
     from ..engine.profilers import Profiler
@@ -18,7 +20,6 @@ else:
     Callback = Profiler = Logger = Strategy = Any
 
 Devices = int | str | Sequence[int]
-Limit = int | float | None
 
 
 @dataclass(kw_only=True)

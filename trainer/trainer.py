@@ -9,54 +9,34 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..callbacks import (
-    Callback,
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    ModelCheckpoint,
-    ProgressBar,
-)
-from ..common.validation import WrongTypeError, choose
-from ..engine import Accelerator, Metrics, Preemption
-from ..engine.checkpoint import OpenCheckpoint, check_places
-from ..engine.optim import check_schedule
+# The rooms import their files on first use, so that the import of this class does not wait for all of them.
+from .. import callbacks, engine, strategies
+from ..callbacks import Callback
+from ..common.validation import Limit, WrongTypeError, choose
+from ..engine import checkpoint, optim
 from ..engine.profilers import Profiler, choose_profiler
 from ..loggers import Logger
-from ..strategies import Precision, Strategy, report_uncaught
+from ..strategies import report_uncaught
 from ..strategies.distributed import Devices
-from . import arguments
-from .checkpointing import LastStep, TrainerCheckpointer
+from . import arguments, checkpointing, core, logging, loop
 from .copies import Copyable
-from .core import DataModule, SchedulerConfig, TaskModule, log_to, overrides, warn_of_code
 from .default_callbacks import choose_callbacks, choose_loggers, drop_idle
 from .function_ranks import plan_ranks
 from .lightning_aliases import LightningAliases
-from .logging import History, Logbook, choose_metrics, collect_callback_metrics
-from .loop import (
-    KIND_OF_STAGE,
-    Evaluation,
-    EvaluationLoop,
-    Fit,
-    Hooks,
-    Progress,
-    RunSummary,
-    Sources,
-    Stage,
-    Steps,
-    check_step,
-    describe_results,
-    place_and_load,
-    predictions_in_order,
-    wrap,
-)
-from .profiling import Profiled
-from .settings import Limit
 from .states import TrainerStatus
 from .watched import find_directory, locate
+
+if TYPE_CHECKING:
+    from ..engine import Metrics
+    from ..engine.checkpoint import OpenCheckpoint
+    from .checkpointing import LastStep
+    from .core import DataModule, SchedulerConfig, TaskModule
+    from .loop import Hooks, Sources, Steps
+    from .profiling import Profiled
 
 
 class Trainer(LightningAliases, Copyable):
@@ -180,7 +160,7 @@ class Trainer(LightningAliases, Copyable):
         self,
         *,
         accelerator: str = "auto",
-        strategy: str | Strategy = "auto",
+        strategy: str | strategies.Strategy = "auto",
         devices: Devices = "auto",
         num_nodes: int = 1,
         precision: Any = None,
@@ -284,9 +264,9 @@ class Trainer(LightningAliases, Copyable):
         place: dict[str, Any] = {"strategy": strategy, "accelerator": accelerator, "devices": devices}
         self.function_ranks, place = plan_ranks(place | {"num_nodes": num_nodes}, self.changed_flags)
         self.build_accelerator = partial(
-            Accelerator,
+            engine.Accelerator,
             **place,
-            mixed_precision=Precision.parse(self._plugged.precision),
+            mixed_precision=strategies.Precision.parse(self._plugged.precision),
             gradient_accumulation_steps=arguments.check_int("accumulate_grad_batches", accumulate_grad_batches, 1),
             step_micro_batches=step_micro_batches,
             spread=True,
@@ -309,10 +289,10 @@ class Trainer(LightningAliases, Copyable):
             and self.accelerator.device.type == "cuda"
             and not barebones,
         )
-        self.history = History(self.accelerator.cursor)
-        self.logbook = Logbook(self.accelerator.world, self.accelerator.data_world, loggers, self.history)
-        self.progress = Progress()
-        self.new_metrics = choose_metrics(self.accelerator, barebones)
+        self.history = logging.History(self.accelerator.cursor)
+        self.logbook = logging.Logbook(self.accelerator.world, self.accelerator.data_world, loggers, self.history)
+        self.progress = loop.Progress()
+        self.new_metrics = logging.choose_metrics(self.accelerator, barebones)
         self.metrics = self.new_metrics(training=True)
         self.config: str | None = None  # the run's configuration as YAML, if any; saved in checkpoints
         self.resume_command: str | None = None  # the shell command that resumes the run, if one started it
@@ -343,8 +323,8 @@ class Trainer(LightningAliases, Copyable):
         arguments.set_sync_batchnorm(self.strategy, self.sync_batchnorm)
         self.strategy.checkpoint_io = self._plugged.writer
         accumulation, watchdog = self.accelerator.accumulation, self.accelerator.watchdog
-        self.preemption = Preemption(accumulation, watchdog, self.grace_seconds, self._plugged.requeue_signal)
-        self.checkpointer = TrainerCheckpointer(self)
+        self.preemption = engine.Preemption(accumulation, watchdog, self.grace_seconds, self._plugged.requeue_signal)
+        self.checkpointer = checkpointing.TrainerCheckpointer(self)
         if "logbook" in vars(self):  # in a copy
             self.logbook.move_to(self.accelerator)
 
@@ -385,8 +365,8 @@ class Trainer(LightningAliases, Copyable):
             Preempted: If a signal, such as SIGTERM, ends the run.
             KeyboardInterrupt: If Ctrl-C ends the run.
         """
-        warn_of_code(weights_only)
-        if check_schedule(schedule) is not None and ckpt_path is None:
+        core.warn_of_code(weights_only)
+        if optim.check_schedule(schedule) is not None and ckpt_path is None:
             raise ValueError(
                 f"schedule={schedule!r} applies only to a resumed run. Set ckpt_path too, or remove schedule."
             )
@@ -396,10 +376,10 @@ class Trainer(LightningAliases, Copyable):
             more |= {"datamodule": datamodule, "ckpt_path": ckpt_path, "schedule": schedule}
             return self.function_ranks.run(self, "fit", model, **more)
         began = time.time()
-        stage = Stage(self, "fit", model, loaders, datamodule, ckpt_path)
+        stage = loop.Stage(self, "fit", model, loaders, datamodule, ckpt_path)
         with self.preemption.watching():
-            stage.run(Fit(self, schedule).run)
-        RunSummary(self).announce_end(began)
+            stage.run(loop.Fit(self, schedule).run)
+        loop.RunSummary(self).announce_end(began)
 
     def validate(
         self,
@@ -429,7 +409,7 @@ class Trainer(LightningAliases, Copyable):
             TypeError, ValueError: If an argument is invalid, or the stage cannot run with the task and its data.
             Preempted, KeyboardInterrupt: If a signal or Ctrl-C ends the stage.
         """
-        warn_of_code(weights_only)
+        core.warn_of_code(weights_only)
         return self._measure("validate", model, dataloaders, datamodule, ckpt_path, verbose)
 
     def test(
@@ -457,7 +437,7 @@ class Trainer(LightningAliases, Copyable):
         Raises:
             TypeError, ValueError, Preempted, KeyboardInterrupt: See `validate`.
         """
-        warn_of_code(weights_only)
+        core.warn_of_code(weights_only)
         return self._measure("test", model, dataloaders, datamodule, ckpt_path, verbose)
 
     def predict(
@@ -487,15 +467,15 @@ class Trainer(LightningAliases, Copyable):
         Raises:
             TypeError, ValueError, Preempted, KeyboardInterrupt: See `validate`.
         """
-        warn_of_code(weights_only)
+        core.warn_of_code(weights_only)
         if self.function_ranks is not None:
             more = {"return_predictions": return_predictions, "ckpt_path": ckpt_path, "datamodule": datamodule}
             return self.function_ranks.run(self, "predict", model, dataloaders=dataloaders, **more)
         keep = return_predictions is not False
-        stage = Stage(self, "predict", model, {"predict": dataloaders}, datamodule, ckpt_path)
+        stage = loop.Stage(self, "predict", model, {"predict": dataloaders}, datamodule, ckpt_path)
         with self.preemption.watching():
             evaluation = stage.run(partial(self._evaluate, "predict", keep))
-        return predictions_in_order(evaluation, self.accelerator.data_world) if keep else None
+        return loop.predictions_in_order(evaluation, self.accelerator.data_world) if keep else None
 
     def _measure(
         self, stage: str, model: TaskModule | None, loaders: Any, datamodule: Any, ckpt_path: Any, verbose: bool
@@ -503,32 +483,32 @@ class Trainer(LightningAliases, Copyable):
         if self.function_ranks is not None:
             more = {"datamodule": datamodule, "ckpt_path": ckpt_path, "verbose": verbose}
             return self.function_ranks.run(self, stage, model, dataloaders=loaders, **more)
-        by_kind = {KIND_OF_STAGE[stage]: loaders}
-        evaluation = Stage(self, stage, model, by_kind, datamodule, ckpt_path)
+        by_kind = {loop.KIND_OF_STAGE[stage]: loaders}
+        evaluation = loop.Stage(self, stage, model, by_kind, datamodule, ckpt_path)
         with self.preemption.watching():
             metrics = evaluation.run(partial(self._evaluate, stage, False)).metrics
         if verbose:
-            self.print(describe_results(stage, metrics))
+            self.print(loop.describe_results(stage, metrics))
         return metrics
 
     def _evaluate(self, stage: str, keep: bool, task: TaskModule, hooks: Hooks, sources: Sources) -> Any:
-        kind = KIND_OF_STAGE[stage]
+        kind = loop.KIND_OF_STAGE[stage]
         if self.opened_checkpoint is not None:
             self.checkpointer.restore_datamodule(self.opened_checkpoint)
         if getattr(self, f"limit_{kind}_batches") == 0:
-            return Evaluation([], [])
+            return loop.Evaluation([], [])
         loaders = sources.evaluation(kind)
         if not loaders:
             raise WrongTypeError(
                 f"{stage} has no dataloader. Pass dataloaders or a datamodule, or define {kind}_dataloader in the task."
             )
-        check_step(task, stage)
+        loop.check_step(task, stage)
         manual = not task.automatic_optimization
         place = partial(
             self.accelerator.prepare_model, task, evaluation_mode=True, manual_optimization=manual, by_parts=True
         )
-        place_and_load(self, task, place)
-        return EvaluationLoop(self, task, hooks, loaders, stage, within_fit=False, keep_predictions=keep).run()
+        loop.place_and_load(self, task, place)
+        return loop.EvaluationLoop(self, task, hooks, loaders, stage, within_fit=False, keep_predictions=keep).run()
 
     def save_checkpoint(
         self,
@@ -561,7 +541,7 @@ class Trainer(LightningAliases, Copyable):
             raise ValueError(
                 "save_checkpoint needs a task. Call fit or another stage first, or trainer.strategy.connect(task)."
             )
-        check_places("save_checkpoint", {"filepath": filepath}, also)
+        checkpoint.check_places("save_checkpoint", {"filepath": filepath}, also)
         with self.preemption.holding_interrupts():
             self.checkpointer.save(self.task, [filepath, *also], weights_only, trainable_only, blocking, format)
 
@@ -604,7 +584,7 @@ class Trainer(LightningAliases, Copyable):
         return self.accelerator.local_process_index
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> strategies.Strategy:
         """Strategy that distributes the model over the processes."""
         return self.accelerator.strategy
 
@@ -660,7 +640,7 @@ class Trainer(LightningAliases, Copyable):
         if self.max_epochs == -1 or not isinstance(batches, int):
             return self.max_steps if self.max_steps != -1 else float("inf")
         steps = -(-batches // self.accelerator.gradient_accumulation_steps) * self.max_epochs
-        for schedule in (c for c in self.callbacks if isinstance(c, GradientAccumulationScheduler)):
+        for schedule in (c for c in self.callbacks if isinstance(c, callbacks.GradientAccumulationScheduler)):
             steps = schedule.estimate_steps(self.sources.train, self.max_epochs)  # type: ignore[union-attr]
         return steps if self.max_steps == -1 else min(steps, self.max_steps)
 
@@ -669,7 +649,7 @@ class Trainer(LightningAliases, Copyable):
         """True if the task has a ``validation_step`` and a validation dataloader that is not known to be empty."""
         if self.sources is None or self.task is None or self.limit_val_batches == 0:
             return False
-        if not overrides(self.task, "validation_step"):
+        if not core.overrides(self.task, "validation_step"):
             return False
         return len(self.sources.evaluation("val")) > len(self.sources.empty("val"))
 
@@ -694,7 +674,7 @@ class Trainer(LightningAliases, Copyable):
         Values of single steps may be those of this process only. A number that was written can be monitored. Where
         ranks wrote different numbers under a name, monitors use that of the lowest rank.
         """
-        return collect_callback_metrics(self)
+        return logging.collect_callback_metrics(self)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -733,7 +713,7 @@ class Trainer(LightningAliases, Copyable):
     @property
     def settings(self) -> dict[str, Any]:
         """Current settings as plain data, by name."""
-        return arguments.describe_settings(self)
+        return arguments.describe_settings(self, Trainer.__init__.__kwdefaults__ or ())
 
     @property
     def changed_settings(self) -> set[str]:
@@ -749,19 +729,19 @@ class Trainer(LightningAliases, Copyable):
         return drop_idle(self.callbacks) if self.fast_dev_run else self.callbacks
 
     @property
-    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
+    def checkpoint_callbacks(self) -> list[callbacks.ModelCheckpoint]:
         """All active `ModelCheckpoint` callbacks."""
-        return [callback for callback in self.active_callbacks if isinstance(callback, ModelCheckpoint)]
+        return [callback for callback in self.active_callbacks if isinstance(callback, callbacks.ModelCheckpoint)]
 
     @property
-    def early_stopping_callbacks(self) -> list[EarlyStopping]:
+    def early_stopping_callbacks(self) -> list[callbacks.EarlyStopping]:
         """All active `EarlyStopping` callbacks."""
-        return [callback for callback in self.active_callbacks if isinstance(callback, EarlyStopping)]
+        return [callback for callback in self.active_callbacks if isinstance(callback, callbacks.EarlyStopping)]
 
     @property
-    def progress_bar_callback(self) -> ProgressBar | None:
+    def progress_bar_callback(self) -> callbacks.ProgressBar | None:
         """First progress bar among the callbacks, or None."""
-        return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
+        return next((callback for callback in self.callbacks if isinstance(callback, callbacks.ProgressBar)), None)
 
     # -- for the loop and callbacks ------------------------------------------------------------------------------
 
@@ -774,11 +754,11 @@ class Trainer(LightningAliases, Copyable):
         """
         assert self.task is not None
         previous = self.task._metrics
-        log_to(self.task, metrics)
+        core.log_to(self.task, metrics)
         try:
             yield
         finally:
-            log_to(self.task, previous)
+            core.log_to(self.task, previous)
 
     def rewrap(self) -> None:
         """Wrap the task with the strategy again after the set of trained parameters has changed.
@@ -786,7 +766,7 @@ class Trainer(LightningAliases, Copyable):
         Call it between two steps, on all processes.
         """
         if self.task is not None and self.steps is not None:
-            self.steps.use(wrap(self, self.task))
+            self.steps.use(loop.wrap(self, self.task))
 
     def update_train_epoch_values(self) -> None:
         """Update ``callback_metrics`` with the values that training logged in this epoch. Call it on all processes."""

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..strategies.distributed import name_phase
-from .loop import ClosureSteps, EvaluationLoop, FitLoop, ManualSteps, Stage, Steps
-
 if TYPE_CHECKING:
     from .trainer import Trainer
-
-name_phase("setup", Stage._set_up, loop=True)
-name_phase("teardown", Stage._clean_up, loop=True)
-name_phase("training", FitLoop._epoch, FitLoop._end_of_step, loop=True)
-name_phase("forward", Steps.take, ManualSteps.take, ClosureSteps.take, loop=True)
-name_phase("optimizer step", Steps._optimize, loop=True)
-name_phase("evaluation", EvaluationLoop.run, EvaluationLoop._run_loader, EvaluationLoop._fire, loop=True)
 
 
 def locate(trainer: Trainer) -> tuple[str, Any]:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ...common.messages import named_ranks, warn
 from ...common.remote_path import AnyPath, RemotePath, absolute, as_path
 from ...strategies import World
-from ...strategies.distributed import is_sharded, strip_compile_prefix, whole
+from ...strategies.distributed import is_sharded, name_phase, strip_compile_prefix, whole
 from ..configuration import ProjectConfiguration
 from ..optim import check_schedule
 from ..process import Prepared
@@ -99,6 +99,7 @@ class Checkpointer:
 
     # -- saving --------------------------------------------------------------------------------------------------
 
+    @name_phase("save")
     def save_state(
         self,
         output_dir: str | os.PathLike[str] | None = None,

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from ...common.messages import name_type, warn
 from ...strategies import FixedTree, World
+from ...strategies.distributed import name_phase
 from ..rng import Draw, RandomStream, isolated_random_state, seed_micro_batch
 from .dataset_check import find_least, warn_length_changed, warn_order_changed
 from .epoch_position import EpochPosition, Phase
@@ -235,6 +236,7 @@ class Loader:
 
     # -- iteration -----------------------------------------------------------------------------------------------
 
+    @name_phase("data wait")
     def __iter__(self) -> Iterator[Any]:
         """Yield this process's micro-batches of one epoch."""
         return self._run(None)
@@ -305,6 +307,7 @@ class Loader:
         load_states(self._reads, states)
         return found if found is None or self.move is None else self.move(found)
 
+    @name_phase("data wait")
     def groups(self) -> Iterator[Iterable[Any]]:
         """Yield the epoch's groups of micro-batches, one per optimizer step.
 

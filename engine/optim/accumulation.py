@@ -16,6 +16,7 @@ from torch.optim import SGD, Optimizer
 from ...common.messages import warn
 from ...common.validation import check_int
 from ...strategies import FixedTree, PartialSums, Strategy, World
+from ...strategies.distributed import name_phase
 from ..configuration import GradientAccumulationPlugin
 from ..data import Cursor, Micro
 from ..modules import refuse_batch_norm
@@ -348,6 +349,7 @@ class Accumulation:
         # Rarely evaluated.
         return any(p.grad is not None and bool(p.grad.any()) for p in self._iter_trained_parameters())
 
+    @name_phase("backward")
     def backward(
         self,
         loss: Tensor,

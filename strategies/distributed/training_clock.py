@@ -13,13 +13,15 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from .tracebacks import find_owner
 from .waiting_call import WAITING_FILES, is_users
 
 _PERIOD = 1.0  # seconds; at most a fifth of the limit
 _DEBUGGERS = ("bdb", "pdb")
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Progress:
@@ -50,14 +52,20 @@ _phases: dict[CodeType, str] = {}
 _loops: set[CodeType] = set()
 
 
-def name_phase(phase: str, *functions: Callable[..., Any], loop: bool = False) -> None:
-    """Set the name of the phase in which ``functions`` of Treadle run.
+def name_phase(phase: str, loop: bool = False) -> Callable[[F], F]:
+    """Return a decorator that sets the name of the phase in which a function of Treadle runs.
 
-    If ``loop`` is set, each hook or user function that ``functions`` call is a separate phase.
+    If ``loop`` is set, each hook or user function that the function calls is a separate phase.
     """
-    codes = [function.__code__ for function in functions]
-    _phases.update(dict.fromkeys(codes, phase))
-    _loops.update(codes if loop else ())
+
+    def register(function: F) -> F:
+        code = function.__code__
+        _phases[code] = phase
+        if loop:
+            _loops.add(code)
+        return function
+
+    return register
 
 
 def describe_phase(frames: Iterable[FrameType]) -> str:

@@ -104,7 +104,16 @@ def _absolute(node: ast.ImportFrom, module: str, package: bool) -> str | None:
 
 @cache
 def imports(module: str) -> tuple[Import, ...]:
-    return tuple(imports_in(tree(module), module, is_package(module)))
+    """Every imported name, and every name of a room that is used as ``room.name``."""
+    found = tuple(imports_in(tree(module), module, is_package(module)))
+    rooms = {each.name: f"{each.module}.{each.name}".lstrip(".") for each in found if each.module is not None}
+    used = {
+        (node.lineno, rooms[node.value.id], node.attr)
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if (home := rooms.get(node.value.id)) in files() and is_package(home) and node.attr in exports(home)
+    }
+    return found + tuple(Import(line, home, home, name, False) for line, home, name in sorted(used))
 
 
 @cache

@@ -15,7 +15,8 @@ def test_settings_are_the_trainers_flags():
     """The same names, in the same order, with the same types and defaults."""
     own = inspect.signature(treadle.Trainer.__init__).parameters
     flags = {
-        name: (one.annotation.replace("Iterable[", "list["), one.default)  # a file holds lists
+        # A file holds lists.
+        name: (one.annotation.replace("Iterable[", "list[").replace("strategies.", ""), one.default)
         for name, one in own.items()
         if one.kind is one.KEYWORD_ONLY
     }

@@ -17,6 +17,7 @@ from ...engine import isolated_random_state
 from ...engine.data import Micro, batch_indices
 from ...engine.metrics import MutedMetrics
 from ...engine.optim import PreparedOptimizer, nonfinite
+from ...strategies.distributed import name_phase
 from ..core import TaskModule, overrides
 from .hook_table import Hook, Hooks, count_positional, pass_by_keyword, takes_iterator
 from .lr_schedulers import Schedules
@@ -101,6 +102,7 @@ class Steps:
     def close(self) -> None:
         """Release objects that the steps hold."""
 
+    @name_phase("forward", loop=True)
     def take(self, group: Iterable[Any]) -> None:
         """Process the micro-batches of one optimizer step.
 
@@ -215,6 +217,7 @@ class Steps:
                 "number of samples from training_step: {'loss': loss, 'weight': samples}."
             )
 
+    @name_phase("optimizer step", loop=True)
     def _optimize(self, index: int, loss: Tensor, batch: Any) -> None:
         accumulation, optimizers, progress, hooks = self.accumulation, self.optimizers, self.progress, self.hooks
         self.agreement.next_place = progress.step + 1, progress.epoch, index

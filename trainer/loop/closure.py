@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...strategies.distributed import name_phase
 from .automatic import Steps
 from .progress import Phase
 from .step_output import check_loss, for_hooks, loss_in
@@ -28,6 +29,7 @@ class ClosureSteps(Steps):
         (self.optimizer,) = self.optimizers
         self.voting = self.may_leave()
 
+    @name_phase("forward", loop=True)
     def take(self, group: Iterable[Any]) -> None:
         """Process a group of micro-batches in one optimizer step.
 

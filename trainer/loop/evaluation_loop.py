@@ -14,6 +14,7 @@ from torch import nn
 from ...common.messages import announce, format_count, warn
 from ...engine import Loader, Metrics, evaluation_mode, move_data_to_device
 from ...strategies import World
+from ...strategies.distributed import name_phase
 from ..checkpointing import ValidationSnapshot
 from ..core import TaskModule, overrides
 from .dataloaders import explain_empty
@@ -81,6 +82,7 @@ class EvaluationLoop:
         self.metrics = trainer.new_metrics(training=False)
         self._snapshot: ValidationSnapshot | None = None
 
+    @name_phase("evaluation", loop=True)
     def run(self) -> Evaluation:
         """Return the logged values and predictions for all dataloaders. Call it on all processes.
 
@@ -149,6 +151,7 @@ class EvaluationLoop:
         trainer.metrics.evaluation = None
         return Evaluation(_split_by_loader(values, len(self.loaders)), predictions)
 
+    @name_phase("evaluation", loop=True)
     def _run_loader(self, number: int) -> list[Any]:
         trainer, task, metrics, loader = self.trainer, self.task, self.metrics, self.loaders[number]
         metrics.suffix = f"/dataloader_idx_{number}" if len(self.loaders) > 1 else ""
@@ -231,6 +234,7 @@ class EvaluationLoop:
         name = f"on_{self.name}_{moment}"
         return getattr(self.task, name) if hasattr(TaskModule, name) and overrides(self.task, name) else None
 
+    @name_phase("evaluation", loop=True)
     def _fire(self, moment: str) -> None:
         for hook in self._get_hooks(moment):
             hook()

@@ -48,6 +48,7 @@ from typing import TYPE_CHECKING, Any
 from ...callbacks import AgreedInterval, read_learning_rates
 from ...common.messages import format_count, warn
 from ...engine import Loader, isolated_random_state, set_random_state
+from ...strategies.distributed import name_phase
 from ..core import SchedulerConfig, TaskModule
 from ..profiling import measured_in
 from .automatic import Steps
@@ -158,6 +159,7 @@ class FitLoop:
         trainer, progress = self.trainer, self.progress
         return requested and progress.epoch >= trainer.min_epochs and progress.step >= (trainer.min_steps or 0)
 
+    @name_phase("training", loop=True)
     def _epoch(self) -> None:
         """Train one epoch, or the rest of a resumed one."""
         trainer, progress, metrics, hooks = self.trainer, self.progress, self.metrics, self.hooks
@@ -248,6 +250,7 @@ class FitLoop:
 
     # -- between two steps ---------------------------------------------------------------------------------------
 
+    @name_phase("training", loop=True)
     def _end_of_step(self) -> bool:
         """Log, validate, step the schedulers and save between two steps. Return whether to end the epoch early."""
         trainer, progress = self.trainer, self.progress

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ...common.messages import warn
 from ...engine.data import Micro
 from ...engine.optim import PreparedOptimizer, can_skip_on_device, list_parameters
-from ...strategies.distributed import local
+from ...strategies.distributed import local, name_phase
 from ..core import overrides
 from .automatic import Steps
 from .closure import needs_closure
@@ -80,6 +80,7 @@ class ManualSteps(Steps):
         """Replace the wrapped task; see `Steps.use`."""
         self.model = model
 
+    @name_phase("forward", loop=True)
     def take(self, group: Iterable[Any]) -> None:
         """Process a group, which is a single batch; see `Steps.take`."""
         hooks, progress = self.hooks, self.progress

@@ -13,7 +13,7 @@ from ...common.messages import describe_error
 from ...common.mirror import flush
 from ...engine import uneven_counts
 from ...engine.preemption import Preempted
-from ...strategies.distributed import hide_frames
+from ...strategies.distributed import hide_frames, name_phase
 from ...strategies.processes import leave_on_sigterm, mark_stage
 from .. import arguments
 from ..checkpointing import CheckpointResolver
@@ -126,6 +126,7 @@ class Stage:
                 finally:
                     mark_stage(running=False, exiting=exits and not getattr(self.failure, "code", None))
 
+    @name_phase("setup", loop=True)
     def _set_up(self) -> tuple[Hooks, Sources]:
         trainer, task, datamodule = self.trainer, self.task, self.datamodule
         accelerator = trainer.accelerator
@@ -192,6 +193,7 @@ class Stage:
                 place = error_notes.place(trainer, self.name, self.failure)
                 RunSummary(trainer).announce_interrupt(self.name, place)
 
+    @name_phase("teardown", loop=True)
     def _clean_up(self) -> None:
         trainer, failure = self.trainer, self.failure
         errors: list[BaseException] = []
