@@ -509,7 +509,7 @@ class Accelerator(Prepared):
             tree=self._tree if in_tree else None,
         )
         if shard:
-            check_loaders_match(getattr(loader, "flattened", [loader]), self.data_world)
+            check_loaders_match(loader, self.data_world)
         prepared.decide_sharding(self.data_world)
         prepared.dispatch_batches = self.dispatch_batches
         self.loaders.append(prepared)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -56,12 +56,13 @@ def check_values_match(subject: str, values: Mapping[str, Any], world: World, fi
     )
 
 
-def check_loaders_match(loaders: Iterable[Any], world: World) -> None:
+def check_loaders_match(loader: Any, world: World) -> None:
     """Raise a ValueError on every rank if the loaders of the ranks differ in number, class or settings.
 
-    Samplers are compared by class. The data is not compared.
+    A `CombinedLoader` is compared by its loaders. Samplers are compared by class. The data is not compared.
     """
     values: dict[str, Any] = {}
+    loaders = loader.flattened if isinstance(loader, data.CombinedLoader) else [loader]
     for number, loader in enumerate(loaders):
         values[f"dataloader {number}"] = type(loader).__name__
         if data.shards_itself(loader):
