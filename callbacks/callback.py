@@ -71,7 +71,7 @@ class Callback:
         super().__init_subclass__(**options)
         # A user's class stays as it was written.
         if cls.__module__.startswith("treadle.") and "__init__" in vars(cls):
-            cls.__init__ = _refuse_unknown(cls.__init__)  # type: ignore[misc]
+            cls.__init__ = _refuse_unknown(cls.__init__)  # type: ignore[method-assign, misc]
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log one value, as in `TaskModule.log`.
