@@ -116,7 +116,7 @@ $(VENV)/.docs: $(VENV)/.installed
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
-# The tables of docs/migrating and compat/differences.toml.
+# compat/differences.toml, from the rows of docs/differences.
 compat: install
 	$(BIN)/python .ci/make_migration.py
 

@@ -4,7 +4,8 @@
 
 1. The rooms are copied into one folder under their import name, where mkdocstrings finds them.
 2. The pages are laid out in build/docs/pages. Fences lose the words that only the tests read (```` ```python x.py ````)
-   and links out of `docs/` their targets. benchmarks/RESULTS.md, CHANGELOG.md and the notebooks become pages.
+   and links out of `docs/` their targets. benchmarks/RESULTS.md, CHANGELOG.md, the notebooks and the names in
+   compat/*.toml become pages.
 3. Zensical builds them, strictly: no broken link, no docstring that griffe warns of. Beside them come llms.txt, the
    Markdown that it links to, and redirects from addresses that moved.
 4. Each page is read again: its links and pictures exist, nothing is fetched from another host, code kept its lines.
@@ -29,8 +30,15 @@ PAGES = ROOT / "build" / "docs" / "pages"
 THEME = ROOT / "build" / "docs" / "theme"
 PACKAGE = ROOT / "build" / "docs" / "package" / "treadle"
 SITE = ROOT / "build" / "html"
-# Not in the search, since what they say stands on other pages, too.
-GENERATED = {"results.md": ROOT / "benchmarks" / "RESULTS.md", "changelog.md": ROOT / "CHANGELOG.md"}
+# Files outside docs/ by the pages that they become. These are not in the search, since what they say stands on other
+# pages, too.
+SOURCES = {
+    "benchmarks/RESULTS.md": "results.md",
+    "CHANGELOG.md": "changelog.md",
+    "compat/lightning.toml": "migrating/names.md#lightning",
+    "compat/accelerate.toml": "migrating/names.md#accelerate",
+}
+GENERATED = {address.partition("#")[0]: source for source, address in SOURCES.items()}
 NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 MOVED = """<!doctype html>
 <meta charset="utf-8">
@@ -62,8 +70,12 @@ def lay_out_pages():
     for path in PAGES.rglob("*.ipynb"):
         notebook = json.loads(path.read_text(encoding="utf-8"))
         path.with_suffix(".md").write_text(convert_notebook(notebook), encoding="utf-8")
-    for name, source in GENERATED.items():
-        (PAGES / name).write_text(NOT_SEARCHED + source.read_text(encoding="utf-8"), encoding="utf-8")
+    import make_migration  # here, so that tests can import this file on its own
+
+    for page, source in GENERATED.items():
+        is_page = source.endswith(".md")
+        text = (ROOT / source).read_text(encoding="utf-8") if is_page else make_migration.write_names()
+        (PAGES / page).write_text(NOT_SEARCHED + text, encoding="utf-8")
     for path in PAGES.rglob("*.md"):
         page = path.relative_to(PAGES).as_posix()
         text = adapt_markdown(path.read_text(encoding="utf-8"), page)
@@ -74,7 +86,7 @@ def lay_out_pages():
 
 def source_of(page):
     """Return the path of a page's Markdown in the repository."""
-    return GENERATED[page].relative_to(ROOT).as_posix() if page in GENERATED else posixpath.join("docs", page)
+    return GENERATED.get(page, posixpath.join("docs", page))
 
 
 def adapt_markdown(markdown, page):
@@ -87,11 +99,9 @@ def adapt_markdown(markdown, page):
             return match[0]
         target = re.sub(r"\.ipynb$", ".md", target)
         path = posixpath.normpath(posixpath.join(source_of(page), "..", target))
-        for name, source in GENERATED.items():
-            if path == source.relative_to(ROOT).as_posix():
-                return f"[{text}]({posixpath.relpath(name, posixpath.dirname(page) or '.')}{anchor})"
-        if path.startswith("docs/"):
-            return f"[{text}]({posixpath.relpath(path[5:], posixpath.dirname(page) or '.')}{anchor})"
+        if path in SOURCES or path.startswith("docs/"):
+            address = SOURCES.get(path, path.removeprefix("docs/"))
+            return f"[{text}]({posixpath.relpath(address, posixpath.dirname(page) or '.')}{anchor})"
         return text if (ROOT / path).exists() else match[0]  # a broken link, which the build reports
 
     return BUTTONS.sub(adapt_buttons, LINK.sub(adapt, markdown))

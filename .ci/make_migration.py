@@ -1,16 +1,18 @@
-"""Write what documents and `treadle migrate` share: the tables of docs/migrating, and compat/differences.toml.
+"""Write what documents and `treadle migrate` share: compat/differences.toml, and the site's page of names.
 
-    python .ci/make_migration.py            write what is out of date
-    python .ci/make_migration.py --check    list it, and end with status 1
+    python .ci/make_migration.py            write compat/differences.toml if it is out of date
+    python .ci/make_migration.py --check    name it if it is, and end with status 1
 
-The tables list the counterpart of each public name of the peers (`.ci/peer_names.json`); the answers come from Treadle
-itself, as in `treadle migrate`. `compat/differences.toml` has the rows of docs/differences whose first cell has a
-comment with the signs by which a program is concerned:
+`compat/differences.toml` has the rows of docs/differences whose first cell has a comment with the signs by which a
+program is concerned:
 
     <!-- used: Trainer(accumulate_grad_batches), ModelCheckpoint(save_last="link"), LocalSGD, .lr_find, def hook -->
 
 A sign is a flag, a flag with a value, a name, a method that is called, or a method that is defined. ``by hand:`` before
 them means that the program needs a change.
+
+The page lists the counterpart of each public name of the peers (`.ci/peer_names.json`); the answers come from Treadle
+itself, as in `treadle migrate`. `.ci/build_site.py` writes it as migrating/names.md.
 """
 
 import json
@@ -22,10 +24,15 @@ from treadle.common.peer_names import Answer
 from treadle.tools.migrate import find_counterpart
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = ROOT / "docs" / "migrating" / "names.md"
 DIFFERENCES = ROOT / "docs" / "differences"
 SIGNS = ROOT / "compat" / "differences.toml"
 ROOTS = {"lightning": "lightning.pytorch", "accelerate": "accelerate"}
+HEAD = """# Names of Lightning and Accelerate
+
+These tables list the public names of Lightning {lightning} and accelerate {accelerate}, and the Treadle module that
+provides each of them. `pytorch_lightning.X` and `lightning.X` are listed as `lightning.pytorch.X`. Importing a name
+without a counterpart raises an error with the message in its row. A test imports all other names.
+"""
 USED = re.compile(r"\s*<!-- used: (by hand: )?(.*?) -->")
 
 
@@ -38,36 +45,45 @@ def read_peer_names():
     }
 
 
-def write_names():
-    """Return the text of the page of names, and the names without counterpart or answer."""
-    text, unknown = NAMES.read_text(encoding="utf-8"), []
+def find_names():
+    """Return the answer for each public name of the peers.
+
+    Returns:
+        By peer, the names by their module and their home here, the names by the sentence of their import error, and the
+        names that have neither.
+    """
+    found = {}
     for peer, modules in read_peer_names().items():
-        rows, answers = {}, {}
+        rows, answers, unknown = {}, {}, []
         for module, names in modules.items():
             for name in names:
                 home = find_counterpart(module, name)
                 if home is None:
                     unknown.append(f"{module}.{name}")
                 elif isinstance(home, Answer):
-                    answers.setdefault(str(home), []).append(f"`{module}.{name}`")
+                    answers.setdefault(str(home), []).append(f"{module}.{name}")
                 else:
-                    rows.setdefault((module, home), []).append(f"`{name}`")
-        table = ["| Before | Now | Names |", "|---|---|---|"]
-        table += [f"| `{module}` | `{home}` | {', '.join(names)} |" for (module, home), names in sorted(rows.items())]
-        text = replace_part(text, f"names of {peer}", table)
-        table = ["| Not here | |", "|---|---|"]
-        table += [f"| {', '.join(names)} | {answer} |" for answer, names in sorted(answers.items(), key=lambda a: a[1])]
-        text = replace_part(text, f"answers for {peer}", table if answers else ["Every name has a counterpart."])
-    return text, unknown
+                    rows.setdefault((module, home), []).append(name)
+        found[peer] = rows, answers, unknown
+    return found
 
 
-def replace_part(text, name, lines):
-    """Replace the lines between two marks."""
-    start, end = f"<!-- {name}, written by `make compat` -->\n", "<!-- end -->"
-    before, _, rest = text.partition(start)
-    if not rest:
-        raise ValueError(f"docs/migrating/names.md has no line {start}")
-    return before + start + "\n".join(["", *lines, "", end]) + rest.partition(end)[2]
+def write_names():
+    """Return the text of the page of names."""
+    versions = json.loads((ROOT / ".ci" / "peer_names.json").read_text(encoding="utf-8"))
+    lines = [HEAD.format(**{peer: versions[peer]["version"] for peer in ROOTS})]
+    for peer, (rows, answers, _) in find_names().items():
+        lines += [f"## {peer.title()}", "", "| Before | Now | Names |", "|---|---|---|"]
+        lines += [f"| `{module}` | `{home}` | {spans(names)} |" for (module, home), names in sorted(rows.items())]
+        lines += ["", f"### Without a counterpart in {peer.title()}'s list", "", "| Not here | |", "|---|---|"]
+        lines += [f"| {spans(names)} | {answer} |" for answer, names in sorted(answers.items(), key=lambda row: row[1])]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def spans(names):
+    """Return names as code spans."""
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def write_signs():
@@ -96,20 +112,14 @@ def quote(text):
 
 
 def main(arguments):
-    """Write or check the files and return the exit status."""
-    names, unknown = write_names()
-    texts = {SIGNS: write_signs(), NAMES: names}
-    stale = [file for file, text in texts.items() if file.read_text(encoding="utf-8") != text]
-    if "--check" not in arguments:
-        for file in stale:
-            file.write_text(texts[file], encoding="utf-8")
-    for file in stale:
-        print(file.relative_to(ROOT))
-    if "--unknown" in arguments:
-        print(*unknown, sep="\n")
-    if unknown:
-        print(f"{len(unknown)} public names have neither a counterpart nor an answer (--unknown lists them)")
-    return int(bool(stale) and "--check" in arguments)
+    """Write or check the file and return the exit status."""
+    signs = write_signs()
+    stale = SIGNS.read_text(encoding="utf-8") != signs
+    if stale:
+        print(SIGNS.relative_to(ROOT))
+        if "--check" not in arguments:
+            SIGNS.write_text(signs, encoding="utf-8")
+    return int(stale and "--check" in arguments)
 
 
 if __name__ == "__main__":

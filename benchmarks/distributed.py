@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,10 +35,10 @@ TOLERANCE = 1e-6
 
 
 class Model(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, blocks: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
-        layers = (nn.TransformerEncoderLayer(width, HEADS, 4 * width, 0.0, batch_first=True) for _ in range(BLOCKS))
+        layers = (nn.TransformerEncoderLayer(width, HEADS, 4 * width, 0.0, batch_first=True) for _ in range(blocks))
         self.blocks = nn.ModuleList(layers)
         self.head = nn.Linear(width, VOCABULARY)
 
@@ -70,9 +71,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def model_of(width: int) -> Model:
+def model_of(width: int, blocks: int = BLOCKS) -> Model:
     torch.manual_seed(0)
-    return Model(width)
+    return Model(width, blocks)
 
 
 def loader_of(steps: int, sharded: bool) -> DataLoader:
@@ -163,10 +164,10 @@ ARMS: dict[str, tuple[str, Callable[[int, int, list[Tensor]], None]]] = {
 }
 
 
-def seconds(arm: Callable[[int, int, list[Tensor]], None], width: int, steps: int) -> float:
+def seconds(arm: Callable[[Any, int, list[Tensor]], None], size: Any, steps: int) -> float:
     dist.barrier()
     begin = time.perf_counter()
-    arm(width, steps, [])
+    arm(size, steps, [])
     took = torch.tensor(time.perf_counter() - begin)
     dist.all_reduce(took, dist.ReduceOp.MAX)
     return took.item()

@@ -1,6 +1,6 @@
 """Measure an optimizer step with `step_micro_batches`, which fixes the order of sums, beside the same step without it.
 
-    python benchmarks/same_bits.py [--processes 2] [--rounds 7] [--width 128] [--json same_bits.json]
+    python benchmarks/same_bits.py [--processes 2] [--rounds 7] [--width 128] [--blocks 4] [--json same_bits.json]
 
 Every arm trains the small transformer of distributed.py with the Trainer, in micro-batches of 8 samples, with clipping.
 The arms take turns. The time of a step is the slope between a short and a long run, on the slowest process's clock; a
@@ -40,14 +40,14 @@ SENT: dict[str, Callable[[int], float]] = {
 }
 
 
-def train(strategy: str, fixed: bool, width: int, steps: int, losses: list[Tensor]) -> None:
+def train(strategy: str, fixed: bool, size: tuple[int, int], steps: int, losses: list[Tensor]) -> None:
     world = dist.get_world_size()
     flags: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
     flags |= {"step_micro_batches": MICRO_BATCHES} if fixed else {"accumulate_grad_batches": MICRO_BATCHES // world}
     trainer = treadle.Trainer(accelerator="cpu", strategy=strategy, max_epochs=1, gradient_clip_val=1.0, **flags)
-    trainer.fit(Task(model_of(width), losses), loader_of(steps * MICRO_BATCHES // world, sharded=False))
+    trainer.fit(Task(model_of(*size), losses), loader_of(steps * MICRO_BATCHES // world, sharded=False))
 
 
 ARMS = {
@@ -58,12 +58,12 @@ ARMS = {
 }
 
 
-def find_sent_bytes(arm: Any, width: int) -> float:
+def find_sent_bytes(arm: Any, size: tuple[int, int]) -> float:
     """Return the MiB that a process sends in one step."""
 
     def count(steps: int) -> float:
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
-            arm(width, steps, [])
+            arm(size, steps, [])
         total = 0.0
         for event in (event for event in profiled.events() if event.name.startswith("gloo:")):
             shares = [share(dist.get_world_size()) for kind, share in SENT.items() if kind in event.name]
@@ -79,29 +79,32 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--blocks", type=int, default=4, help="of attention; 0 is an embedding and a linear layer")
     parser.add_argument("--steps", type=int, nargs=2, default=(2, 8))
     parser.add_argument("--json", help="where to write the figures")
     args = parser.parse_args()
+    size = args.width, args.blocks
     warnings.simplefilter("ignore")
     logging.getLogger("treadle").setLevel(logging.ERROR)
     accelerator = treadle.Accelerator(cpu=True, devices=args.processes, strategy="ddp")
     torch.set_num_threads(1)
     seen: dict[str, list[Tensor]] = {name: [] for name in ARMS}
     for name, arm in ARMS.items():
-        arm(args.width, 3, seen[name])
+        arm(size, 3, seen[name])
     if not torch.equal(*(torch.stack(losses) for name, losses in seen.items() if "," in name)):
         accelerator.print("the losses of DDP and FSDP with step_micro_batches differ")
         raise SystemExit(1)
-    sent = {name: find_sent_bytes(arm, args.width) for name, arm in ARMS.items()}
+    sent = {name: find_sent_bytes(arm, size) for name, arm in ARMS.items()}
     few, many = args.steps
     slopes: dict[str, list[float]] = {name: [] for name in ARMS}
     for _ in range(args.rounds):
         for name, arm in ARMS.items():
-            long, short = seconds(arm, args.width, many), seconds(arm, args.width, few)
+            long, short = seconds(arm, size, many), seconds(arm, size, few)
             slopes[name].append((long - short) / (many - few) * 1e3)
     if not accelerator.is_main_process:
         return
-    print(f"torch {torch.__version__}, {platform.machine()}, {args.processes} processes, gloo, width {args.width}")
+    what = f"width {args.width}, {args.blocks} blocks"
+    print(f"torch {torch.__version__}, {platform.machine()}, {args.processes} processes, gloo, {what}")
     print(f"{'':28}{'ms/step':>10}{'MiB sent':>10}{'x without':>11}   min - max")
     rows = {}
     for name in ARMS:

@@ -50,6 +50,6 @@ if TYPE_CHECKING:
     from .training_clock import name_phase
     from .waiting_call import DistributedOperationException
     from .watchdog import HUNG, Watchdog, watch
-    from .world import SHARD, TENSOR, Layout, World
+    from .world import REPLICATE, SHARD, TENSOR, Layout, World
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -79,9 +79,10 @@ class FixedTree:
             for row in range(self.rows(leaves) or 1)
         ]
 
-    def add(self, sums: Sequence[Tensor]) -> Tensor:
-        """Add the sums of all ranks, which are overwritten."""
-        by_start = {part.start: (len(part), total) for part, total in zip(self.parts, sums, strict=True)}
+    def add(self, sums: Sequence[Tensor], first: int = 0) -> Tensor:
+        """Add the sums of all ranks, or of those from ``first`` on that share a subtree. The sums are overwritten."""
+        parts = self.parts[first : first + len(sums)]
+        by_start = {part.start: (len(part), total) for part, total in zip(parts, sums, strict=True)}
 
         def add_node(start: int, size: int) -> Tensor:
             own, total = by_start.get(start, (0, None))
@@ -91,7 +92,7 @@ class FixedTree:
             left = add_node(start, size // 2)
             return left.add_(add_node(start + size // 2, size // 2))
 
-        return add_node(0, self.leaves)
+        return add_node(parts[0].start, parts[-1].stop - parts[0].start)
 
 
 class PartialSums:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .tensors import is_sharded, local
+from .tensors import is_sharded, local, piece_of
 from .world import World
+
+LARGE = 2**16
+"""Number of elements above which the rows of a gradient are reduced by themselves."""
 
 
 def clip_to_norm(
@@ -78,13 +82,13 @@ def compute_fixed_norm(gradients: Sequence[Tensor], norm_type: float, world: Wor
         )
     exchanges = world.size > 1 and any(map(is_sharded, gradients))
     rows = []
-    for gradient in gradients:
-        own = _reduce_rows(local(gradient).detach(), norm_type).to(world.device)
+    for gradient, own in zip(gradients, _reduce_rows([local(g).detach() for g in gradients], norm_type), strict=True):
+        own = own.to(world.device)
         if exchanges:
-            count = gradient.shape[0] if gradient.ndim else 1
-            start = min(count, world.rank * -(-count // world.size)) if is_sharded(gradient) else 0
-            every = own.new_zeros(count)
-            if is_sharded(gradient) or world.rank == 0:
+            piece = piece_of(gradient) if is_sharded(gradient) else None
+            start = piece.offset[0] if piece is not None else 0
+            every = own.new_zeros(gradient.shape[0] if gradient.ndim else 1)
+            if world.rank == 0 if piece is None else piece.first_copy:
                 every[start : start + len(own)] = own
             own = every
         rows.append(own)
@@ -95,12 +99,23 @@ def compute_fixed_norm(gradients: Sequence[Tensor], norm_type: float, world: Wor
     return total.sqrt() if norm_type == 2 else total
 
 
-def _reduce_rows(gradient: Tensor, norm_type: float) -> Tensor:
-    if gradient.dtype in (torch.float16, torch.bfloat16):
-        gradient = gradient.float()
-    values = gradient.square() if norm_type == 2 else gradient.abs()
-    rows = values.reshape(len(values), math.prod(values.shape[1:])) if values.ndim else values.reshape(1, 1)
-    return _reduce(rows, norm_type)
+def _reduce_rows(gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    """Reduce the rows of each gradient."""
+    # A model has many small gradients with few lengths of rows, which are reduced together: the calls cost most.
+    groups: dict[Any, list[int]] = {}
+    matrices = []
+    for number, gradient in enumerate(gradients):
+        values = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
+        rows = values.reshape(len(values), math.prod(values.shape[1:])) if values.ndim else values.reshape(1, 1)
+        alone = number if rows.numel() > LARGE else None
+        groups.setdefault((rows.device, rows.dtype, rows.shape[1], alone), []).append(number)
+        matrices.append(rows)
+    reduced: dict[int, Tensor] = {}
+    for numbers in groups.values():
+        rows = torch.cat([matrices[number] for number in numbers])
+        sums = _reduce(rows.square_() if norm_type == 2 else rows.abs_(), norm_type)
+        reduced |= zip(numbers, sums.split([len(matrices[number]) for number in numbers]), strict=True)
+    return [reduced[number] for number in range(len(gradients))]
 
 
 def _reduce(values: Tensor, norm_type: float) -> Tensor:

@@ -20,11 +20,12 @@ class ShardedSums(PartialSums):
     Args:
         tree: The tree.
         world: The processes.
+        replicas: In hybrid sharding, the processes with the same shards as this one. Default: None.
     """
 
-    def __init__(self, tree: FixedTree, world: World) -> None:
+    def __init__(self, tree: FixedTree, world: World, replicas: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self.tree, self.world = tree, world
+        self.tree, self.world, self._replicas = tree, world, replicas
         self._reductions: list[_TreeReduction] = []
 
     def attach(self, root: nn.Module) -> None:
@@ -52,6 +53,8 @@ class ShardedSums(PartialSums):
         if not number:
             for parameter in parameters:
                 parameter.grad = None
+        for reduction in self._reductions if self._replicas is not None else ():
+            reduction.module.set_requires_all_reduce(last, recurse=False)  # type: ignore[operator]
         self.number, self.last, self.empty = number, last, empty
 
     def end(self, parameters: Iterable[Tensor]) -> None:
@@ -80,15 +83,23 @@ class ShardedSums(PartialSums):
         self.add_to([key], [gradients])
         received = torch.empty_like(gradients)
         dist.all_to_all_single(received, gradients, group=group)
+        shards = group.size()
+        total = self.tree.add(list(received.view(shards, -1)), self.world.rank // shards * shards)
+        if self._replicas is not None:
+            # torch adds the results of the replicas in an order of its own: one has the sum, the others zeros.
+            count = self.world.size // shards
+            sums = [torch.empty_like(total) for _ in range(count)]
+            dist.all_gather(sums, total, group=self._replicas)
+            total = FixedTree(count, count).add(sums) if self.world.rank < shards else total.zero_()
         # A placeholder's gradients are zeros of either sign. Adding 0.0 makes every zero positive.
-        torch.add(self.tree.add(list(received.view(self.world.size, -1))), 0.0, out=output)
+        torch.add(total, 0.0, out=output)
 
 
 class _TreeReduction:
     """Reduce-scatter of one FSDP2 module, in the interface of torch."""
 
     def __init__(self, sums: ShardedSums, module: nn.Module) -> None:
-        self._sums, self._module = sums, module
+        self._sums, self.module = sums, module
         self.number = -1  # of the micro-batch whose gradients were reduced last
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -97,7 +108,7 @@ class _TreeReduction:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        size = self._sums.world.size
+        size = group.size()
         full = sum(-(-p.shape[0] // size) * size * math.prod(p.shape[1:]) for p in self.list_trained())
         if input_tensor.numel() != full or self.number == self._sums.number != 0:
             self.refuse()
@@ -106,12 +117,12 @@ class _TreeReduction:
 
     def list_trained(self) -> list[Tensor]:
         """Return the module's own parameters that need gradients."""
-        parameters = (p.sharded_param for _, group in iterate_groups_of(self._module) for p in group.fsdp_params)
+        parameters = (p.sharded_param for _, group in iterate_groups_of(self.module) for p in group.fsdp_params)
         return [parameter for parameter in parameters if parameter.requires_grad]
 
     def refuse(self) -> None:
         raise ValueError(
             f"step_micro_batches with strategy='fsdp' needs each micro-batch to use all trained parameters of "
-            f"{get_original_class(self._module).__name__} in one call, because FSDP adds the gradients of all of them "
+            f"{get_original_class(self.module).__name__} in one call, because FSDP adds the gradients of all of them "
             "at once. Use strategy='ddp' with find_unused_parameters=True, or freeze unused parameters."
         )

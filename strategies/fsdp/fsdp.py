@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...common.messages import announce, name_type
 from ..distributed import (
+    REPLICATE,
     TENSOR,
     FixedTree,
     Layout,
@@ -420,24 +421,32 @@ class FSDP(Strategy):
     def add_in_tree(self, tree: FixedTree) -> PartialSums:
         """See `Strategy.add_in_tree`."""
         policy, storage = self.mixed_precision, self.precision.storage or torch.float32
+        world, replicas = self.world.size, self.layout.replicate
         clashes = {
-            "tensor_parallel_size": (self.layout.tensor > 1, "adds parts of one sample over the processes"),
-            "data_parallel_replicate": (self.layout.replicate != 1, "adds gradients of replicas in any order"),
+            "tensor_parallel_size": (
+                self.layout.tensor > 1,
+                "adds parts of one sample over the processes, so the result depends on their number",
+            ),
+            "data_parallel_replicate": (
+                replicas > 1 and (world & (world - 1) != 0 or world == replicas),
+                f"needs a power of two of processes, not {world}, with at least 2 for each of {replicas} replicas",
+            ),
             "mixed_precision": (
                 policy is not None and (policy.reduce_dtype or policy.param_dtype or storage) != storage,
-                f"adds gradients in another dtype than the parameters' {storage}",
+                f"adds gradients in another dtype than the parameters' {storage}, so the result depends on the number "
+                "of processes",
             ),
         }
         for option in (name for name, (is_set, _) in clashes.items() if is_set):
             raise ValueError(
                 f"step_micro_batches={tree.leaves} can't be combined with FSDP({option}=...), which "
-                f"{clashes[option][1]}, so the result depends on the number of processes. Remove {option}."
+                f"{clashes[option][1]}. Remove {option}."
             )
         self.tree = tree
         if self.world.size == 1:
             return PartialSums()
         self.delays_sync = False  # the partial sums are held by the reduction
-        self._sums = ShardedSums(tree, self.world)
+        self._sums = ShardedSums(tree, self.world, self._mesh[REPLICATE].get_group() if replicas > 1 else None)
         return self._sums
 
     def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:

@@ -1,6 +1,7 @@
-"""Names that scripts import: every row of docs/migrating/names.md, and Lightning's own in one module."""
+"""Names that scripts import: each that the site's page of names lists, and Lightning's own in one module."""
 
 import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -12,45 +13,56 @@ import treadle.compat as pl
 import treadle
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "migrating" / "names.md").read_text(encoding="utf-8")
-ROWS = re.findall(r"^\| `([a-z]+\.?[\w.]*)` \| `(treadle[\w.]*)` \| (`.*`) \|$", TEXT, re.MULTILINE)
-PARTS = re.findall(r"^<!-- answers for \w+, .* -->\n(.*?)^<!-- end -->", TEXT, re.MULTILINE | re.DOTALL)
-ANSWERS = re.findall(r"^\| (`.*?`) \| (.*) \|$", "".join(PARTS), re.MULTILINE)
+SPEC = importlib.util.spec_from_file_location("make_migration", ROOT / ".ci" / "make_migration.py")
+make_migration = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(make_migration)
 
 
-def split_names(cell):
-    return re.findall(r"`([\w.]+)`", cell)
+@pytest.fixture(scope="module")
+def names():
+    return make_migration.find_names()
 
 
-@pytest.mark.parametrize(("old", "new", "names"), ROWS, ids=[f"{old}-{new}" for old, new, _ in ROWS])
-def test_every_new_path_can_be_imported(old, new, names):
-    for name in split_names(names):
-        found: dict[str, object] = {}
-        exec(f"from {new} import {name}", found)
-        assert found[name] is not None
+def test_every_counterpart_can_be_imported(names):
+    for rows, _, _ in names.values():
+        assert sum(map(len, rows.values())) > 100
+        for (_, home), listed in rows.items():
+            for name in listed:
+                found: dict[str, object] = {}
+                exec(f"from {home} import {name}", found)
+                assert found[name] is not None
 
 
-def test_every_answer_is_what_an_import_says():
-    for names, sentence in ANSWERS:
-        for dotted in split_names(names):
-            module, _, name = dotted.rpartition(".")
-            path = module.removeprefix("lightning.pytorch").removeprefix("accelerate")
-            with pytest.raises(ImportError, match=re.escape(sentence)):
-                exec(f"from treadle.compat{path} import {name}", {})
+def test_every_answer_is_what_an_import_says(names):
+    for _, answers, _ in names.values():
+        assert answers
+        for sentence, listed in answers.items():
+            for dotted in listed:
+                module, _, name = dotted.rpartition(".")
+                path = module.removeprefix("lightning.pytorch").removeprefix("accelerate")
+                with pytest.raises(ImportError, match=re.escape(sentence)):
+                    exec(f"from treadle.compat{path} import {name}", {})
 
 
-def test_there_are_rows():
-    counts = dict.fromkeys(("lightning", "accelerate"), 0)
-    for old, _, names in ROWS:
-        counts[old.partition(".")[0]] += len(split_names(names))
-    assert counts["lightning"] > 100
-    assert counts["accelerate"] > 100
+def test_every_name_has_a_counterpart_or_an_answer(names):
+    assert [name for _, _, unknown in names.values() for name in unknown] == []
 
 
-def test_document_and_tables_are_those_that_make_compat_writes():
-    check = [sys.executable, str(ROOT / ".ci" / "make_migration.py"), "--check"]
-    done = subprocess.run(check, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}: run `make compat`"
+def test_the_page_lists_each_name(names, monkeypatch):
+    monkeypatch.setattr(make_migration, "find_names", lambda: names)
+    page = make_migration.write_names()
+    assert "| `lightning.pytorch` | `treadle` | `Callback`, `LightningDataModule`, " in page
+    for rows, answers, _ in names.values():
+        for (module, home), listed in rows.items():
+            cell = ", ".join(f"`{name}`" for name in listed)
+            assert f"| `{module}` | `{home}` | {cell} |\n" in page
+        for sentence, listed in answers.items():
+            cell = ", ".join(f"`{name}`" for name in listed)
+            assert f"| {cell} | {sentence} |\n" in page
+
+
+def test_the_table_of_differences_is_the_one_that_make_compat_writes():
+    assert make_migration.SIGNS.read_text(encoding="utf-8") == make_migration.write_signs(), "run `make compat`"
 
 
 def test_the_version_is_our_own():

@@ -110,7 +110,7 @@ def whole(tensor):
 
 
 def describe(model, optimizer, norms, losses, epochs):
-    moments = [whole(state[key]) for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    moments = [whole(moment) for state in optimizer.state.values() for moment in state.values() if moment.ndim]
     double = functools.partial(torch.tensor, dtype=torch.float64)
     return {
         "weights": digest(whole(p.detach()).reshape(-1) for p in model.parameters()),
@@ -424,6 +424,43 @@ def fit_own_loop():
     return describe(accelerator.unwrap_model(model), optimizer, norms, [], [])
 
 
+class Recomputed(Task):
+    """A task that computes the activations of its layers, and their dropout masks, again in the backward pass."""
+
+    def training_step(self, batch, index):
+        layers = self.net.layers
+        hidden = torch.utils.checkpoint.checkpoint(layers[:-1], batch[0], use_reentrant=False)
+        return nn.functional.cross_entropy(layers[-1](hidden), batch[1])
+
+
+class WithMuon(Task):
+    """A task whose matrices are orthogonalized by Muon, which FSDP gathers for that."""
+
+    def configure_optimizers(self):
+        return treadle.optim.muon_with_adamw(self.net, lr=0.02)
+
+
+def fit_hybrid(replicas):
+    strategy = treadle.strategies.FSDP(auto_wrap_policy={nn.Linear}, data_parallel_replicate=replicas)
+    return fit("mlp", "32-true", 3, strategy=strategy, step_micro_batches=V)
+
+
+def fit_more_settings():
+    """Train with what changes how gradients are computed, or how they are used."""
+    results = {}
+    for name in STRATEGIES:
+        flags = {"strategy": strategy_of(name), "step_micro_batches": V}
+        average = treadle.callbacks.EMAWeightAveraging(decay=0.5)
+        results |= {
+            f"recomputation, {name}": fit("mlp", "32-true", 2, task=Recomputed("mlp"), **flags),
+            f"float16, {name}": fit("mlp", "16-mixed", 2, **flags),
+            f"average, {name}": fit("mlp", "32-true", 2, callbacks=average, **flags),
+            f"compiled, {name}": fit("mlp", "32-true", 2, compile={"backend": "aot_eager"}, **flags),
+            f"Muon, {name}": fit("mlp", "32-true", 2, task=WithMuon("mlp"), **flags),
+        }
+    return {name: found for name, (found, _) in results.items()}
+
+
 def fit_settings():
     flags = {"step_micro_batches": V}
     few = {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}
@@ -446,13 +483,13 @@ def fit_settings():
 
 
 @functools.cache
-def settings_alone():
-    return run(fit_settings, 1)[0]
+def settings_alone(function):
+    return run(function, 1)[0]
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_settings_that_keep_the_bits(world):
-    ranks, expected = run(fit_settings, world), settings_alone()
+    ranks, expected = run(fit_settings, world), settings_alone(fit_settings)
     assert expected["noise"] == expected["workers"]
     assert expected["fast"]["steps"] == 1
     assert expected["limits"]["steps"] == 6
@@ -461,6 +498,27 @@ def test_settings_that_keep_the_bits(world):
         for name, found in ranks_results.items():
             keys = ("weights", "norms") if rank or name in ("zero", "fast") else tuple(found)
             assert {key: found[key] for key in keys} == {key: expected[name][key] for key in keys}, name
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(4, 2), pytest.param(8, 4, marks=pytest.mark.exhaustive)])
+def test_hybrid_sharding_keeps_the_bits(world, replicas):
+    expected, record = fit("mlp", "32-true", 3, step_micro_batches=V)
+    ranks = run(fit_hybrid, world, replicas)
+    assert ranks[0] == (expected, record | {"seeds": ranks[0][1]["seeds"]})
+    assert all(found[key] == expected[key] for found, _ in ranks for key in ("weights", "moments", "norms"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world", [2, 4])
+def test_more_settings_that_keep_the_bits(world):
+    expected = settings_alone(fit_more_settings)
+    for kind in ("recomputation", "float16", "average", "compiled", "Muon"):
+        assert expected[f"{kind}, ddp"] == expected[f"{kind}, fsdp"]
+    for ranks_results in run(fit_more_settings, world, timeout=300):
+        for name, found in ranks_results.items():
+            assert {key: found[key] for key in ("weights", "norms")} == {
+                key: expected[name][key] for key in ("weights", "norms")
+            }, name
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------
@@ -627,7 +685,7 @@ def test_refusals_of_several_ranks():
     expected = {
         "own data": "a DataLoader of each rank's own data",
         "tensor_parallel_size": "FSDP(tensor_parallel_size=...)",
-        "data_parallel_replicate": "FSDP(data_parallel_replicate=...)",
+        "data_parallel_replicate": "needs a power of two of processes, not 2, with at least 2 for each of 2 replicas",
         "unused": "needs each micro-batch to use all trained parameters",
     }
     for errors in run(find_refusals_of_ranks, 2):
