@@ -175,7 +175,8 @@ class EarlyStopping(Callback):
         reason, progress = self.stopping_reason_message, trainer.progress
         if reason is None:
             return
-        if progress.epoch < trainer.min_epochs or progress.step < (trainer.min_steps or 0):  # the stop was held back
+        # A limit holds the stop back.
+        if progress.epoch < (trainer.min_epochs or 0) or progress.step < (trainer.min_steps or 0):
             trainer.stop_requests.add(id(self))
             return
         exceeded = self._find_exceeded_limit(self._decided_at, self._decided_after)

@@ -63,9 +63,14 @@ def seconds(name: str, value: str | timedelta | Mapping[str, int] | None) -> flo
     return None if value is None else parse_duration(name, value).total_seconds()
 
 
-def check_bounds(unit: str, low: int, high: int) -> None:
-    """Raise a ValueError if ``min_<unit>`` exceeds ``max_<unit>``; -1 means unlimited."""
-    if 0 <= high < low:
+def check_count(name: str, value: Any, low: int) -> Any:
+    """Return the value if it is an integer of at least ``low``, or None for the default."""
+    return None if value is None else check_int(name, value, low)
+
+
+def check_bounds(unit: str, low: int | None, high: int | None) -> None:
+    """Raise a ValueError if ``min_<unit>`` exceeds ``max_<unit>``; -1 and None mean unlimited."""
+    if low is not None and high is not None and 0 <= high < low:
         raise ValueError(f"min_{unit}={low} must be at most max_{unit}={high}. Lower min_{unit} or raise max_{unit}.")
 
 
@@ -244,13 +249,16 @@ class Plugged(NamedTuple):
     sync_batchnorm: bool
     writer: checkpointing.CheckpointIO
     requeue_signal: int | None
+    environment: preemption.SLURMEnvironment | strategies.LaunchEnvironment | None
 
 
 def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> Plugged:
     """Return what ``plugins`` and the flags ``precision`` and ``sync_batchnorm`` set."""
     check_bool("sync_batchnorm", sync_batchnorm)
     writer: checkpointing.CheckpointIO = checkpointing.TorchCheckpointIO()
-    slurm = preemption.SLURMEnvironment()
+    environment: preemption.SLURMEnvironment | strategies.LaunchEnvironment | None = None
+    if preemption.SLURMEnvironment.detect():
+        environment = preemption.SLURMEnvironment()
     several = isinstance(plugins, Iterable) and not isinstance(plugins, str | Mapping)
     for plugin in plugins if several else [] if plugins is None else [plugins]:
         if isinstance(plugin, strategies.Precision):
@@ -265,14 +273,15 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> Plugge
             sync_batchnorm = True
         elif isinstance(plugin, checkpointing.CheckpointIO):
             writer = plugin
-        elif isinstance(plugin, preemption.SLURMEnvironment):
-            slurm = plugin
-        elif not isinstance(plugin, strategies.LaunchEnvironment):  # a LaunchEnvironment is detected in any case
+        elif isinstance(plugin, preemption.SLURMEnvironment | strategies.LaunchEnvironment):
+            environment = plugin  # the launcher is detected in any case
+        else:
             raise TypeError(
                 f"plugins={plugin!r:.100} must be a treadle.plugins.Precision, TorchSyncBatchNorm() or CheckpointIO. "
                 "Remove it. Treadle detects the cluster."
             )
-    return Plugged(precision, sync_batchnorm, writer, slurm.requeue_signal if slurm.auto_requeue else None)
+    slurm = environment if isinstance(environment, preemption.SLURMEnvironment) else preemption.SLURMEnvironment()
+    return Plugged(precision, sync_batchnorm, writer, slurm.requeue_signal if slurm.auto_requeue else None, environment)
 
 
 def set_sync_batchnorm(strategy: strategies.Strategy, enabled: bool) -> None:

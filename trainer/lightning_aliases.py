@@ -83,13 +83,11 @@ class LightningAliases:
 
     @property
     def _accelerator_connector(self) -> SimpleNamespace:
-        device = self._trainer.strategy.root_device
-        devices = [
-            torch.device(device.type, index) if device.index is not None else device for index in self.device_ids
-        ]
-        trainer = self._trainer
+        trainer, device = self._trainer, self._trainer.strategy.root_device
+        devices = [device if device.index is None else torch.device(device.type, index) for index in self.device_ids]
         return SimpleNamespace(
             _parallel_devices=devices,
+            cluster_environment=trainer._plugged.environment,
             is_distributed=trainer.world_size > 1,
             strategy=trainer.strategy,
             use_distributed_sampler=trainer.use_distributed_sampler,

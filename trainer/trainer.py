@@ -63,7 +63,8 @@ class Trainer(LightningAliases, Copyable):
         fast_dev_run: Run only this many batches in each stage, to find errors early. True runs one batch. Loggers,
             `ModelCheckpoint`, `EarlyStopping` and the report are disabled. Default: False.
         max_epochs: Epochs to train; -1 sets no limit. Default: 1000 if neither ``max_steps`` nor ``max_time`` is set,
-            else no limit.
+            else no limit. The attribute of this name, like ``min_epochs``, is None until the first `fit` sets the
+            default.
         min_epochs: Epochs that must complete before an early stop takes effect. Default: 0.
         max_steps: Optimizer steps to train; -1 sets no limit. Default: -1.
         min_steps: Optimizer steps that must complete before an early stop takes effect. Default: 0.
@@ -216,16 +217,14 @@ class Trainer(LightningAliases, Copyable):
             arguments.refuse_with_barebones(self.changed_flags)
             logger = enable_checkpointing = enable_progress_bar = enable_model_summary = enable_report = False
             num_sanity_val_steps = log_every_n_steps = 0
-        if max_epochs is None:
-            max_epochs = 1000 if max_steps == -1 and max_time is None else -1
         self.fast_dev_run = True if fast_dev_run == 1 else fast_dev_run
-        self.max_epochs = 1 if fast else arguments.check_int("max_epochs", max_epochs, -1)
+        self.max_epochs = 1 if fast else arguments.check_count("max_epochs", max_epochs, -1)
         self.max_steps = fast or arguments.check_int("max_steps", max_steps, -1)
-        self.min_epochs = arguments.check_int("min_epochs", min_epochs or 0, 0)
-        self.min_steps = None if min_steps is None else arguments.check_int("min_steps", min_steps, 0)
+        self.min_epochs = arguments.check_count("min_epochs", min_epochs, 0)
+        self.min_steps = arguments.check_count("min_steps", min_steps, 0)
         if not fast:
             arguments.check_bounds("epochs", self.min_epochs, self.max_epochs)
-            arguments.check_bounds("steps", self.min_steps or 0, self.max_steps)
+            arguments.check_bounds("steps", self.min_steps, self.max_steps)
         self.max_seconds = arguments.seconds("max_time", max_time)
         self.grace_seconds = arguments.seconds("grace", grace)
         self.limit_train_batches = fast or arguments.check_limit("limit_train_batches", limit_train_batches)
@@ -311,6 +310,7 @@ class Trainer(LightningAliases, Copyable):
         self.hooks: Hooks | None = None
         self.sources: Sources | None = None
         self.ckpt_path: str | None = None
+        self.schedule: str | None = None  # source of the learning rates of a resumed run
         self.opened_checkpoint: OpenCheckpoint | None = None  # of ckpt_path, until it is restored
         self.last_step: LastStep | None = None
         self.steps: Steps | None = None
@@ -365,20 +365,26 @@ class Trainer(LightningAliases, Copyable):
             Preempted: If a signal, such as SIGTERM, ends the run.
             KeyboardInterrupt: If Ctrl-C ends the run.
         """
-        core.warn_of_code(weights_only)
         if optim.check_schedule(schedule) is not None and ckpt_path is None:
             raise ValueError(
                 f"schedule={schedule!r} applies only to a resumed run. Set ckpt_path too, or remove schedule."
             )
-        loaders = {"train": train_dataloaders, "val": val_dataloaders}
         if self.function_ranks is not None:
-            more = {f"{kind}_dataloaders": value for kind, value in loaders.items()}
-            more |= {"datamodule": datamodule, "ckpt_path": ckpt_path, "schedule": schedule}
+            more = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders, "schedule": schedule}
+            more |= {"datamodule": datamodule, "ckpt_path": ckpt_path, "weights_only": weights_only}
             return self.function_ranks.run(self, "fit", model, **more)
+        self.schedule = schedule
+        self._fit_impl(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
+
+    def _fit_impl(
+        self, model: TaskModule, train: Any, val: Any, datamodule: Any, ckpt_path: Any, weights_only: bool | None
+    ) -> None:
+        """Train in this process. The name and the order of the arguments are Lightning's, because tests patch them."""
+        core.warn_of_code(weights_only)
         began = time.time()
-        stage = loop.Stage(self, "fit", model, loaders, datamodule, ckpt_path)
+        stage = loop.Stage(self, "fit", model, {"train": train, "val": val}, datamodule, ckpt_path)
         with self.preemption.watching():
-            stage.run(loop.Fit(self, schedule).run)
+            stage.run(loop.Fit(self).run)
         loop.RunSummary(self).announce_end(began)
 
     def validate(

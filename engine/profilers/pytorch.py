@@ -85,8 +85,7 @@ class PyTorchProfiler(Profiler):
         if self.plan is not None and not (callable(self.plan) and isinstance(self.plan(0), ProfilerAction)):
             raise TypeError(f"schedule={self.plan!r} must be None or a result of torch.profiler.schedule(...).")
         self.on_trace_ready: Callable[..., Any] | None = profiler_kwargs.pop("on_trace_ready", None)
-        if group_by_input_shapes:
-            profiler_kwargs["record_shapes"] = True
+        profiler_kwargs["record_shapes"] = group_by_input_shapes or profiler_kwargs.get("record_shapes", False)
         self.group_by_input_shapes = group_by_input_shapes
         self.emit_nvtx = emit_nvtx
         self.export_to_chrome = export_to_chrome
@@ -137,9 +136,9 @@ class PyTorchProfiler(Profiler):
             options = {name: value for name, value in self.profiler_kwargs.items() if name == "record_shapes"}
             self.profiler = torch.autograd.profiler.emit_nvtx(**options)
         else:
-            self.profiler = torch.profiler.profile(
-                schedule=self.plan, on_trace_ready=self._export_cycle, **self.profiler_kwargs
-            )
+            # Merged first, so that a command line takes torch's arguments, which differ by version, as they are.
+            options = self.profiler_kwargs | {"schedule": self.plan, "on_trace_ready": self._export_cycle}
+            self.profiler = torch.profiler.profile(**options)
         self.profiler.__enter__()
         if self.record_module_names and self.model is not None:
             self._names = ModuleNames(self.model)

@@ -245,13 +245,38 @@ def test_limits_before_fit():
         return trainer.max_epochs, trainer.min_epochs, trainer.max_steps
 
     assert make_trainer(gradient_clip_algorithm="VALUE").gradient_clip_algorithm == "value"
-    assert limits() == (1000, 0, -1)
-    assert limits(max_steps=5) == (-1, 0, 5)
-    assert limits(max_time="00:00:01:00") == (-1, 0, -1)
+    assert limits() == (None, None, -1)
+    assert limits(max_steps=5) == (None, None, 5)
+    assert limits(max_time="00:00:01:00") == (None, None, -1)
     trainer = treadle.Trainer(accelerator="cpu", max_time="00:00:01:00")
     assert [type(callback).__name__ for callback in trainer.callbacks] == [
         *("ModelSummary", "TQDMProgressBar", "ModelCheckpoint", "RunReport")
     ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "before", "within"),
+    [
+        ({}, (None, None), (1000, 0)),
+        ({"max_steps": 5}, (None, None), (-1, 0)),
+        ({"max_time": "00:00:01:00"}, (None, None), (-1, 0)),
+        ({"min_epochs": 1, "max_epochs": 2}, (2, 1), (2, 1)),
+        ({"fast_dev_run": True}, (1, None), (1, 0)),
+    ],
+)
+def test_limits_within_fit(flags, before, within):
+    class Reads(Line):
+        def setup(self, stage):
+            self.limits = self.trainer.max_epochs, self.trainer.min_epochs
+
+        def on_train_start(self):
+            self.trainer.should_stop = True
+
+    task, trainer = Reads(), treadle.Trainer(accelerator="cpu", **NO_OUTPUT, **flags)
+    trainer.validate(task, DataLoader(torch.ones(4, 1)), verbose=False)
+    assert task.limits == before
+    trainer.fit(task, DataLoader(torch.ones(4, 1)))
+    assert task.limits == (trainer.max_epochs, trainer.min_epochs) == within
 
 
 def test_numbers_of_batches_that_are_evaluated():

@@ -10,6 +10,8 @@ from support.models import loader
 from support.trainers import make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from treadle.engine.preemption import SLURMEnvironment
+from treadle.strategies import LaunchEnvironment, TorchSyncBatchNorm
 
 import treadle
 
@@ -121,6 +123,21 @@ def test_what_is_not_there() -> None:
 
 def test_the_devices_before_a_run() -> None:
     assert make_trainer()._accelerator_connector._parallel_devices == [torch.device("cpu")]
+
+
+def test_the_cluster_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def environment(**flags: Any) -> Any:
+        return make_trainer(**flags)._accelerator_connector.cluster_environment
+
+    passed = SLURMEnvironment(auto_requeue=False)
+    assert environment() is None
+    assert environment(plugins=passed) is passed
+    assert environment(plugins=[TorchSyncBatchNorm(), passed]) is passed
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    launched = LaunchEnvironment.read(variables)
+    assert environment(plugins=launched) is launched
+    monkeypatch.setattr(SLURMEnvironment, "detect", lambda: True)
+    assert isinstance(environment(), SLURMEnvironment)
 
 
 def test_the_indices_of_listed_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

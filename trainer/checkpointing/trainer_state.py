@@ -569,7 +569,8 @@ class TrainerCheckpointer:
                     "callback with this state_key. Add the callback to restore its state."
                 )
         assert self._trainer.hooks is not None
-        added = HookDict({**self._get_counts(), **state["added"]})
+        progress = self._trainer.progress
+        added = HookDict({"epoch": progress.epoch, "global_step": progress.step, **state["added"]})
         if self._trainer.hooks.on_load_checkpoint and self._trainer.opened_checkpoint is not None:
             opened = self._trainer.opened_checkpoint
             added |= copy_added_objects(opened.manifest.info, opened.path)
@@ -579,9 +580,6 @@ class TrainerCheckpointer:
             added["state_dict"] = self._trainer.task.state_dict()  # just loaded
         for hook in self._trainer.hooks.on_load_checkpoint:
             hook(added)
-
-    def _get_counts(self) -> dict[str, int]:
-        return {"epoch": self._trainer.progress.epoch, "global_step": self._trainer.progress.step}
 
     def _get_hparams(self) -> dict[str, Any]:
         task = self._trainer.task

@@ -133,7 +133,7 @@ class FitLoop:
             )
         with trainer.history.spending("training"):
             trainer.history.begin(progress, read_learning_rates(trainer))
-            while progress.step_is_unfinished or not self._is_finished():
+            while progress.step_is_unfinished or not (self._is_complete() or self._agree_to_stop()):
                 self._epoch()
         progress.seconds = time.monotonic() - self.started
         with trainer.logging_to(None):  # the last values are written
@@ -144,9 +144,6 @@ class FitLoop:
         trainer, progress = self.trainer, self.progress
         has_reached = 0 <= trainer.max_epochs <= progress.epoch or 0 <= trainer.max_steps <= progress.step
         return has_reached or not trainer.limit_train_batches
-
-    def _is_finished(self) -> bool:
-        return self._is_complete() or self._agree_to_stop()
 
     def _agree_to_stop(self) -> bool:
         """Return whether to stop, as agreed by all ranks between two steps. After a signal, save and end the run."""
@@ -191,7 +188,8 @@ class FitLoop:
                 break
         else:
             if not progress.batch:
-                raise ValueError(f"the training dataloader yielded no batch. {self._explain_empty()}")
+                why = explain_empty(self.loader, trainer.world_size)
+                raise ValueError(f"the training dataloader yielded no batch. {why}")
             if not progress.epoch_is_trained:  # the end of a dataloader without a length is known only here
                 self._close_epoch()
         self.steps.read_outcome()  # a limit ended the run within the epoch
@@ -238,9 +236,6 @@ class FitLoop:
             sources.reload("val", progress.epoch)
             sources.warn_of_empty_validation()
             self.validation_every = self._compute_validation_interval()
-
-    def _explain_empty(self) -> str:
-        return explain_empty(self.loader, self.trainer.world_size)
 
     def _wants_to_stop(self) -> bool:
         return bool(self.trainer.stop_requests) or self._is_late()

@@ -87,6 +87,10 @@ class Stage:
         trainer.stage = trainer.latest_stage = self.name
         trainer.status = TrainerStatus.RUNNING
         trainer.task, trainer.datamodule = task, self.datamodule
+        if self.name == "fit":
+            trainer.min_epochs = trainer.min_epochs or 0
+            if trainer.max_epochs is None:  # in Lightning too, these flags stay None until the first fit
+                trainer.max_epochs = 1000 if trainer.max_steps == -1 and trainer.max_seconds is None else -1
         trainer.hooks = trainer.ckpt_path = trainer.opened_checkpoint = trainer.last_step = trainer.steps = None
         trainer.should_stop = trainer.interrupted = False
         trainer.logbook.clear()  # values read after a stage belong to that stage

@@ -68,7 +68,8 @@ class Profiled:
         accelerator, profiler = trainer.accelerator, trainer.profiler
         profiler.device, profiler.model = accelerator.device, trainer.task
         root = trainer.default_root_dir
-        folder = trainer.logbook.agree_on_directory(root) if _needs_directory(profiler) else root
+        needs_directory = profiler.dirpath is None and profiler.needs_directory
+        folder = trainer.logbook.agree_on_directory(root) if needs_directory else root
         # Scripts that run in one process read fit-NAME.txt, as in Lightning.
         profiler.setup(stage, trainer.global_rank if trainer.world_size > 1 else None, str(local_folder(folder)))
         for owner, names in (
@@ -201,10 +202,6 @@ def measured(profiler: Profiler, action: str, function: Callable[..., Any]) -> C
             stop(action)
 
     return run
-
-
-def _needs_directory(profiler: Profiler) -> bool:
-    return profiler.dirpath is None and profiler.needs_directory
 
 
 def _advise(loader: Loader) -> str:

@@ -339,16 +339,12 @@ def _select_facts(record: dict[str, Any]) -> dict[str, Any]:
             facts[name] = {key: text for key, text in texts.items() if isinstance(text, str)}
     parameters = record.get("parameters")
     if isinstance(parameters, dict):
-        facts["parameters"] = {name: value for name, value in parameters.items() if _is_parameter(value)}
+        facts["parameters"] = {n: v for n, v in parameters.items() if isinstance(v, str | bool | None) or _is_number(v)}
     return facts
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def _is_parameter(value: Any) -> bool:
-    return value is None or isinstance(value, str | bool) or _is_number(value)
 
 
 def _is_value(value: Any) -> bool:

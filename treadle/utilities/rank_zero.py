@@ -4,8 +4,10 @@ from lightning_utilities.core.rank_zero import WarningCache, rank_prefixed_messa
 
 from . import rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
 
-LightningDeprecationWarning = DeprecationWarning
-"""Category of warnings about deprecated names."""
+
+class LightningDeprecationWarning(DeprecationWarning):
+    """Category of warnings about deprecated names. Its filters do not affect the warnings of other libraries."""
+
 
 __all__ = [
     "LightningDeprecationWarning",

@@ -11,6 +11,7 @@ from support.processes import script
 from support.trainers import NO_OUTPUT
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from treadle.cli import LightningArgumentParser, LightningCLI
+from treadle.engine.preemption import SLURMEnvironment
 
 import treadle
 
@@ -296,6 +297,51 @@ def test_trainers_of_ones_own():
 
     cli = build("--trainer.note=5", trainer_class=Own, cli=Limited)
     assert (cli.trainer.note, cli.trainer.max_epochs) == (5, 7)
+
+
+def test_a_trainer_may_be_built_again():
+    cli = build(trainer_defaults={**DEFAULTS, "max_epochs": None})
+    assert cli.trainer.max_epochs is None
+    again = cli.instantiate_trainer(max_epochs=7, callbacks=[Timer()])
+    assert (again.max_epochs, cli.trainer.max_epochs, cli.config_init.trainer.max_epochs) == (7, None, None)
+    assert [type(callback) for callback in again.callbacks] == [Timer]
+
+
+def test_fit_trains_in_the_method_that_lightning_programs_patch():
+    class Own(treadle.Trainer):
+        def _fit_impl(self, *arguments):
+            self.arguments = arguments
+            super()._fit_impl(*arguments)
+
+    cli = execute("fit", trainer_class=Own)
+    assert cli.trainer.arguments == (cli.model, None, None, cli.datamodule, None, None)
+    assert cli.trainer.current_epoch == 2
+
+
+def test_a_cluster_environment_among_the_plugins():
+    settings = '"init_args": {"auto_requeue": false}'
+    plugins = f'[{{"class_path": "lightning.fabric.plugins.environments.SLURMEnvironment", {settings}}}]'
+    environment = build(f"--trainer.plugins={plugins}").trainer._accelerator_connector.cluster_environment
+    assert isinstance(environment, SLURMEnvironment)
+    assert environment.auto_requeue is False
+
+
+def test_further_arguments_of_a_profiler():
+    words = ("--trainer.profiler=PyTorchProfiler", "--trainer.profiler.row_limit=10")
+    cli = build(*words, "--trainer.profiler.dict_kwargs.profile_memory=true", "--trainer.profiler.record_shapes=true")
+    assert cli.trainer.profiler.row_limit == 10
+    assert cli.trainer.profiler.profiler_kwargs == {"profile_memory": True, "record_shapes": True}
+    # The other arguments of torch's profiler differ by its version, so they are not part of the configuration.
+    assert cli.config.trainer.profiler.dict_kwargs == {"profile_memory": True}
+    assert not {"acc_events", "with_stack"} & set(cli.config.trainer.profiler.init_args.keys())
+
+
+def test_what_is_printed_names_treadle(capsys):
+    with pytest.raises(SystemExit):
+        build("--trainer.callbacks=DeviceStatsMonitor", "--print_config")
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"# treadle=={treadle.__version__}\n")
+    assert "class_path: treadle.callbacks.DeviceStatsMonitor\n" in printed
 
 
 def test_the_names_are_those_of_the_peer():
