@@ -24,6 +24,7 @@ QUICK_PIP = PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-che
 
 install: $(VENV)/.installed
 $(VENV)/.installed: $(VENV)/.demo
+	@echo "installing the packages of the tests, about 1 GB: this takes minutes"
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,examples]'
 	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt $(STREAMING)
