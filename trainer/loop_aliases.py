@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -181,10 +182,14 @@ def view_data(trainer: Trainer) -> SimpleNamespace:
     sources = {}
     for kind in loop.KINDS:
         loaders = partial(getattr, trainer, "train_dataloader" if kind == "train" else f"{kind}_dataloaders")
-        is_defined = (lambda: trainer.has_validation) if kind == "val" else (lambda get=loaders: get() is not None)
+        is_defined = partial(getattr, trainer, "has_validation") if kind == "val" else partial(_is_given, loaders)
         sources[f"_{kind}_dataloader_source"] = SimpleNamespace(is_defined=is_defined, dataloader=loaders)
     selector = SimpleNamespace(model=trainer.task, datamodule=trainer.datamodule)
     return SimpleNamespace(trainer=trainer, _datahook_selector=selector, **sources)
+
+
+def _is_given(get: Callable[[], Any]) -> bool:
+    return get() is not None
 
 
 class LoggerConnectorView(LoopView):

@@ -23,7 +23,8 @@ from typing import Any
 from ...common.messages import write_stderr
 from ..processes import Dumps, explain_silence, fetch_stacks, identify_host, is_alive
 from .tracebacks import silence_uncaught
-from .training_clock import TrainingClock, is_waiting, progress
+from .training_clock import TrainingClock, progress
+from .waiting_call import is_waiting
 
 _ANSWER = 1.0  # seconds within which the ranks have to answer an alarm
 _PRINTING = 2.0  # seconds that the other ranks wait for the report

@@ -6,7 +6,6 @@ while its stack, the count of steps and exchanges, and the position of the run a
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 from .tracebacks import find_owner
-from .waiting_call import WAITING_FILES, is_users
+from .waiting_call import is_users
 
 _PERIOD = 1.0  # seconds; at most a fifth of the limit
 _DEBUGGERS = ("bdb", "pdb")
@@ -79,12 +78,6 @@ def describe_phase(frames: Iterable[FrameType]) -> str:
             phase = code.co_qualname
         looping = code in _loops
     return phase
-
-
-def is_waiting(frames: list[FrameType]) -> bool:
-    """Return whether a thread with these frames, outermost first, waits for other ranks."""
-    file = frames[-1].f_code.co_filename.replace(os.sep, "/") if frames else ""
-    return any(part in file for part in WAITING_FILES)
 
 
 def ask_weakly(owner: Any, question: Callable[[Any], Any], default: Any) -> Callable[[], Any]:

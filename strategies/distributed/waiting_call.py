@@ -62,11 +62,19 @@ def is_users(frame: FrameType) -> bool:
     return not frame.f_code.co_filename.startswith((*_LIBRARIES, "<")) and find_owner(frame) is None
 
 
+def is_waiting(frames: Sequence[FrameType]) -> bool:
+    """Return whether a thread with these frames, outermost first, waits for other ranks."""
+    if not frames or find_owner(frames[-1]) is None:  # a user's folder may be called strategies/distributed, too
+        return False
+    file = frames[-1].f_code.co_filename.replace(os.sep, "/")
+    return any(part in file for part in WAITING_FILES)
+
+
 def find_waiting_call(frames: Sequence[FrameType]) -> WaitingCall | None:
     """Return the call in which a thread with these frames, outermost first, waits for other ranks; else None."""
     frames = [frame for frame in frames if not frame.f_code.co_filename.endswith(_WRAPPERS)]
     files = [frame.f_code.co_filename.replace(os.sep, "/") for frame in frames]
-    if not files or not any(part in files[-1] for part in WAITING_FILES):
+    if not is_waiting(frames):
         return None
     user = max((n for n, frame in enumerate(frames) if is_users(frame)), default=-1)
     number = next(n for n in range(user + 1, len(files)) if any(part in files[n] for part in WAITING_FILES))

@@ -53,8 +53,8 @@ from ..processes import (
 from . import process_group
 from .hang_report import LONGEST, HangReport, RankMessages, Verdict
 from .tracebacks import is_agent_store, silence_uncaught
-from .training_clock import TrainingClock, ask_weakly, describe_phase, is_waiting, progress
-from .waiting_call import WaitingCall, describe_calls_that_differ, describe_mismatch, find_waiting_call
+from .training_clock import TrainingClock, ask_weakly, describe_phase, progress
+from .waiting_call import WaitingCall, describe_calls_that_differ, describe_mismatch, find_waiting_call, is_waiting
 from .world import World
 
 HUNG = 124  # the exit status of timeout(1)
