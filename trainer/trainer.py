@@ -310,7 +310,6 @@ class Trainer(LightningAliases, Copyable):
         self.hooks: Hooks | None = None
         self.sources: Sources | None = None
         self.ckpt_path: str | None = None
-        self.schedule: str | None = None  # source of the learning rates of a resumed run
         self.opened_checkpoint: OpenCheckpoint | None = None  # of ckpt_path, until it is restored
         self.last_step: LastStep | None = None
         self.steps: Steps | None = None
@@ -365,26 +364,20 @@ class Trainer(LightningAliases, Copyable):
             Preempted: If a signal, such as SIGTERM, ends the run.
             KeyboardInterrupt: If Ctrl-C ends the run.
         """
+        core.warn_of_code(weights_only)
         if optim.check_schedule(schedule) is not None and ckpt_path is None:
             raise ValueError(
                 f"schedule={schedule!r} applies only to a resumed run. Set ckpt_path too, or remove schedule."
             )
+        loaders = {"train": train_dataloaders, "val": val_dataloaders}
         if self.function_ranks is not None:
-            more = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders, "schedule": schedule}
-            more |= {"datamodule": datamodule, "ckpt_path": ckpt_path, "weights_only": weights_only}
+            more = {f"{kind}_dataloaders": value for kind, value in loaders.items()}
+            more |= {"datamodule": datamodule, "ckpt_path": ckpt_path, "schedule": schedule}
             return self.function_ranks.run(self, "fit", model, **more)
-        self.schedule = schedule
-        self._fit_impl(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
-
-    def _fit_impl(
-        self, model: TaskModule, train: Any, val: Any, datamodule: Any, ckpt_path: Any, weights_only: bool | None
-    ) -> None:
-        """Train in this process. The name and the order of the arguments are Lightning's, because tests patch them."""
-        core.warn_of_code(weights_only)
         began = time.time()
-        stage = loop.Stage(self, "fit", model, {"train": train, "val": val}, datamodule, ckpt_path)
+        stage = loop.Stage(self, "fit", model, loaders, datamodule, ckpt_path)
         with self.preemption.watching():
-            stage.run(loop.Fit(self).run)
+            stage.run(loop.Fit(self, schedule).run)
         loop.RunSummary(self).announce_end(began)
 
     def validate(

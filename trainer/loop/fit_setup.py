@@ -42,14 +42,15 @@ class Fit:
 
     Args:
         trainer: Trainer that runs the stage.
+        schedule: Source of learning rates after a resume; see `Accelerator.load_state`.
     """
 
     task: TaskModule
     hooks: Hooks
     sources: Sources
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Trainer, schedule: str | None) -> None:
+        self.trainer, self.schedule = trainer, schedule
 
     def run(self, task: TaskModule, hooks: Hooks, sources: Sources) -> None:
         """Prepare the run, restore the checkpoint to resume from, if any, and train.
@@ -112,7 +113,7 @@ class Fit:
         initial_states = [
             (source, source.state_dict()) for source in (sources.hook_loaders("train") if reloads else [])
         ]
-        random_state = trainer.checkpointer.restore_run(trainer.opened_checkpoint, trainer.schedule)
+        random_state = trainer.checkpointer.restore_run(trainer.opened_checkpoint, self.schedule)
         trainer.opened_checkpoint = None  # everything is restored, so its memory can be freed
         if reloads:
             trainer.progress.loaded = trainer.progress.epoch

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import treadle
 from treadle.testing.faults import disk_points
 
-# One of the frames is Lightning's `_fit_impl`, which tests of its users replace.
-MOST_FRAMES, MOST_CALLS, MOST_CALLS_OWN_LOOP, MOST_CALLS_SECOND_OPTIMIZER = 7, 32, 25, 5
+MOST_FRAMES, MOST_CALLS, MOST_CALLS_OWN_LOOP, MOST_CALLS_SECOND_OPTIMIZER = 6, 32, 25, 5
 MOST_CALLS_CHECKPOINT = {"file": 1835, "directory": 1225}
 FOLDERS = tuple(
     str(Path(folder).resolve()) + os.sep
