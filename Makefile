@@ -55,7 +55,7 @@ test-torch: $(OTHER)/.installed
 $(OTHER)/.installed: pyproject.toml constraints.txt
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	$(OTHER)/bin/python -m pip install --quiet --upgrade pip
-	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	grep -vE '^(torch|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
 	PYTHONWARNINGS=ignore $(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt --editable '.[test,examples]' torch$(if $(filter-out newest,$(TORCH)),==$(TORCH))
 	$(OTHER)/bin/python -m pip install --quiet --no-deps --constraint constraints.txt $(STREAMING)
 	$(OTHER)/bin/python -c 'import torchao' 2> /dev/null || $(OTHER)/bin/python -m pip uninstall --quiet --yes torchao

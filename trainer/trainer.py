@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -364,20 +364,26 @@ class Trainer(LightningAliases, Copyable):
             Preempted: If a signal, such as SIGTERM, ends the run.
             KeyboardInterrupt: If Ctrl-C ends the run.
         """
-        core.warn_of_code(weights_only)
         if optim.check_schedule(schedule) is not None and ckpt_path is None:
             raise ValueError(
                 f"schedule={schedule!r} applies only to a resumed run. Set ckpt_path too, or remove schedule."
             )
-        loaders = {"train": train_dataloaders, "val": val_dataloaders}
         if self.function_ranks is not None:
-            more = {f"{kind}_dataloaders": value for kind, value in loaders.items()}
-            more |= {"datamodule": datamodule, "ckpt_path": ckpt_path, "schedule": schedule}
+            more = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders, "schedule": schedule}
+            more |= {"datamodule": datamodule, "ckpt_path": ckpt_path, "weights_only": weights_only}
             return self.function_ranks.run(self, "fit", model, **more)
+        more = {} if schedule is None else {"schedule": schedule}
+        self._fit_impl(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only, **more)
+
+    def _fit_impl(
+        self, model: TaskModule, train: Any, val: Any, data: Any, path: Any, code: bool | None, schedule: Any = None
+    ) -> None:
+        """Train in this process. Lightning's name and order of arguments: tests of its users replace this method."""
+        core.warn_of_code(code)
         began = time.time()
-        stage = loop.Stage(self, "fit", model, loaders, datamodule, ckpt_path)
+        stage = loop.Stage(self, "fit", model, {"train": train, "val": val}, data, path)
         with self.preemption.watching():
-            stage.run(loop.Fit(self, schedule).run)
+            stage.run(loop.Fit(self, schedule).work)
         loop.RunSummary(self).announce_end(began)
 
     def validate(
@@ -490,12 +496,12 @@ class Trainer(LightningAliases, Copyable):
             self.print(loop.describe_results(stage, metrics))
         return metrics
 
-    def _evaluate(self, stage: str, keep: bool, task: TaskModule, hooks: Hooks, sources: Sources) -> Any:
+    def _evaluate(self, stage: str, keep: bool, task: TaskModule, hooks: Hooks, sources: Sources) -> loop.Work:
         kind = loop.KIND_OF_STAGE[stage]
         if self.opened_checkpoint is not None:
             self.checkpointer.restore_datamodule(self.opened_checkpoint)
         if getattr(self, f"limit_{kind}_batches") == 0:
-            return loop.Evaluation([], [])
+            return nullcontext(lambda: loop.Evaluation([], []))
         loaders = sources.evaluation(kind)
         if not loaders:
             raise WrongTypeError(
@@ -507,7 +513,8 @@ class Trainer(LightningAliases, Copyable):
             self.accelerator.prepare_model, task, evaluation_mode=True, manual_optimization=manual, by_parts=True
         )
         loop.place_and_load(self, task, place)
-        return loop.EvaluationLoop(self, task, hooks, loaders, stage, within_fit=False, keep_predictions=keep).run()
+        evaluation = loop.EvaluationLoop(self, task, hooks, loaders, stage, within_fit=False, keep_predictions=keep)
+        return nullcontext(evaluation.run)
 
     def save_checkpoint(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -40,8 +41,7 @@ def clip_to_norm(
     if fixed_in is not None:
         total = compute_fixed_norm(gradients, norm_type, fixed_in)
     else:
-        norms = [torch.nn.utils.get_total_norm(group, norm_type) for group in _group_by_mesh(gradients)]
-        norms = [norm.full_tensor() if is_sharded(norm) else norm for norm in norms]  # type: ignore[attr-defined]
+        norms = [_compute_norm(group, norm_type) for group in _group_by_mesh(gradients)]
         total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     scale = torch.clamp(max_norm / (total.nan_to_num(nan=0.0, posinf=math.inf) + 1e-6), max=1.0)
     parts: dict[torch.device, list[Tensor]] = {}
@@ -50,6 +50,21 @@ def clip_to_norm(
     for device, group in parts.items():
         torch._foreach_mul_(group, scale.to(device))
     return total
+
+
+def _compute_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
+    """Return the total norm of plain gradients, or of gradients that are sharded over one mesh."""
+    if norm_type != math.inf or not is_sharded(gradients[0]):
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+        return norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
+    from torch.distributed.tensor import DTensor, Partial
+
+    # torch's maximum norm raises for the empty shard of a process that holds no row of a small tensor (torch 2.13).
+    mesh = gradients[0].device_mesh  # type: ignore[attr-defined]
+    shards = [shard for gradient in gradients if (shard := local(gradient).detach()).numel()]
+    largest = torch.nn.utils.get_total_norm(shards or [local(gradients[0]).new_zeros(1)], norm_type)
+    dtype = functools.reduce(torch.promote_types, (gradient.dtype for gradient in gradients))
+    return DTensor.from_local(largest.to(dtype), mesh, [Partial("max")] * mesh.ndim).full_tensor()
 
 
 def _group_by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

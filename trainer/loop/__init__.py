@@ -19,6 +19,6 @@ if TYPE_CHECKING:
     from .preemption import save_and_leave
     from .progress import Phase, Progress
     from .run_summary import RunSummary, describe_results
-    from .stage import Stage
+    from .stage import Stage, Work
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

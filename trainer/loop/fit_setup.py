@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -52,8 +52,9 @@ class Fit:
     def __init__(self, trainer: Trainer, schedule: str | None) -> None:
         self.trainer, self.schedule = trainer, schedule
 
-    def run(self, task: TaskModule, hooks: Hooks, sources: Sources) -> None:
-        """Prepare the run, restore the checkpoint to resume from, if any, and train.
+    @contextmanager
+    def work(self, task: TaskModule, hooks: Hooks, sources: Sources) -> Iterator[Callable[[], None]]:
+        """Prepare the run, restore the checkpoint to resume from, if any, and yield the function that trains.
 
         Args:
             task: The user's task.
@@ -85,7 +86,7 @@ class Fit:
             loop = FitLoop(trainer, task, model, hooks, loader, trainer.lr_scheduler_configs, run_validation)
             saves = any(callback.save_on_exception for callback in trainer.checkpoint_callbacks)
             with trainer.preemption.catching_interrupts() if saves else nullcontext():
-                measured_in(trainer, "training", loop.run)(random_state)
+                yield partial(measured_in(trainer, "training", loop.run), random_state)
         if idle := list_unused(task):
             warn(
                 f"torch.compile had no effect on {', '.join(idle)}, because no step called "

@@ -30,6 +30,8 @@ from .run_summary import RunSummary
 if TYPE_CHECKING:
     from ..trainer import Trainer
 
+Work = AbstractContextManager[Callable[[], Any]]
+"""Preparation of a stage that yields the function which runs it, so that it is no frame above a user's step."""
 _SPENT_ON = {"fit": "setup", "validate": "validation", "test": "test", "predict": "predict"}
 
 
@@ -77,11 +79,11 @@ class Stage:
         self.loaders, self.datamodule, self.ckpt_path = loaders, datamodule, ckpt_path
         self.failure: BaseException | None = None
 
-    def run(self, work: Callable[[TaskModule, Hooks, Sources], Any] | None) -> Any:
-        """Run the stage with its setup and teardown, and return the result of ``work``.
+    def run(self, work: Callable[[TaskModule, Hooks, Sources], Work] | None) -> Any:
+        """Run the stage with its setup and teardown, and return the result of the function of ``work``.
 
         Args:
-            work: Function that runs the stage; None ends it after the tuning searches.
+            work: Function that prepares the stage; None ends it after the tuning searches.
         """
         trainer, task = self.trainer, self.task
         trainer.stage = trainer.latest_stage = self.name
@@ -111,8 +113,8 @@ class Stage:
                         task.configure_model()
                     task.trainer = trainer  # also of the nested tasks that setup or configure_model created
                     anomalies = torch.autograd.set_detect_anomaly(True) if trainer.detect_anomaly else nullcontext()
-                    with anomalies, uneven_counts(task, trainer.accelerator.world):
-                        return work(task, hooks, sources)
+                    with anomalies, uneven_counts(task, trainer.accelerator.world), work(task, hooks, sources) as run:
+                        return run()
             except BaseException as error:
                 self.failure = error
                 trainer.status = TrainerStatus.INTERRUPTED

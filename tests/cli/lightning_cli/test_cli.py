@@ -307,6 +307,17 @@ def test_a_trainer_may_be_built_again():
     assert [type(callback) for callback in again.callbacks] == [Timer]
 
 
+def test_fit_trains_in_the_method_that_lightning_programs_patch():
+    class Own(treadle.Trainer):
+        def _fit_impl(self, *arguments):
+            self.arguments = arguments
+            super()._fit_impl(*arguments)
+
+    cli = execute("fit", trainer_class=Own)
+    assert cli.trainer.arguments == (cli.model, None, None, cli.datamodule, None, None)
+    assert cli.trainer.current_epoch == 2
+
+
 def test_a_cluster_environment_among_the_plugins():
     settings = '"init_args": {"auto_requeue": false}'
     plugins = f'[{{"class_path": "lightning.fabric.plugins.environments.SLURMEnvironment", {settings}}}]'
