@@ -47,7 +47,6 @@ test-all: install
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m 'not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)
 
 # The tests of CI beside another torch, in an environment of its own; TORCH=newest takes what pip finds.
-# The pinned torchao can't be imported with torch 2.9, and neither can the packages that import it wherever they find it.
 TORCH ?= 2.14.1
 OTHER := .venv-torch-$(TORCH)
 test-torch: $(OTHER)/.installed
@@ -58,7 +57,6 @@ $(OTHER)/.installed: pyproject.toml constraints.txt
 	grep -vE '^(torch|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
 	PYTHONWARNINGS=ignore $(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt --editable '.[test,examples]' torch$(if $(filter-out newest,$(TORCH)),==$(TORCH))
 	$(OTHER)/bin/python -m pip install --quiet --no-deps --constraint constraints.txt $(STREAMING)
-	$(OTHER)/bin/python -c 'import torchao' 2> /dev/null || $(OTHER)/bin/python -m pip uninstall --quiet --yes torchao
 	touch $@
 
 test-slow: install

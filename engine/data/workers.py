@@ -438,4 +438,4 @@ def end_workers(view: DataLoader[Any]) -> None:
     """End the workers of the loader's latest iterator, even if other references to it exist."""
     iterator = view.__dict__.pop("_treadle_iterator", lambda: None)()
     if iterator is not None:
-        iterator._shutdown_workers()  # private, like the call in its `__del__`; present in torch 2.9 to 2.13
+        iterator._shutdown_workers()  # private, like the call in its `__del__`; present in torch 2.11 to 2.13

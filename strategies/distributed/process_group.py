@@ -63,7 +63,7 @@ def connect(
         # gloo is kept beside nccl, so that objects and host tensors are exchanged without the GPU.
         if backend in (None, "nccl"):
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        # Its functions have the current group as default argument, whose sockets stay open (torch 2.9 to 2.13).
+        # Its functions have the current group as default argument, whose sockets stay open (torch 2.11 to 2.13).
         import torch.distributed.nn.functional  # noqa: F401
 
         launched = LaunchEnvironment.read()
@@ -315,6 +315,6 @@ def await_gloo_threads(limit: float = 1.0, looks: int = 3) -> None:
         mine = str(threading.get_native_id())
         name, _ = read_stat(tasks / mine)
         others = [read_stat(task) for task in tasks.iterdir() if task.name != mine]
-        # In torch 2.9 gloo's threads have the name of the thread that started them. "R": running or ready to run.
+        # In torch 2.11 gloo's threads have the name of the thread that started them. "R": running or ready to run.
         states = [fields[:1] for other, fields in others if "gloo" in other or other == name]
         at_rest = 0 if ["R"] in states else at_rest + 1

@@ -29,19 +29,10 @@ class ShardedSums(PartialSums):
         self._reductions: list[_TreeReduction] = []
 
     def attach(self, root: nn.Module) -> None:
-        """Reduce the gradients of a sharded model in the tree.
-
-        Raises:
-            ValueError: If the installed torch does not support this.
-        """
+        """Reduce the gradients of a sharded model in the tree."""
         for part in root.modules():
             if not any(True for _ in iterate_groups_of(part)):
                 continue
-            if not hasattr(part, "set_force_sum_reduction_for_comms"):
-                raise ValueError(
-                    f"step_micro_batches={self.tree.leaves} with strategy='fsdp' needs a reduction that torch "
-                    f"{torch.__version__} does not have. Upgrade torch to 2.9 or newer, or use strategy='ddp'."
-                )
             reduction = _TreeReduction(self, part)
             self._reductions.append(reduction)
             part.set_custom_reduce_scatter(reduction)  # type: ignore[operator]

@@ -32,6 +32,11 @@ _MANUAL_RULES = {  # by words of torch's error (2.13)
 }
 
 
+def _refuse(gradient: Tensor) -> None:
+    """Refuse the gradient of a shard: FSDP2 sets those itself. Before torch 2.13, training went on with wrong ones."""
+    raise ValueError(_OUTSIDE)
+
+
 class ShardedRouter(Router):
     """Root module of a sharded model.
 
@@ -92,10 +97,12 @@ class BackwardPasses:
             if isinstance(result, Tensor) and result.requires_grad:
                 result.register_hook(self._enter)
         for _, group in iterate_groups_of(block):
-            for parameter in (fsdp_parameter.unsharded_param for fsdp_parameter in group.fsdp_params):
+            for fsdp_parameter in group.fsdp_params:
+                parameter = fsdp_parameter.unsharded_param
                 if parameter.requires_grad and parameter not in self._followed:
                     self._followed[parameter] = parameter.register_hook(self._weigh)
                     parameter.register_post_accumulate_grad_hook(self._enter)
+                    fsdp_parameter.sharded_param.register_hook(_refuse)
 
     def _weigh(self, gradient: Tensor) -> Tensor | None:
         weight = self.root._strategy().backward_weight  # type: ignore[union-attr]
@@ -189,7 +196,7 @@ def iterate_groups_of(part: Any) -> Iterator[tuple[Any, Any]]:
     if get_state is not None:
         state = get_state()
         groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # in torch 2.9, each has at most one
+        if groups is None:  # in torch 2.11, each has at most one
             groups = [group for group in (state._fsdp_param_group,) if group is not None]
         for group in groups:
             yield state, group

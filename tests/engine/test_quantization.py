@@ -16,7 +16,6 @@ from treadle.strategies import FSDP
 
 import treadle
 
-pytest.importorskip("torchao", reason="needs torchao, whose 0.18 can't be imported with torch 2.9")
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchao's own, of the tensors it makes
 
 WIDTH = 64

@@ -88,6 +88,7 @@ def test_every_module_is_imported_a_fit_runs_and_missing_commands_are_named(run)
     assert "treadle runs show default/1" in of_fit
 
 
+@pytest.mark.exhaustive  # each rule also holds with the folder, which test_layering.py shows
 def test_the_rules_of_the_rooms_hold(run):
     rules = "every_room or point_down or nothing_imports or faces"
     file = "tests/integration/test_layering.py"

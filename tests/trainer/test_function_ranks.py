@@ -88,7 +88,9 @@ def plain(steps=4):
     return task, loss.item()
 
 
-@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork_find_unused_parameters_true"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("ddp_spawn", marks=pytest.mark.exhaustive), "ddp_fork_find_unused_parameters_true"]
+)
 def test_the_state_comes_back(strategy, tmp_path) -> None:
     expected, last_loss = plain()  # also a backward pass in this process
     checkpoints, ranks = ModelCheckpoint(monitor="val"), Ranks(tmp_path)

@@ -33,8 +33,6 @@ def simulated_world(size: int, rank: int, device: Any, resized: Callable[[Tensor
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # In torch 2.9, this import tells fake tensors what a collective returns. Later versions do so themselves (2.13).
-    importlib.import_module("torch.distributed._tools.fake_collectives")
     before = rank_zero_only.rank  # type: ignore[attr-defined]
     _forget_grids()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)

@@ -368,6 +368,8 @@ def precisions(strategy=FSDP, world=2):
         torch.manual_seed(11)
         task = Task()
         one = trainer(strategy(), precision=precision, epochs=4, gradient_clip_val=None)
+        if precision == "16-mixed":  # at torch's first scale, a process's share overflows in more steps (torch 2.11)
+            one.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         one.fit(task, DataLoader(dataset(), batch_size=4 // world, shuffle=True))
         loss = float(one.validate(task, DataLoader(dataset(), 2), verbose=False)[0]["val_loss"])
         found[precision] = loss, str(next(task.parameters()).dtype)
