@@ -410,7 +410,7 @@ class FSDP(Strategy):
         elif isinstance(module, Router):  # its input is the batch, in which a target or a mask must not be rounded
             policy = replace(policy, cast_forward_inputs=False)
         if any(p.is_complex() for p in module.parameters() if p.requires_grad and not is_sharded(p)):
-            if policy.param_dtype is not None and torch.__version__ < (2, 13):
+            if policy.param_dtype is not None and torch.__version__ < "2.13":
                 raise ValueError(
                     f"with gather_dtype or mixed_precision, torch {torch.__version__} would drop the imaginary part of "
                     f"complex parameters, as in {type(module).__name__}. Upgrade torch to 2.13, or remove the option."

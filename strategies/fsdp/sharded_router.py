@@ -32,9 +32,9 @@ _MANUAL_RULES = {  # by words of torch's error (2.13)
 }
 
 
-def _refuse(gradient: Tensor) -> None:
+def _refuse(gradient: Any) -> None:
     """Refuse the gradient of a shard: FSDP2 sets those itself. Before torch 2.13, training went on with wrong ones."""
-    raise ValueError(_OUTSIDE)
+    raise RuntimeError(f"a shard got a gradient with placement {gradient.placements}")
 
 
 class ShardedRouter(Router):
