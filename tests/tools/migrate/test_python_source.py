@@ -9,58 +9,42 @@ from support.migrated import migrate_twice
 from treadle.tools.migrate.python_source import migrate_source
 
 CASES = {
-    "alias of the umbrella package": (
+    "aliases": (
         """
         import lightning as L
+        import lightning.pytorch as pl
 
         class Model(L.LightningModule): ...
         trainer = L.Trainer(callbacks=[L.pytorch.callbacks.ModelCheckpoint()])
+        isinstance(x, pl.LightningModule) and pl.utilities.rank_zero.rank_zero_only(f)
+        pl.core.LightningModule, pl.loggers.CSVLogger
         """,
         """
         import treadle as L
+        import treadle as pl
 
         class Model(L.LightningModule): ...
         trainer = L.Trainer(callbacks=[L.callbacks.ModelCheckpoint()])
-        """,
-    ),
-    "alias of lightning.pytorch": (
-        """
-        import lightning.pytorch as pl
-        isinstance(x, pl.LightningModule) and pl.utilities.rank_zero.rank_zero_only(f)
-        pl.core.LightningModule, pl.loggers.CSVLogger
-        """,
-        """
-        import treadle as pl
         isinstance(x, pl.LightningModule) and pl.utilities.rank_zero.rank_zero_only(f)
         pl.core.LightningModule, pl.loggers.CSVLogger
         """,
     ),
-    "pytorch_lightning": (
+    "packages without alias": (
         """
-        import pytorch_lightning as pl
-        from pytorch_lightning import Trainer, seed_everything
-        from pytorch_lightning.callbacks.early_stopping import EarlyStopping as Stop
-        from pytorch_lightning.utilities.rank_zero import rank_zero_only
-        """,
-        """
-        import treadle as pl
-        from treadle import Trainer, seed_everything
-        from treadle.callbacks.early_stopping import EarlyStopping as Stop
-        from treadle.utilities.rank_zero import rank_zero_only
-        """,
-    ),
-    "a package without alias": (
-        """
-        import lightning
+        import lightning, accelerate
         import os, lightning.pytorch.callbacks, lightning
         model = lightning.LightningModule()
         trainer = lightning.pytorch.Trainer(callbacks=[lightning.pytorch.callbacks.Timer()])
+        accelerator = accelerate.Accelerator()
+        accelerate.state.PartialState().print(accelerate.utils.tqdm)
         """,
         """
         import treadle
         import os, treadle.callbacks, treadle
         model = treadle.LightningModule()
         trainer = treadle.Trainer(callbacks=[treadle.callbacks.Timer()])
+        accelerator = treadle.Accelerator()
+        treadle.state.PartialState().print(treadle.utils.tqdm)
         """,
     ),
     "shadowed names": (
@@ -101,22 +85,15 @@ CASES = {
             return treadle.Trainer, pl.Trainer
         """,
     ),
-    "a module that only compat has": (
+    "names and modules imported from packages": (
         """
-        from lightning.pytorch.core import LightningModule
-        from lightning.pytorch.core.module import LightningModule as Base
-        import lightning.pytorch.core as core
-        core.LightningModule
-        """,
-        """
-        from treadle.compat.core import LightningModule
-        from treadle.compat.core.module import LightningModule as Base
-        import treadle.compat.core as core
-        core.LightningModule
-        """,
-    ),
-    "modules imported from packages": (
-        """
+        from pytorch_lightning import Trainer, seed_everything
+        from pytorch_lightning.callbacks.early_stopping import EarlyStopping as Stop
+        from pytorch_lightning.utilities.rank_zero import rank_zero_only
+        from accelerate import Accelerator, DistributedDataParallelKwargs
+        from accelerate.logging import get_logger
+        from accelerate.state import PartialState
+        from accelerate.utils import ProjectConfiguration, set_seed
         from lightning import pytorch as pl, Trainer
         from lightning import pytorch
         from lightning.pytorch import callbacks, loggers as pl_loggers
@@ -124,12 +101,39 @@ CASES = {
         pytorch.Trainer, callbacks.Timer, pl_loggers.CSVLogger, utils.set_seed
         """,
         """
+        from treadle import Trainer, seed_everything
+        from treadle.callbacks.early_stopping import EarlyStopping as Stop
+        from treadle.utilities.rank_zero import rank_zero_only
+        from treadle import Accelerator, DistributedDataParallelKwargs
+        from treadle.logging import get_logger
+        from treadle.state import PartialState
+        from treadle.utils import ProjectConfiguration, set_seed
         import treadle as pl
         from treadle import Trainer
         import treadle as pytorch
         from treadle import callbacks, loggers as pl_loggers
         from treadle import utils
         pytorch.Trainer, callbacks.Timer, pl_loggers.CSVLogger, utils.set_seed
+        """,
+    ),
+    "what only compat has": (
+        """
+        from lightning.pytorch.core import LightningModule
+        from lightning.pytorch.core.module import LightningModule as Base
+        import lightning.pytorch.core as core
+        core.LightningModule
+        from lightning.fabric import seed_everything
+        from lightning.fabric.utilities.seed import seed_everything as seed
+        from lightning_fabric.utilities.rank_zero import rank_zero_only
+        """,
+        """
+        from treadle.compat.core import LightningModule
+        from treadle.compat.core.module import LightningModule as Base
+        import treadle.compat.core as core
+        core.LightningModule
+        from treadle.compat.fabric import seed_everything
+        from treadle.compat.fabric.utilities.seed import seed_everything as seed
+        from treadle.compat.fabric.utilities.rank_zero import rank_zero_only
         """,
     ),
     "within functions, try and TYPE_CHECKING": (
@@ -156,26 +160,6 @@ CASES = {
         if True: import treadle; treadle.utils.set_seed(1)
         """,
     ),
-    "accelerate": (
-        """
-        import accelerate
-        from accelerate import Accelerator, DistributedDataParallelKwargs
-        from accelerate.logging import get_logger
-        from accelerate.state import PartialState
-        from accelerate.utils import ProjectConfiguration, set_seed
-        accelerator = accelerate.Accelerator()
-        accelerate.state.PartialState().print(accelerate.utils.tqdm)
-        """,
-        """
-        import treadle
-        from treadle import Accelerator, DistributedDataParallelKwargs
-        from treadle.logging import get_logger
-        from treadle.state import PartialState
-        from treadle.utils import ProjectConfiguration, set_seed
-        accelerator = treadle.Accelerator()
-        treadle.state.PartialState().print(treadle.utils.tqdm)
-        """,
-    ),
     "stars": (
         """
         from pytorch_lightning import *
@@ -188,18 +172,6 @@ CASES = {
         from treadle.callbacks import *
         class Model(LightningModule): ...
         Trainer(callbacks=[Timer()])
-        """,
-    ),
-    "fabric": (
-        """
-        from lightning.fabric import seed_everything
-        from lightning.fabric.utilities.seed import seed_everything as seed
-        from lightning_fabric.utilities.rank_zero import rank_zero_only
-        """,
-        """
-        from treadle.compat.fabric import seed_everything
-        from treadle.compat.fabric.utilities.seed import seed_everything as seed
-        from treadle.compat.fabric.utilities.rank_zero import rank_zero_only
         """,
     ),
     "parentheses and comments": (
