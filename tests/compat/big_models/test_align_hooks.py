@@ -85,50 +85,42 @@ def name_hooks(model: nn.Module) -> dict[str, str]:
     }
 
 
-ATTACHED: dict[str, tuple[Callable[[nn.Module], None], dict[str, str]]] = {
-    "weights": (lambda m: hooks.attach_align_device_hook(m, "cpu"), dict.fromkeys(NAMES, "")),
-    "offload": (lambda m: hooks.attach_align_device_hook(m, "cpu", offload=True), dict.fromkeys(NAMES, "offload")),
-    "preload": (
-        lambda m: hooks.attach_align_device_hook(m, "cpu", offload=True, preload_module_classes=["Normed"]),
-        {"": "offload place_submodules"},
-    ),
-    "state": (
-        lambda m: hooks.attach_align_device_hook(
-            m, "cpu", offload=True, weights_map=Normed().state_dict(), offload_buffers=True
-        ),
-        dict.fromkeys(NAMES, "offload offload_buffers"),
-    ),
-    "one block": (
-        lambda m: hooks.attach_align_device_hook_on_blocks(m, "cpu"),
-        {"": "io_same_device place_submodules"},
-    ),
-    "one block offloaded": (
-        lambda m: hooks.attach_align_device_hook_on_blocks(m, "cpu", offload=True),
-        dict.fromkeys(NAMES, "offload"),
-    ),
+def attach_map(model: nn.Module, **options: Any) -> None:
+    hooks.attach_align_device_hook(model, weights_map=Normed().state_dict(), **options)
+
+
+EACH, BLOCKS = hooks.attach_align_device_hook, hooks.attach_align_device_hook_on_blocks
+# What attaches, its options, and what is set of the hooks.
+ATTACHED: dict[str, tuple[Callable[..., None], dict[str, Any], dict[str, str]]] = {
+    "weights": (EACH, {}, dict.fromkeys(NAMES, "")),
+    "offload": (EACH, {"offload": True}, dict.fromkeys(NAMES, "offload")),
+    "preload": (EACH, {"offload": True, "preload_module_classes": ["Normed"]}, {"": "offload place_submodules"}),
+    "map": (attach_map, {"offload": True, "offload_buffers": True}, dict.fromkeys(NAMES, "offload offload_buffers")),
+    "one block": (BLOCKS, {}, {"": "io_same_device place_submodules"}),
+    "one block offloaded": (BLOCKS, {"offload": True}, dict.fromkeys(NAMES, "offload")),
     "blocks": (
-        lambda m: hooks.attach_align_device_hook_on_blocks(
-            m, dict.fromkeys(NAMES, "cpu"), {"linear1": True, "batchnorm": False, "linear2": True}
-        ),
+        BLOCKS,
+        {
+            "execution_device": dict.fromkeys(NAMES, "cpu"),
+            "offload": {"linear1": True, "batchnorm": False, "linear2": True},
+        },
         {"": "io_same_device", "linear1": "offload", "batchnorm": "place_submodules", "linear2": "offload"},
     ),
-    "all by map": (
-        lambda m: hooks.attach_align_device_hook_on_blocks(m, "cpu", offload={"": True}),
-        {"": "io_same_device", **dict.fromkeys(NAMES, "offload")},
-    ),
+    "all by map": (BLOCKS, {"offload": {"": True}}, {"": "io_same_device", **dict.fromkeys(NAMES, "offload")}),
     "nested blocks": (
-        lambda m: hooks.attach_align_device_hook_on_blocks(m, {"": "cpu", "linear1": "cpu"}),
+        BLOCKS,
+        {"execution_device": {"": "cpu", "linear1": "cpu"}},
         {"": "io_same_device place_submodules", "linear1": "place_submodules", "batchnorm": "", "linear2": ""},
     ),
-    "execution": (lambda m: hooks.attach_execution_device_hook(m, "cpu"), dict.fromkeys(("", *NAMES), "")),
+    "execution": (hooks.attach_execution_device_hook, {}, dict.fromkeys(("", *NAMES), "")),
 }
 
 
 @pytest.mark.parametrize("case", ATTACHED)
 def test_where_hooks_are_attached(model: Normed, case: str) -> None:
-    attach, expected = ATTACHED[case]
+    attach, options, expected = ATTACHED[case]
     plain = model(INPUT)
-    attach(model)
+    attach(model, **{"execution_device": "cpu", **options})
     assert name_hooks(model) == expected
     assert torch.equal(model(INPUT), plain)
     hooks.remove_hook_from_submodules(model)

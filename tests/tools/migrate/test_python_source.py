@@ -216,29 +216,11 @@ def test_the_imports_work(name):
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_line_ends_stay(end):
-    old = end.join(
-        ["import lightning as L", "from accelerate.utils import (", "    set_seed,", "    flux,", ")", "x = 1"]
-    )
-    new, _ = migrate_source(old, "file.py")
-    assert new == end.join(
-        [
-            "import treadle as L",
-            "from treadle.utils import (",
-            "    set_seed,",
-            ")",
-            "from accelerate.utils import (",
-            "    flux,",
-            ")",
-            "x = 1",
-        ]
-    )
+    old = "import lightning as L\nfrom accelerate.utils import (\n gather,\n flux,\n)\nx"
+    new = "import treadle as L\nfrom treadle.utils import (\n gather,\n)\nfrom accelerate.utils import (\n flux,\n)\nx"
+    assert migrate_source(old.replace("\n", end), "file.py")[0] == new.replace("\n", end)
 
 
 def test_a_deep_expression_is_no_hindrance():
     source = "import lightning as L\nx = " + " + ".join(["L.pytorch.Trainer"] * 900) + "\n"
     assert migrate_source(source, "file.py")[0].count("L.Trainer") == 900
-
-
-def test_what_does_not_parse_is_an_error():
-    with pytest.raises(SyntaxError):
-        migrate_source("import lightning as L\nprint 'old'\n", "file.py")
