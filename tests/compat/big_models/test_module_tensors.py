@@ -27,7 +27,7 @@ SIZES = {"1GB": 10**9, "1GiB": 2**30, "5MB": 5 * 10**6, "8Gb": 10**9, "2KB": 200
 
 def test_sizes() -> None:
     """As `tests/common/test_byte_sizes.py` has them, and with another letter for a byte."""
-    assert [modeling.convert_file_size_to_int(text) for text in (*SIZES, 7)] == [*SIZES.values(), 7]
+    assert [modeling.convert_file_size_to_int(text) for text in (*SIZES, 7, "3Gib")] == [*SIZES.values(), 7, 3 * 2**30]
     with pytest.raises(ValueError, match="size='-1GB' is not a size"):
         modeling.convert_file_size_to_int("-1GB")
 
