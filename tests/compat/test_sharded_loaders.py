@@ -95,6 +95,8 @@ def test_a_copy_is_of_the_same_kind():
 def test_what_is_refused():
     with pytest.raises(ValueError, match="put_on_device=True"):
         prepare_data_loader(DataLoader(range(4)), dispatch_batches=True)
+    with pytest.raises(ValueError, match="batch_size=3 must be a multiple of num_processes=2"):
+        shard(DataLoader(range(9), 3), 0, split_batches=True)
     with pytest.raises(ValueError, match=r"Prepare the DataLoader with treadle\.Accelerator instead"):
         shard(DataLoader(range(4)), 0, use_stateful_dataloader=True)
     with pytest.raises(TypeError, match="Pass the original DataLoader"):
