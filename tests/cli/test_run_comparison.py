@@ -97,21 +97,34 @@ def test_json_has_all_of_it_and_writes_no_page(runs, capsys):
     assert not list(runs.glob("*.html"))
 
 
-class Changing(treadle.TaskModule):
+class Task(treadle.TaskModule):
+    def __init__(self, kind="SGD", lr=0.1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = getattr(torch.optim, self.hparams.kind)(self.parameters(), lr=self.hparams.lr)
+        return [optimizer], [{"scheduler": self.make_schedule(optimizer), "interval": "step"}]
+
+    def make_schedule(self, optimizer):
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+
+class Changing(Task):
     """A task whose learning rate is 0.1, and from the fourth step on a given one."""
 
     def __init__(self, rate):
         super().__init__()
         self.rate = rate
-        self.layer = torch.nn.Linear(2, 1)
 
-    def training_step(self, batch, index):
-        return self.layer(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 if step < 3 else self.rate)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+    def make_schedule(self, optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 if step < 3 else self.rate)
 
     def on_train_batch_end(self, outputs, batch, index):
         if self.global_step in (2, 5):
@@ -179,57 +192,27 @@ def test_what_a_folder_holds_is_shown_and_not_obeyed(runs, capsys):
     assert page.count("<script") == 2
 
 
-class Task(treadle.TaskModule):
-    def __init__(self, lr):
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).square().mean()
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
-
-
-def test_hyperparameters_and_flags_of_a_scripts_runs_differ(tmp_path, monkeypatch, capsys):
+def test_runs_of_a_script_differ_in_hyperparameters_flags_and_rates(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for lr, steps in ((0.1, 2), (0.2, 4)):
-        flags = {"max_steps": steps, "accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
-        with RunFolder.create("runs", "base", flags) as folder:
-            treadle.Trainer(**folder.flags(flags)).fit(Task(lr), DataLoader(TensorDataset(torch.ones(8, 2)), 2))
-    rows = rows_of(compare(capsys, 1, 2))
-    assert rows["task.lr"] == ["0.1", "0.2"]
-    assert rows["trainer.max_steps"] == ["2", "4"]
-    assert rows["steps"] == ["2", "4"]
-    assert "trainer.accelerator" not in rows
-
-
-class Cosine(Task):
-    def configure_optimizers(self):
-        optimizer = getattr(torch.optim, self.hparams.lr)(self.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-def test_rates_of_different_optimizers_are_one_chart_with_the_values_of_the_table(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for kind in ("SGD", "AdamW"):
-        flags = {"max_epochs": 2, "log_every_n_steps": 1, "accelerator": "cpu", "enable_progress_bar": False}
+    runs = {"base/1": ("SGD", 0.1, 20), "base/2": ("AdamW", 0.2, 10)}
+    for kind, lr, steps in runs.values():
+        flags = {"max_steps": steps, "log_every_n_steps": 1, "accelerator": "cpu", "enable_progress_bar": False}
         flags |= {"callbacks": [LearningRateMonitor()]}
         with RunFolder.create("runs", "base", flags) as folder:
             data = DataLoader(TensorDataset(torch.ones(10, 2)), batch_size=1)
-            treadle.Trainer(**folder.flags(flags)).fit(Cosine(kind), data)
-    found = json.loads(compare(capsys, 1, 2, "--json"))
-    assert [name for name in found["charts"] if "r" in name] == ["train_loss", "learning rate", "samples per second"]
-    rates = found["charts"]["learning rate"]
-    for label, kind, column in (("base/1", "SGD", 0), ("base/2", "AdamW", 1)):
-        assert rates[label]["steps"] == list(range(1, 21))
-        assert float(found["metrics"][f"lr-{kind}"][column]) == pytest.approx(rates[label]["values"][-1], rel=1e-3)
-        assert rates[label]["values"][-1] == pytest.approx(0.1 * (1 + math.cos(math.pi * 19 / 20)) / 2)
-    compare(capsys, 1, 2, "--output", "page.html")
+            treadle.Trainer(**folder.flags(flags)).fit(Task(kind, lr), data)
+    rows = rows_of(compare(capsys, 1, 2, "--output", "page.html"))
+    assert rows["task.lr"] == ["0.1", "0.2"]
+    assert rows["trainer.max_steps"] == rows["steps"] == ["20", "10"]
+    assert "trainer.accelerator" not in rows
     page = (tmp_path / "page.html").read_text()
     titles = re.findall(r"<figcaption>([\w ]+?)(?: \(log.*?)?</figcaption>", page)
     assert [title for title in titles if title != "train_loss"] == ["learning rate", "samples per second"]
+    # The rates of different optimizers are one chart, with the values of the table.
+    found = json.loads(compare(capsys, 1, 2, "--json"))
+    assert [name for name in found["charts"] if "r" in name] == ["train_loss", "learning rate", "samples per second"]
+    for column, (label, (kind, lr, steps)) in enumerate(runs.items()):
+        rates = found["charts"]["learning rate"][label]
+        assert rates["steps"] == list(range(1, steps + 1))
+        assert float(found["metrics"][f"lr-{kind}"][column]) == pytest.approx(rates["values"][-1], rel=1e-3)
+        assert rates["values"][-1] == pytest.approx(lr * (1 + math.cos(math.pi * (steps - 1) / 20)) / 2)

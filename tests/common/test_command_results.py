@@ -89,7 +89,8 @@ def test_commands_without_a_run(capsys):
     found = call(capsys, "migrate", "old.py", status=1)
     assert "+import treadle as L" in found["changes"][0]["diff"]
     assert [finding["line"] for finding in found["findings"]] == [2]
-    planned = call(capsys, "plan", "--model", "gpt-162m", "--world-size", "8", "--gpu", "h100", "--no-advice")
+    sizes = ("--world-size", "8", "--length", "64")
+    planned = call(capsys, "plan", "--model", "gpt-162m", *sizes, "--gpu", "h100", "--no-advice")
     assert planned["fits"] is True
     assert sum(planned["memory"].values()) == planned["peak_bytes"] < planned["gpu_bytes"]
 

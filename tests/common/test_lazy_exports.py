@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 from support.processes import script
+from support.trainers import says
 
 import treadle
 
@@ -21,9 +22,7 @@ PACKAGES = {
 def test_a_wrong_name_is_answered_with_the_nearest(package):
     wrong, right = PACKAGES[package]
     module = importlib.import_module(package)
-    with pytest.raises(
-        AttributeError, match=rf"module '{package}' has no attribute '{wrong}'\. Did you mean '{right}'"
-    ):
+    with says(AttributeError, f"module '{package}' has no attribute '{wrong}'. Did you mean '{right}'"):
         getattr(module, wrong)
     assert not hasattr(module, "__nothing_of_this_name__")
 

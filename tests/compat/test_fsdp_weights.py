@@ -11,17 +11,7 @@ from safetensors.torch import load_file
 from support.processes import run
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
-from treadle.compat.utils.fsdp_utils import (
-    disable_fsdp_ram_efficient_loading,
-    enable_fsdp_ram_efficient_loading,
-    ensure_weights_retied,
-    fsdp2_prepare_model,
-    load_fsdp_model,
-    load_fsdp_optimizer,
-    merge_fsdp_weights,
-    save_fsdp_model,
-    save_fsdp_optimizer,
-)
+from treadle.compat.utils import fsdp_utils
 
 from treadle import Accelerator
 from treadle.utils import FullyShardedDataParallelPlugin
@@ -58,15 +48,15 @@ def save_and_load(folder: str, version: int) -> list[bool]:
     accelerator = Accelerator(fsdp_plugin=plugin, cpu=True)
     model, optimizer = train(accelerator, seed=0)
     saved = {name: t.clone() for name, t in read(accelerator, model, optimizer).items()}
-    save_fsdp_model(plugin, accelerator, model, folder)
-    save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+    fsdp_utils.save_fsdp_model(plugin, accelerator, model, folder)
+    fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
     model, optimizer = train(accelerator, seed=1)
     other = read(accelerator, model, optimizer)
-    load_fsdp_model(plugin, accelerator, model, folder)
-    load_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+    fsdp_utils.load_fsdp_model(plugin, accelerator, model, folder)
+    fsdp_utils.load_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
     loaded = read(accelerator, model, optimizer)
     if version == 2:
-        merge_fsdp_weights(f"{folder}/pytorch_model_fsdp_0", f"{folder}/merged")
+        fsdp_utils.merge_fsdp_weights(f"{folder}/pytorch_model_fsdp_0", f"{folder}/merged")
         merged = load_file(f"{folder}/merged/model.safetensors")
     else:
         merged = torch.load(f"{folder}/pytorch_model_fsdp.bin", weights_only=True)
@@ -89,8 +79,8 @@ def list_saved_names(folder: str) -> list[list[str]]:
         accelerator.backward(model(torch.ones(4, 4)).mean())
         optimizer.step()
         path = f"{folder}/{version}"
-        save_fsdp_model(plugin, accelerator, model, path, adapter_only=True)
-        save_fsdp_optimizer(plugin, accelerator, optimizer, model, path)
+        fsdp_utils.save_fsdp_model(plugin, accelerator, model, path, adapter_only=True)
+        fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, path)
         if version == 1:
             state = torch.load(f"{path}/optimizer.bin", weights_only=True)
             found += [sorted(torch.load(f"{path}/pytorch_model_fsdp.bin", weights_only=True)), sorted(state["state"])]
@@ -125,31 +115,31 @@ def test_what_is_saved_is_loaded(tmp_path: Path, version: int, files: list[str])
     assert sorted(os.listdir(tmp_path)) == files
     if version == 2:
         with pytest.raises(ValueError, match="Pass the folder of a model's weights"):
-            merge_fsdp_weights(tmp_path / "optimizer_0", tmp_path)
+            fsdp_utils.merge_fsdp_weights(tmp_path / "optimizer_0", tmp_path)
 
 
 def load_wrong_shape(accelerator: Accelerator, model: nn.Module, folder: str) -> None:
     if accelerator.is_main_process:
         torch.save(build().state_dict() | {"0.weight": torch.ones(3)}, f"{folder}/pytorch_model_fsdp.bin")
-    load_fsdp_model(FullyShardedDataParallelPlugin(), accelerator, model, folder)
+    fsdp_utils.load_fsdp_model(FullyShardedDataParallelPlugin(), accelerator, model, folder)
 
 
 def load_without_a_weight(folder: str) -> list[str]:
     plugin = FullyShardedDataParallelPlugin()
     accelerator = Accelerator(fsdp_plugin=plugin, cpu=True)
     model, _ = train(accelerator, 0)
-    save_fsdp_model(plugin, accelerator, model, folder)
+    fsdp_utils.save_fsdp_model(plugin, accelerator, model, folder)
     if accelerator.is_main_process:
         path = f"{folder}/pytorch_model_fsdp.bin"
         state = torch.load(path, weights_only=True)
         del state["2.weight"]
         torch.save(state, path)
-    load_fsdp_model(plugin, accelerator, model, folder, adapter_only=True)
+    fsdp_utils.load_fsdp_model(plugin, accelerator, model, folder, adapter_only=True)
     errors = []
     for message, call in {
-        r"lack 2\.weight of": lambda: load_fsdp_model(plugin, accelerator, model, folder),
-        "No such file": lambda: load_fsdp_model(plugin, accelerator, model, f"{folder}/missing"),
-        "is not an existing folder": lambda: merge_fsdp_weights(f"{folder}/missing", folder),
+        r"lack 2\.weight of": lambda: fsdp_utils.load_fsdp_model(plugin, accelerator, model, folder),
+        "No such file": lambda: fsdp_utils.load_fsdp_model(plugin, accelerator, model, f"{folder}/missing"),
+        "is not an existing folder": lambda: fsdp_utils.merge_fsdp_weights(f"{folder}/missing", folder),
         r"0\.weight has the shape \(3,\) in the state, but \(8, 4\)": lambda: load_wrong_shape(
             accelerator, model, folder
         ),
@@ -166,33 +156,28 @@ def test_an_error_of_rank_zero_ends_the_call_on_every_rank(tmp_path: Path) -> No
     assert second == ["PeerFailed"] * 4
 
 
-def test_one_process_shards_nothing() -> None:
+def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not shard models"):
-        fsdp2_prepare_model(Accelerator(cpu=True), build())
-
-
-def test_files_for_each_rank_are_refused(tmp_path: Path) -> None:
-    plugin = SimpleNamespace(fsdp_version=2, state_dict_type=None)
+        fsdp_utils.fsdp2_prepare_model(Accelerator(cpu=True), build())
+    plugin = SimpleNamespace(fsdp_version=2, state_dict_type=None)  # files for each rank
     with pytest.raises(ValueError, match=r"accelerator\.save_state"):
-        save_fsdp_model(plugin, Accelerator(cpu=True), build(), tmp_path, use_dcp=False)
+        fsdp_utils.save_fsdp_model(plugin, Accelerator(cpu=True), build(), tmp_path, use_dcp=False)
 
 
 def test_merging_names_the_folder_that_is_meant(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not an existing folder"):
-        merge_fsdp_weights(tmp_path / "missing", tmp_path)
     (tmp_path / "pytorch_model_fsdp_0").mkdir()
     with pytest.raises(ValueError, match=r"Pass .*pytorch_model_fsdp_0'"):
-        merge_fsdp_weights(tmp_path, tmp_path / "out")
+        fsdp_utils.merge_fsdp_weights(tmp_path, tmp_path / "out")
     (tmp_path / "pytorch_model_fsdp_0").rename(tmp_path / "optimizer_0")
     with pytest.raises(ValueError, match="contains only optimizer state"):
-        merge_fsdp_weights(tmp_path, tmp_path / "out")
+        fsdp_utils.merge_fsdp_weights(tmp_path, tmp_path / "out")
 
 
 def test_merging_a_checkpoint_of_treadle(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(build())
     accelerator.save_state(str(tmp_path / "saved"))
-    merge_fsdp_weights(tmp_path / "saved", tmp_path / "out", remove_checkpoint_dir=True)
+    fsdp_utils.merge_fsdp_weights(tmp_path / "saved", tmp_path / "out", remove_checkpoint_dir=True)
     merged = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(merged[name], tensor) for name, tensor in build().state_dict().items())
     assert not (tmp_path / "saved").exists()
@@ -208,8 +193,8 @@ def test_weights_are_tied_again() -> None:
             setattr(module, name, nn.Parameter(torch.zeros_like(parameter)))
         return module
 
-    assert ensure_weights_retied(renew_apart, nn.Linear(2, 2), "cpu") is renew_apart
-    initialize = ensure_weights_retied(renew_apart, model, "cpu")
+    assert fsdp_utils.ensure_weights_retied(renew_apart, nn.Linear(2, 2), "cpu") is renew_apart
+    initialize = fsdp_utils.ensure_weights_retied(renew_apart, model, "cpu")
     for module in model.modules():
         initialize(module)
     assert model["head"].weight is model["embed"].weight
@@ -219,8 +204,8 @@ def test_weights_are_tied_again() -> None:
 def test_what_transformers_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "")
-    enable_fsdp_ram_efficient_loading()
+    fsdp_utils.enable_fsdp_ram_efficient_loading()
     assert (os.environ["ACCELERATE_USE_FSDP"], os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"]) == ("True", "True")
-    disable_fsdp_ram_efficient_loading()
+    fsdp_utils.disable_fsdp_ram_efficient_loading()
     assert (os.environ["ACCELERATE_USE_FSDP"], os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"]) == ("True", "False")
     monkeypatch.delenv("ACCELERATE_USE_FSDP")

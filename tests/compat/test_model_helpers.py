@@ -4,15 +4,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from treadle.utils.other import (
-    clean_state_dict_for_safetensors,
-    compile_regions,
-    get_module_children_bottom_up,
-    load,
-    save,
-)
 
 import treadle
+from treadle.utils import other
 
 
 class Blocks(nn.Module):
@@ -52,15 +46,15 @@ def test_files(tmp_path):
     weight = torch.randn(2, 2)
     state = {"a": weight, "tied": weight, "row": weight[0], "other": torch.ones(2, 2).T}
     with pytest.warns(UserWarning, match="tied"):
-        cleaned = clean_state_dict_for_safetensors(state)
+        cleaned = other.clean_state_dict_for_safetensors(state)
     assert list(cleaned) == ["a", "row", "other"]
     torch.testing.assert_close(cleaned["row"], weight[0])
-    save({"a": weight, "n": np.float64(2.5), "array": np.arange(3)}, tmp_path / "state.pt")
-    loaded = load(tmp_path / "state.pt")
+    other.save({"a": weight, "n": np.float64(2.5), "array": np.arange(3)}, tmp_path / "state.pt")
+    loaded = other.load(tmp_path / "state.pt")
     torch.testing.assert_close(loaded["a"], weight)
     assert loaded["array"].tolist() == [0, 1, 2]
     with pytest.warns(UserWarning, match="tied"):
-        save(state, tmp_path / "state.safetensors", safe_serialization=True)
+        other.save(state, tmp_path / "state.safetensors", safe_serialization=True)
     from safetensors.torch import load_file
 
     assert sorted(load_file(tmp_path / "state.safetensors")) == ["a", "other", "row"]
@@ -68,10 +62,10 @@ def test_files(tmp_path):
 
 def test_compiled_regions():
     model = Blocks()
-    compiled = compile_regions(model, backend="eager")
+    compiled = other.compile_regions(model, backend="eager")
     assert compiled.head._orig_mod is model.head
     assert compiled.layers[0]._orig_mod is model.layers[0]
     x = torch.randn(2, 4)
     torch.testing.assert_close(compiled(x), model(x))
-    names = [name for name, _ in get_module_children_bottom_up(model, return_fqns=True)]
+    names = [name for name, _ in other.get_module_children_bottom_up(model, return_fqns=True)]
     assert names == ["layers.0", "layers.1", "layers", "head", ""]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.trainers import NO_OUTPUT, make_trainer
+from support.trainers import NO_OUTPUT, make_trainer, says
 from torch import nn
 from treadle.compat.demos.boring_classes import BoringModel
 from treadle.compat.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
@@ -35,9 +35,7 @@ def test_plugins_that_are_refused() -> None:
         MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="both set the precision"):
         make_trainer(precision="64-true", plugins=DoublePrecision())
-    with pytest.raises(
-        TypeError, match=r"must be a treadle\.plugins\.Precision, TorchSyncBatchNorm\(\) or CheckpointIO"
-    ):
+    with says(TypeError, "must be a treadle.plugins.Precision, TorchSyncBatchNorm() or CheckpointIO"):
         make_trainer(plugins=object())
     assert isinstance(TorchSyncBatchNorm(), LayerSync)
 

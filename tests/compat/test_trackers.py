@@ -1,22 +1,14 @@
 """Accelerate's trackers by class and by name."""
 
 import pytest
-from treadle.tracking import (
-    LOGGER_TYPE_TO_CLASS,
-    GeneralTracker,
-    TensorBoardTracker,
-    filter_trackers,
-    get_available_trackers,
-    on_main_process,
-    register_tracker_class,
-)
 
 import treadle
+from treadle import tracking
 from treadle.utils import LoggerType
 
 
 def test_a_tracker_by_its_class(tmp_path):
-    tracker = TensorBoardTracker("run", tmp_path)
+    tracker = tracking.TensorBoardTracker("run", tmp_path)
     accelerator = treadle.Accelerator(cpu=True, log_with=[tracker], project_dir=tmp_path)
     accelerator.init_trackers("project", {"lr": 0.1})
     accelerator.log({"loss": 1.0}, step=0)
@@ -29,12 +21,12 @@ def test_a_tracker_by_its_class(tmp_path):
 def test_a_tracker_by_its_name_is_of_the_class(tmp_path):
     accelerator = treadle.Accelerator(cpu=True, log_with=LoggerType.TENSORBOARD, project_dir=tmp_path)
     accelerator.init_trackers("project")
-    assert isinstance(accelerator.trackers[0], TensorBoardTracker)
+    assert isinstance(accelerator.trackers[0], tracking.TensorBoardTracker)
     accelerator.end_training()
 
 
 def test_a_registered_class(tmp_path):
-    class Memory(GeneralTracker):
+    class Memory(tracking.GeneralTracker):
         name = "memory"
         requires_logging_directory = True
 
@@ -46,13 +38,13 @@ def test_a_registered_class(tmp_path):
         def tracker(self):
             return self.rows
 
-        @on_main_process
+        @tracking.on_main_process
         def log(self, values, step=None, **kwargs):
             self.rows.append((values, step))
 
-    assert LOGGER_TYPE_TO_CLASS["tensorboard"] is TensorBoardTracker
-    register_tracker_class(Memory)
-    assert LOGGER_TYPE_TO_CLASS["memory"] is Memory
+    assert tracking.LOGGER_TYPE_TO_CLASS["tensorboard"] is tracking.TensorBoardTracker
+    tracking.register_tracker_class(Memory)
+    assert tracking.LOGGER_TYPE_TO_CLASS["memory"] is Memory
     with pytest.raises(ValueError, match="project_dir"):
         treadle.Accelerator(cpu=True, log_with="memory")
     accelerator = treadle.Accelerator(cpu=True, log_with="memory", project_dir=tmp_path)
@@ -61,15 +53,15 @@ def test_a_registered_class(tmp_path):
     tracker = accelerator.get_tracker("memory")
     assert (tracker.place, tracker.rows) == (("project", tmp_path, "round"), [({"loss": 1.0}, 3)])
     with pytest.raises(ValueError, match="GeneralTracker"):
-        register_tracker_class(dict)
+        tracking.register_tracker_class(dict)
 
 
 def test_which_trackers_there_are(tmp_path):
-    assert LoggerType.TENSORBOARD in get_available_trackers()
+    assert LoggerType.TENSORBOARD in tracking.get_available_trackers()
     names = ["tensorboard", LoggerType.TENSORBOARD]
-    assert filter_trackers(names, tmp_path) == [LoggerType.TENSORBOARD]
-    assert filter_trackers(None) == []
+    assert tracking.filter_trackers(names, tmp_path) == [LoggerType.TENSORBOARD]
+    assert tracking.filter_trackers(None) == []
     with pytest.raises(ValueError, match=r"project_dir|logging_dir"):
-        filter_trackers("tensorboard")
+        tracking.filter_trackers("tensorboard")
     with pytest.raises(ValueError, match="log_with"):
-        filter_trackers("dvclive")
+        tracking.filter_trackers("dvclive")

@@ -48,9 +48,8 @@ def fit(trial, values, folder, **flags):
     return "", trainer.global_step
 
 
-def threshold(folder, name="study"):
-    pruner = optuna.pruners.ThresholdPruner(upper=5.0)
-    return optuna.create_study(storage=f"sqlite:///{folder}/study.db", study_name=name, pruner=pruner)
+def threshold():
+    return optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=5.0))
 
 
 @pytest.mark.parametrize(
@@ -68,14 +67,14 @@ def threshold(folder, name="study"):
     ids=["each", "every second", "two in each", "each batch", "at all times"],
 )
 def test_each_validation_is_reported_once(flags, reported, tmp_path):
-    study = threshold(tmp_path)
+    study = threshold()
     trial = study.ask()
     assert fit(trial, [1.0, 2.0, 3.0, 4.0], tmp_path, **flags)[0] == ""
     assert study.trials[0].intermediate_values == reported
 
 
 def test_a_pruned_trial_keeps_its_checkpoints(tmp_path):
-    study = threshold(tmp_path)
+    study = threshold()
     study.optimize(lambda trial: fit_or_raise(trial, tmp_path), n_trials=1)
     (trial,) = study.trials
     assert trial.state is optuna.trial.TrialState.PRUNED
@@ -91,7 +90,7 @@ def fit_or_raise(trial, folder):
 def on_ranks(folder):
     """Two trials, of which the second is pruned; the ranks log 1 more and 1 less than what counts."""
     world = treadle.Accelerator(cpu=True)
-    study = threshold(folder) if world.is_main_process else None
+    study = threshold() if world.is_main_process else None
     ends = []
     for values in ([0.0, 1.0, 2.0], [0.0, 7.0, 1.0]):
         trial = study.ask() if study is not None else None
@@ -127,14 +126,14 @@ def test_rank_zero_needs_the_trial(ranks, tmp_path):
 
 def test_a_value_that_is_never_logged_is_an_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trainer = treadle.Trainer(**QUIET, max_epochs=1, callbacks=[PruningCallback(threshold(tmp_path).ask(), "scor")])
+    trainer = treadle.Trainer(**QUIET, max_epochs=1, callbacks=[PruningCallback(threshold().ask(), "scor")])
     with pytest.raises(ValueError, match=r"'scor' was never logged\. Logged so far: score\. Did you mean 'score'\?"):
         trainer.fit(Fixed([1.0, 2.0]), data(), data())
 
 
-def test_optunas_own_name_is_the_same_class(tmp_path):
+def test_optunas_own_name_is_the_same_class():
     assert PyTorchLightningPruningCallback is PruningCallback
-    callback = PyTorchLightningPruningCallback(threshold(tmp_path).ask(), monitor="score")
+    callback = PyTorchLightningPruningCallback(threshold().ask(), monitor="score")
     callback.check_pruned()
     callback.pruned = "pruned"
     with pytest.raises(optuna.TrialPruned):

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 from support import object_store
+from support.models import Line, loader
 from support.object_store import S3Server
 from support.processes import run, script
 from support.ray_jobs import ENVIRONMENT, without_ray
+from support.trainers import make_trainer
 from treadle.engine import CheckpointStore
 from treadle.integrations import ray as integration
 from treadle.trainer import load_checkpoint
@@ -224,40 +226,23 @@ def test_a_worker_that_hangs_is_named_and_ends_the_run(tmp_path):
 
 
 def test_outside_of_ray_the_callbacks_name_where_they_belong():
-    source = (
-        "import treadle, torch\n"
-        "from treadle.integrations.ray import RayTrainReportCallback, TuneReportCheckpointCallback\n"
-        "from treadle.compat.ray import RayLightningEnvironment\n"
-        "def say(make):\n"
-        "    try: make()\n"
-        "    except Exception as error: print(type(error).__name__, error)\n"
-        "say(RayTrainReportCallback)\n"
-        "say(RayLightningEnvironment)\n"
-        "say(lambda: TuneReportCheckpointCallback(on='validation_ends'))\n"
-        "trainer = treadle.Trainer(logger=False, callbacks=[TuneReportCheckpointCallback()])\n"
-        "say(lambda: trainer.fit(treadle.TaskModule(), [1]))\n"
-    )
-    done = script(source, env=ENVIRONMENT)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("RuntimeError", "ValueError"))]
-    assert lines[0].startswith("RuntimeError RayTrainReportCallback was created outside of a Ray Train worker")
-    assert lines[1].startswith("RuntimeError this process is not a Ray Train worker")
-    assert lines[2].startswith("ValueError on='validation_ends' must be one of 'validation_end'")
-    assert lines[3].startswith("RuntimeError TuneReportCheckpointCallback was used outside of"), done.stderr
+    from treadle.compat.ray import RayLightningEnvironment
+
+    with pytest.raises(RuntimeError, match=r"^RayTrainReportCallback was created outside of a Ray Train worker"):
+        integration.RayTrainReportCallback()
+    with pytest.raises(RuntimeError, match=r"^this process is not a Ray Train worker"):
+        RayLightningEnvironment()
+    with pytest.raises(ValueError, match=r"^on='validation_ends' must be one of 'validation_end'"):
+        integration.TuneReportCheckpointCallback(on="validation_ends")
+    with pytest.raises(RuntimeError, match=r"^TuneReportCheckpointCallback was used outside of"):
+        make_trainer(callbacks=[integration.TuneReportCheckpointCallback()]).fit(Line(), loader())
 
 
 @pytest.mark.parametrize("name", ["RayTrainReportCallback", "TuneReportCheckpointCallback"])
-def test_without_ray_the_error_names_the_extra(name):
-    source = (
-        "import importlib.util, sys\n"
-        "sys.modules['ray'] = None\n"
-        "before = importlib.util.find_spec\n"
-        "import treadle.common.optional as optional\n"
-        "optional.find_spec = lambda package: None if package == 'ray' else before(package)\n"
-        f"from treadle.integrations import {name}\n"
-        f"{name}()\n"
-    )
-    done = script(source)
-    assert f"{name} needs the package 'ray', which is not installed. Run pip install 'treadle[ray]'" in done.stderr
+def test_without_ray_the_error_names_the_extra(name, monkeypatch):
+    monkeypatch.setattr("treadle.common.optional.find_spec", lambda package: None)
+    with pytest.raises(ModuleNotFoundError, match=rf"^{name} needs .* 'ray' and 'pyarrow', .* 'treadle\[ray\]'"):
+        getattr(integration, name)()
 
 
 def test_ray_is_imported_by_those_who_use_it():

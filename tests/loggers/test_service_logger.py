@@ -12,7 +12,6 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from support.processes import run
 from support.service_runs import Task, Tell, loader, trainer
 from support.tracking_services import SERVICES, same
+from treadle.callbacks import ModelCheckpoint
 from treadle.loggers import CSVLogger, MLFlowLogger, NullExperiment, WandbLogger
 from treadle.loggers.service_logger import Uploads
 
@@ -331,16 +331,9 @@ def test_a_service_that_fails_does_not_end_training(service, tmp_path, monkeypat
 
 
 def saved_to(path):
-    settings = dict.fromkeys(("monitor", "mode", "save_last", "save_weights_only", "every_n_train_steps"))
-    return SimpleNamespace(
-        **settings,
-        save_top_k=-1,
-        last_model_path="",
-        current_score=None,
-        best_model_path=path,
-        best_model_score=0.5,
-        best_k_models={path: 0.5},
-    )
+    callback = ModelCheckpoint(save_top_k=-1)
+    callback.best_model_path, callback.best_k_models = path, {path: torch.tensor(0.5)}
+    return callback
 
 
 def test_checkpoints_in_an_object_store_are_named_once():

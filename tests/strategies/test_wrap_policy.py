@@ -18,7 +18,6 @@ def test_policies():
     assert names(net, wrap.ModuleWrapPolicy({Block})) == blocks
     assert names(net, lambda module: isinstance(module, Block)) == blocks
     assert names(net, 200) == blocks
-    assert names(net, functools.partial(wrap.size_based_auto_wrap_policy, min_num_params=200)) == blocks
     linear = [f"{block}.{part}" for block in blocks for part in ("down", "up")]
     assert names(net, {nn.Linear}) == [*linear, "head"]
     assert names(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "auto") == []

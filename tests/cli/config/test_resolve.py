@@ -83,57 +83,32 @@ trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitor: a}}, {cla
     }
 
 
+REFERENCES = {
+    "${vars.width}": 4,
+    "w${vars.width}-${vars.names.1}": "w4-b",
+    "${.key0}": 4,
+    "${..vars.width}": 4,
+    r"\${vars.width}": "${vars.width}",
+    "${oc.env:TREADLE_A}": 7,
+    "${oc.env:TREADLE_B}/x": "words/x",
+    "${oc.env:TREADLE_NONE,5}": 5,
+    "${oc.env:TREADLE_NONE,a,b}": "a,b",
+    "${vars.n}": 7,
+    "${ vars.box }": {"n": 7},
+    "${oc.env:TREADLE_NONE,${vars.n}}": 7,
+    "${oc.env:TREADLE_NONE,${oc.env:TREADLE_A,8}}": 7,
+    "${oc.env:TREADLE_NONE,/a/${vars.n}}": "/a/7",
+}
+
+
 def test_references(monkeypatch):
-    monkeypatch.setenv("TREADLE_A", "7")
-    monkeypatch.setenv("TREADLE_B", "words")
-    text = r"""
-vars: {width: 3, names: [a, b], box: {x: 1}}
-model:
-  whole: ${vars.box}
-  number: ${vars.width}
-  text: w${vars.width}-${vars.names.1}
-  near: ${.number}
-  above: ${..vars.width}
-  env: ${oc.env:TREADLE_A}
-  env_text: ${oc.env:TREADLE_B}/x
-  fallback: ${oc.env:TREADLE_NONE,5}
-  itself: \${vars.width}
-"""
-    found = made(text, "vars.width=4")["model"]
-    assert found == {
-        "whole": {"x": 1},
-        "number": 4,
-        "text": "w4-b",
-        "near": 4,
-        "above": 4,
-        "env": 7,
-        "env_text": "words/x",
-        "fallback": 5,
-        "itself": "${vars.width}",
-    }
-
-
-def test_references_keep_what_was_written(monkeypatch):
     """One that stands alone is what it leads to: types of the environment's values, and text such as 1.10."""
     monkeypatch.setenv("TREADLE_A", "7")
-    text = """
-vars: {n: '${oc.env:TREADLE_A}', box: {n: '${oc.env:TREADLE_A}'}, version: 1.10}
-model:
-  chain: ${vars.n}
-  box: ${ vars.box }
-  nested: ${oc.env:TREADLE_NONE,${vars.n}}
-  twice: ${oc.env:TREADLE_NONE,${oc.env:TREADLE_A,8}}
-  comma: ${oc.env:TREADLE_NONE,a,b}
-  composed: ${oc.env:TREADLE_NONE,/a/${vars.n}}
-"""
-    assert made(text)["model"] == {
-        "chain": 7,
-        "box": {"n": 7},
-        "nested": 7,
-        "twice": 7,
-        "comma": "a,b",
-        "composed": "/a/7",
-    }
+    monkeypatch.setenv("TREADLE_B", "words")
+    text = "vars: {width: 3, names: [a, b], n: '${oc.env:TREADLE_A}', box: {n: '${oc.env:TREADLE_A}'}, version: 1.10}\n"
+    text += "model:\n" + "".join(f"  key{number}: {reference}\n" for number, reference in enumerate(REFERENCES))
+    found = made(text, "vars.width=4")["model"]
+    assert dict(zip(REFERENCES, found.values(), strict=True)) == REFERENCES
     version = load([], ["model.v=${vars.version}"], earlier=("f", text)).root.data["model"].data["v"]
     assert (version.text, version.source) == ("1.10", "command line")
 

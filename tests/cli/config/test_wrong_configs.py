@@ -8,6 +8,7 @@ import sys
 import types
 
 import pytest
+from support.trainers import says
 from treadle.cli.commands.command_line import Options, load_config, parse_options
 from treadle.cli.config.instantiate.build import check
 from treadle.cli.config.resolve import load
@@ -24,247 +25,213 @@ ECHOES = "vars:\n  a0: [x, x]\n" + "".join(
 DEEP = "vars:\n" + "".join(f"  a{n}: x${{vars.a{n - 1}}}\n" for n in range(200, 0, -1)) + "  a0: 1\n"
 DOUBLES = "vars:\n  a0: xx\n" + "".join(f"  a{n}: '${{vars.a{n - 1}}}${{vars.a{n - 1}}}'\n" for n in range(1, 40))
 
-# name: (file, overrides, words of the message)
+# name: (file, *overrides, words of the message)
 CASES = {
     # -- files
-    "empty": ("", [], ["run.yaml: the file is empty", "trainer:"]),
-    "a list": ("- 1\n- 2\n", [], ["run.yaml:1", "contains a list", "sections"]),
-    "a word": ("hello\n", [], ["run.yaml:1", "contains a single value"]),
-    "a tab": ("trainer:\n\tmax_epochs: 1\n", [], ["run.yaml:2", "a tab", "spaces"]),
-    "two documents": (MODEL + "---\n" + MODEL, [], ["run.yaml:2", "second document"]),
-    "unclosed": ("trainer: {max_epochs: 1\nmodel: 1", [], ["run.yaml:2"]),
-    "a colon too many": ("model: a: b\n", [], ["run.yaml:1", "quote text"]),
-    "bad indentation": ("trainer:\n    max_epochs: 1\n  devices: 1\n", [], ["run.yaml:3", "indentation"]),
-    "control characters": ("seed: 1\nmodel: \x07\n", [], ["run.yaml:2", "#x0007"]),
-    "reference in brackets": (
-        "vars: {a: 1}\nseed: [${vars.a}, 1]\n",
-        [],
-        ["run.yaml:2", "be quoted", "${section.key}"],
-    ),
-    "text behind a value": ("seed: 1\nmodel: 'a' b\n", [], ["run.yaml:2", "quote the whole value"]),
-    "star": ("model: *.txt\n", [], ["run.yaml:1", "'*'", "be quoted"]),
-    "at": ("model: @x\n", [], ["run.yaml:1", "'@'", "quote the text"]),
-    "no space behind a colon": ("model: {class: A, a:1}\n", [], ["run.yaml:1", "'a:1'", "a space"]),
-    "an alias within itself": ("vars: &v {a: *v}\n", [], ["run.yaml", "an anchor that contains the alias"]),
-    "too deep": ("model: " + "[" * 20_000, [], ["run.yaml", "nested too deeply"]),
-    "too long": ("a: b\n" * 300_000, [], ["run.yaml", "262,144 bytes"]),
-    "a number too long": ("seed: " + "9" * 10_000, [], ["run.yaml:1", "can't be read as a number"]),
-    "key twice": (MODEL + "seed: 0\nseed: 1\n", [], ["run.yaml:3", "'seed'", "twice", "run.yaml:2"]),
-    "key that is no word": ("{trainer: {[1]: 2}}", [], ["run.yaml:1", "a key must be"]),
+    "empty": ("", ["run.yaml: the file is empty", "trainer:"]),
+    "a list": ("- 1\n- 2\n", ["run.yaml:1", "contains a list", "sections"]),
+    "a word": ("hello\n", ["run.yaml:1", "contains a single value"]),
+    "a tab": ("trainer:\n\tmax_epochs: 1\n", ["run.yaml:2", "a tab", "spaces"]),
+    "two documents": (MODEL + "---\n" + MODEL, ["run.yaml:2", "second document"]),
+    "unclosed": ("trainer: {max_epochs: 1\nmodel: 1", ["run.yaml:2"]),
+    "a colon too many": ("model: a: b\n", ["run.yaml:1", "quote text"]),
+    "bad indentation": ("trainer:\n    max_epochs: 1\n  devices: 1\n", ["run.yaml:3", "indentation"]),
+    "control characters": ("seed: 1\nmodel: \x07\n", ["run.yaml:2", "#x0007"]),
+    "reference in brackets": ("vars: {a: 1}\nseed: [${vars.a}, 1]\n", ["run.yaml:2", "be quoted", "${section.key}"]),
+    "text behind a value": ("seed: 1\nmodel: 'a' b\n", ["run.yaml:2", "quote the whole value"]),
+    "star": ("model: *.txt\n", ["run.yaml:1", "'*'", "be quoted"]),
+    "at": ("model: @x\n", ["run.yaml:1", "'@'", "quote the text"]),
+    "no space behind a colon": ("model: {class: A, a:1}\n", ["run.yaml:1", "'a:1'", "a space"]),
+    "an alias within itself": ("vars: &v {a: *v}\n", ["run.yaml", "an anchor that contains the alias"]),
+    "too deep": ("model: " + "[" * 20_000, ["run.yaml", "nested too deeply"]),
+    "too long": ("a: b\n" * 300_000, ["run.yaml", "262,144 bytes"]),
+    "a number too long": ("seed: " + "9" * 10_000, ["run.yaml:1", "can't be read as a number"]),
+    "key twice": (MODEL + "seed: 0\nseed: 1\n", ["run.yaml:3", "'seed'", "twice", "run.yaml:2"]),
+    "key that is no word": ("{trainer: {[1]: 2}}", ["run.yaml:1", "a key must be"]),
     "a tag that runs code": (
         "seed: !!python/object/apply:os.system ['true']",
-        [],
         ["run.yaml:1", "python/object", "is not allowed"],
     ),
-    "a tag that builds": ("seed: 0\nmodel: !Task {lr: 1}", [], ["run.yaml:2", "'!Task'", "is not allowed"]),
-    "a tag of bytes": ("seed: !!binary aGk=", [], ["run.yaml:1", "'!!binary'", "is not allowed"]),
-    "a tag that lies": ("seed: !!int three", [], ["run.yaml:1", "'three'", "'!!int'"]),
-    "laughs": (LAUGHS, [], ["run.yaml:", "more than 100,000 values"]),
-    "merges": (MERGES, [], ["run.yaml:", "more than 100,000 values"]),
-    "alias of nothing": ("seed: *zero\n", [], ["run.yaml:1", "undefined alias", "anchor"]),
-    "merge of a list": ("vars: &v [1]\nmodel:\n  <<: *v\n", [], ["run.yaml:3", "'<<'", "mapping"]),
-    "both forms": ("model:\n  class: A\n  class_path: B\n", [], ["run.yaml:3", "'class'", "'class_path'"]),
+    "a tag that builds": ("seed: 0\nmodel: !Task {lr: 1}", ["run.yaml:2", "'!Task'", "is not allowed"]),
+    "a tag of bytes": ("seed: !!binary aGk=", ["run.yaml:1", "'!!binary'", "is not allowed"]),
+    "a tag that lies": ("seed: !!int three", ["run.yaml:1", "'three'", "'!!int'"]),
+    "laughs": (LAUGHS, ["run.yaml:", "more than 100,000 values"]),
+    "merges": (MERGES, ["run.yaml:", "more than 100,000 values"]),
+    "alias of nothing": ("seed: *zero\n", ["run.yaml:1", "undefined alias", "anchor"]),
+    "merge of a list": ("vars: &v [1]\nmodel:\n  <<: *v\n", ["run.yaml:3", "'<<'", "mapping"]),
+    "both forms": ("model:\n  class: A\n  class_path: B\n", ["run.yaml:3", "'class'", "'class_path'"]),
     "twice in both forms": (
         "model:\n  class_path: A\n  lr: 1\n  init_args: {lr: 2}\n",
-        [],
         ["run.yaml:4", "'lr'", "outside"],
     ),
     # -- references
-    "reference to nothing": (MODEL + "seed: ${vars.sed}\nvars: {seed: 1}\n", [], ["run.yaml:2", "'sed'", "'seed'?"]),
-    "a circle": (MODEL + "vars: {a: '${vars.b}', b: '${vars.a}'}\n", [], ["run.yaml:2", "vars.a -> vars.b -> vars.a"]),
-    "what it is in": (MODEL + "vars: {a: {b: '${vars}'}}\n", [], ["run.yaml:2", "circular"]),
-    "no variable": (MODEL + "seed: ${oc.env:TREADLE_NO_SUCH}\n", [], ["run.yaml:2", "'TREADLE_NO_SUCH'", "default"]),
-    "unclosed reference": (MODEL + "seed: ${vars.a\n", [], ["run.yaml:2", "seed='${vars.a'", "${section.key}"]),
-    "unknown resolver": (MODEL + "seed: ${env:HOME}\n", [], ["run.yaml:2", "env"]),
+    "reference to nothing": (MODEL + "seed: ${vars.sed}\nvars: {seed: 1}\n", ["run.yaml:2", "'sed'", "'seed'?"]),
+    "a circle": (MODEL + "vars: {a: '${vars.b}', b: '${vars.a}'}\n", ["run.yaml:2", "vars.a -> vars.b -> vars.a"]),
+    "what it is in": (MODEL + "vars: {a: {b: '${vars}'}}\n", ["run.yaml:2", "circular"]),
+    "no variable": (MODEL + "seed: ${oc.env:TREADLE_NO_SUCH}\n", ["run.yaml:2", "'TREADLE_NO_SUCH'", "default"]),
+    "unclosed reference": (MODEL + "seed: ${vars.a\n", ["run.yaml:2", "seed='${vars.a'", "${section.key}"]),
+    "unknown resolver": (MODEL + "seed: ${env:HOME}\n", ["run.yaml:2", "env"]),
     "reference in a key": (
         MODEL + "seed: ${vars.${vars.a}}\nvars: {a: b}\n",
-        [],
         ["run.yaml:2", "nested in the key of another"],
     ),
-    "echoes": (MODEL + ECHOES, [], ["run.yaml:", "expands to more than"]),
-    "doubles": (MODEL + DOUBLES, [], ["run.yaml:", "expands to more than"]),
-    "doubles with spaces": (MODEL + DOUBLES.replace("{vars", "{ vars"), [], ["run.yaml:", "expands to more than"]),
-    "doubles behind backslashes": (MODEL + DOUBLES.replace("$", "\\\\$"), [], ["run.yaml:", "expands to more than"]),
-    "doubles of odd keys": (MODEL + re.sub(r"a(\d)", r"a/\1", DOUBLES), [], ["run.yaml:", "expands to more than"]),
-    "a long chain": (MODEL + DEEP, [], ["run.yaml:", "references are nested too deeply"]),
+    "echoes": (MODEL + ECHOES, ["run.yaml:", "expands to more than"]),
+    "doubles": (MODEL + DOUBLES, ["run.yaml:", "expands to more than"]),
+    "doubles with spaces": (MODEL + DOUBLES.replace("{vars", "{ vars"), ["run.yaml:", "expands to more than"]),
+    "doubles behind backslashes": (MODEL + DOUBLES.replace("$", "\\\\$"), ["run.yaml:", "expands to more than"]),
+    "doubles of odd keys": (MODEL + re.sub(r"a(\d)", r"a/\1", DOUBLES), ["run.yaml:", "expands to more than"]),
+    "a long chain": (MODEL + DEEP, ["run.yaml:", "references are nested too deeply"]),
     "variable of a variable": (
         MODEL + "seed: ${oc.env:${vars.a}}\n",
-        [],
         ["run.yaml:2", "without quotes or references", "${oc.env:NAME}"],
     ),
-    "makes a configuration": (MODEL + "seed: ${ oc.create :1}\n", [], ["run.yaml:2", "'oc.create' is not supported"]),
-    "still missing": (MODEL + "seed: ???\n", [], ["run.yaml:2", "seed", "'???'"]),
+    "makes a configuration": (MODEL + "seed: ${ oc.create :1}\n", ["run.yaml:2", "'oc.create' is not supported"]),
+    "still missing": (MODEL + "seed: ???\n", ["run.yaml:2", "seed", "'???'"]),
     # -- overrides
-    "no value": (MODEL, ["seed"], ["command line: seed", "key.path=value"]),
-    "nothing behind": (MODEL, ["ckpt_path="], ["ckpt_path=null", "~ckpt_path"]),
-    "no key": (MODEL, ["=3"], ["is not a key"]),
-    "below a number": (MODEL + "seed: 0\n", ["seed.x=1"], ["'seed.x'", "is 0", "run.yaml:2"]),
-    "below text": (MODEL, ["trainer.strategy=ddp", "trainer.strategy.x=1"], ["'trainer.strategy'", "'ddp'"]),
+    "no value": (MODEL, "seed", ["command line: seed", "key.path=value"]),
+    "nothing behind": (MODEL, "ckpt_path=", ["ckpt_path=null", "~ckpt_path"]),
+    "no key": (MODEL, "=3", ["is not a key"]),
+    "below a number": (MODEL + "seed: 0\n", "seed.x=1", ["'seed.x'", "is 0", "run.yaml:2"]),
+    "below text": (MODEL, "trainer.strategy=ddp", "trainer.strategy.x=1", ["'trainer.strategy'", "'ddp'"]),
     "list index": (
         MODEL + "trainer: {callbacks: [Timer]}\n",
-        ["trainer.callbacks.1.x=1"],
+        "trainer.callbacks.1.x=1",
         ["has length 1", "run.yaml:2", "+="],
     ),
-    "list by a word": (
-        MODEL + "trainer: {callbacks: [Timer]}\n",
-        ["trainer.callbacks.last.x=1"],
-        ["'last'", "an index"],
-    ),
-    "adding nothing": (MODEL, ["data.x+="], ["data.x=null", "~data.x to"]),
-    "not quite a class": (MODEL, ["optimizer=A.", "optimizer.lr=1"], ["'optimizer.lr'", "'A.'", "which has no keys"]),
-    "adding to no list": (MODEL, ["model.lr+=1", "model.lr+=2", "seed=1", "seed+=2"], ["'seed+='", "list"]),
-    "taking out nothing": (MODEL, ["~model.lrr"], ["'model.lrr'", "be removed"]),
-    "taking out near": (MODEL + "seed: 1\n", ["~sed"], ["'sed'", "'seed'?"]),
-    "unclosed value": (MODEL, ["data.x=[1, 2"], ["data.x=[1, 2", "flow sequence"]),
+    "list by a word": (MODEL + "trainer: {callbacks: [Timer]}\n", "trainer.callbacks.last.x=1", ["'last'", "an index"]),
+    "adding nothing": (MODEL, "data.x+=", ["data.x=null", "~data.x to"]),
+    "not quite a class": (MODEL, "optimizer=A.", "optimizer.lr=1", ["'optimizer.lr'", "'A.'", "which has no keys"]),
+    "adding to no list": (MODEL, "model.lr+=1", "model.lr+=2", "seed=1", "seed+=2", ["'seed+='", "list"]),
+    "taking out nothing": (MODEL, "~model.lrr", ["'model.lrr'", "be removed"]),
+    "taking out near": (MODEL + "seed: 1\n", "~sed", ["'sed'", "'seed'?"]),
+    "unclosed value": (MODEL, "data.x=[1, 2", ["data.x=[1, 2", "flow sequence"]),
     "idle variable": (
         MODEL + "vars: {width: 1}\nseed: ${vars.width}\n",
-        ["vars.widht=2"],
+        "vars.widht=2",
         ["no reference uses it", "'vars.width'?"],
     ),
     # -- sections and flags
-    "unknown section": (MODEL + "trainr: {}\n", [], ["run.yaml:2", "'trainr'", "'trainer'?", "lr_scheduler"]),
-    "lightning's seed": (MODEL + "seed_everything: 1\n", [], ["run.yaml:2", "'seed'?"]),
-    "section of another kind": (MODEL + "trainer: 3\n", [], ["run.yaml:2", "trainer=3", "mapping"]),
-    "unknown flag": (MODEL + "trainer:\n  max_epoch: 3\n", [], ["run.yaml:3: trainer.max_epoch", "'max_epochs'?"]),
-    "flag of old": (MODEL + "trainer: {gpus: 2}\n", [], ["run.yaml:2: trainer.gpus", "devices"]),
+    "unknown section": (MODEL + "trainr: {}\n", ["run.yaml:2", "'trainr'", "'trainer'?", "lr_scheduler"]),
+    "lightning's seed": (MODEL + "seed_everything: 1\n", ["run.yaml:2", "'seed'?"]),
+    "section of another kind": (MODEL + "trainer: 3\n", ["run.yaml:2", "trainer=3", "mapping"]),
+    "unknown flag": (MODEL + "trainer:\n  max_epoch: 3\n", ["run.yaml:3: trainer.max_epoch", "'max_epochs'?"]),
+    "flag of old": (MODEL + "trainer: {gpus: 2}\n", ["run.yaml:2: trainer.gpus", "devices"]),
     "flag of another type": (
         MODEL + "trainer:\n  max_epochs: three\n",
-        [],
         ["run.yaml:3", "max_epochs='three'", "an integer or null"],
     ),
-    "yes": (MODEL + "trainer: {barebones: yes}\n", [], ["barebones='yes' must be true or false"]),
-    "unknown strategy": (MODEL, ["trainer.strategy=dpp"], ["command line: trainer.strategy='dpp'", "'ddp'?"]),
-    "bad seed": (MODEL + "seed: -1\n", [], ["run.yaml:2: seed=-1", "2**32"]),
-    "seed in words": (MODEL + "seed: zero\n", [], ["run.yaml:2: seed='zero'", "an integer or null"]),
-    "run's name": (MODEL + "run: {nam: x}\n", [], ["run.yaml:2: run.nam", "'name'?"]),
-    "no model": ("trainer: {max_epochs: 1}\n", [], ["no model", "class: my_module.MyTask"]),
+    "yes": (MODEL + "trainer: {barebones: yes}\n", ["barebones='yes' must be true or false"]),
+    "unknown strategy": (MODEL, "trainer.strategy=dpp", ["command line: trainer.strategy='dpp'", "'ddp'?"]),
+    "bad seed": (MODEL + "seed: -1\n", ["run.yaml:2: seed=-1", "2**32"]),
+    "seed in words": (MODEL + "seed: zero\n", ["run.yaml:2: seed='zero'", "an integer or null"]),
+    "run's name": (MODEL + "run: {nam: x}\n", ["run.yaml:2: run.nam", "'name'?"]),
+    "no model": ("trainer: {max_epochs: 1}\n", ["no model", "class: my_module.MyTask"]),
     # -- classes
-    "class misspelled": (
-        "model: {class: cli_samples.Lin}\n",
-        [],
-        ["run.yaml:1: model", "cli_samples", "'Lin'", "'Line'?"],
-    ),
+    "class misspelled": ("model: {class: cli_samples.Lin}\n", ["run.yaml:1: model", "cli_samples", "'Lin'", "'Line'?"]),
     "module misspelled": (
         "model: {class: cli_sampels.Line}\n",
-        [],
         ["run.yaml:1: model", "module 'cli_sampels' was not found"],
     ),
-    "no path": ("model: {class: Lineee}\n", [], ["run.yaml:1: model", "'Lineee'", "my_package.module"]),
-    "no name at all": ("model: {class: 3}\n", [], ["run.yaml:1: model.class", "3"]),
-    "strange path": ("model: {class: 'a b.c'}\n", [], ["run.yaml:1", "'a b.c'", "import path"]),
-    "no class": ("model: {class: cli_samples.TEXT}\n", [], ["run.yaml:1", "'cli_samples.TEXT'", "str", "not a class"]),
-    "another class": ("model: {class: cli_samples.Points}\n", [], ["run.yaml:1", "TaskModule", "Points"]),
-    "unnamed class": ("model: {lr: 1.0}\n", [], ["run.yaml:1: model names no class"]),
+    "no path": ("model: {class: Lineee}\n", ["run.yaml:1: model", "'Lineee'", "my_package.module"]),
+    "no name at all": ("model: {class: 3}\n", ["run.yaml:1: model.class", "3"]),
+    "strange path": ("model: {class: 'a b.c'}\n", ["run.yaml:1", "'a b.c'", "import path"]),
+    "no class": ("model: {class: cli_samples.TEXT}\n", ["run.yaml:1", "'cli_samples.TEXT'", "str", "not a class"]),
+    "another class": ("model: {class: cli_samples.Points}\n", ["run.yaml:1", "TaskModule", "Points"]),
+    "unnamed class": ("model: {lr: 1.0}\n", ["run.yaml:1: model names no class"]),
     "callback misspelled": (
         MODEL + "trainer:\n  callbacks:\n  - EarlyStoping\n",
-        [],
         ["run.yaml:4: trainer.callbacks.0", "'EarlyStopping'?"],
     ),
-    "optimizer misspelled": (MODEL + "optimizer: AdmW\n", [], ["run.yaml:2: optimizer", "'AdamW'?"]),
+    "optimizer misspelled": (MODEL + "optimizer: AdmW\n", ["run.yaml:2: optimizer", "'AdamW'?"]),
     "callback that is none": (
         MODEL + "trainer: {callbacks: [cli_samples.Points]}\n",
-        [],
         ["trainer.callbacks.0", "Callback"],
     ),
     "lightning's callback": (
         MODEL + "trainer: {callbacks: [{class_path: lightningg.pytorch.callbacks.EarlyStopping}]}\n",
-        [],
         ["run.yaml:2: trainer.callbacks.0", "module 'lightningg' was not found", "the short name 'EarlyStopping'"],
     ),
-    "another's optimizer": (MODEL + "optimizer: cli_samples.Adam\n", [], ["Optimizer", "the short name 'Adam'"]),
+    "another's optimizer": (MODEL + "optimizer: cli_samples.Adam\n", ["Optimizer", "the short name 'Adam'"]),
     # -- arguments
     "unknown argument": (
         "model:\n  class: cli_samples.Line\n  lrr: 1\n",
-        [],
         ["run.yaml:3: model.lrr", "Line has no argument 'lrr'", "'lr'?", "lr, backbone"],
     ),
-    "unknown through kwargs": (MANY, ["model.hiden=1"], ["model.hiden", "'hidden'?"]),
+    "unknown through kwargs": (MANY, "model.hiden=1", ["model.hiden", "'hidden'?"]),
     "argument in lightning's form": (
         "model:\n  class_path: cli_samples.Line\n  init_args:\n    lrr: 1\n",
-        [],
         ["run.yaml:4: model.lrr", "'lr'?"],
     ),
-    "missing argument": ("model: {class: cli_samples.Many}\n", [], ["run.yaml:1: model", "Many needs 'hidden' (int)"]),
+    "missing argument": ("model: {class: cli_samples.Many}\n", ["run.yaml:1: model", "Many needs 'hidden' (int)"]),
     "unknown in a callback": (
         MODEL + "trainer:\n  callbacks:\n  - {class: EarlyStopping, monitor: a,\n     patiense: 1}\n",
-        [],
         ["run.yaml:5: trainer.callbacks.0.patiense", "'patience'?"],
     ),
     "nested class's argument": (
         "model:\n  class: cli_samples.Line\n  backbone:\n    class: torch.nn.Linear\n    in_feature: 4\n"
         "    out_features: 2\n",
-        [],
         ["run.yaml:5: model.backbone.in_feature", "'in_features'?", "needs 'in_features' (int)"],
     ),
     "optimizer's own argument": (
         MODEL + "optimizer: {class: AdamW, params: []}\n",
-        [],
         ["run.yaml:2: optimizer.params", "Remove it."],
     ),
     "scheduler alone": (
         MODEL + "lr_scheduler: {class: StepLR, step_size: 1}\n",
-        [],
         ["run.yaml:2: lr_scheduler", "'optimizer'"],
     ),
     "scheduler's interval": (
         MODEL + "optimizer: SGD\nlr_scheduler: {class: StepLR, step_size: 1, interval: steps}\n",
-        [],
         ["lr_scheduler.interval='steps'", "'step'"],
     ),
     "plateau without metric": (
         MODEL + "optimizer: SGD\nlr_scheduler: ReduceLROnPlateau\n",
-        [],
         ["run.yaml:3: lr_scheduler", "monitor"],
     ),
     # -- types
-    "float": (MODEL, ["model.lr=fast"], ["command line: model.lr='fast' must be a number"]),
+    "float": (MODEL, "model.lr=fast", ["command line: model.lr='fast' must be a number"]),
     "float in quotes": (
         "model: {class: cli_samples.Line, lr: '1e-3'}\n",
-        [],
         ["model.lr='1e-3' must be a number", "quotes"],
     ),
-    "int": (MANY, ["model.hidden=3.0"], ["model.hidden=3.0 must be an integer", "Write 3."]),
-    "an int in other words": (
-        MODEL + "seed: 1e3\n",
-        [],
-        ["run.yaml:2: seed=1000.0", "an integer or null. Write 1000."],
-    ),
-    "more than a float": (MODEL, [f"model.lr={'9' * 400}"], ["model.lr=999", "must be a number"]),
+    "int": (MANY, "model.hidden=3.0", ["model.hidden=3.0 must be an integer", "Write 3."]),
+    "an int in other words": (MODEL + "seed: 1e3\n", ["run.yaml:2: seed=1000.0", "an integer or null. Write 1000."]),
+    "more than a float": (MODEL, f"model.lr={'9' * 400}", ["model.lr=999", "must be a number"]),
     "within an optional class": (
         MODEL,
-        ["trainer.profiler={class: SimpleProfiler, x: 1}"],
+        "trainer.profiler={class: SimpleProfiler, x: 1}",
         ["command line: trainer.profiler.x", "SimpleProfiler has no argument"],
     ),
-    "typed dict": (ODD, ["model.word={text: a, cuont: 2}"], ["model.word.cuont", "'count'?"]),
-    "typed dict's required": (ODD, ["model.word={count: 2}"], ["model.word: Word needs 'text'"]),
-    "typed dict's type": (ODD, ["model.word.count=x"], ["model.word.count='x' must be an integer"]),
-    "key of an enum": (ODD, ["model.by_color={GREEN: 1}"], ["by_color.GREEN", "'RED' or 'BLUE'"]),
-    "key of a literal": (ODD, ["model.by_word={c: 1}"], ["by_word.c", "'a' or 'b'"]),
+    "typed dict": (ODD, "model.word={text: a, cuont: 2}", ["model.word.cuont", "'count'?"]),
+    "typed dict's required": (ODD, "model.word={count: 2}", ["model.word: Word needs 'text'"]),
+    "typed dict's type": (ODD, "model.word.count=x", ["model.word.count='x' must be an integer"]),
+    "key of an enum": (ODD, "model.by_color={GREEN: 1}", ["by_color.GREEN", "'RED' or 'BLUE'"]),
+    "key of a literal": (ODD, "model.by_word={c: 1}", ["by_word.c", "'a' or 'b'"]),
     "what a class settles itself": (
         ODD,
-        ["model.wide={width: 1}"],
+        "model.wide={width: 1}",
         ["model.wide.width", "Its arguments are factor, bias."],
     ),
-    "missing by position": (ODD, ["model.placed={second: 3}"], ["model.placed: Placed needs 'first' (int)"]),
-    "bool is no int": (MANY, ["model.hidden=true"], ["model.hidden=true must be an integer"]),
-    "bool": (MANY, ["model.flag=1"], ["model.flag=1 must be true or false"]),
-    "text": (MANY, ["model.name=[a]"], ["model.name=['a'] must be text"]),
-    "literal": (MANY, ["model.mode=maximum"], ["model.mode='maximum' must be 'min' or 'max'"]),
-    "list": (MANY, ["model.widths=3"], ["model.widths=3 must be a list of int or null"]),
-    "item of a list": (MANY, ["model.widths=[1, two]"], ["model.widths.1='two' must be an integer"]),
-    "mapping": (MANY, ["model.sizes.a=x"], ["model.sizes.a='x' must be an integer"]),
+    "missing by position": (ODD, "model.placed={second: 3}", ["model.placed: Placed needs 'first' (int)"]),
+    "bool is no int": (MANY, "model.hidden=true", ["model.hidden=true must be an integer"]),
+    "bool": (MANY, "model.flag=1", ["model.flag=1 must be true or false"]),
+    "text": (MANY, "model.name=[a]", ["model.name=['a'] must be text"]),
+    "literal": (MANY, "model.mode=maximum", ["model.mode='maximum' must be 'min' or 'max'"]),
+    "list": (MANY, "model.widths=3", ["model.widths=3 must be a list of int or null"]),
+    "item of a list": (MANY, "model.widths=[1, two]", ["model.widths.1='two' must be an integer"]),
+    "mapping": (MANY, "model.sizes.a=x", ["model.sizes.a='x' must be an integer"]),
     "key of a mapping": (
         MODEL,
-        ["trainer.callbacks=[{class: GradientAccumulationScheduler, scheduling: {a: 1}}]"],
+        "trainer.callbacks=[{class: GradientAccumulationScheduler, scheduling: {a: 1}}]",
         ["scheduling.a", "'a' must be an integer"],
     ),
-    "pair": (MANY, ["model.pair=[1, 2.0, 3]"], ["model.pair", "a list of 2 values: int, float"]),
-    "path": (MANY, ["model.where=3"], ["model.where=3 must be a path or null"]),
-    "dataclass": (MANY, ["model.head.widht=3"], ["model.head.widht", "Head has no argument 'widht'", "'width'?"]),
-    "enum": (MANY, ["model.color=GREEN"], ["model.color='GREEN' must be 'RED' or 'BLUE'"]),
-    "function": (MANY, ["model.activation=torch.rellu"], ["model.activation", "'rellu'", "'relu'?"]),
-    "class of a kind": (MANY, ["model.layer=cli_samples.Points"], ["model.layer", "extends Module"]),
-    "number format": (MANY, ["model.kind=float33"], ["model.kind='float33' must be a dtype"]),
+    "pair": (MANY, "model.pair=[1, 2.0, 3]", ["model.pair", "a list of 2 values: int, float"]),
+    "path": (MANY, "model.where=3", ["model.where=3 must be a path or null"]),
+    "dataclass": (MANY, "model.head.widht=3", ["model.head.widht", "Head has no argument 'widht'", "'width'?"]),
+    "enum": (MANY, "model.color=GREEN", ["model.color='GREEN' must be 'RED' or 'BLUE'"]),
+    "function": (MANY, "model.activation=torch.rellu", ["model.activation", "'rellu'", "'relu'?"]),
+    "class of a kind": (MANY, "model.layer=cli_samples.Points", ["model.layer", "extends Module"]),
+    "number format": (MANY, "model.kind=float33", ["model.kind='float33' must be a dtype"]),
 }
 
 
@@ -278,12 +245,10 @@ def attempt(folder, text, overrides):
 )
 def test_is_said(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text, overrides, words = CASES[name]
-    with pytest.raises(ConfigError) as raised:
+    text, *overrides, words = CASES[name]
+    with says(ConfigError, *words) as raised:
         attempt(tmp_path, text, overrides)
-    message = str(raised.value)
-    assert [word for word in words if word not in message] == [], message
-    assert len(message) < 1200
+    assert len(str(raised.value)) < 1200
 
 
 def test_all_problems_are_said_at_once(tmp_path, monkeypatch):
@@ -325,9 +290,8 @@ def test_all_problems_are_said_at_once(tmp_path, monkeypatch):
 def test_files_that_are_none(name, make, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make(tmp_path)
-    with pytest.raises(ConfigError) as raised:
+    with says(ConfigError, *words):
         load([name])
-    assert [word for word in words if word not in str(raised.value)] == [], str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -344,9 +308,8 @@ def test_files_that_are_none(name, make, words, tmp_path, monkeypatch):
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
 def test_command_lines_that_are_none(arguments, words):
-    with pytest.raises(ConfigError) as raised:
+    with says(ConfigError, *words):
         parse_options(arguments)
-    assert [word for word in words if word not in str(raised.value)] == [], str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -363,9 +326,8 @@ def test_runs_that_are_none(make, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     make(tmp_path / "run")
-    with pytest.raises(ConfigError) as raised:
+    with says(ConfigError, *words):
         load_config(Options(from_run="run"))
-    assert [word for word in words if word not in str(raised.value)] == [], str(raised.value)
 
 
 @pytest.mark.parametrize("secret", ["hush-hush", "h'u\"s\nh", "hush" * 50], ids=["plain", "escaped", "long"])
@@ -386,9 +348,6 @@ def test_a_name_that_two_classes_have(monkeypatch):
         exec("import treadle\nclass Twin(treadle.Callback): ...", module.__dict__)
         monkeypatch.setitem(sys.modules, name, module)
     given = {"trainer": {"callbacks": ["Twin"]}, "model": "cli_samples.Line"}
-    with pytest.raises(
-        ConfigError,
-        match=r"script: trainer.callbacks.0: 'Twin' is ambiguous: it may be treadle_one.Twin or treadle_two",
-    ):
+    with says(ConfigError, "script: trainer.callbacks.0: 'Twin' is ambiguous: it", "treadle_one.Twin or treadle_two"):
         check(load([], defaults=given))
     check(load([], ["trainer.callbacks.0=treadle_one.Twin"], defaults=given))

@@ -28,33 +28,18 @@ class WithOptimizer(LightningCLI):
 
 
 PLATEAU = "--lr_scheduler=ReduceLROnPlateau --lr_scheduler.monitor=val_loss --lr_scheduler.patience=0"
+STEP = "--lr_scheduler=StepLR --lr_scheduler.step_size=1"
+MODEL_STEP = "--model.schedule=StepLR --model.schedule.step_size=1"
+FACTORIES = {"model": Factories}
 # Training and validation loss as lightning 2.6.6 with jsonargparse 4.53 has them.
 RECORDED = {
-    "plain": (LightningCLI, Model, "", 3.337524, 3.149636),
-    "seed": (LightningCLI, Model, "--seed_everything=42 --data.batch_size 4 --model.lr=0.1", 0.122685, 0.06684),
-    "optimizer": (
-        LightningCLI,
-        Model,
-        "--optimizer=AdamW --optimizer.lr=0.05 --lr_scheduler=StepLR --lr_scheduler.step_size=1",
-        3.838989,
-        3.735188,
-    ),
-    "plateau": (
-        LightningCLI,
-        Model,
-        f"--optimizer=Adam --optimizer.lr=0.05 --optimizer=SGD {PLATEAU}",
-        1.862486,
-        1.638313,
-    ),
-    "fixed classes": (WithOptimizer, Model, "--optimizer.weight_decay=0.1", 4.353494, 4.237226),
-    "callables": (
-        LightningCLI,
-        Factories,
-        "--model.optimizer=SGD --model.optimizer.lr=0.05 --model.schedule=StepLR --model.schedule.step_size=1",
-        2.577256,
-        2.630258,
-    ),
-    "callables' defaults": (LightningCLI, Factories, "--model.optimizer.lr=0.05", 3.718862, 3.459186),
+    "plain": ("", {}, 3.337524, 3.149636),
+    "seed": ("--seed_everything=42 --data.batch_size 4 --model.lr=0.1", {}, 0.122685, 0.06684),
+    "optimizer": (f"--optimizer=AdamW --optimizer.lr=0.05 {STEP}", {}, 3.838989, 3.735188),
+    "plateau": (f"--optimizer=Adam --optimizer.lr=0.05 --optimizer=SGD {PLATEAU}", {}, 1.862486, 1.638313),
+    "fixed classes": ("--optimizer.weight_decay=0.1", {"cli": WithOptimizer}, 4.353494, 4.237226),
+    "callables": (f"--model.optimizer=SGD --model.optimizer.lr=0.05 {MODEL_STEP}", FACTORIES, 2.577256, 2.630258),
+    "callables' defaults": ("--model.optimizer.lr=0.05", FACTORIES, 3.718862, 3.459186),
 }
 
 
@@ -67,8 +52,8 @@ RECORDED = {
 )
 @pytest.mark.filterwarnings("ignore:.*will be overridden by")
 def test_metrics_are_the_peers(case):
-    cli, model, words, train_loss, val_loss = RECORDED[case]
-    done = execute("fit", *words.split(), cli=cli, model=model)
+    words, classes, train_loss, val_loss = RECORDED[case]
+    done = execute("fit", *words.split(), **classes)
     metrics = {name: value.item() for name, value in done.trainer.callback_metrics.items()}
     assert metrics == pytest.approx({"train_loss": train_loss, "val_loss": val_loss}, rel=1e-5)
 

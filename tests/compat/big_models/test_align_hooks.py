@@ -7,22 +7,9 @@ import pytest
 import torch
 from support.models import Normed
 from torch import nn
+from treadle.compat import hooks
 from treadle.compat.big_modeling import cpu_offload
-from treadle.compat.hooks import (
-    AlignDevicesHook,
-    add_hook_to_module,
-    attach_align_device_hook,
-    attach_align_device_hook_on_blocks,
-    attach_execution_device_hook,
-    remove_hook_from_module,
-    remove_hook_from_submodules,
-)
-from treadle.compat.utils.modeling import (
-    align_module_device,
-    get_state_dict_from_offload,
-    get_state_dict_offloaded_model,
-    has_offloaded_params,
-)
+from treadle.compat.utils import modeling
 
 INPUT = torch.arange(6.0).reshape(2, 3)
 NAMES = ("linear1", "batchnorm", "linear2")
@@ -41,49 +28,49 @@ def devices(model: nn.Module) -> dict[str, str]:
 def test_weights_are_away_between_forwards(model: Normed, buffers: bool) -> None:
     plain = model(INPUT)
     for module in model.children():
-        add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, offload_buffers=buffers))
+        hooks.add_hook_to_module(module, hooks.AlignDevicesHook("cpu", offload=True, offload_buffers=buffers))
     away = {
         name: "meta" if buffers or ("running" not in name and "num" not in name) else "cpu" for name in devices(model)
     }
     assert devices(model) == away
     assert torch.equal(model(INPUT), plain)
     assert devices(model) == away
-    assert has_offloaded_params(model.linear1)
-    assert not has_offloaded_params(model)
-    remove_hook_from_submodules(model)
+    assert modeling.has_offloaded_params(model.linear1)
+    assert not modeling.has_offloaded_params(model)
+    hooks.remove_hook_from_submodules(model)
     assert set(devices(model).values()) == {"cpu"}
     assert torch.equal(model(INPUT), plain)
 
 
 def test_buffers_that_a_forward_changed_are_kept() -> None:
     model, twin = Normed().train(), Normed().train()
-    attach_align_device_hook(model, "cpu", offload=True, offload_buffers=True)
+    hooks.attach_align_device_hook(model, "cpu", offload=True, offload_buffers=True)
     with torch.no_grad():
         model(INPUT), twin(INPUT)
-    remove_hook_from_submodules(model)
+    hooks.remove_hook_from_submodules(model)
     assert torch.equal(model.batchnorm.running_mean, twin.batchnorm.running_mean)
     assert model.batchnorm.num_batches_tracked == 1
 
 
 def test_a_gradient_of_an_offloaded_weight_is_refused(model: Normed) -> None:
-    attach_align_device_hook(model, "cpu", offload=True)
+    hooks.attach_align_device_hook(model, "cpu", offload=True)
     with pytest.raises(ValueError, match="offloaded weight got a gradient"):
         model(INPUT).sum().backward()
 
 
 def test_weights_without_values_are_named(model: Normed) -> None:
     with pytest.raises(ValueError, match=r"weights_map has no values for 'weight'"):
-        attach_align_device_hook(model, "cpu", offload=True, weights_map={"batchnorm.weight": torch.ones(4)})
+        hooks.attach_align_device_hook(model, "cpu", offload=True, weights_map={"batchnorm.weight": torch.ones(4)})
 
 
 def test_tied_weights_stay_tied() -> None:
     for offload in (False, True):
         model = nn.ModuleDict({"embed": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)})
         model["head"].weight = model["embed"].weight
-        add_hook_to_module(model, AlignDevicesHook("cpu", offload=offload, place_submodules=True))
+        hooks.add_hook_to_module(model, hooks.AlignDevicesHook("cpu", offload=offload, place_submodules=True))
         assert model["head"].weight is model["embed"].weight
         assert model["head"].weight.is_meta == offload
-        remove_hook_from_module(model)
+        hooks.remove_hook_from_module(model)
         assert model["head"].weight is model["embed"].weight
         assert not model["head"].weight.is_meta
 
@@ -98,77 +85,71 @@ def name_hooks(model: nn.Module) -> dict[str, str]:
     }
 
 
-ATTACHED: dict[str, tuple[Callable[[nn.Module], None], dict[str, str]]] = {
-    "weights": (lambda m: attach_align_device_hook(m, "cpu"), dict.fromkeys(NAMES, "")),
-    "offload": (lambda m: attach_align_device_hook(m, "cpu", offload=True), dict.fromkeys(NAMES, "offload")),
-    "preload": (
-        lambda m: attach_align_device_hook(m, "cpu", offload=True, preload_module_classes=["Normed"]),
-        {"": "offload place_submodules"},
-    ),
-    "state": (
-        lambda m: attach_align_device_hook(
-            m, "cpu", offload=True, weights_map=Normed().state_dict(), offload_buffers=True
-        ),
-        dict.fromkeys(NAMES, "offload offload_buffers"),
-    ),
-    "one block": (
-        lambda m: attach_align_device_hook_on_blocks(m, "cpu"),
-        {"": "io_same_device place_submodules"},
-    ),
-    "one block offloaded": (
-        lambda m: attach_align_device_hook_on_blocks(m, "cpu", offload=True),
-        dict.fromkeys(NAMES, "offload"),
-    ),
+def attach_map(model: nn.Module, **options: Any) -> None:
+    hooks.attach_align_device_hook(model, weights_map=Normed().state_dict(), **options)
+
+
+EACH, BLOCKS = hooks.attach_align_device_hook, hooks.attach_align_device_hook_on_blocks
+# What attaches, its options, and what is set of the hooks.
+ATTACHED: dict[str, tuple[Callable[..., None], dict[str, Any], dict[str, str]]] = {
+    "weights": (EACH, {}, dict.fromkeys(NAMES, "")),
+    "offload": (EACH, {"offload": True}, dict.fromkeys(NAMES, "offload")),
+    "preload": (EACH, {"offload": True, "preload_module_classes": ["Normed"]}, {"": "offload place_submodules"}),
+    "map": (attach_map, {"offload": True, "offload_buffers": True}, dict.fromkeys(NAMES, "offload offload_buffers")),
+    "one block": (BLOCKS, {}, {"": "io_same_device place_submodules"}),
+    "one block offloaded": (BLOCKS, {"offload": True}, dict.fromkeys(NAMES, "offload")),
     "blocks": (
-        lambda m: attach_align_device_hook_on_blocks(
-            m, dict.fromkeys(NAMES, "cpu"), {"linear1": True, "batchnorm": False, "linear2": True}
-        ),
+        BLOCKS,
+        {
+            "execution_device": dict.fromkeys(NAMES, "cpu"),
+            "offload": {"linear1": True, "batchnorm": False, "linear2": True},
+        },
         {"": "io_same_device", "linear1": "offload", "batchnorm": "place_submodules", "linear2": "offload"},
     ),
-    "all by map": (
-        lambda m: attach_align_device_hook_on_blocks(m, "cpu", offload={"": True}),
-        {"": "io_same_device", **dict.fromkeys(NAMES, "offload")},
-    ),
+    "all by map": (BLOCKS, {"offload": {"": True}}, {"": "io_same_device", **dict.fromkeys(NAMES, "offload")}),
     "nested blocks": (
-        lambda m: attach_align_device_hook_on_blocks(m, {"": "cpu", "linear1": "cpu"}),
+        BLOCKS,
+        {"execution_device": {"": "cpu", "linear1": "cpu"}},
         {"": "io_same_device place_submodules", "linear1": "place_submodules", "batchnorm": "", "linear2": ""},
     ),
-    "execution": (lambda m: attach_execution_device_hook(m, "cpu"), dict.fromkeys(("", *NAMES), "")),
+    "execution": (hooks.attach_execution_device_hook, {}, dict.fromkeys(("", *NAMES), "")),
 }
 
 
 @pytest.mark.parametrize("case", ATTACHED)
 def test_where_hooks_are_attached(model: Normed, case: str) -> None:
-    attach, expected = ATTACHED[case]
+    attach, options, expected = ATTACHED[case]
     plain = model(INPUT)
-    attach(model)
+    attach(model, **{"execution_device": "cpu", **options})
     assert name_hooks(model) == expected
     assert torch.equal(model(INPUT), plain)
-    remove_hook_from_submodules(model)
+    hooks.remove_hook_from_submodules(model)
     assert set(devices(model).values()) == {"cpu"}
     assert torch.equal(model(INPUT), plain)
 
 
-@pytest.mark.parametrize("offload", [cpu_offload, lambda m: attach_align_device_hook(m, "cpu", offload=True)])
+@pytest.mark.parametrize("offload", [cpu_offload, lambda m: hooks.attach_align_device_hook(m, "cpu", offload=True)])
 def test_the_state_of_an_offloaded_model(model: Normed, offload: Callable[[nn.Module], Any]) -> None:
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     offload(model)
-    assert has_offloaded_params(model.linear1)
-    with align_module_device(model.linear1, "cpu"):
+    assert modeling.has_offloaded_params(model.linear1)
+    with modeling.align_module_device(model.linear1, "cpu"):
         assert torch.equal(model.linear1.weight, whole["linear1.weight"])
     assert model.linear1.weight.is_meta
-    state = get_state_dict_offloaded_model(model)
+    state = modeling.get_state_dict_offloaded_model(model)
     assert [*state] == [*whole]
     assert all(torch.equal(state[name], tensor) for name, tensor in whole.items())
-    part = get_state_dict_from_offload(model.linear1, "linear1.weight", {"linear1.weight": None, "linear1.bias": 0})
+    part = modeling.get_state_dict_from_offload(
+        model.linear1, "linear1.weight", {"linear1.weight": None, "linear1.bias": 0}
+    )
     assert all(torch.equal(tensor, whole[name]) for name, tensor in part.items())
-    root = get_state_dict_from_offload(model.linear1, "weight", {"weight": None, "bias": 0})
+    root = modeling.get_state_dict_from_offload(model.linear1, "weight", {"weight": None, "bias": 0})
     assert torch.equal(root["weight"], whole["linear1.weight"])
 
 
 def test_parameters_come_back_from_another_device(model: Normed) -> None:
     before = model.linear1.weight
-    with align_module_device(model.linear1):
+    with modeling.align_module_device(model.linear1):
         assert model.linear1.weight is before
-    with pytest.raises(ValueError, match="is on the meta device"), align_module_device(model.linear1, "meta"):
+    with pytest.raises(ValueError, match="is on the meta device"), modeling.align_module_device(model.linear1, "meta"):
         assert model.linear1.weight.is_meta

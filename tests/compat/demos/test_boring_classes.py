@@ -4,29 +4,21 @@ import pytest
 import torch
 from support.trainers import make_trainer
 from torch.utils.data import DataLoader
-from treadle.compat.demos.boring_classes import (
-    BoringDataModule,
-    BoringDataModuleNoLen,
-    BoringModel,
-    DemoModel,
-    IterableBoringDataModule,
-    ManualOptimBoringModel,
-    RandomDataset,
-)
+from treadle.compat.demos import boring_classes as boring
 
 import treadle
 
 
 def test_the_boring_model_trains_as_in_lightning(tmp_path) -> None:
     treadle.seed_everything(1)
-    model = BoringModel()
+    model = boring.BoringModel()
     trainer = make_trainer(max_epochs=1, limit_train_batches=4, limit_val_batches=1, num_sanity_val_steps=0)
-    trainer.fit(model, DataLoader(RandomDataset(32, 8)), DataLoader(RandomDataset(32, 8)))
+    trainer.fit(model, DataLoader(boring.RandomDataset(32, 8)), DataLoader(boring.RandomDataset(32, 8)))
     assert model.layer.weight.sum().item() == pytest.approx(0.7426187992095947, rel=1e-5)
 
 
-@pytest.mark.parametrize("data", [BoringDataModule, BoringDataModuleNoLen, None])
-@pytest.mark.parametrize("model", [BoringModel, ManualOptimBoringModel])
+@pytest.mark.parametrize("data", [boring.BoringDataModule, boring.BoringDataModuleNoLen, None])
+@pytest.mark.parametrize("model", [boring.BoringModel, boring.ManualOptimBoringModel])
 def test_boring_classes_run(model, data) -> None:
     trainer = make_trainer(fast_dev_run=2)
     trainer.fit(model(), datamodule=None if data is None else data())
@@ -34,7 +26,7 @@ def test_boring_classes_run(model, data) -> None:
 
 
 def test_the_other_demos() -> None:
-    data = IterableBoringDataModule()
+    data = boring.IterableBoringDataModule()
     data.setup("fit")
     assert [len(next(iter(loader))[0]) for loader in data.val_dataloader()] == [4, 4]
-    assert DemoModel()(torch.ones(2, 32)).shape == (2, 10)
+    assert boring.DemoModel()(torch.ones(2, 32)).shape == (2, 10)

@@ -4,7 +4,6 @@ import contextlib
 import io
 import sys
 import traceback
-from pathlib import Path
 
 import pytest
 import torch
@@ -60,10 +59,8 @@ def after_announcement(stderr):
     return [line for line in text.splitlines() if set(line) - set(" ^~")]
 
 
-def test_a_script(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    done = script(path)
+def test_a_script():
+    done = script(SCRIPT)
     assert done.returncode == 1
     lines = after_announcement(done.stderr)
     assert lines[-3].startswith("RuntimeError: The size of tensor a (2) must match")
@@ -77,14 +74,9 @@ def test_a_script(tmp_path):
     assert counted[1].endswith(" frames of torch") or counted[1].endswith(" frame of torch")
 
 
-def test_an_own_loop(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(
-        "import torch, treadle\n"
-        "accelerator = treadle.Accelerator(cpu=True)\n"
-        "accelerator.prepare(torch.nn.Linear(1, 1), device_placement=[])\n"
-    )
-    lines = script(path).stderr.splitlines()
+def test_an_own_loop():
+    source = "import torch, treadle\ntreadle.Accelerator(cpu=True).prepare(torch.nn.Linear(1, 1), device_placement=[])"
+    lines = script(source).stderr.splitlines()
     assert [line.split()[-1] for line in lines if line.startswith("  File ")] == ["<module>"]
     assert any("of treadle (set TREADLE_FULL_TRACEBACK=1 to show all frames)" in line for line in lines)
     assert lines[-1].startswith("ValueError: ")
@@ -235,10 +227,8 @@ def test_an_error_is_not_lost_with_the_rank_that_was_to_report_it():
 TWO = SCRIPT.replace("treadle.Trainer(", "treadle.Trainer(devices=2, ").replace("(8, 2)", "(16, 2)")
 
 
-def test_two_processes(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(TWO)
-    done = script(Path(path))
+def test_two_processes():
+    done = script(TWO)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == done.stderr.count("RuntimeError: The size of tensor") == 1
     rank = done.stderr.partition("on rank ")[2][0]

@@ -237,10 +237,8 @@ trainer.fit(Task(), DataLoader(TensorDataset(torch.ones(16, 2)), 4))
     ],
     ids=["barrier", "save_state", "save_model", "torch", "end", "passed", "fit"],
 )
-def test_ranks_that_wait_in_different_calls_end_with_both_lines(source, first, second, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where the stacks are written
-    (tmp_path / "train.py").write_text(HEAD + source)
-    done = script(tmp_path / "train.py")
+def test_ranks_that_wait_in_different_calls_end_with_both_lines(source, first, second):
+    done = script(HEAD + source)
     assert done.returncode == 1, done.stderr
     assert re.search(rf"treadle:   rank 0: {first}", done.stderr), done.stderr
     assert re.search(rf"treadle:   rank 1: {second}", done.stderr), done.stderr
@@ -268,9 +266,8 @@ if trainer.global_rank == int(sys.argv[1]):
 
 @pytest.mark.guarantee
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
-def test_a_call_of_one_rank_after_the_others_have_ended_names_its_line(tmp_path, rank):
-    (tmp_path / "train.py").write_text(LONE)
-    done = script(tmp_path / "train.py", str(rank))
+def test_a_call_of_one_rank_after_the_others_have_ended_names_its_line(rank):
+    done = script(LONE, str(rank))
     assert done.returncode == 1, done.stderr
     assert f"treadle: rank {1 - rank} of 2 ended first, without a Python error: process " in done.stderr
     assert "or reached the end of its script, while this rank was in a call that needs all ranks\n" in done.stderr

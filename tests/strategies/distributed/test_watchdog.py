@@ -51,7 +51,7 @@ ALONE = """
 import time, torch, treadle
 from torch.utils.data import DataLoader
 
-accelerator = treadle.Accelerator(cpu=True, timeout={"seconds": 1}, project_dir="here")
+accelerator = treadle.Accelerator(cpu=True, timeout={"seconds": 1})
 model, optimizer = torch.nn.Linear(1, 1), None
 model, loader = accelerator.prepare(model, DataLoader(torch.ones(4, 1)))
 for batch in loader:
@@ -62,10 +62,9 @@ time.sleep(60)
 """
 
 
-def test_one_process_that_hangs_ends(tmp_path):
-    (tmp_path / "train.py").write_text(ALONE.replace('"here"', repr(str(tmp_path))))
+def test_one_process_that_hangs_ends():
     start = time.monotonic()
-    done = script(tmp_path / "train.py")
+    done = script(ALONE)
     assert done.returncode == 124, done.stderr
     assert "worked" in done.stdout
     assert time.monotonic() - start < 20
@@ -114,8 +113,8 @@ def test_a_stop_of_the_whole_job_is_no_hang(tmp_path):
     assert process.returncode == 0
 
 
-def test_a_watchdog_that_has_ended_holds_no_file(tmp_path):
-    (tmp_path / "train.py").write_text(
+def test_a_watchdog_that_has_ended_holds_no_file():
+    done = script(
         "import os, treadle\n"
         "from treadle.strategies.distributed import watch\n"
         "from treadle.strategies.distributed.watchdog import dismiss\n"
@@ -127,7 +126,6 @@ def test_a_watchdog_that_has_ended_holds_no_file(tmp_path):
         "    counts.append(len(os.listdir('/proc/self/fd')))\n"
         "print(len(set(counts)))\n"
     )
-    done = script(tmp_path / "train.py")
     assert done.stdout.strip() == "1", done.stderr
 
 

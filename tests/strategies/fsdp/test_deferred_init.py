@@ -13,30 +13,47 @@ from treadle.strategies.fsdp.deferred_init import Tape
 import treadle
 
 
-def test_a_model_built_late_is_the_one_built_at_once():
-    """The reference draws in float64, as the trainer asks for, so the two differ where the format is another."""
-    for late in (False, True):
-        torch.manual_seed(11)
-        if late:
-            torch.set_default_dtype(torch.float64)
-        try:
-            wanted = Net()
-        finally:
-            torch.set_default_dtype(torch.float32)
-        after = torch.rand(3)
-        torch.manual_seed(11)
-        tape = Tape(torch.device("cpu"))
-        with torch.device("meta"), tape.recording():
-            if late:
-                torch.set_default_dtype(torch.float64)
-            try:
-                built = Net()
-            finally:
-                torch.set_default_dtype(torch.float32)
-        assert torch.equal(torch.rand(3), after)  # what is drawn next is as after the real one
-        for name, value in built.state_dict().items():
-            assert value.is_meta
-            assert torch.equal(tape.values(value), wanted.state_dict()[name]), name
+def wide_net():
+    """In float64, as the trainer asks for."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        return Net()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+MADE = {
+    "lstm": lambda: nn.LSTM(4, 4, 2, bidirectional=True),
+    "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
+    "conv": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 2, 2)),
+    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+    "attention": lambda: nn.MultiheadAttention(8, 2),
+    "pad": lambda: nn.Embedding(9, 4, padding_idx=2),
+    "by_hand": lambda: nn.ParameterList(
+        [torch.tensor([1.0, 2.0]), nn.init.orthogonal_(torch.empty(4, 3)), torch.randn(2)]
+    ),
+    "sparse": lambda: nn.Linear(6, 6).apply(lambda m: nn.init.sparse_(m.weight, 0.5)),
+    "bilinear": lambda: nn.Bilinear(3, 3, 2),
+    "net": Net,
+    "wide": wide_net,
+    # Torch has parts of it for real memory only.
+    "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_model_built_late_is_the_one_built_at_once(name):
+    make = MADE[name]
+    torch.manual_seed(5)
+    wanted, after = make(), torch.rand(3)
+    torch.manual_seed(5)
+    tape = Tape(torch.device("cpu"))
+    with torch.device("meta"), tape.recording():
+        built = make()
+    assert torch.equal(torch.rand(3), after)  # what is drawn next is as after the real one
+    for (key, value), real in zip(built.state_dict().items(), wanted.state_dict().values(), strict=True):
+        assert value.is_meta
+        assert torch.equal(tape.values(value), real), key
 
 
 def memory_of_construction(width, blocks):

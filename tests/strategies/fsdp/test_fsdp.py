@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks.spike import _compute_squared_norm
 from treadle.strategies import DDP, FSDP, Recompute, SingleDevice, World
-from treadle.strategies.fsdp.deferred_init import Tape
 
 import treadle
 
@@ -145,34 +144,6 @@ def other_seeds():
 def test_built_in_place_frozen_or_unequal(name):
     for rank in by_two():
         same(rank[name], in_one_process("late" in name, "frozen" in name))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.LSTM(4, 4, 2, bidirectional=True),
-        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 2, 2)),
-        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
-        lambda: nn.MultiheadAttention(8, 2),
-        lambda: nn.Embedding(9, 4, padding_idx=2),
-        lambda: nn.ParameterList([torch.tensor([1.0, 2.0]), nn.init.orthogonal_(torch.empty(4, 3)), torch.randn(2)]),
-        lambda: nn.Linear(6, 6).apply(lambda m: nn.init.sparse_(m.weight, 0.5)),
-        lambda: nn.Bilinear(3, 3, 2),
-        lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),  # torch has parts of it for real memory only
-    ],
-    ids=["lstm", "encoder", "conv", "weight_norm", "attention", "pad", "by_hand", "sparse", "bilinear", "orthogonal"],
-)
-def test_values_that_a_tape_remembers(make):
-    torch.manual_seed(5)
-    wanted = make()
-    torch.manual_seed(5)
-    tape = Tape(torch.device("cpu"))
-    with torch.device("meta"), tape.recording():
-        built = make()
-    for (name, value), real in zip(built.state_dict().items(), wanted.state_dict().values(), strict=True):
-        assert value.is_meta
-        assert torch.equal(tape.values(value), real), name
 
 
 # -- what each process holds ------------------------------------------------------------------------------------------

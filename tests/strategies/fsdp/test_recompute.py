@@ -127,18 +127,18 @@ def test_a_budget_is_the_compilers(monkeypatch):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def gathered(gather_dtype):
+def gathered():
     logging.getLogger("treadle").setLevel(logging.ERROR)
-    trainer = make_trainer(precision="bf16-mixed", strategy=FSDP(gather_dtype=gather_dtype))
-    trainer.fit(Task(), DataLoader(torch.ones(4, 4), batch_size=2))
-    return trainer.decided
+    found = []
+    for gather_dtype in (None, torch.bfloat16):
+        trainer = make_trainer(precision="bf16-mixed", strategy=FSDP(gather_dtype=gather_dtype))
+        trainer.fit(Task(), DataLoader(torch.ones(4, 4), batch_size=2))
+        found.append(trainer.decided)
+    return found
 
 
 def test_what_gathering_costs_is_said_with_the_choice():
-    for decided in run(gathered, 2, None):
-        assert (
-            "GiB in each forward and backward pass, in the storage dtype; FSDP(gather_dtype=torch.bfloat16) sends half"
-            in decided
-        )
-    for decided in run(gathered, 2, torch.bfloat16):
-        assert "gather_dtype" not in decided
+    advice = "in the storage dtype; FSDP(gather_dtype=torch.bfloat16) sends half"
+    for decided, chosen in run(gathered, 2):
+        assert f"GiB in each forward and backward pass, {advice}" in decided
+        assert "gather_dtype" not in chosen

@@ -69,69 +69,62 @@ elif kind == "collective":
 else:
     main()
 """
-JOBS = {  # by name: the command, the exit status and words of the output
-    "single, atexit": ("python job.py atexit 1", 124, "rank 0 of 1 has not ended within 3 s after its script"),
-    "single, thread": ("python job.py thread 1", 124, "rank 0 of 1 has not ended within 3 s after its script"),
-    "single, early": ("python job.py early 1", 124, "rank 0 of 1 has not ended within 3 s after its script"),
-    "single, destructor": ("python job.py destructor 1", 128 + signal.SIGALRM, ""),
-    "single, error": ("python job.py error 1", 1, "ValueError: the first cause"),
-    "own, atexit": ("python job.py atexit 2", 124, "rank 1 of 2 failed first: exit status 124"),
-    "own, thread": ("python job.py thread 2", 124, "rank 1 of 2 has not ended within 3 s after its script"),
-    "own, error": ("python job.py error 2", None, "ValueError: the first cause"),
-    "notebook": ("python job.py notebook 2", 1, "rank 1 of 2 ended with exit status 124"),
-    "launch": ("treadle launch --nproc-per-node 2 job.py thread 2", 124, "rank 1 of 2 failed first: exit status 124"),
-    "launch, error": ("treadle launch --nproc-per-node 2 job.py error 2", 1, "ValueError: the first cause"),
-    "launch, collective": (
-        "treadle launch --nproc-per-node 2 job.py collective 2",
-        1,
-        "rank 1 of 2 has not ended within",
-    ),
-    "torchrun": ("torchrun --standalone --nproc-per-node 2 job.py atexit 2", 1, "rank 1 of 2 has not ended within"),
-    "torchrun, thread": ("torchrun --standalone --nproc-per-node 2 job.py thread 2", 1, "rank 1 of 2 has not ended"),
-    "torchrun, error": ("torchrun --standalone --nproc-per-node 2 job.py error 2", 1, "ValueError: the first cause"),
-    "torchrun, collective": ("torchrun --standalone --nproc-per-node 2 job.py collective 2", 1, "has not ended within"),
+OWN, LAUNCH = "python job.py", "treadle launch --nproc-per-node 2 job.py"
+TORCHRUN = "torchrun --standalone --nproc-per-node 2 job.py"
+JOBS = {  # by command: the exit status and words of the output
+    f"{OWN} atexit 1": (124, "rank 0 of 1 has not ended within 3 s after its script"),
+    f"{OWN} thread 1": (124, "rank 0 of 1 has not ended within 3 s after its script"),
+    f"{OWN} early 1": (124, "rank 0 of 1 has not ended within 3 s after its script"),
+    f"{OWN} destructor 1": (128 + signal.SIGALRM, ""),
+    f"{OWN} error 1": (1, "ValueError: the first cause"),
+    f"{OWN} atexit 2": (124, "rank 1 of 2 failed first: exit status 124"),
+    f"{OWN} thread 2": (124, "rank 1 of 2 has not ended within 3 s after its script"),
+    f"{OWN} error 2": (None, "ValueError: the first cause"),
+    f"{OWN} notebook 2": (1, "rank 1 of 2 ended with exit status 124"),
+    f"{LAUNCH} thread 2": (124, "rank 1 of 2 failed first: exit status 124"),
+    f"{LAUNCH} error 2": (1, "ValueError: the first cause"),
+    f"{LAUNCH} collective 2": (1, "rank 1 of 2 has not ended within"),
+    f"{TORCHRUN} atexit 2": (1, "rank 1 of 2 has not ended within"),
+    f"{TORCHRUN} thread 2": (1, "rank 1 of 2 has not ended"),
+    f"{TORCHRUN} error 2": (1, "ValueError: the first cause"),
+    f"{TORCHRUN} collective 2": (1, "has not ended within"),
 }
 
 
-def start(name, program):
-    """The path of a program. Those of `programs` are forked, and end without the interpreter's own last phase."""
-    return sys.executable if name == "single, destructor" else str(programs() / program)
-
-
-def check(names, tmp_path):
+def check(commands, tmp_path):
     jobs = []
-    for name in names:
-        (folder := tmp_path / name).mkdir()
+    for number, command in enumerate(commands):
+        (folder := tmp_path / str(number)).mkdir()
         (folder / "job.py").write_text(JOB)
-        program, *arguments = JOBS[name][0].split()
+        program, *arguments = command.split()
+        # Programs of `programs` are forked, and end without the interpreter's own last phase.
+        path = sys.executable if "destructor" in arguments else str(programs() / program)
         with (folder / "out").open("w") as out:
-            process = subprocess.Popen(
-                [start(name, program), *arguments], cwd=folder, env=clean_environment(), stdout=out, stderr=out
-            )
-        jobs.append((name, process, folder))
+            process = subprocess.Popen([path, *arguments], cwd=folder, env=clean_environment(), stdout=out, stderr=out)
+        jobs.append((command, process, folder))
     end = time.monotonic() + 100
-    for name, process, folder in jobs:
-        _, status, words = JOBS[name]
+    for command, process, folder in jobs:
+        status, words = JOBS[command]
         try:
             ended = process.wait(max(1.0, end - time.monotonic()))
         finally:
             process.kill()
             process.wait()
         ended = ended if ended >= 0 else 128 - ended
-        text = f"{name}, status {ended}:\n{(folder / 'out').read_text()}"
+        text = f"{command}, status {ended}:\n{(folder / 'out').read_text()}"
         assert ended == status if status is not None else ended, text
         assert words in text
 
 
 def test_a_process_alone(tmp_path):
-    check(["single, thread", "single, early", "single, destructor"], tmp_path)
+    check([f"{OWN} thread 1", f"{OWN} early 1", f"{OWN} destructor 1"], tmp_path)
 
 
 def test_one_of_two_ranks(tmp_path):
-    check(["own, atexit", "notebook", "torchrun, collective"], tmp_path)
+    check([f"{OWN} atexit 2", f"{OWN} notebook 2", f"{TORCHRUN} collective 2"], tmp_path)
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("name", JOBS)
-def test_every_launcher(tmp_path, name):
-    check([name], tmp_path)
+@pytest.mark.parametrize("command", JOBS)
+def test_every_launcher(tmp_path, command):
+    check([command], tmp_path)

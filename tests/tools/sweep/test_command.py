@@ -13,6 +13,7 @@ from pathlib import Path
 
 import optuna
 import pytest
+from support.command_runs import RUN
 from support.processes import clean_environment, programs, python
 from treadle.cli.commands.runs import main as runs_main
 from treadle.tools.sweep.command import main
@@ -22,17 +23,7 @@ from treadle.trainer.runs import index
 
 from treadle.__main__ import main as treadle_main
 
-CONFIG = """
-trainer:
-  max_epochs: 4
-  accelerator: cpu
-  enable_progress_bar: false
-  enable_model_summary: false
-  enable_report: false
-  logger: false
-model: {class: tasks.Line, lr: 0.02}
-data: {class: cli_samples.Points, batch_size: 8}
-"""
+CONFIG = RUN.replace("cli_samples.Line", "tasks.Line").replace("max_epochs: 2", "max_epochs: 4")
 SWEEP = """
 config: run.yaml
 method: random

@@ -2,14 +2,14 @@
 
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 import optuna
 import pytest
+from support.studies import make
 from treadle.cli.config import Value
 from treadle.tools.sweep.report import Axis, Report, color_by_rank
 from treadle.tools.sweep.study import Study, open_trial
-from treadle.tools.sweep.sweep_file import Choices, Parameter, Range, read_sweep
+from treadle.tools.sweep.sweep_file import Choices, Parameter, Range
 from treadle.trainer.runs import RunFolder
 
 TEXT = """
@@ -44,12 +44,9 @@ class Tags(HTMLParser):
 
 
 @pytest.fixture
-def report(tmp_path, monkeypatch):
+def report(runs_folder):
     """Ten complete trials, of which the fourth is the best; a pruned one, a failed one, and one that is at work."""
-    monkeypatch.chdir(tmp_path)
-    Path("runs/s").mkdir(parents=True)
-    Path("s.yaml").write_text(TEXT)
-    study = Study(read_sweep("s.yaml"))
+    study = Study(make(TEXT))
     for number in range(13):
         study.draw(study.ask())
         study.note(number, run=number + 1)
@@ -89,11 +86,8 @@ def test_the_page_shows_every_trial_and_needs_nothing_else(report):
     assert "waiting" in re.search(r'<tr data-trial="13">.*?</tr>', page)[0]
 
 
-def test_a_sweep_without_a_trial_has_a_page(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("runs/s").mkdir(parents=True)
-    Path("s.yaml").write_text(TEXT)
-    study = Study(read_sweep("s.yaml"))
+def test_a_sweep_without_a_trial_has_a_page(runs_folder):
+    study = Study(make(TEXT))
     assert Tags(Report(study, study.sweep.folder).render()).open == []
 
 

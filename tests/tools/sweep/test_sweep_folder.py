@@ -3,29 +3,18 @@
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from support.processes import clean_environment
+from support.studies import TEXT, make
 from treadle.cli.config import ConfigError
-from treadle.tools.sweep.sweep_file import read_sweep
 from treadle.tools.sweep.sweep_folder import SweepFolder
 from treadle.trainer.runs import RunFolder, index
 
-TEXT = """
-config: {model: {class: tasks.Line}}
-method: random
-metric: {name: val_loss, goal: minimize}
-trials: 20
-parameters: {model.lr: [1, 2]}
-"""
-
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("s.yaml").write_text(TEXT)
-    folder = SweepFolder(read_sweep("s.yaml"))
+def folder(runs_folder):
+    folder = SweepFolder(make())
     with folder.working():
         yield folder
 
@@ -97,9 +86,8 @@ def test_another_sweep_in_its_place_is_refused(folder):
     assert folder.is_new() is True
     folder.write_description()
     assert folder.is_new() is False
-    Path("s.yaml").write_text(TEXT.replace("[1, 2]", "[1, 3]"))
-    with pytest.raises(ConfigError, match=r"parameters.model.lr.values: \[1, 2\] is now \[1, 3\]\nTo start over"):
-        SweepFolder(read_sweep("s.yaml")).is_new()
+    with pytest.raises(ConfigError, match=r"parameters.model.width.max: 64 is now 32\nTo start over"):
+        SweepFolder(make(TEXT.replace("max: 64", "max: 32"))).is_new()
     (folder.path / "sweep.json").write_text("{")
     with pytest.raises(ConfigError, match=r"sweep.json can't be read"):
         folder.is_new()
