@@ -6,7 +6,6 @@ import os
 import pytest
 from support.callback_runs import Rows, Tiny, fit
 from treadle.callbacks import HOOKS, BatchSizeFinder, Callback, LearningRateFinder, ModelCheckpoint
-from treadle.trainer.loop import fit_loop
 
 
 class Named(Callback):
@@ -69,8 +68,6 @@ def test_states_by_name(tmp_path):
     one, other = Stateful("one"), Stateful()
     fit(tmp_path, other, one, ckpt_path=path)
     assert (one.count, other.count) == (10, 10)
-    with pytest.raises(ValueError, match=r"two callbacks.*'Stateful'"):
-        fit(tmp_path, Stateful(), Stateful(), ModelCheckpoint(tmp_path / "c"))
 
 
 def test_loggers_are_told_of_checkpoints(tmp_path):
@@ -84,7 +81,6 @@ def test_the_list_of_hooks():
     named = {name for name in vars(Callback) if name.startswith("on_")} | {"setup", "teardown"}
     assert set(HOOKS) == named
     assert all(getattr(Callback, name).__doc__ for name in HOOKS)
-    assert all(name in fit_loop.__doc__ for name in HOOKS)
 
 
 def test_the_result_of_no_search_is_none():
