@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.averaged_runs import Task, by_hand, fit, flat
 from support.callback_runs import loader, trainer
+from support.failing_runs import Fails
 from support.processes import run
 from treadle.callbacks import (
     Callback,
@@ -142,14 +143,9 @@ def test_two_processes_average_what_each_holds(tmp_path, strategy):
 
 
 def test_an_error_just_before_it_was_told_of_a_step(tmp_path):
-    class Fails(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            if trainer.global_step == 3:
-                raise RuntimeError("planned")
-
     whole_run = fit(tmp_path, EMAWeightAveraging(decay=0.8))[1]
     saver = OnExceptionCheckpoint(tmp_path / "c")
     with pytest.raises(RuntimeError, match="planned"):
-        fit(tmp_path, Fails(), EMAWeightAveraging(decay=0.8), saver)
+        fit(tmp_path, Fails("batch_end", 3), EMAWeightAveraging(decay=0.8), saver)
     resumed = fit(tmp_path, EMAWeightAveraging(decay=0.8), ckpt_path=saver.ckpt_path)[1]
     assert torch.equal(flat(resumed), flat(whole_run))
