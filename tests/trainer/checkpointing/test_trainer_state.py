@@ -11,7 +11,6 @@ from treadle.compat.demos.boring_classes import BoringModel
 from treadle.trainer.checkpointing import resolve
 
 import treadle
-from treadle.plugins import TorchCheckpointIO
 
 
 class Counts(treadle.Callback):
@@ -50,7 +49,6 @@ def test_states_of_callbacks_are_restored_after_on_fit_start(tmp_path):
 
 def two_ranks(folder):
     strategy = {"strategy": "ddp", "devices": 2}
-    _, trainer = fitted(f"{folder}/cut", 2, TorchCheckpointIO(), **strategy)
     plugin = Recording()
     _, trainer = fitted(f"{folder}/plugin", 2, plugin, **strategy)
     resumed, _ = fitted(f"{folder}/plugin", 4, plugin, trainer.checkpoint_callback.last_model_path, **strategy)
