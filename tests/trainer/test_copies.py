@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.models import Scored
 from support.processes import run, script
-from support.trainers import NO_OUTPUT
+from support.trainers import NO_OUTPUT, make_trainer
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from treadle.compat.demos.boring_classes import BoringModel
@@ -78,9 +78,7 @@ def test_a_copy_holds_flags_callbacks_and_values_and_can_go_on(tmp_path, make):
 
 @COPIES
 def test_an_unused_trainer_and_a_shallow_copy(tmp_path, make):
-    trainer = treadle.Trainer(
-        max_steps=2, accelerator="cpu", accumulate_grad_batches=2, precision="bf16-mixed", **NO_OUTPUT
-    )
+    trainer = make_trainer(accumulate_grad_batches=2, precision="bf16-mixed")
     copied, task = make(trainer), Task()
     assert copied.precision == "bf16-mixed"
     assert copied.accumulate_grad_batches == 2
