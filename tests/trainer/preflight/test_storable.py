@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 import numpy as np
 import pytest
 import torch
-from support.models import Line, loader
+from support.models import Count, Line, loader
 from support.trainers import make_trainer
 from torch import nn
 from treadle.callbacks import Callback, ModelCheckpoint
@@ -194,9 +194,6 @@ class Extra(Task):
     def get_extra_state(self):
         return {"own": object()}
 
-    def set_extra_state(self, state):
-        pass
-
 
 class Late(Task):
     def __init__(self):
@@ -213,14 +210,7 @@ def test_a_hyperparameter_that_was_added_later_is_dropped_too(tmp_path):
 
 class Registers(Task):
     def on_fit_start(self):
-        class Own:
-            def state_dict(self):
-                return {"own": object()}
-
-            def load_state_dict(self, state_dict):
-                pass
-
-        self.trainer.accelerator.register_for_checkpointing(mine=Own())
+        self.trainer.accelerator.register_for_checkpointing(mine=Count(object()))
 
 
 @pytest.mark.parametrize(
