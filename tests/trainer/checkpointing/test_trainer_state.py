@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.checkpoint_dicts import Recording, Task, are_equal, fitted, loader
+from support.models import Count
 from support.processes import run
 from support.trainers import NO_OUTPUT, make_trainer
 from treadle.callbacks import Callback
@@ -13,24 +14,16 @@ from treadle.trainer.checkpointing import resolve
 import treadle
 
 
-class Counts(treadle.Callback):
-    def __init__(self):
-        self.count, self.seen = 0, {}
-
-    def state_dict(self):
-        return {"count": self.count}
-
-    def load_state_dict(self, state):
-        self.count = state["count"]
+class Counts(Count, Callback):
+    seen = ()
 
     def on_train_batch_end(self, *args):
-        self.count += 1
+        self.value += 1
 
     def on_fit_start(self, trainer, task):
-        self.seen["on_fit_start"] = self.count
+        self.seen = (*self.seen, self.value)
 
-    def on_train_start(self, trainer, task):
-        self.seen["on_train_start"] = self.count
+    on_train_start = on_fit_start
 
 
 def test_states_of_callbacks_are_restored_after_on_fit_start(tmp_path):
@@ -43,8 +36,8 @@ def test_states_of_callbacks_are_restored_after_on_fit_start(tmp_path):
     trainer, _ = fit(1)
     trainer.save_checkpoint(tmp_path / "c.ckpt")
     _, counts = fit(2, tmp_path / "c.ckpt")
-    assert counts.seen == {"on_fit_start": 0, "on_train_start": 3}
-    assert counts.count == 6
+    assert counts.seen == (0, 3)
+    assert counts.value == 6
 
 
 def two_ranks(folder):
