@@ -10,7 +10,7 @@ import torch
 from support.callback_runs import Tiny, fit
 from support.failing_runs import Fails, Task, loaders, made, saver
 from support.processes import run
-from treadle.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from treadle.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from treadle.engine.checkpoint import store
 
 import treadle
@@ -76,14 +76,11 @@ def test_a_validation_that_failed_is_made_up_for_before_the_next_step(tmp_path, 
     flags = {"accumulate_grad_batches": 1, "val_check_interval": 2, "max_epochs": 2}
     validated = []
 
-    class Notes(Callback):
-        def on_validation_end(self, trainer, task):
-            if not trainer.sanity_checking:
-                validated.append(trainer.global_step)
+    notes = LambdaCallback(on_validation_end=lambda t, _: t.sanity_checking or validated.append(t.global_step))
 
     def train(root, *callbacks, ckpt_path=None):
         treadle.seed_everything(1 if ckpt_path is None else 7)
-        task, own = Task(), made(root, *callbacks, Notes(), saver(tmp_path), **flags)
+        task, own = Task(), made(root, *callbacks, notes, saver(tmp_path), **flags)
         own.fit(task, *loaders(), ckpt_path=ckpt_path)
         return facts(own, task)
 

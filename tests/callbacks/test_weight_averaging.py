@@ -7,9 +7,9 @@ import torch
 from support.averaged_runs import Task, by_hand, fit, flat
 from support.callback_runs import loader, trainer
 from support.failing_runs import Fails
+from support.models import SaveIn
 from support.processes import run
 from treadle.callbacks import (
-    Callback,
     EMAWeightAveraging,
     ModelCheckpoint,
     OnExceptionCheckpoint,
@@ -89,12 +89,8 @@ def test_it_is_taken_out_when_validation_fails_and_what_is_saved_goes_on(tmp_pat
 
 
 def test_what_is_refused(tmp_path):
-    class SavesInValidation(Callback):
-        def on_validation_epoch_end(self, trainer, task):
-            trainer.save_checkpoint(tmp_path / "x")
-
     with pytest.raises(ValueError, match="list EMAWeightAveraging before the callback that saves"):
-        fit(tmp_path, EMAWeightAveraging(), SavesInValidation())
+        fit(tmp_path, EMAWeightAveraging(), SaveIn("on_validation_epoch_end", 4, tmp_path / "x"))
     with pytest.raises(ValueError, match=r"2 callbacks that average .* \(EMAWeightAveraging, Stoch"):
         fit(tmp_path, EMAWeightAveraging(), StochasticWeightAveraging(0.1))
     with pytest.raises(TypeError, match=r"no argument 'avg_fun'.*avg_fn"):

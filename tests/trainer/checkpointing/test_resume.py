@@ -93,13 +93,11 @@ def test_more_epochs_for_a_finished_run(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*nothing is validated")
 def test_time_goes_on(tmp_path):
-    class Slow(treadle.Callback):
-        def on_train_batch_start(self, trainer, task, batch, batch_idx):
-            time.sleep(0.03)
+    slow = treadle.callbacks.LambdaCallback(on_train_batch_start=lambda *_: time.sleep(0.03))
 
     def fit(*callbacks, ckpt_path=None):
         flags = {"max_epochs": -1, "max_time": {"milliseconds": 400}, "logger": Rows()}
-        own = make_trainer(callbacks=[Slow(), *callbacks], **flags)
+        own = make_trainer(callbacks=[slow, *callbacks], **flags)
         own.fit(Task(BASE), make_loader(BASE), ckpt_path=ckpt_path)
         return own.global_step
 
