@@ -45,6 +45,7 @@ KINDS = {
 )
 def test_when(tmp_path, arguments, values, epochs, reason):
     stop = EarlyStopping("val_loss", **arguments)
+    assert stop.best_score.item() == (-math.inf if stop.mode == "max" else math.inf)
     made = fit(tmp_path, stop, values=values, max_epochs=6)
     assert made.current_epoch == epochs
     assert stop.best_score.ndim == 0
@@ -197,11 +198,6 @@ def test_states_of_an_earlier_version(tmp_path):
 
 
 OF_LATE = ("watch", "decided_at", "decided_after")
-
-
-def test_the_score_before_any_check():
-    assert EarlyStopping("x").best_score.item() == math.inf
-    assert EarlyStopping("x", mode="max").best_score.item() == -math.inf
 
 
 class Unequal(Tiny):

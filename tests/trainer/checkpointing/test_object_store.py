@@ -75,13 +75,14 @@ def equal(one, other):
 
 
 @pytest.mark.parametrize(
-    "word", ["auto", *(pytest.param(word, marks=pytest.mark.exhaustive) for word in ("last", "path"))]
+    ("word", "beside"), [("auto", False), ("last", True), pytest.param("path", False, marks=pytest.mark.exhaustive)]
 )
-def test_a_run_at_a_url_resumes_bit_for_bit(root, tmp_path, word):
-    first, _ = fit(f"{root}/run", 1)
+def test_a_run_at_a_url_resumes_bit_for_bit(root, tmp_path, word, beside):
+    saving = {"async_save": beside}
+    first, _ = fit(f"{root}/run", 1, checkpoint=saving)
     path = first.checkpoint_callback.last_model_path
     assert path.startswith(f"{root}/run/checkpoints/last")
-    resumed, task = fit(f"{root}/run", 3, path if word == "path" else word)
+    resumed, task = fit(f"{root}/run", 3, path if word == "path" else word, saving)
     _, whole = fit(tmp_path, 3)
     assert str(resumed.ckpt_path) == path
     assert equal(task, whole)
@@ -95,13 +96,6 @@ def test_the_best_are_kept_and_the_others_deleted(root):
     assert len(kept) == 2
     trainer.validate(Task(), loader(False), ckpt_path="best", verbose=False)
     assert str(trainer.ckpt_path) == trainer.checkpoint_callback.best_model_path
-
-
-def test_a_save_beside_the_training_is_the_same_save(root, tmp_path):
-    fit(f"{root}/run", 1, checkpoint={"async_save": True})
-    _, task = fit(f"{root}/run", 3, "last", checkpoint={"async_save": True})
-    _, whole = fit(tmp_path, 3)
-    assert equal(task, whole)
 
 
 def test_weights_come_from_a_url_and_are_exported_to_one(root, tmp_path):
