@@ -7,19 +7,14 @@ from treadle.callbacks import (
 )
 
 
-def rows_of(rows, name):
-    return [(step, row) for step, row in rows.rows if name in row]
-
-
 def test_the_cpu(tmp_path):
     rows = Rows()
     fit(tmp_path, DeviceStatsMonitor(), values=[1.0], logger=rows, log_every_n_steps=2, accumulate_grad_batches=2)
-    assert [step for step, _ in rows_of(rows, "DeviceStatsMonitor.on_train_batch_start/cpu_percent")] == [2, 4, 6]
-    found = rows_of(rows, "DeviceStatsMonitor.on_train_batch_end/cpu_vm_percent")
-    assert [step for step, _ in found] == [2, 4, 6]
-    assert 0 < found[0][1]["DeviceStatsMonitor.on_train_batch_end/cpu_vm_percent"] <= 100
-    assert "DeviceStatsMonitor.on_train_batch_end/cpu_swap_percent" in found[0][1]
-    assert len(rows_of(rows, "DeviceStatsMonitor.on_validation_batch_end/cpu_percent")) == 2
+    names = ("start/cpu_percent", "end/cpu_vm_percent", "end/cpu_swap_percent")
+    start, memory, swap = (rows.of(f"DeviceStatsMonitor.on_train_batch_{name}") for name in names)
+    assert [[step for step, _ in found] for found in (start, memory, swap)] == [[2, 4, 6]] * 3
+    assert 0 < memory[0][1] <= 100
+    assert len(rows.of("DeviceStatsMonitor.on_validation_batch_end/cpu_percent")) == 2
     rows = Rows()
     fit(tmp_path, DeviceStatsMonitor(cpu_stats=False), logger=rows, log_every_n_steps=1)
     assert not any("DeviceStats" in name for _, row in rows.rows for name in row)

@@ -45,6 +45,7 @@ KINDS = {
 )
 def test_when(tmp_path, arguments, values, epochs, reason):
     stop = EarlyStopping("val_loss", **arguments)
+    assert stop.best_score.item() == (-math.inf if stop.mode == "max" else math.inf)
     made = fit(tmp_path, stop, values=values, max_epochs=6)
     assert made.current_epoch == epochs
     assert stop.best_score.ndim == 0
@@ -77,13 +78,6 @@ def test_a_training_value_with_and_without_validation(tmp_path):
     for validate in (True, False):
         stop = EarlyStopping("train_loss", stopping_threshold=1e9)
         assert fit(tmp_path, stop, values=[1.0], validate=validate).current_epoch == 1
-
-
-def test_the_minimum_is_kept(tmp_path):
-    stop = EarlyStopping("val_loss", patience=1)
-    assert fit(tmp_path, stop, values=[1.0], max_epochs=9, min_epochs=4).current_epoch == 4
-    stop = EarlyStopping("val_loss", patience=1)
-    assert fit(tmp_path, stop, values=[1.0], max_epochs=9, min_steps=13).global_step >= 13
 
 
 RECOVERS = [1.0, 2.0, 2.0, 2.0, 0.5, 0.4, 0.3, 0.2]
@@ -121,33 +115,16 @@ def test_the_state_of_an_older_release():
 
 
 def test_resumed_it_goes_on_counting(tmp_path):
-    def go(epochs, ckpt_path=None, values=(2.0, 2.5, 2.4, 2.3, 2.2)):
-        stop = EarlyStopping("val_loss", patience=4)
-        kept = ModelCheckpoint(tmp_path / "c", save_last=True)
-        made = fit(tmp_path, stop, kept, values=values, max_epochs=epochs, ckpt_path=ckpt_path)
-        return stop, made.current_epoch, kept.last_model_path
+    def go(folder, ckpt_path=None, **limit):
+        stop, kept = EarlyStopping("val_loss", patience=4), ModelCheckpoint(tmp_path / folder, save_last=True)
+        task, flags = ByEpoch([2.0, 2.5, 2.4, 2.3, 2.2]), {"max_epochs": 9, "ckpt_path": ckpt_path, **limit}
+        return stop, fit(tmp_path, stop, kept, task=task, **flags).current_epoch, kept.last_model_path
 
-    _, _, path = go(3)
-    stop, epochs, _ = go(9, path, values=(2.3, 2.2))
-    assert (stop.wait_count, stop.best_score.item(), epochs) == (4, 2.0, 5)
-    assert isinstance(stop.best_score, torch.Tensor)
-    for cut in (7, 12):  # an epoch that is cut short is no check
-        _, _, path = go(9), *go_steps(tmp_path, cut)
-        stop, epochs, _ = go(9, path)
-        assert (epochs, stop.wait_count) == (5, 4)
-
-
-def go_steps(root, steps):
-    kept = ModelCheckpoint(root / f"cut{steps}", save_last=True)
-    fit(
-        root,
-        EarlyStopping("val_loss", patience=4),
-        kept,
-        task=ByEpoch([2.0, 2.5, 2.4, 2.3, 2.2]),
-        max_epochs=9,
-        max_steps=steps,
-    )
-    return None, kept.last_model_path
+    for limit in ({"max_epochs": 3}, {"max_steps": 7}, {"max_steps": 12}):  # an epoch that is cut short is no check
+        _, _, path = go(f"cut by {limit}", **limit)
+        stop, epochs, _ = go("again", path)
+        assert (stop.wait_count, stop.best_score.item(), epochs) == (4, 2.0, 5)
+        assert isinstance(stop.best_score, torch.Tensor)
 
 
 def goes_on(root, values, ckpt_path="auto", epochs=12, min_epochs=None, **options):
@@ -221,11 +198,6 @@ def test_states_of_an_earlier_version(tmp_path):
 
 
 OF_LATE = ("watch", "decided_at", "decided_after")
-
-
-def test_the_score_before_any_check():
-    assert EarlyStopping("x").best_score.item() == math.inf
-    assert EarlyStopping("x", mode="max").best_score.item() == -math.inf
 
 
 class Unequal(Tiny):

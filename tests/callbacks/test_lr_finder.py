@@ -233,11 +233,7 @@ def test_it_stops_on_all_ranks_where_the_loss_of_one_diverges(factor):
     assert 10 < len(first[0]) < 40
 
 
-class Groups(Plain):
-    def configure_optimizers(self):
-        groups = [{"params": [self.net.weight], "lr": self.learning_rate / 10}, {"params": [self.net.bias]}]
-        return torch.optim.SGD(groups, lr=self.learning_rate)
-
+class Groups(OneOptimizer):
     def on_train_batch_end(self, outputs, batch, index):
         self.trainer.rates.append([group["lr"] for group in self.trainer.optimizers[0].param_groups])
 
@@ -251,8 +247,8 @@ def test_groups_keep_their_proportions_and_an_attribute_without_use_is_told():
     trainer = treadle.Trainer(**QUIET_ON_CPU, max_epochs=1)
     trainer.rates = []
     Tuner(trainer).lr_find(Groups(), DataLoader(dataset(), 8), num_training=12, max_lr=0.1)
-    assert [second for _, second in trainer.rates] == pytest.approx(np.geomspace(1e-8, 0.1, 12).tolist())
-    assert [10 * first for first, _ in trainer.rates] == pytest.approx([second for _, second in trainer.rates])
+    assert [first for first, _ in trainer.rates] == pytest.approx(np.geomspace(1e-8, 0.1, 12).tolist())
+    assert [10 * second for _, second in trainer.rates] == pytest.approx([first for first, _ in trainer.rates])
     with pytest.warns(UserWarning, match="Fixed.configure_optimizers does not use learning_rate"):
         Tuner(trainer).lr_find(Fixed(), DataLoader(dataset(), 8), num_training=30, min_lr=1e-4, max_lr=0.1)
 

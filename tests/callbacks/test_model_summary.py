@@ -31,18 +31,6 @@ def test_whatever_fails_in_it_does_not_end_the_run(tmp_path):
         assert fit(tmp_path, Bad()).global_step == 10
 
 
-def test_with_and_without_a_summary_the_run_is_the_same(tmp_path):
-    class Draws(Example):
-        def training_step(self, batch, batch_idx):
-            return (self(batch[0]) + torch.rand(1)).pow(2).mean()
-
-    ends = []
-    for callbacks in ([], [ModelSummary()]):
-        torch.manual_seed(1)
-        ends.append(fit(tmp_path, *callbacks, task=Draws()).task.net.weight)
-    assert torch.equal(*ends)
-
-
 class Whole(Example):
     def configure_model(self):
         self.net = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 1))

@@ -10,7 +10,7 @@ import torch
 from support.callback_runs import Tiny, fit
 from support.failing_runs import Fails, Task, loaders, made, saver
 from support.processes import run
-from treadle.callbacks import Callback, LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
+from treadle.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from treadle.engine.checkpoint import store
 
 import treadle
@@ -76,14 +76,11 @@ def test_a_validation_that_failed_is_made_up_for_before_the_next_step(tmp_path, 
     flags = {"accumulate_grad_batches": 1, "val_check_interval": 2, "max_epochs": 2}
     validated = []
 
-    class Notes(Callback):
-        def on_validation_end(self, trainer, task):
-            if not trainer.sanity_checking:
-                validated.append(trainer.global_step)
+    notes = LambdaCallback(on_validation_end=lambda t, _: t.sanity_checking or validated.append(t.global_step))
 
     def train(root, *callbacks, ckpt_path=None):
         treadle.seed_everything(1 if ckpt_path is None else 7)
-        task, own = Task(), made(root, *callbacks, Notes(), saver(tmp_path), **flags)
+        task, own = Task(), made(root, *callbacks, notes, saver(tmp_path), **flags)
         own.fit(task, *loaders(), ckpt_path=ckpt_path)
         return facts(own, task)
 
@@ -115,14 +112,11 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
 
 
 def test_a_disk_that_refuses_does_not_hide_the_error(tmp_path):
-    def lose(*_):
-        (tmp_path / "c").rmdir()
-        (tmp_path / "c").write_text("")
-
     class Loses(Fails):
         def on_after_backward(self, trainer, task):
             if trainer.global_step == 3:
-                lose()
+                (tmp_path / "c").rmdir()
+                (tmp_path / "c").write_text("")
             super().on_after_backward(trainer, task)
 
     with pytest.raises(RuntimeError, match="planned") as caught:
@@ -210,21 +204,13 @@ def test_a_sharded_model_can_not_be_saved_by_rank_zero_alone(tmp_path):
     assert list((tmp_path / "c").iterdir()) == []
 
 
-def fails_at(step):
-    def fail(trainer, *_):
-        if trainer.global_step == step:
-            raise RuntimeError("planned")
-
-    return LambdaCallback(on_train_batch_start=fail)
-
-
 def test_a_checkpoint_when_an_error_comes(tmp_path):
     whole, task = Tiny(), Tiny()
     fit(tmp_path, task=whole)
     for step in (3, 7):  # the second one replaces the first
         saver = OnExceptionCheckpoint(tmp_path / "c")
         with pytest.raises(RuntimeError, match="planned"):
-            fit(tmp_path, fails_at(step), saver)
+            fit(tmp_path, Fails("batch_end", step), saver)
         assert [path.name for path in (tmp_path / "c").iterdir()] == ["on_exception.ckpt"]
     made = fit(tmp_path, OnExceptionCheckpoint(tmp_path / "c"), task=task, ckpt_path="auto")
     assert Path(made.ckpt_path).name == "on_exception.ckpt"

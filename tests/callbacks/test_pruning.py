@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.callback_runs import loader, trainer
+from support.failing_runs import Fails
 from support.processes import run
 from torch import nn
 from torch.nn.utils import prune
@@ -210,14 +211,9 @@ def test_a_model_that_has_masks_is_trained_again(tmp_path):
 
 
 def test_after_an_error_the_model_has_no_masks(tmp_path):
-    class Fails(Callback):
-        def on_train_epoch_start(self, trainer, task):
-            if trainer.current_epoch == 2:
-                raise RuntimeError("planned")
-
     task, pruning = Task(), trained()
     with pytest.raises(RuntimeError, match="planned"):
-        trainer(tmp_path, pruning, Fails(), max_epochs=3).fit(task, loader(6, 3))
+        trainer(tmp_path, pruning, Fails("epoch_start", 4), max_epochs=3).fit(task, loader(6, 3))
     assert {name for name, _ in task.named_parameters()} == {name for name, _ in Task().named_parameters()}
     assert not list(task.buffers())
     assert zeros(task) > 0

@@ -4,9 +4,9 @@ import time
 from datetime import timedelta
 
 import pytest
-from support.callback_runs import Tiny, fit, loader, trainer
-from support.processes import run
-from treadle.callbacks import Callback, ModelCheckpoint, Timer
+from support.callback_runs import Tiny, fit, loader
+from support.failing_runs import Fails
+from treadle.callbacks import ModelCheckpoint, Timer
 from treadle.callbacks.prediction_writer import WriteInterval
 from treadle.callbacks.timer import Interval
 
@@ -53,38 +53,13 @@ def test_a_timer_that_looks_when_epochs_end_lets_a_resumed_one_end(tmp_path):
 
 
 def test_the_time_until_an_error_counts_and_no_time_after_it(tmp_path):
-    class Fails(Callback):
-        def on_step_end(self, trainer, task):
-            if trainer.global_step == 3:
-                raise RuntimeError("planned")
-
     timer = Timer()
     with pytest.raises(RuntimeError, match="planned"):
-        fit(tmp_path, timer, Fails(), task=Tiny(pause=0.03), validate=False)
+        fit(tmp_path, timer, Fails("step_end", 3), task=Tiny(pause=0.03), validate=False)
     spent = timer.time_elapsed()
     assert 0.09 <= spent == timer.time_elapsed()  # it stands
     fit(tmp_path, timer, task=Tiny(pause=0.03), validate=False, max_steps=1)
     assert timer.time_elapsed() >= spent + 0.03
-
-
-class Late(Timer):
-    """Its clock runs ahead on rank 1."""
-
-    def time_elapsed(self):
-        return super().time_elapsed() + (100 if self.ahead else 0)
-
-
-def two_clocks(root):
-    timer = Late(timedelta(seconds=50))
-    made = trainer(root, timer)
-    timer.ahead = made.global_rank == 1
-    made.fit(Tiny(), loader(20))
-    return made.global_step
-
-
-def test_two_processes_stop_after_the_same_step(tmp_path):
-    first, second = run(two_clocks, 2, str(tmp_path))
-    assert first == second <= 2
 
 
 def test_no_time_stops_at_once(tmp_path):

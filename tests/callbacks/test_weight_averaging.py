@@ -6,9 +6,10 @@ import pytest
 import torch
 from support.averaged_runs import Task, by_hand, fit, flat
 from support.callback_runs import loader, trainer
+from support.failing_runs import Fails
+from support.models import SaveIn
 from support.processes import run
 from treadle.callbacks import (
-    Callback,
     EMAWeightAveraging,
     ModelCheckpoint,
     OnExceptionCheckpoint,
@@ -88,12 +89,8 @@ def test_it_is_taken_out_when_validation_fails_and_what_is_saved_goes_on(tmp_pat
 
 
 def test_what_is_refused(tmp_path):
-    class SavesInValidation(Callback):
-        def on_validation_epoch_end(self, trainer, task):
-            trainer.save_checkpoint(tmp_path / "x")
-
     with pytest.raises(ValueError, match="list EMAWeightAveraging before the callback that saves"):
-        fit(tmp_path, EMAWeightAveraging(), SavesInValidation())
+        fit(tmp_path, EMAWeightAveraging(), SaveIn("on_validation_epoch_end", 4, tmp_path / "x"))
     with pytest.raises(ValueError, match=r"2 callbacks that average .* \(EMAWeightAveraging, Stoch"):
         fit(tmp_path, EMAWeightAveraging(), StochasticWeightAveraging(0.1))
     with pytest.raises(TypeError, match=r"no argument 'avg_fun'.*avg_fn"):
@@ -142,14 +139,9 @@ def test_two_processes_average_what_each_holds(tmp_path, strategy):
 
 
 def test_an_error_just_before_it_was_told_of_a_step(tmp_path):
-    class Fails(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            if trainer.global_step == 3:
-                raise RuntimeError("planned")
-
     whole_run = fit(tmp_path, EMAWeightAveraging(decay=0.8))[1]
     saver = OnExceptionCheckpoint(tmp_path / "c")
     with pytest.raises(RuntimeError, match="planned"):
-        fit(tmp_path, Fails(), EMAWeightAveraging(decay=0.8), saver)
+        fit(tmp_path, Fails("batch_end", 3), EMAWeightAveraging(decay=0.8), saver)
     resumed = fit(tmp_path, EMAWeightAveraging(decay=0.8), ckpt_path=saver.ckpt_path)[1]
     assert torch.equal(flat(resumed), flat(whole_run))

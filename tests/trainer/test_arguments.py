@@ -5,14 +5,14 @@ import time
 
 import pytest
 import torch
+from support.callback_runs import Rows
 from support.models import Line, SGDTask
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback
-from treadle.loggers import Logger
-from treadle.strategies import Precision, TorchSyncBatchNorm
+from treadle.strategies import TorchSyncBatchNorm
 
 import treadle
 
@@ -124,40 +124,15 @@ def test_sync_batchnorm(two_ranks):
     make_trainer(sync_batchnorm=True).fit(Task(), loader())  # one process has all samples
 
 
-# -- plugins ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_precision_as_a_plugin():
-    task = Task()
-    make_trainer(plugins=Precision.parse("64-true")).fit(task, loader())
-    assert task.dtype == torch.float64
-
-
 # -- logging ---------------------------------------------------------------------------------------------------------
-
-
-class Keeps(Logger):
-    def __init__(self):
-        super().__init__()
-        self.params = None
-        self.rows = []
-
-    @property
-    def experiment(self):
-        return self
-
-    def log_hyperparams(self, params, metrics=None):
-        self.params = dict(params)
-
-    def log_metrics(self, metrics, step=None):
-        self.rows.append(metrics)
 
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_hyperparameters_are_handed_to_the_loggers(wanted):
-    logger = Keeps()
+    logger, given = Rows(), []
+    logger.log_hyperparams = lambda params, metrics=None: given.append(dict(params))
     make_trainer(logger=logger, enable_autolog_hparams=wanted).fit(Task(), loader())
-    assert logger.params == ({"pause": 0.0} if wanted else None)
+    assert given == [{"pause": 0.0}] * wanted
 
 
 class Logs(Callback):
@@ -173,10 +148,10 @@ class Logs(Callback):
 
 
 def test_callbacks_log_as_the_task_does():
-    logger, logs = Keeps(), Logs()
+    logger, logs = Rows(), Logs()
     own = make_trainer(logger=logger, callbacks=logs, log_every_n_steps=4)
     own.fit(Task(), loader(), loader(2))
-    assert [row["of_a_batch"] for row in logger.rows if "of_a_batch" in row] == [3.0, 7.0]
+    assert logger.of("of_a_batch") == [(4, 3.0), (8, 7.0)]
     values = [own.callback_metrics[name] for name in ("of_an_epoch", "through_the_task", "of_validation")]
     assert values == [3.0, 5.0, 6.0]
     with pytest.raises(RuntimeError, match=r"Logs.log was called outside of a stage"):

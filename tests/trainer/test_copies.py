@@ -7,8 +7,8 @@ import pytest
 import torch
 from support.models import Scored
 from support.processes import run, script
-from support.trainers import NO_OUTPUT
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from support.trainers import NO_OUTPUT, make_trainer
+from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from treadle.compat.demos.boring_classes import BoringModel
 from treadle.loggers import CSVLogger
@@ -78,9 +78,7 @@ def test_a_copy_holds_flags_callbacks_and_values_and_can_go_on(tmp_path, make):
 
 @COPIES
 def test_an_unused_trainer_and_a_shallow_copy(tmp_path, make):
-    trainer = treadle.Trainer(
-        max_steps=2, accelerator="cpu", accumulate_grad_batches=2, precision="bf16-mixed", **NO_OUTPUT
-    )
+    trainer = make_trainer(accumulate_grad_batches=2, precision="bf16-mixed")
     copied, task = make(trainer), Task()
     assert copied.precision == "bf16-mixed"
     assert copied.accumulate_grad_batches == 2
@@ -119,21 +117,14 @@ def test_copies_within_a_run(tmp_path, kind):
     copied.fit(Task(), loader(), loader())
 
 
-class Rows(Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return torch.full((2,), float(index))
-
-
 class Data(treadle.DataModule):
     def collate(self, samples):
         assert self.trainer is None  # a worker has none
         return [torch.stack(samples)]
 
     def train_dataloader(self):
-        return DataLoader(Rows(), batch_size=2, num_workers=1, multiprocessing_context="spawn", collate_fn=self.collate)
+        rows = [torch.full((2,), float(index)) for index in range(8)]
+        return DataLoader(rows, batch_size=2, num_workers=1, multiprocessing_context="spawn", collate_fn=self.collate)
 
     def test_dataloader(self):
         return loader()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.models import Line, loader
+from support.models import LoggedLine, loader
 from support.trainers import make_trainer
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
 from treadle.loggers import CSVLogger
@@ -10,17 +10,10 @@ from treadle.loggers import CSVLogger
 import treadle
 
 
-class Task(Line):
-    def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).mean()
-        self.log("loss", loss)
-        return loss
-
-
 def test_a_fast_dev_run_has_a_checkpoint_callback_without_a_path(tmp_path):
     saving, stopping = ModelCheckpoint(tmp_path, monitor="loss"), EarlyStopping("loss")
     run = make_trainer(fast_dev_run=True, enable_checkpointing=None, callbacks=[saving, stopping])
-    run.fit(Task(), loader())
+    run.fit(LoggedLine(), loader())
     assert run.checkpoint_callback is saving
     assert run.checkpoint_callback.best_model_path == ""
     assert run.early_stopping_callback is stopping
@@ -28,7 +21,7 @@ def test_a_fast_dev_run_has_a_checkpoint_callback_without_a_path(tmp_path):
     assert run.checkpoint_callbacks == run.early_stopping_callbacks == []
     assert not any(tmp_path.iterdir())
     default = make_trainer(fast_dev_run=True, enable_checkpointing=None)
-    default.fit(Task(), loader())
+    default.fit(LoggedLine(), loader())
     assert default.checkpoint_callback.best_model_path == ""
     assert make_trainer(fast_dev_run=True).checkpoint_callback is None
 
@@ -36,7 +29,7 @@ def test_a_fast_dev_run_has_a_checkpoint_callback_without_a_path(tmp_path):
 def test_a_fast_dev_run_calls_no_idle_callback_that_the_task_adds_either(tmp_path):
     """Scripts find all of them in `trainer.callbacks`, as a task does that looks for one by its class."""
 
-    class Adding(Task):
+    class Adding(LoggedLine):
         def configure_callbacks(self):
             return [ModelCheckpoint(tmp_path, monitor="loss"), EarlyStopping("misspelled")]
 
@@ -51,7 +44,7 @@ def test_a_fast_dev_run_calls_no_idle_callback_that_the_task_adds_either(tmp_pat
 
 
 def test_a_test_after_a_fast_dev_run_does_not_load_what_an_earlier_run_saved(tmp_path):
-    saving, task = ModelCheckpoint(tmp_path), Task()
+    saving, task = ModelCheckpoint(tmp_path), LoggedLine()
     make_trainer(enable_checkpointing=None, callbacks=saving).fit(task, loader())
     assert saving.best_model_path
     task.predict_step = lambda batch, batch_idx: task.net.weight.detach().clone()

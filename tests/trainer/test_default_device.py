@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.models import Line
+from support.models import Scored
 from support.processes import run
 from support.trainers import make_trainer
 from torch.utils.data import DataLoader, TensorDataset
@@ -11,14 +11,11 @@ from treadle.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 import treadle
 
 
-class Task(Line):
+class Task(Scored):
     def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).square().mean()
+        loss = self.loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val", self.net(batch[0]).square().mean())
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)  # torch 2.11's AdamW counts on that device
@@ -29,7 +26,7 @@ def fit(folder, strategy, device):
     treadle.seed_everything(3)
     task = Task()
     loader = DataLoader(TensorDataset(torch.arange(16.0).reshape(8, 2) / 16), 2)
-    callbacks = [ModelCheckpoint(folder, monitor="val"), EarlyStopping("val"), EMAWeightAveraging()]
+    callbacks = [ModelCheckpoint(folder, monitor="val_loss"), EarlyStopping("val_loss"), EMAWeightAveraging()]
     devices = 2 if strategy == "ddp" else 1
     own = make_trainer(
         max_epochs=2, devices=devices, strategy=strategy, gradient_clip_val=1.0, callbacks=callbacks,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.models import Scored
 from support.processes import python, run, script
 from support.trainers import NO_OUTPUT
 from torch import nn
@@ -21,23 +22,12 @@ import treadle
 ROWS = torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(8, 2)
 
 
-class Line(treadle.TaskModule):
+class Line(Scored):
     def __init__(self, rate=0.1):
-        super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Linear(2, 1).double()
+        super().__init__()
+        self.net.double()
         self.save_hyperparameters()
-
-    def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val", self.net(batch[0]).square().mean())
-
-    def test_step(self, batch, batch_idx):
-        self.log("test", self.net(batch[0]).square().mean())
 
     def predict_step(self, batch, batch_idx):
         return self.net(batch[0])[:, 0].tolist()
@@ -93,8 +83,8 @@ def plain(steps=4):
 )
 def test_the_state_comes_back(strategy, tmp_path) -> None:
     expected, last_loss = plain()  # also a backward pass in this process
-    checkpoints, ranks = ModelCheckpoint(monitor="val"), Ranks(tmp_path)
-    stop = EarlyStopping("val", patience=3)
+    checkpoints, ranks = ModelCheckpoint(monitor="val_loss"), Ranks(tmp_path)
+    stop = EarlyStopping("val_loss", patience=3)
     flags = NO_OUTPUT | {"enable_checkpointing": True}
     trainer = treadle.Trainer(
         strategy=strategy,
@@ -112,7 +102,7 @@ def test_the_state_comes_back(strategy, tmp_path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*of*")) == [f"{r} of 2 with {os.getpid()}" for r in range(2)]
     val = expected.net(ROWS).square().mean().item()
     assert (trainer.global_step, trainer.current_epoch, trainer.state.finished) == (4, 2, True)
-    assert trainer.callback_metrics["val"].item() == pytest.approx(val)
+    assert trainer.callback_metrics["val_loss"].item() == pytest.approx(val)
     assert trainer.callback_metrics["loss"].item() == pytest.approx(last_loss)
     assert checkpoints.best_model_score.item() == pytest.approx(val)
     best = Line.load_from_checkpoint(checkpoints.best_model_path)
@@ -129,7 +119,7 @@ def test_the_state_comes_back(strategy, tmp_path) -> None:
     assert not dist.is_initialized()
     nn.init.zeros_(task.net.weight)
     (metrics,) = trainer.test(ckpt_path="best", dataloaders=loader(), verbose=False)
-    assert metrics["test"] == pytest.approx(val)
+    assert metrics["test_loss"] == pytest.approx(val)
 
 
 def make(strategy, **flags):

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import loader
+from support.models import Stream, loader
 from support.trainers import make_trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from treadle.engine.preemption import SLURMEnvironment
 from treadle.strategies import LaunchEnvironment, TorchSyncBatchNorm
 
@@ -88,12 +88,8 @@ def test_the_indices_after_an_epoch_are_lightnings(end: Any, stream: bool) -> No
         def on_train_end(self) -> None:
             self.note("end")
 
-    class Stream(IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter([[sample] for sample in torch.ones(5, 2)])
-
-    task, run = Ends(), make_trainer(max_epochs=2)
-    run.fit(task, DataLoader(Stream() if stream else TensorDataset(torch.ones(5, 2))))
+    task, run, samples = Ends(), make_trainer(max_epochs=2), TensorDataset(torch.ones(5, 2))
+    run.fit(task, DataLoader(Stream(samples) if stream else samples))
     task.note("after")
     expected = {  # Lightning 2.6.6's numbers at the end and start of epochs, at the end of training and afterwards
         None: [[4, 4, 5, 5, 5, 5]] * 2 + [[4, 9, 5, 5, 10, 10]] * 3,

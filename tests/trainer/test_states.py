@@ -21,6 +21,7 @@ class Watching(BoringModel):
         self.seen.append(self.trainer.state)
 
     def test_step(self, batch, batch_idx):
+        self.seen.append(self.trainer.state)
         raise RuntimeError("no")
 
 
@@ -34,6 +35,7 @@ def test_states() -> None:
     assert (trainer.state.fn, trainer.state.stage, trainer.state.finished) == ("fit", None, True)
     with pytest.raises(RuntimeError):
         trainer.test(task)
+    assert task.seen[-1] == TrainerState(TrainerStatus.RUNNING, TrainerFn.TESTING, RunningStage.TESTING)
     assert trainer.state == TrainerState(TrainerStatus.INTERRUPTED, TrainerFn.TESTING, None)
     assert (trainer.state.stopped, trainer.state.finished) == (True, False)
     assert RunningStage.SANITY_CHECKING.dataloader_prefix == "val"

@@ -7,14 +7,12 @@ from argparse import Namespace
 
 import pytest
 import torch
+from support.failing_runs import Fails
 from support.models import Scored
 from support.trainers import make_trainer
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.callbacks import Callback, ModelCheckpoint
+from treadle.callbacks import ModelCheckpoint
 from treadle.engine.checkpoint import store as checkpoint
-
-import treadle
 
 
 class Task(Scored):
@@ -45,19 +43,10 @@ def fit(root, *callbacks, task=None, train=None, ckpt_path=None, **flags):
     return trainer
 
 
-class Fails(Callback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == self.step:
-            raise KeyboardInterrupt
-
-
 def test_an_interrupt_after_a_step_saves_that_step_as_the_last(tmp_path):
     kept = ModelCheckpoint(tmp_path / "c", save_last=True, save_on_exception=True)
     with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, kept, Fails(7))
+        fit(tmp_path, kept, Fails("batch_end", 7, KeyboardInterrupt))
     assert sorted(os.listdir(tmp_path / "c")) == ["epoch=0-step=5.ckpt", "last.ckpt"]
     assert checkpoint.read_manifest(tmp_path / "c" / "last.ckpt").step == 7
     whole, again = Task(), Task()
@@ -68,8 +57,9 @@ def test_an_interrupt_after_a_step_saves_that_step_as_the_last(tmp_path):
 
 
 def test_a_value_that_was_never_measured_is_not_zero_in_a_name(tmp_path):
+    kept = ModelCheckpoint(tmp_path, "{step}-{val_loss:.3f}", "val_loss", save_on_exception=True)
     with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, ModelCheckpoint(tmp_path, "{step}-{val_loss:.3f}", "val_loss", save_on_exception=True), Fails(2))
+        fit(tmp_path, kept, Fails("batch_end", 2, KeyboardInterrupt))
     assert os.listdir(tmp_path) == ["step=2-val_loss=nan.ckpt"]
 
 
@@ -115,9 +105,6 @@ def test_a_path_that_is_nearly_right(tmp_path):
             match=f"is a folder of checkpoints, not a checkpoint. Pass the path of one checkpoint, such as .*{name}",
         ):
             fit(tmp_path, ckpt_path=folder)
-    (tmp_path / "x.ckpt").write_bytes(b"PK")
-    with pytest.raises(ValueError, match=r"x\.ckpt has an unknown format\. Pass a Treadle checkpoint"):
-        fit(tmp_path, ckpt_path=tmp_path / "x.ckpt")
 
 
 def test_how_many_steps_are_to_come_after_the_batches_have_changed(tmp_path, caplog):
@@ -131,13 +118,3 @@ def test_how_many_steps_are_to_come_after_the_batches_have_changed(tmp_path, cap
         )
     said = [record.getMessage() for record in caplog.records if "are done" in record.getMessage()]
     assert f"{trainer.global_step} optimizer steps" in said[-1]
-
-
-def test_an_own_loops_epoch_is_noted(tmp_path):
-    accelerator = treadle.Accelerator(cpu=True)
-    _, data = accelerator.prepare(nn.Linear(2, 1), loader())
-    for _ in range(3):
-        for _ in data:
-            pass
-    accelerator.save_state(tmp_path / "c")
-    assert accelerator.load_state(tmp_path / "c")["epoch"] == 3

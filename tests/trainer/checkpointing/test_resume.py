@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from support.models import SGDTask
+from support.models import SaveIn, SGDTask
 from support.processes import run
 from support.resume_trials import Rows, Samples, SaveEach, Task, differences, draw, make_loader, with_trainer
 from support.trainers import make_trainer
@@ -93,13 +93,11 @@ def test_more_epochs_for_a_finished_run(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*nothing is validated")
 def test_time_goes_on(tmp_path):
-    class Slow(treadle.Callback):
-        def on_train_batch_start(self, trainer, task, batch, batch_idx):
-            time.sleep(0.03)
+    slow = treadle.callbacks.LambdaCallback(on_train_batch_start=lambda *_: time.sleep(0.03))
 
     def fit(*callbacks, ckpt_path=None):
         flags = {"max_epochs": -1, "max_time": {"milliseconds": 400}, "logger": Rows()}
-        own = make_trainer(callbacks=[Slow(), *callbacks], **flags)
+        own = make_trainer(callbacks=[slow, *callbacks], **flags)
         own.fit(Task(BASE), make_loader(BASE), ckpt_path=ckpt_path)
         return own.global_step
 
@@ -243,19 +241,6 @@ def test_a_generator_for_the_training_loader_is_refused_before_anything_is_loade
     assert torch.equal(net.weight, before)
 
 
-def saves_in(hook, path, epoch):
-    """A callback that saves the first time that a hook runs in an epoch of training."""
-
-    def save(trainer, task, *arguments):
-        if trainer.current_epoch == epoch and not trainer.sanity_checking and not path.exists():
-            trainer.save_checkpoint(path)
-
-    saver = treadle.Callback()
-    saver.after_task = 2  # as a ModelCheckpoint
-    setattr(saver, hook, save)
-    return saver
-
-
 class Measured(SGDTask):
     """Metric objects of every habit: logged, logged in validation, and computed and reset by hand."""
 
@@ -286,11 +271,11 @@ class Measured(SGDTask):
 @pytest.mark.parametrize("hook", ["on_step_end", "on_validation_epoch_end", "on_validation_end", "on_train_epoch_end"])
 def test_metric_objects_begin_the_next_epoch_as_they_would_have(tmp_path, hook):
     data = [torch.tensor([[float(number)]]) for number in range(5)]
-    rows = []
+    rows, saver = [], SaveIn(hook, 6 if hook == "on_step_end" else 10, tmp_path / "ckpt")
+    saver.after_task = 2  # as a ModelCheckpoint
     for path in (None, tmp_path / "ckpt"):
         kept = Rows()
-        saver = None if path else saves_in(hook, tmp_path / "ckpt", 1)
-        own = make_trainer(max_epochs=4, callbacks=saver, logger=kept)
+        own = make_trainer(max_epochs=4, callbacks=[] if path else saver, logger=kept)
         own.fit(Measured(), data, data, ckpt_path=path)
         rows.append(kept.rows)
     whole, resumed = ([row for row in each if row[1]["epoch"] > 1] for each in rows)
@@ -311,8 +296,7 @@ def test_a_metric_object_that_nobody_holds(tmp_path):
         def on_train_epoch_end(self):
             pass
 
-    saver = saves_in("on_step_end", tmp_path / "ckpt", 0)
-    own = make_trainer(max_epochs=1, callbacks=saver, limit_val_batches=0)
+    own = make_trainer(callbacks=SaveIn("on_step_end", 1, tmp_path / "ckpt"), limit_val_batches=0)
     with pytest.warns(
         UserWarning, match="'hidden' was logged as a MeanMetric whose state is not saved .* attribute of Hidden"
     ):

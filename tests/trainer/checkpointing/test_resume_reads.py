@@ -14,6 +14,7 @@ from support.trainers import make_trainer
 from torch import nn
 from treadle.callbacks import (
     GradientAccumulationScheduler,
+    LambdaCallback,
     ModelCheckpoint,
     ModelPruning,
     WeightAveraging,
@@ -161,14 +162,11 @@ def test_all_processes_fall_back_together_and_no_file_is_read_twice(tmp_path, fo
 def test_a_checkpoint_is_let_go_once_all_is_restored(saved):
     held = []
 
-    class Watch(treadle.Callback):
-        def on_fit_start(self, trainer, pl_module):
-            held.append(trainer.opened_checkpoint is not None)
+    def watch(trainer, _):
+        held.append(trainer.opened_checkpoint is not None)
 
-        def on_train_start(self, trainer, pl_module):
-            held.append(trainer.opened_checkpoint is not None)
-
-    resumed = made(saved.parent / "more", 4, Watch(), ModelPruning("l1_unstructured", amount=0.5))
+    watching = LambdaCallback(on_fit_start=watch, on_train_start=watch)
+    resumed = made(saved.parent / "more", 4, watching, ModelPruning("l1_unstructured", amount=0.5))
     resumed.fit(Task(), datamodule=Data(), ckpt_path=saved / "step=2.ckpt")
     assert held == [True, False]
     assert resumed.ckpt_path == str(saved / "step=2.ckpt")

@@ -19,15 +19,6 @@ PARTS = -(-int(os.environ.get("TREADLE_TRIALS", "500")) // PART)
 quiet = pytest.mark.filterwarnings("ignore")  # torch's of schedulers, ours of streams that are read again
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The models are so small that threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def report(found):
     return "\n".join(f"seed {seed}: {own}\n  " + "\n  ".join(texts[:10]) for seed, own, texts in found)
 

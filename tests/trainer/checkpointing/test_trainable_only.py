@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.failing_runs import Fails
 from support.processes import run
 from support.trainers import NO_OUTPUT
 from torch import nn
@@ -126,15 +127,9 @@ def test_what_was_trained_at_any_time_is_saved(tmp_path):
     assert "base.bias" in saved_names(last)
 
 
-class Fails(Callback):
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == 4:
-            raise RuntimeError("stop")
-
-
 def test_what_an_error_leaves_has_what_was_trained(tmp_path):
-    with pytest.raises(RuntimeError, match="stop"):
-        fit(Adapted(), tmp_path, 1, callbacks=[Fails()], save_on_exception=True)
+    with pytest.raises(RuntimeError, match="planned"):
+        fit(Adapted(), tmp_path, 1, callbacks=[Fails("batch_end", 4)], save_on_exception=True)
     (path,) = tmp_path.glob("*.ckpt")
     assert "base.weight" not in saved_names(path)
     resumed, whole = fit(Adapted(), tmp_path / "r", 2, path), fit(Adapted(), tmp_path / "w", 2)

@@ -10,7 +10,7 @@ import torch
 from support.callback_runs import Tiny, fit
 from support.processes import run
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from treadle.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint
 
 SCORES = [0.5, 0.3, 0.1, 0.2, 0.4, 0.6]
 
@@ -88,11 +88,8 @@ def test_a_written_value_is_in_the_checkpoint(tmp_path):
     fit(tmp_path, kept, Writes(lambda trainer: 1 / 3), max_epochs=1)
     seen = []
 
-    class Reads(Callback):
-        def on_train_start(self, trainer, pl_module):
-            seen.append(trainer.callback_metrics["own"].item())
-
-    fit(tmp_path, Reads(), max_epochs=2, ckpt_path=kept.best_model_path)
+    read = LambdaCallback(on_train_start=lambda trainer, _: seen.append(trainer.callback_metrics["own"].item()))
+    fit(tmp_path, read, max_epochs=2, ckpt_path=kept.best_model_path)
     assert seen == [1 / 3]
 
 

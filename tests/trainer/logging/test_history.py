@@ -9,11 +9,12 @@ import time
 import pytest
 import torch
 from support import reports
+from support.models import Scored
 from support.processes import run
 from support.reports import page_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.callbacks import EarlyStopping, LearningRateMonitor, RunReport
+from treadle.callbacks import LearningRateMonitor, RunReport
 from treadle.callbacks.reporting.html import Chart, Page, format_duration, group_names
 from treadle.loggers import CSVLogger
 from treadle.trainer.logging.history import MOST_POINTS, Curve
@@ -21,21 +22,17 @@ from treadle.trainer.logging.history import MOST_POINTS, Curve
 import treadle
 
 
-class Task(treadle.TaskModule):
+class Task(Scored):
+    features = 4
+
     def __init__(self, name="a </script> & <b>"):
         super().__init__()
         self.save_hyperparameters()
-        self.net = nn.Linear(4, 1)
 
     def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).pow(2).mean()
+        loss = self.loss(batch)
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.net(batch[0]).pow(2).mean())
-
-    test_step = validation_step
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -239,12 +236,6 @@ def test_the_page_of_a_run_that_did_not_end_well(tmp_path, failure, said):
     one.fit(Task(), loader(), loader())
     assert "finished" in page_of(one)
     assert "What ended fit" not in page_of(one)
-
-
-def test_early_stopping_is_said(tmp_path):
-    one = trainer(tmp_path, max_epochs=9, callbacks=EarlyStopping("val_loss", patience=1, min_delta=100.0))
-    one.fit(Task(), loader(), loader())
-    assert "stopped early by EarlyStopping" in page_of(one)
 
 
 def test_the_page_of_a_run_that_is_under_way(tmp_path):

@@ -84,20 +84,18 @@ def test_of_a_task_without_an_optimizer_only_that_is_said():
     assert not [said for said in fit(manual) if "returned None" in said]
 
 
-class Plateau(Task):
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "valid_loss"}
-
-
 def test_a_monitor_that_validation_does_not_log_is_said_before_training(tmp_path):
     steps = []
 
-    class Noted(Plateau):
+    class Noted(Task):
         def training_step(self, batch, batch_idx):
             steps.append(batch_idx)
             raise KeyError("far enough")
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "valid_loss"}
 
     callbacks = [EarlyStopping("val_los"), ModelCheckpoint(tmp_path, monitor="val/loss")]
     trainer = treadle.Trainer(accelerator="cpu", callbacks=callbacks, **NO_OUTPUT | {"enable_checkpointing": True})

@@ -271,12 +271,10 @@ def alone_in_leaving(rank, **options):
 
 
 def every_way_alone():
+    """The other ways are those of `loop/test_agreement.py`."""
     return {
-        "plain": alone_in_leaving(1),
         "rank zero": alone_in_leaving(0),
         "accumulated": alone_in_leaving(1, accumulate_grad_batches=3),
-        "fsdp": alone_in_leaving(1, strategy="fsdp"),
-        "manual": alone_in_leaving(1, automatic=False),
         "closure": alone_in_leaving(1, closure=True),
     }
 

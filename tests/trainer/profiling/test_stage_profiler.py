@@ -102,7 +102,7 @@ class Slow(Dataset):
 
 @pytest.mark.parametrize("waits", ["data", "hook"])
 def test_the_verdict_names_what_the_run_waits_for(waits, tmp_path, capsys):
-    data = DataLoader(Slow() if waits == "data" else Fast(), 2)
+    data = DataLoader(Slow() if waits == "data" else [(torch.ones(4),)] * 24, 2)
     callback = Sleeper(0.0 if waits == "data" else 0.006)
     profiler = SimpleProfiler()
     trainer_in(tmp_path, profiler=profiler, callbacks=[callback]).fit(Net(), data)
@@ -122,11 +122,6 @@ def test_the_advice_of_an_evaluation_is_that_of_its_own_dataloader(tmp_path, cap
     text = capsys.readouterr().err
     assert "this run waits for data" in text
     assert "The dataloader reads in this process. Set num_workers" in text
-
-
-class Fast(Slow):
-    def __getitem__(self, index):
-        return (torch.ones(4),)
 
 
 def test_each_stage_has_its_report_also_one_that_fails(tmp_path, capsys):

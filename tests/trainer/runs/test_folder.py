@@ -154,6 +154,7 @@ def test_the_best_value_of_early_stopping_and_why_it_stopped(tmp_path):
     found = record(folder.path)
     assert found["best"] == {"metric": "val_loss", "mode": "max", "value": stop.best_score.item()}
     assert (found["state"], found["note"]) == ("finished", "stopped early by EarlyStopping")
+    assert found["note"] in (folder.path / "report.html").read_text()
 
 
 def inside(folder, work):

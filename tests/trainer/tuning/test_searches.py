@@ -26,35 +26,18 @@ def locked_task():
 @pytest.mark.parametrize(
     ("task", "finder", "loader", "text"),
     [
-        pytest.param(
-            Task,
-            BatchSizeFinder,
-            lambda: DataLoader(dataset(), 4),
-            "but a dataloader was passed to fit",
-            id="given",
-        ),
-        pytest.param(lambda_task, BatchSizeFinder, None, "the batch size of the dataloader stayed ", id="unused"),
-        pytest.param(
-            Task, lambda: BatchSizeFinder(batch_arg_name="batch_sise"), None, "Did you mean 'batch_size'", id="name"
-        ),
-        pytest.param(
-            lambda: Plain(manual=True),
-            LearningRateFinder,
-            lambda: [dataset()[:4]],
-            "automatic_optimization=False",
-            id="manual",
-        ),
-        pytest.param(
-            Plain, lambda: LearningRateFinder(attr_name="learning_rat"), None, "Did you mean 'learning_rate'", id="lr"
-        ),
-        pytest.param(Plain, LearningRateFinder, lambda: iter([dataset()[:4]]), "can be read only once", id="iterator"),
-        pytest.param(locked_task, LearningRateFinder, None, "Task cannot be copied", id="lock"),
-        pytest.param(
+        (Task, BatchSizeFinder, lambda: DataLoader(dataset(), 4), "but a dataloader was passed to fit"),
+        (lambda_task, BatchSizeFinder, None, "the batch size of the dataloader stayed "),
+        (Task, lambda: BatchSizeFinder(batch_arg_name="batch_sise"), None, "Did you mean 'batch_size'"),
+        (lambda: Plain(manual=True), LearningRateFinder, lambda: [dataset()[:4]], "automatic_optimization=False"),
+        (Plain, lambda: LearningRateFinder(attr_name="learning_rat"), None, "Did you mean 'learning_rate'"),
+        (Plain, LearningRateFinder, lambda: iter([dataset()[:4]]), "can be read only once"),
+        (locked_task, LearningRateFinder, None, "Task cannot be copied"),
+        (
             Task,
             lambda: [BatchSizeFinder(keep_global_batch=True), GradientAccumulationScheduler({1: 2})],
             None,
             "and GradientAccumulationScheduler both set the number of micro-batches per optimizer step",
-            id="accumulation",
         ),
     ],
 )
@@ -64,6 +47,10 @@ def test_what_is_refused_before_the_first_step(task, finder, loader, text):
     with pytest.raises(ValueError, match=text):
         trainer.fit(task, loader and loader())
     assert getattr(task, "calls", 0) == 0
+
+
+def tuner(**flags):
+    return Tuner(treadle.Trainer(**QUIET_ON_CPU, **flags))
 
 
 @pytest.mark.parametrize(
@@ -78,19 +65,10 @@ def test_what_is_refused_before_the_first_step(task, finder, loader, text):
         (lambda: BatchSizeFinder(margin=1.0), "margin=1.0"),
         (lambda: BatchSizeFinder(init_val=0), "init_val=0"),
         (lambda: BatchSizeFinder(init_val=16, max_val=8), "more than max_val=8"),
-        (lambda: Tuner(treadle.Trainer(**QUIET_ON_CPU)).lr_find(Plain(), method="test"), "must be 'fit'"),
-        (
-            lambda: Tuner(treadle.Trainer(**QUIET_ON_CPU)).scale_batch_size(Plain(), method="tets"),
-            "Did you mean 'test'",
-        ),
-        (
-            lambda: Tuner(treadle.Trainer(**QUIET_ON_CPU)).scale_batch_size(Plain(), dataloaders=[1]),
-            "dataloaders=... does not apply",
-        ),
-        (
-            lambda: Tuner(treadle.Trainer(**QUIET_ON_CPU, callbacks=[LearningRateFinder()])).lr_find(Plain()),
-            "already has a",
-        ),
+        (lambda: tuner().lr_find(Plain(), method="test"), "must be 'fit'"),
+        (lambda: tuner().scale_batch_size(Plain(), method="tets"), "Did you mean 'test'"),
+        (lambda: tuner().scale_batch_size(Plain(), dataloaders=[1]), "dataloaders=... does not apply"),
+        (lambda: tuner(callbacks=[LearningRateFinder()]).lr_find(Plain()), "already has a"),
     ],
 )
 def test_arguments_that_can_not_be(make, text):
@@ -113,9 +91,9 @@ def test_no_search_within_a_run_and_none_with_fast_dev_run():
 
 
 def test_no_trial_and_one_rate():
-    task, trainer = Task(), treadle.Trainer(**QUIET_ON_CPU, max_epochs=1)
-    assert Tuner(trainer).scale_batch_size(task, init_val=6, max_trials=0) == task.batch_size == 6
+    task, own = Task(), tuner(max_epochs=1)
+    assert own.scale_batch_size(task, init_val=6, max_trials=0) == task.batch_size == 6
     assert task.calls == 0
     with pytest.warns(UserWarning, match="at least 2 points are needed"):
-        found = Tuner(trainer).lr_find(Plain(), DataLoader(dataset(), 8), None, None, None, "fit", 1e-3, 0.1, 1)
+        found = own.lr_find(Plain(), DataLoader(dataset(), 8), None, None, None, "fit", 1e-3, 0.1, 1)
     assert found.results["lr"] == [1e-3]
