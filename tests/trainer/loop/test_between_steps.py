@@ -57,43 +57,7 @@ def trainer(**flags):
     return make_trainer(enable_checkpointing=saves, **flags)
 
 
-# -- when validation is due ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("batches", "accumulate", "interval", "expected"),
-    [
-        pytest.param(100, 4, 0.5, [52, 100], marks=pytest.mark.exhaustive),
-        pytest.param(20, 3, 0.25, [6, 12, 15, 20], marks=pytest.mark.exhaustive),
-        (24, 3, 4, [6, 9, 12, 18, 21, 24]),
-        (10, 1, 4, [4, 8]),
-        (10, 2, 3, [4, 6, 10]),
-        (4, 4, 1, [4]),
-    ],
-)
-def test_each_multiple_of_the_interval_is_validated_at_the_end_of_its_step(batches, accumulate, interval, expected):
-    task = Task()
-    trainer(val_check_interval=interval, accumulate_grad_batches=accumulate).fit(task, loader(batches), loader(1))
-    assert task.validated == expected
-    task = Task()
-    trainer(val_check_interval=interval, accumulate_grad_batches=accumulate, max_epochs=2).fit(
-        task, loader(batches), loader(1)
-    )
-    assert task.validated == [*expected, *(batches + place for place in expected)]
-
-
-def test_across_epochs_the_multiples_are_the_runs():
-    task = Task()
-    flags = {"val_check_interval": 4, "check_val_every_n_epoch": None, "accumulate_grad_batches": 3, "max_epochs": 3}
-    trainer(**flags).fit(task, loader(5), loader(1))
-    assert task.validated == [5, 8, 13]
-
-
-def test_validation_by_the_clock_across_epochs():
-    task = Task()
-    one = trainer(val_check_interval="00:00:00:01", check_val_every_n_epoch=None, max_epochs=2)
-    one.fit(task, loader(2), loader(1))
-    assert task.validated == []
+# -- how a stream ends -----------------------------------------------------------------------------------------------
 
 
 def test_max_steps_at_the_end_of_a_stream():

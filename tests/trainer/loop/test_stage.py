@@ -89,7 +89,9 @@ def fitted(task, *callbacks, **options):
 
 @pytest.mark.guarantee
 @pytest.mark.parametrize("hook", ["on_exception", "teardown"])
-@pytest.mark.parametrize("second", [SystemExit(0), GeneratorExit(), KeyboardInterrupt(), Unreadable()], ids=repr)
+@pytest.mark.parametrize(
+    "second", [KeyError("second"), SystemExit(0), GeneratorExit(), KeyboardInterrupt(), Unreadable()], ids=repr
+)
 def test_nothing_that_a_handler_raises_replaces_the_first_error(hook, second):
     told = Told()
     with pytest.raises(ValueError, match="first") as raised:
@@ -102,10 +104,11 @@ def test_nothing_that_a_handler_raises_replaces_the_first_error(hook, second):
     ]
 
 
-def test_an_exit_in_the_teardown_of_a_stage_that_succeeded_is_one():
+@pytest.mark.parametrize("error", [SystemExit, IndexError])
+def test_an_error_or_exit_in_the_teardown_of_a_stage_that_succeeded_is_one(error):
     told = Told()
-    with pytest.raises(SystemExit):
-        fitted(Simple(), Raises("teardown", SystemExit(3)), told)
+    with pytest.raises(error, match="3"):
+        fitted(Simple(), Raises("teardown", error(3)), told)
     assert told.calls == ["teardown"]
 
 
