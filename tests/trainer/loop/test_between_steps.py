@@ -4,41 +4,31 @@ import time
 
 import pytest
 import torch
-from support.models import SaveIn, SGDTask
+from support.models import LoggedLine, SaveIn, Stream
 from support.trainers import make_trainer
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
 
 
-class Task(SGDTask):
+class Task(LoggedLine):
     def __init__(self):
-        super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Linear(2, 1)
+        super().__init__()
         self.validated = []
-
-    def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0] if isinstance(batch, list) else batch).square().mean()
-        self.log("loss", loss)
-        return loss
 
     def validation_step(self, batch, batch_idx):
         if not self.trainer.sanity_checking and batch_idx == 0:
             self.validated.append(self.trainer.progress.batches)
 
 
-def loader(batches, size=2):
-    values = torch.linspace(-1, 1, batches * size * 2).reshape(batches * size, 2)
-    return DataLoader(TensorDataset(values), batch_size=size)
+def loader(batches, kind=list):
+    samples = TensorDataset(torch.linspace(-1, 1, batches * 4).reshape(batches * 2, 2))
+    return DataLoader(kind(samples), batch_size=2)
 
 
-class Stream(IterableDataset):
-    def __init__(self, batches):
-        self.batches = batches
-
-    def __iter__(self):
-        yield from torch.linspace(-1, 1, self.batches * 4).reshape(self.batches * 2, 2)
+def stream(batches):
+    return loader(batches, Stream)
 
 
 class ShortStream(Stream):
@@ -46,10 +36,6 @@ class ShortStream(Stream):
 
     def __len__(self):
         return 4
-
-
-def stream(batches, kind=Stream):
-    return DataLoader(kind(batches), batch_size=2)
 
 
 def trainer(**flags):
@@ -72,7 +58,7 @@ def test_max_steps_at_the_end_of_a_stream():
 def test_a_stream_that_is_longer_than_it_says_is_cut_and_that_is_said():
     task, one = Task(), trainer(max_epochs=2)
     with pytest.warns(UserWarning, match=r"more batches than its length of 2"):
-        one.fit(task, stream(6, ShortStream), loader(1))
+        one.fit(task, loader(6, ShortStream), loader(1))
     assert (one.global_step, one.current_epoch, task.validated) == (4, 2, [2, 4])
 
 

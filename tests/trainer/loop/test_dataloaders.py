@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from support.models import Line, SaveEach
+from support.models import Line, SaveEach, Stream
 from support.seen_batches import Task, data, trainer
 from support.trainers import NO_OUTPUT
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSampler, TensorDataset
 
 import treadle
 
@@ -193,16 +193,9 @@ def test_a_passed_loader_is_not_made_anew_and_that_is_told():
 
 
 def test_a_buffer_that_is_filled_meanwhile():
-    class Buffer(IterableDataset):
-        def __init__(self, items):
-            self.items = items
-
-        def __iter__(self):
-            return iter([(torch.tensor([float(n)]),) for n in self.items])
-
     class Plays(Task):
         def train_dataloader(self):
-            return DataLoader(Buffer([self.current_epoch] * (self.current_epoch + 1)), 1)
+            return DataLoader(Stream([(torch.tensor([float(self.current_epoch)]),)] * (self.current_epoch + 1)), 1)
 
     task = Plays()
     trainer(reload_dataloaders_every_n_epochs=1, max_epochs=3).fit(task)

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from support.models import SGDTask
+from support.models import SGDTask, Stream
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 from treadle.callbacks import NonFiniteWatch
 
 BREAKS = 5  # the sample in which something is not finite
@@ -43,11 +43,6 @@ class Samples(Dataset):
 
     def __getitem__(self, index):
         return {"x": self.values[index], "number": self.numbers[index]}
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter([Samples()[index] for index in range(8)])
 
 
 class Net(SGDTask):
@@ -133,7 +128,7 @@ def test_many_samples_are_cut_short():
 
 
 def test_a_stream_has_no_numbers():
-    message = fail(Net("loss"), Stream())
+    message = fail(Net("loss"), Stream([Samples()[index] for index in range(8)]))
     assert "micro-batch 2). Check" in message
 
 
