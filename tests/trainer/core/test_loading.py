@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.models import Line, loader
 from support.processes import run
-from support.trainers import NO_OUTPUT
+from support.trainers import make_trainer
 from torch import nn
 
 import treadle
@@ -25,23 +25,17 @@ class Tiny(Line):
 
 
 def saved(task, root, weights_only):
-    trainer = treadle.Trainer(max_epochs=2, accelerator="cpu", **NO_OUTPUT)
+    trainer = make_trainer(max_epochs=2)
     trainer.fit(task, loader())
     trainer.save_checkpoint(root / "c", weights_only=weights_only)
     return root / "c"
 
 
-class Data(treadle.DataModule):
-    """Nothing of it is to be saved."""
-
-    def train_dataloader(self):
-        return loader()
-
-
 def test_a_data_module_without_a_state_is_none_of_a_checkpoints_business(tmp_path):
     path = saved(Tiny(), tmp_path, False)
-    trainer = treadle.Trainer(max_epochs=3, accelerator="cpu", **NO_OUTPUT)
-    trainer.fit(Tiny(), datamodule=Data(), ckpt_path=path)
+    trainer, data = make_trainer(max_epochs=3), treadle.DataModule()
+    data.train_dataloader = loader
+    trainer.fit(Tiny(), datamodule=data, ckpt_path=path)
     assert trainer.global_step == 6
 
 
@@ -78,17 +72,8 @@ def test_an_argument_that_the_class_does_not_take_is_ignored_with_a_warning(tmp_
     assert dict(again.hparams) == {"hidden": 5}
 
 
-class Sized(treadle.DataModule):
-    def __init__(self, size=4):
-        super().__init__()
-        self.save_hyperparameters()
-
-    def train_dataloader(self):
-        return loader(self.hparams.size)
-
-
 def test_a_checkpoint_that_does_not_exist_is_a_file_not_found_error(tmp_path):
-    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **NO_OUTPUT)
+    trainer = make_trainer()
     path = tmp_path / "none.ckpt"
     calls = [
         lambda: trainer.fit(Tiny(), loader(), ckpt_path=path),
@@ -96,7 +81,7 @@ def test_a_checkpoint_that_does_not_exist_is_a_file_not_found_error(tmp_path):
         lambda: trainer.test(Tiny(), loader(), ckpt_path=str(path)),
         lambda: trainer.predict(Tiny(), loader(), ckpt_path=path),
         lambda: Tiny.load_from_checkpoint(path),
-        lambda: Sized.load_from_checkpoint(path),
+        lambda: treadle.DataModule.load_from_checkpoint(path),
         lambda: treadle.load_checkpoint(path),
         lambda: treadle.load_weights(Tiny(), path),
         lambda: treadle.Accelerator(cpu=True).load_state(path),
@@ -125,7 +110,7 @@ class Wraps(Tiny):
 def load_on_each_rank(path):
     """Load a task whose argument is a module, which only this process still has."""
     task = Wraps(nn.Linear(2, 3))
-    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", devices=2, **NO_OUTPUT)
+    trainer = make_trainer(devices=2)
     trainer.fit(task, loader())
     trainer.save_checkpoint(path)
     again = Wraps.load_from_checkpoint(path)
@@ -133,7 +118,7 @@ def load_on_each_rank(path):
 
 
 def start_from_scratch(path):
-    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", devices=2, **NO_OUTPUT)
+    trainer = make_trainer(devices=2)
     task, caught = Tiny(), []
     accelerator = treadle.Accelerator(cpu=True)
     for call in (lambda: trainer.fit(task, loader(), ckpt_path=path), lambda: accelerator.load_state(path)):
