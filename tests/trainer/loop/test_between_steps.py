@@ -6,7 +6,6 @@ import pytest
 import torch
 from support.models import LoggedLine, SaveIn, Stream
 from support.trainers import make_trainer
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
 
@@ -144,36 +143,6 @@ def test_a_loss_that_was_not_finite_in_a_group_that_was_left_is_forgotten(policy
 # -- several runs of one Trainer or task -----------------------------------------------------------------------------
 
 
-class Manual(Task):
-    """Steps its optimizer itself, and keeps it for the next run."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        self.kept = torch.optim.SGD(self.net.parameters(), lr=0.1)
-        self.before_steps = 0
-
-    def training_step(self, batch, batch_idx):
-        self.manual_backward(self.net(batch[0]).square().mean())
-        self.optimizers().step()
-        self.optimizers().zero_grad()
-
-    def on_before_optimizer_step(self, optimizer):
-        self.before_steps += 1
-
-    def configure_optimizers(self):
-        return self.kept
-
-
-def test_hooks_of_an_earlier_run_are_gone():
-    task = Manual()
-    for _ in range(3):
-        task.before_steps = 0
-        trainer().fit(task, loader(4))
-        assert task.before_steps == 4
-    assert not task.kept._optimizer_step_pre_hooks
-
-
 def test_a_second_fit_with_nothing_left_says_so():
     one = trainer()
     one.fit(Task(), loader(3))
@@ -206,33 +175,6 @@ def test_a_stage_within_a_stage_is_refused():
     one.fit(Nested(), loader(3), loader(1))
     assert one.global_step == 6
     assert len(one.optimizers) == 1
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_error_while_an_optimizer_is_toggled(error):
-    class Toggles(Manual):
-        fails = True
-
-        def __init__(self):
-            super().__init__()
-            self.other = nn.Linear(2, 1)
-
-        def training_step(self, batch, batch_idx):
-            first, _ = self.optimizers()
-            self.toggle_optimizer(first)
-            if self.fails:
-                raise error("in between")
-            self.untoggle_optimizer(first)
-
-        def configure_optimizers(self):
-            return self.kept, torch.optim.SGD(self.other.parameters(), lr=0.1)
-
-    task, one = Toggles(), trainer()
-    with pytest.raises(error):
-        one.fit(task, loader(2))
-    assert all(parameter.requires_grad for parameter in task.parameters())
-    task.fails = False
-    one.fit(task, loader(2))
 
 
 def test_no_tests_where_the_limit_is_zero():

@@ -12,7 +12,6 @@ from support.models import Stream
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.loggers import CSVLogger
 
@@ -225,31 +224,6 @@ def test_clipping_once_per_step():
 
 
 # -- precision --------------------------------------------------------------------------------------------------------
-
-
-def test_a_float16_overflow_advances_nothing():
-    class Task(Regression):
-        trace, rates = (), ()
-
-        def cost(self, batch):
-            loss = super().cost(batch) * 1e-3  # its gradient, scaled by 2**16, is a float16
-            return loss * 1e38 if self.trainer.progress.batches == 3 else loss
-
-        def on_step_end(self):
-            self.rates = (*self.rates, self.trainer.optimizers[0].param_groups[0]["lr"])
-            self.trace = (*self.trace, (self.global_step, weights(self)))
-
-        def configure_optimizers(self):
-            optimizer = super().configure_optimizers()
-            return [optimizer], [{"scheduler": StepLR(optimizer, 1, gamma=0.5), "interval": "step"}]
-
-    task = Task()
-    own = fit(task, DataLoader(regression(), 4), precision="16-mixed")
-    assert [step for step, _ in task.trace] == [1, 2, 3, 3, 4, 5]
-    assert torch.equal(task.trace[3][1], task.trace[2][1])
-    assert task.rates == pytest.approx((0.05, 0.025, 0.0125, 0.0125, 0.00625, 0.003125))
-    assert own.progress.skipped == 1
-    assert own.accelerator.scaler.get_scale() == 2.0**15
 
 
 class Typed(Regression):

@@ -1,6 +1,7 @@
 """Tasks that drive their optimizers themselves, and optimizers that need a closure, against loops by hand."""
 
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -209,6 +210,17 @@ def test_a_resumed_run_is_the_whole_one(tmp_path, step):
     again = Gan()
     assert trained(again, ckpt_path=tmp_path / "c").global_step == 12
     assert [p.tolist() for p in again.parameters()] == [p.tolist() for p in whole.parameters()]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_while_an_optimizer_is_toggled(error):
+    task, trainer = Gan(), make_trainer(precision="64-true")
+    task.critic_loss = Mock(side_effect=error)
+    with pytest.raises(error):
+        trainer.fit(task, loader())
+    assert all(parameter.requires_grad for parameter in task.parameters())
+    del task.critic_loss
+    trainer.fit(task, loader())
 
 
 class Calls(Callback):

@@ -804,6 +804,17 @@ def test_hooks_run_once_per_step():
         assert not any(isinstance(optimizer, treadle.engine.optim.PreparedOptimizer) for optimizer in seen)
 
 
+def test_hooks_of_an_earlier_run_are_gone():
+    task, seen = Form(), []
+    kept = task.build()
+    task.configure_optimizers = lambda: kept
+    task.on_before_optimizer_step = lambda optimizer: seen.append(optimizer)
+    for runs in (1, 2, 3):
+        make_trainer(precision="64-true").fit(task, DataLoader(TensorDataset(*data()), BATCH))
+        assert len(seen) == 4 * runs
+    assert not kept._optimizer_step_pre_hooks
+
+
 class StepsACopy(Form):
     """An optimizer of other parameters, as of a model that is adapted to the batch, is left alone."""
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.models import Line, SGDTask
 from support.processes import run, script
-from support.trainers import NO_OUTPUT
+from support.trainers import make_trainer
 from torch.utils.data import DataLoader
 from treadle.callbacks import Callback, ModelCheckpoint, ProgressBar
 from treadle.engine.checkpoint import CheckpointStore
@@ -26,7 +26,7 @@ class Task(Line):
 
 
 def fail_in_teardown():
-    trainer = treadle.Trainer(accelerator="cpu", devices=2, max_steps=1, **NO_OUTPUT)
+    trainer = make_trainer(devices=2, max_steps=1)
     error = OSError if trainer.global_rank == 1 else PeerFailed
     with pytest.raises(error, match="no such disk") as caught:
         trainer.fit(Task(), DataLoader(torch.ones(4, 1)))
@@ -81,8 +81,7 @@ class Told(Callback):
 
 def fitted(task, *callbacks, **options):
     bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
-    options = {**NO_OUTPUT, "devices": 1, "accelerator": "cpu", "enable_progress_bar": bar, **options}
-    trainer = treadle.Trainer(max_epochs=1, callbacks=list(callbacks), **options)
+    trainer = make_trainer(enable_progress_bar=bar, callbacks=list(callbacks), **options)
     trainer.fit(task, DataLoader(torch.ones(4, 1)))
     return trainer
 
@@ -262,7 +261,7 @@ def test_fit_trains_although_its_caller_or_its_data_disabled_gradients(around, m
     task, batches = Modes(manual, build), DataLoader(data, batch_size=2)
     with around():
         before = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        treadle.Trainer(accelerator="cpu", devices=1, max_epochs=1, **NO_OUTPUT).fit(task, batches, batches)
+        make_trainer().fit(task, batches, batches)
         assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before
     plain = torch.zeros(1, requires_grad=True)
     optimizer = build([plain])
