@@ -64,6 +64,8 @@ def expected(task, *inputs):
 def test_torch_export_is_loaded_back_and_computes_the_same(net, tmp_path):
     before, x = modes(net), torch.randn(5, 4)
     net.to_torch_export(tmp_path / "new" / "net.pt2", dynamic_shapes={"x": {0: torch.export.Dim("batch")}})
+    with pytest.raises(RuntimeError):
+        net.to_torch_export(input_sample=torch.ones(2, 99))
     assert modes(net) == before
     assert net.first.weight.requires_grad
     loaded = torch.export.load(tmp_path / "new" / "net.pt2").module()
@@ -190,13 +192,6 @@ def test_errors_name_the_value_the_rule_and_the_fix(net, tmp_path):
     pytest.importorskip("onnxscript")
     with pytest.raises(ValueError, match="dynamo=False"):
         net.to_onnx(dynamo=False)
-
-
-def test_the_mode_comes_back_after_an_error(net):
-    before = modes(net)
-    with pytest.raises(RuntimeError):
-        net.to_torch_export(input_sample=torch.ones(2, 99))
-    assert modes(net) == before
 
 
 def sharded(root):

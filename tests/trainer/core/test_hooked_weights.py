@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.processes import run
-from support.trainers import NO_OUTPUT
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import LambdaCallback
 from treadle.engine.checkpoint import OpenCheckpoint
 
 import treadle
@@ -57,7 +58,7 @@ def loader():
 
 
 def fitted(task, path, epochs=1, ckpt_path=None, weights_only=False):
-    trainer = treadle.Trainer(max_epochs=epochs, accelerator="cpu", **NO_OUTPUT)
+    trainer = make_trainer(max_epochs=epochs)
     trainer.fit(task, loader(), loader(), ckpt_path=ckpt_path)
     trainer.save_checkpoint(path, weights_only=weights_only)
     return trainer
@@ -133,27 +134,21 @@ def test_a_state_dict_has_to_be_left(tmp_path):
         fitted(Emptied(), tmp_path / "c")
 
 
-class Counts(treadle.Callback):
-    def __init__(self):
-        self.seen = []
+def test_callbacks_get_the_weights_too(tmp_path):
+    seen = []
 
-    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+    def average(trainer, pl_module, checkpoint):
         checkpoint["averages"] = {name: value.clone() for name, value in checkpoint["state_dict"].items()}
 
-    def on_load_checkpoint(self, trainer, pl_module, checkpoint):
-        self.seen.append((sorted(checkpoint["averages"]), sorted(checkpoint["state_dict"])))
+    def note(trainer, pl_module, checkpoint):
+        seen.extend(sorted(checkpoint[key]) for key in ("averages", "state_dict"))
 
-
-def test_callbacks_get_the_weights_too(tmp_path):
-    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", callbacks=[Counts()], **NO_OUTPUT)
+    callback = LambdaCallback(on_save_checkpoint=average, on_load_checkpoint=note)
+    trainer = make_trainer(callbacks=callback)
     trainer.fit(Captioner(), loader())
     trainer.save_checkpoint(tmp_path / "c")
-    counts = Counts()
-    treadle.Trainer(max_epochs=2, accelerator="cpu", callbacks=[counts], **NO_OUTPUT).fit(
-        Captioner(), loader(), ckpt_path=tmp_path / "c"
-    )
-    names = ["encoder.bias", "encoder.weight", "head.bias", "head.weight"]
-    assert counts.seen == [(names, names)]
+    make_trainer(max_epochs=2, callbacks=callback).fit(Captioner(), loader(), ckpt_path=tmp_path / "c")
+    assert seen == [["encoder.bias", "encoder.weight", "head.bias", "head.weight"]] * 2
 
 
 class ReadsOptimizers(Captioner):
@@ -183,15 +178,14 @@ def seeded(kind):
 
 def check_round_trip(folder, kind, **flags):
     """Save with the hooks' edits, load into another task, and resume in one with the same encoder."""
-    flags = {"accelerator": "cpu", **NO_OUTPUT, **flags}
     task, resumed, straight = seeded(kind), seeded(kind), seeded(kind)
-    trainer, path = treadle.Trainer(max_epochs=1, **flags), Path(folder, f"{kind.__name__} {flags.get('strategy')}")
+    trainer, path = make_trainer(**flags), Path(folder, f"{kind.__name__} {flags.get('strategy')}")
     trainer.fit(task, loader())
     trainer.save_checkpoint(path)
     assert names_in(path) == ["head.bias", "head.weight"]
     assert torch.equal(kind.load_from_checkpoint(path).head.weight, full_values(task)["head.weight"])
-    treadle.Trainer(max_epochs=2, **flags).fit(resumed, loader(), ckpt_path=path)
-    treadle.Trainer(max_epochs=2, **flags).fit(straight, loader())
+    make_trainer(max_epochs=2, **flags).fit(resumed, loader(), ckpt_path=path)
+    make_trainer(max_epochs=2, **flags).fit(straight, loader())
     for name, value in full_values(straight).items():
         assert torch.equal(full_values(resumed)[name], value), name
 
@@ -250,7 +244,6 @@ def full_values(task):
 
 def grow_and_resume(folder, kinds, lates, **flags):
     """Train with five classes, resume and test in a task that begins with two; return what the ranks have, by kind."""
-    flags = {"accelerator": "cpu", **NO_OUTPUT, **flags}
     results = {}
     for kind in kinds:
         for late in lates:
@@ -262,14 +255,14 @@ def grow_and_resume(folder, kinds, lates, **flags):
             first = kind(5, late)
             first.configure_model()
             nn.Module.load_state_dict(first, start)
-            trainer = treadle.Trainer(max_epochs=1, **flags)
+            trainer = make_trainer(**flags)
             trainer.fit(first, loader())
             trainer.save_checkpoint(path)
             resumed = kind(late=late)
-            treadle.Trainer(max_epochs=2, **flags).fit(resumed, loader(), ckpt_path=path)
-            treadle.Trainer(max_epochs=2, **flags).fit(straight, loader())
-            tested = treadle.Trainer(**flags).test(kind(late=late), loader(), ckpt_path=path, verbose=False)
-            expected = treadle.Trainer(**flags).test(first, loader(), verbose=False)
+            make_trainer(max_epochs=2, **flags).fit(resumed, loader(), ckpt_path=path)
+            make_trainer(max_epochs=2, **flags).fit(straight, loader())
+            tested = make_trainer(**flags).test(kind(late=late), loader(), ckpt_path=path, verbose=False)
+            expected = make_trainer(**flags).test(first, loader(), verbose=False)
             results[kind.__name__, late] = full_values(resumed), full_values(straight), tested, expected
     return results
 

@@ -45,6 +45,21 @@ class Task(Line):
     pass
 
 
+class Kept(Task):
+    def __init__(self, value, other=None):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class KeptData(treadle.DataModule):
+    def __init__(self, value, other=None):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self):
+        return loader()
+
+
 def fitted(task, root, datamodule=None, **flags):
     """Train a little and save; returns the checkpoint."""
     trainer = make_trainer(**flags)
@@ -134,17 +149,12 @@ def test_a_default_that_is_no_data_is_not_missed(tmp_path, recwarn):
 
 
 def test_a_dict_that_can_be_stored_in_part_is_logged_in_part_and_passed_whole(tmp_path):
-    class Part(Task):
-        def __init__(self, settings):
-            super().__init__()
-            self.save_hyperparameters()
-
     logger = CSVLogger(tmp_path, "logs", 0)
-    with pytest.warns(UserWarning, match=r"cannot store settings\.activation \(class ReLU\)"):
-        path = fitted(Part({"width": 3, "activation": nn.ReLU}), tmp_path, logger=logger)
-    assert yaml.safe_load(Path(logger.log_dir, "hparams.yaml").read_text()) == {"settings": {"width": 3}}
-    with pytest.raises(TypeError, match=r"does not contain settings\.activation \(class ReLU\), which Part needs"):
-        in_another_process(Part, path)
+    with pytest.warns(UserWarning, match=r"cannot store value\.activation \(class ReLU\)"):
+        path = fitted(Kept({"width": 3, "activation": nn.ReLU}), tmp_path, logger=logger)
+    assert yaml.safe_load(Path(logger.log_dir, "hparams.yaml").read_text()) == {"value": {"width": 3}, "other": None}
+    with pytest.raises(TypeError, match=r"does not contain value\.activation \(class ReLU\), which Kept needs"):
+        in_another_process(Kept, path)
 
 
 # -- what comes back -----------------------------------------------------------------------------------------------
@@ -202,20 +212,14 @@ def test_they_are_logged_as_plain_data_and_come_back_from_that_too(tmp_path):
     assert again.hparams.layer == Layer(3, Mode.EXACT)
 
 
-class Untyped(Task):
-    def __init__(self, layer, mode=None):
-        super().__init__()
-        self.save_hyperparameters()
-
-
 def test_a_dataclass_that_no_annotation_names_is_not_built(tmp_path):
     with pytest.warns(
-        UserWarning, match=r"cannot store layer \(a Layer, but the argument is not annotated with this class"
+        UserWarning, match=r"cannot store value \(a Layer, but the argument is not annotated with this class"
     ):
-        path = fitted(Untyped(Layer(2), Mode.EXACT), tmp_path)
-    with pytest.raises(TypeError, match=r"layer \(a Layer, but the argument is not annotated.*load_from_checkpoint"):
-        in_another_process(Untyped, path)
-    assert Untyped.load_from_checkpoint(path, layer=Layer(2)).hparams.mode is Mode.EXACT
+        path = fitted(Kept(Layer(2), Mode.EXACT), tmp_path)
+    with pytest.raises(TypeError, match=r"value \(a Layer, but the argument is not annotated.*load_from_checkpoint"):
+        in_another_process(Kept, path)
+    assert Kept.load_from_checkpoint(path, value=Layer(2)).hparams.other is Mode.EXACT
 
 
 class Ran:
@@ -360,15 +364,6 @@ class HasObjects(Task):
         self.metric, self.words = checkpoint["metric"], checkpoint["words"]
 
 
-class KeepingData(treadle.DataModule):
-    def __init__(self, transform):
-        super().__init__()
-        self.save_hyperparameters()
-
-    def train_dataloader(self):
-        return loader()
-
-
 class Pickles(TorchCheckpointIO):
     """A plugin that is the user's."""
 
@@ -376,7 +371,7 @@ class Pickles(TorchCheckpointIO):
 @pytest.mark.parametrize("plugins", [[], [Pickles()]], ids=["file", "plugin"])
 def test_objects_come_back_as_copies_as_long_as_the_task_exists(tmp_path, plugins):
     loss, scale = nn.SmoothL1Loss(beta=0.3), torch.Tensor.mul
-    task, data = HasObjects({"loss": loss, "size": 3}, Layer(4)), KeepingData(scale)
+    task, data = HasObjects({"loss": loss, "size": 3}, Layer(4)), KeptData(scale)
     with pytest.warns(UserWarning, match=r"adds metric \(L1Loss\), which checkpoints cannot store"):
         path = fitted(task, tmp_path, datamodule=data, plugins=plugins)
     again = HasObjects.load_from_checkpoint(path, width=7)
@@ -385,7 +380,7 @@ def test_objects_come_back_as_copies_as_long_as_the_task_exists(tmp_path, plugin
     assert not {again.loss, again.metric} & {task.loss, task.metric}
     assert torch.equal(again.net.weight, task.net.weight)
     assert plugins or again.hparams.layer == Layer(4)
-    assert plugins or KeepingData.load_from_checkpoint(path).hparams.transform is scale
+    assert plugins or KeptData.load_from_checkpoint(path).hparams.value is scale
     resumed = HasObjects({"loss": loss}, Layer(4))
     make_trainer(max_epochs=2, plugins=plugins).fit(resumed, loader(), ckpt_path=path)
     assert resumed.metric is not task.metric
@@ -411,16 +406,11 @@ def test_the_hooks_of_a_task_that_was_connected_after_another_are_called(tmp_pat
 
 
 def test_an_object_that_cannot_be_copied_has_to_be_passed(tmp_path):
-    class Locked(Task):
-        def __init__(self, lock):
-            super().__init__()
-            self.save_hyperparameters()
-
-    task = Locked(threading.Lock())
+    task = Kept(threading.Lock())
     path = fitted(task, tmp_path)
-    with pytest.raises(TypeError, match=r"lock \(lock\), which cannot be copied: .*lock.*Pass lock="):
-        Locked.load_from_checkpoint(path)
-    assert Locked.load_from_checkpoint(path, lock=None).hparams.lock is None
+    with pytest.raises(TypeError, match=r"value \(lock\), which cannot be copied: .*lock.*Pass value="):
+        Kept.load_from_checkpoint(path)
+    assert Kept.load_from_checkpoint(path, value=None).hparams.value is None
 
 
 # -- copies --------------------------------------------------------------------------------------------------------
@@ -490,21 +480,6 @@ class Keeps(Logger):
         self.calls.append(params)
 
 
-class Data(treadle.DataModule):
-    def __init__(self, batch_size=2, cfg=None):
-        super().__init__()
-        self.save_hyperparameters()
-
-    def train_dataloader(self):
-        return loader()
-
-
-class Sized(Task):
-    def __init__(self, batch_size, cfg=None):
-        super().__init__()
-        self.save_hyperparameters()
-
-
 def both(task, data):
     logger = Keeps()
     make_trainer(logger=logger).fit(task, datamodule=data)
@@ -512,10 +487,10 @@ def both(task, data):
 
 
 def test_a_task_and_its_data_module_are_logged_together():
-    calls = both(Sized(2, config()), Data(2, config()))
-    assert calls == [{"batch_size": 2, "cfg": OmegaConf.to_container(config(), resolve=True)}]
-    with pytest.raises(ValueError, match=r"'batch_size': Sized has 4 and Data has 2, but loggers store one value"):
-        both(Sized(4), Data(2))
+    calls = both(Kept(2, config()), KeptData(2, config()))
+    assert calls == [{"value": 2, "other": OmegaConf.to_container(config(), resolve=True)}]
+    with pytest.raises(ValueError, match=r"'value': Kept has 4 and KeptData has 2, but loggers store one value"):
+        both(Kept(4), KeptData(2))
 
 
 def test_an_optimizer_made_of_a_configuration_is_saved_and_resumed(tmp_path):
@@ -564,18 +539,10 @@ def test_a_child_saves_its_own_arguments():
 
 
 def test_a_value_changed_before_fit_is_logged_and_saved(tmp_path):
-    class Rate(Task):
-        def __init__(self, rate=0.1):
-            super().__init__()
-            self.save_hyperparameters()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), self.hparams.rate)
-
-    task = Rate()
-    task.hparams.rate = 0.5
+    task = Kept(0.1)
+    task.hparams.value = 0.5
     trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, logger=CSVLogger(tmp_path), enable_progress_bar=False)
     trainer.fit(task, loader())
-    assert yaml.safe_load((Path(trainer.logger.log_dir) / "hparams.yaml").read_text()) == {"rate": 0.5}
-    assert Rate.load_from_checkpoint(trainer.checkpoint_callback.best_model_path).hparams.rate == 0.5
-    assert task.hparams_initial["rate"] == 0.1
+    assert yaml.safe_load((Path(trainer.logger.log_dir) / "hparams.yaml").read_text()) == {"value": 0.5, "other": None}
+    assert Kept.load_from_checkpoint(trainer.checkpoint_callback.best_model_path).hparams.value == 0.5
+    assert task.hparams_initial["value"] == 0.1

@@ -4,14 +4,14 @@ import pytest
 import torch
 from support.models import Line, loader
 from support.processes import run
-from support.trainers import NO_OUTPUT
+from support.trainers import make_trainer
 from torch import nn
 
 import treadle
 
 
 class Tiny(Line):
-    def __init__(self, hidden=3, gone=0):
+    def __init__(self, hidden=3):
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Linear(2, hidden)
@@ -25,44 +25,17 @@ class Tiny(Line):
 
 
 def saved(task, root, weights_only):
-    trainer = treadle.Trainer(max_epochs=2, accelerator="cpu", **NO_OUTPUT)
+    trainer = make_trainer(max_epochs=2)
     trainer.fit(task, loader())
     trainer.save_checkpoint(root / "c", weights_only=weights_only)
     return root / "c"
 
 
-@pytest.mark.parametrize("weights_only", [False, True])
-def test_hooks_get_back_what_they_added(tmp_path, weights_only):
-    path = saved(Tiny(hidden=5), tmp_path, weights_only)
-    again = Tiny.load_from_checkpoint(path)
-    assert again.words == (["a", "b"], 2, 4)
-    assert again.net.out_features == again.hparams["hidden"] == 5
-
-
-class Renamed(Tiny):
-    def __init__(self, hidden=3):
-        super().__init__(hidden)
-
-
-def test_an_argument_that_is_no_more_is_left_out_and_said(tmp_path):
-    path = saved(Tiny(gone=7), tmp_path, False)
-    words = "the saved hyperparameter gone is ignored, because Renamed has no such argument"
-    with pytest.warns(UserWarning, match=words):
-        again = Renamed.load_from_checkpoint(path)
-    assert again.net.out_features == 3
-
-
-class Data(treadle.DataModule):
-    """Nothing of it is to be saved."""
-
-    def train_dataloader(self):
-        return loader()
-
-
 def test_a_data_module_without_a_state_is_none_of_a_checkpoints_business(tmp_path):
     path = saved(Tiny(), tmp_path, False)
-    trainer = treadle.Trainer(max_epochs=3, accelerator="cpu", **NO_OUTPUT)
-    trainer.fit(Tiny(), datamodule=Data(), ckpt_path=path)
+    trainer, data = make_trainer(max_epochs=3), treadle.DataModule()
+    data.train_dataloader = loader
+    trainer.fit(Tiny(), datamodule=data, ckpt_path=path)
     assert trainer.global_step == 6
 
 
@@ -79,6 +52,9 @@ def test_a_checkpoint_as_the_dict_of_lightning(tmp_path, weights_only):
         again.load_state_dict(checkpoint["state_dict"])
         assert torch.equal(again.net.weight, task.net.weight)
         assert (checkpoint["epoch"], checkpoint["global_step"], checkpoint["words"]) == (2, 4, ["a", "b"])
+    again = Tiny.load_from_checkpoint(path)
+    assert again.words == (["a", "b"], 2, 4)
+    assert again.net.out_features == again.hparams["hidden"] == 4
     file = tmp_path / "lightning.ckpt"
     content = {"state_dict": task.state_dict(), "epoch": 3, "global_step": 7, "hyper_parameters": {"hidden": 4}}
     torch.save(content, file)
@@ -93,20 +69,11 @@ def test_an_argument_that_the_class_does_not_take_is_ignored_with_a_warning(tmp_
     with pytest.warns(UserWarning, match="hiden, other: ignored, because Tiny has no such argument. Did you mean 'hid"):
         again = Tiny.load_from_checkpoint(path, hiden=7, other=1)
     assert again.net.out_features == 5
-    assert dict(again.hparams) == {"hidden": 5, "gone": 0}
-
-
-class Sized(treadle.DataModule):
-    def __init__(self, size=4):
-        super().__init__()
-        self.save_hyperparameters()
-
-    def train_dataloader(self):
-        return loader(self.hparams.size)
+    assert dict(again.hparams) == {"hidden": 5}
 
 
 def test_a_checkpoint_that_does_not_exist_is_a_file_not_found_error(tmp_path):
-    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **NO_OUTPUT)
+    trainer = make_trainer()
     path = tmp_path / "none.ckpt"
     calls = [
         lambda: trainer.fit(Tiny(), loader(), ckpt_path=path),
@@ -114,7 +81,7 @@ def test_a_checkpoint_that_does_not_exist_is_a_file_not_found_error(tmp_path):
         lambda: trainer.test(Tiny(), loader(), ckpt_path=str(path)),
         lambda: trainer.predict(Tiny(), loader(), ckpt_path=path),
         lambda: Tiny.load_from_checkpoint(path),
-        lambda: Sized.load_from_checkpoint(path),
+        lambda: treadle.DataModule.load_from_checkpoint(path),
         lambda: treadle.load_checkpoint(path),
         lambda: treadle.load_weights(Tiny(), path),
         lambda: treadle.Accelerator(cpu=True).load_state(path),
@@ -143,7 +110,7 @@ class Wraps(Tiny):
 def load_on_each_rank(path):
     """Load a task whose argument is a module, which only this process still has."""
     task = Wraps(nn.Linear(2, 3))
-    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", devices=2, **NO_OUTPUT)
+    trainer = make_trainer(devices=2)
     trainer.fit(task, loader())
     trainer.save_checkpoint(path)
     again = Wraps.load_from_checkpoint(path)
@@ -151,7 +118,7 @@ def load_on_each_rank(path):
 
 
 def start_from_scratch(path):
-    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", devices=2, **NO_OUTPUT)
+    trainer = make_trainer(devices=2)
     task, caught = Tiny(), []
     accelerator = treadle.Accelerator(cpu=True)
     for call in (lambda: trainer.fit(task, loader(), ckpt_path=path), lambda: accelerator.load_state(path)):

@@ -10,7 +10,7 @@ from support.trainers import make_trainer
 from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.callbacks import Callback, LearningRateMonitor, StochasticWeightAveraging
+from treadle.callbacks import Callback, LambdaCallback, LearningRateMonitor, StochasticWeightAveraging
 from treadle.strategies import DDP, FSDP
 
 import treadle
@@ -143,48 +143,39 @@ def test_forms(form):
     )
 
 
-class Calls(Callback):
-    def __init__(self):
-        self.seen = []
-
-    def on_before_backward(self, trainer, pl_module, loss):
-        self.seen.append("backward")
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.seen.append(("before_step", type(optimizer).__name__))
-
-    def on_before_zero_grad(self, trainer, pl_module, optimizer):
-        self.seen.append(("before_zero", type(optimizer).__name__))
-
-
 class Hooked(Two):
     """Clips each optimizer on its own, and steps the head on every second group only."""
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        self.calls.seen.append(("clip", type(optimizer).__name__))
+        self.calls.append(("clip", type(optimizer).__name__))
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
-        self.calls.seen.append(("step", type(optimizer.optimizer).__name__))
+        self.calls.append(("step", type(optimizer.optimizer).__name__))
         assert optimizer_closure().shape == ()
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
     def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
-        self.calls.seen.append(("zero", type(optimizer.optimizer).__name__))
+        self.calls.append(("zero", type(optimizer.optimizer).__name__))
         super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
     def lr_scheduler_step(self, scheduler, metric):
-        self.calls.seen.append(("schedule", type(scheduler.optimizer).__name__))
+        self.calls.append(("schedule", type(scheduler.optimizer).__name__))
         scheduler.step()
 
 
 def test_hooks_are_called_for_each_optimizer():
     task = Hooked()
-    task.calls = Calls()
-    fit(task, task.calls, max_steps=1, gradient_clip_val=CLIP)
+    task.calls = calls = []
+    callback = LambdaCallback(
+        on_before_backward=lambda *_: calls.append("backward"),
+        on_before_optimizer_step=lambda *args: calls.append(("before_step", type(args[-1]).__name__)),
+        on_before_zero_grad=lambda *args: calls.append(("before_zero", type(args[-1]).__name__)),
+    )
+    fit(task, callback, max_steps=1, gradient_clip_val=CLIP)
     each = [(name, kind) for name in ("before_step", "clip", "step") for kind in ("Adam", "SGD")]
     zeroed = [(name, kind) for kind in ("Adam", "SGD") for name in ("before_zero", "zero")]
-    assert task.calls.seen == ["backward", "backward", *each, *zeroed, ("schedule", "Adam")]
+    assert calls == ["backward", "backward", *each, *zeroed, ("schedule", "Adam")]
 
     right = Two()
     optimizers, _ = right.configure_optimizers()

@@ -4,41 +4,30 @@ import time
 
 import pytest
 import torch
-from support.models import SaveIn, SGDTask
+from support.models import LoggedLine, SaveIn, Stream
 from support.trainers import make_trainer
-from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
 
 
-class Task(SGDTask):
+class Task(LoggedLine):
     def __init__(self):
-        super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Linear(2, 1)
+        super().__init__()
         self.validated = []
-
-    def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0] if isinstance(batch, list) else batch).square().mean()
-        self.log("loss", loss)
-        return loss
 
     def validation_step(self, batch, batch_idx):
         if not self.trainer.sanity_checking and batch_idx == 0:
             self.validated.append(self.trainer.progress.batches)
 
 
-def loader(batches, size=2):
-    values = torch.linspace(-1, 1, batches * size * 2).reshape(batches * size, 2)
-    return DataLoader(TensorDataset(values), batch_size=size)
+def loader(batches, kind=list):
+    samples = TensorDataset(torch.linspace(-1, 1, batches * 4).reshape(batches * 2, 2))
+    return DataLoader(kind(samples), batch_size=2)
 
 
-class Stream(IterableDataset):
-    def __init__(self, batches):
-        self.batches = batches
-
-    def __iter__(self):
-        yield from torch.linspace(-1, 1, self.batches * 4).reshape(self.batches * 2, 2)
+def stream(batches):
+    return loader(batches, Stream)
 
 
 class ShortStream(Stream):
@@ -48,52 +37,12 @@ class ShortStream(Stream):
         return 4
 
 
-def stream(batches, kind=Stream):
-    return DataLoader(kind(batches), batch_size=2)
-
-
 def trainer(**flags):
     saves = any(isinstance(c, ModelCheckpoint) for c in flags.get("callbacks", ()))
     return make_trainer(enable_checkpointing=saves, **flags)
 
 
-# -- when validation is due ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("batches", "accumulate", "interval", "expected"),
-    [
-        pytest.param(100, 4, 0.5, [52, 100], marks=pytest.mark.exhaustive),
-        pytest.param(20, 3, 0.25, [6, 12, 15, 20], marks=pytest.mark.exhaustive),
-        (24, 3, 4, [6, 9, 12, 18, 21, 24]),
-        (10, 1, 4, [4, 8]),
-        (10, 2, 3, [4, 6, 10]),
-        (4, 4, 1, [4]),
-    ],
-)
-def test_each_multiple_of_the_interval_is_validated_at_the_end_of_its_step(batches, accumulate, interval, expected):
-    task = Task()
-    trainer(val_check_interval=interval, accumulate_grad_batches=accumulate).fit(task, loader(batches), loader(1))
-    assert task.validated == expected
-    task = Task()
-    trainer(val_check_interval=interval, accumulate_grad_batches=accumulate, max_epochs=2).fit(
-        task, loader(batches), loader(1)
-    )
-    assert task.validated == [*expected, *(batches + place for place in expected)]
-
-
-def test_across_epochs_the_multiples_are_the_runs():
-    task = Task()
-    flags = {"val_check_interval": 4, "check_val_every_n_epoch": None, "accumulate_grad_batches": 3, "max_epochs": 3}
-    trainer(**flags).fit(task, loader(5), loader(1))
-    assert task.validated == [5, 8, 13]
-
-
-def test_validation_by_the_clock_across_epochs():
-    task = Task()
-    one = trainer(val_check_interval="00:00:00:01", check_val_every_n_epoch=None, max_epochs=2)
-    one.fit(task, loader(2), loader(1))
-    assert task.validated == []
+# -- how a stream ends -----------------------------------------------------------------------------------------------
 
 
 def test_max_steps_at_the_end_of_a_stream():
@@ -108,7 +57,7 @@ def test_max_steps_at_the_end_of_a_stream():
 def test_a_stream_that_is_longer_than_it_says_is_cut_and_that_is_said():
     task, one = Task(), trainer(max_epochs=2)
     with pytest.warns(UserWarning, match=r"more batches than its length of 2"):
-        one.fit(task, stream(6, ShortStream), loader(1))
+        one.fit(task, loader(6, ShortStream), loader(1))
     assert (one.global_step, one.current_epoch, task.validated) == (4, 2, [2, 4])
 
 
@@ -194,36 +143,6 @@ def test_a_loss_that_was_not_finite_in_a_group_that_was_left_is_forgotten(policy
 # -- several runs of one Trainer or task -----------------------------------------------------------------------------
 
 
-class Manual(Task):
-    """Steps its optimizer itself, and keeps it for the next run."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        self.kept = torch.optim.SGD(self.net.parameters(), lr=0.1)
-        self.before_steps = 0
-
-    def training_step(self, batch, batch_idx):
-        self.manual_backward(self.net(batch[0]).square().mean())
-        self.optimizers().step()
-        self.optimizers().zero_grad()
-
-    def on_before_optimizer_step(self, optimizer):
-        self.before_steps += 1
-
-    def configure_optimizers(self):
-        return self.kept
-
-
-def test_hooks_of_an_earlier_run_are_gone():
-    task = Manual()
-    for _ in range(3):
-        task.before_steps = 0
-        trainer().fit(task, loader(4))
-        assert task.before_steps == 4
-    assert not task.kept._optimizer_step_pre_hooks
-
-
 def test_a_second_fit_with_nothing_left_says_so():
     one = trainer()
     one.fit(Task(), loader(3))
@@ -256,33 +175,6 @@ def test_a_stage_within_a_stage_is_refused():
     one.fit(Nested(), loader(3), loader(1))
     assert one.global_step == 6
     assert len(one.optimizers) == 1
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_error_while_an_optimizer_is_toggled(error):
-    class Toggles(Manual):
-        fails = True
-
-        def __init__(self):
-            super().__init__()
-            self.other = nn.Linear(2, 1)
-
-        def training_step(self, batch, batch_idx):
-            first, _ = self.optimizers()
-            self.toggle_optimizer(first)
-            if self.fails:
-                raise error("in between")
-            self.untoggle_optimizer(first)
-
-        def configure_optimizers(self):
-            return self.kept, torch.optim.SGD(self.other.parameters(), lr=0.1)
-
-    task, one = Toggles(), trainer()
-    with pytest.raises(error):
-        one.fit(task, loader(2))
-    assert all(parameter.requires_grad for parameter in task.parameters())
-    task.fails = False
-    one.fit(task, loader(2))
 
 
 def test_no_tests_where_the_limit_is_zero():

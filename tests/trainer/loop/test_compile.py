@@ -188,9 +188,7 @@ def test_a_short_last_batch_makes_no_graph_and_leaves_those_of_full_ones(tmp_pat
     counting = Counting()
     trainer_in(tmp_path, num_sanity_val_steps=0, compile={"backend": counting}).fit(new(), loader(6), loader(6))
     assert len(counting.graphs) == 8
-
-
-def test_data_of_one_short_batch_is_compiled(tmp_path):
+    # Nothing but a short batch is compiled too.
     counting = Counting()
     trainer_in(tmp_path, compile={"backend": counting}).fit(new(), loader(64))
     assert len(counting.graphs) == 4

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from support.models import Line, SaveEach
+from support.models import Line, SaveEach, Stream
 from support.seen_batches import Task, data, trainer
-from support.trainers import NO_OUTPUT
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSampler, TensorDataset
+from treadle.callbacks import LambdaCallback
 
 import treadle
 
@@ -29,27 +29,20 @@ class Backwards(RandomSampler):
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"),
+    ("settings", "expected"),
     [
-        ("custom", [[5, 4], [3, 2]]),
-        ("shuffle", [[0, 1], [2, 3]]),
-        ("subset", [[5, 2], [4, 0]]),
-        ("lazy", None),
-        ("in order", [[0, 1], [2, 3]]),
+        ({"sampler": Backwards(range(6))}, [[5, 4], [3, 2]]),
+        ({"shuffle": True}, [[0, 1], [2, 3]]),
+        ({"sampler": SubsetRandomSampler([5, 2, 4, 0])}, [[5, 2], [4, 0]]),
+        ({"sampler": Lazy()}, None),
+        ({}, [[0, 1], [2, 3]]),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=["custom", "shuffle", "subset", "lazy", "in order"],
 )
-def test_overfitting_reads_one_order(kind, expected):
-    settings = {
-        "shuffle": {"shuffle": True},
-        "subset": {"sampler": SubsetRandomSampler([5, 2, 4, 0])},
-        "lazy": {"sampler": Lazy()},
-        "custom": {"sampler": Backwards(range(6))},
-        "in order": {},
-    }[kind]
+def test_overfitting_reads_one_order(settings, expected):
     loader, task = DataLoader(data(6), 2, **settings), Task()
     own = trainer(overfit_batches=2, num_sanity_val_steps=0, max_epochs=3)
-    if kind == "in order":
+    if not settings:
         own.fit(task, loader, DataLoader(data(6), 2))
     else:
         with pytest.warns(UserWarning, match="overfit_batches disables shuffling in the training dataloader") as caught:
@@ -101,8 +94,8 @@ class Growing(treadle.DataModule):
 
 
 class Collects(treadle.Callback):
-    def __init__(self, folder=None):
-        self.folder = folder
+    def __init__(self, folder=None, steps=True):
+        self.folder, self.steps = folder, steps
 
     def on_train_epoch_end(self, trainer, task):
         trainer.datamodule.collected += 1
@@ -110,7 +103,7 @@ class Collects(treadle.Callback):
             trainer.save_checkpoint(self.folder / f"epoch-{trainer.current_epoch}")
 
     def on_step_end(self, trainer, task):
-        if self.folder:
+        if self.folder and self.steps:
             trainer.save_checkpoint(self.folder / f"step-{trainer.global_step}")
 
 
@@ -163,7 +156,8 @@ def test_validation_loaders_are_made_anew_for_the_validation_that_uses_them(flag
 
     def fit(path=None, folder=None):
         task, module = Task(), Noted()
-        every = {"reload_dataloaders_every_n_epochs": 3, "max_epochs": 8, "callbacks": [Collects(folder)], **flags}
+        callbacks = [Collects(folder, steps=False)]
+        every = {"reload_dataloaders_every_n_epochs": 3, "max_epochs": 8, "callbacks": callbacks, **flags}
         trainer(num_sanity_val_steps=1, **every).fit(task, datamodule=module, ckpt_path=path)
         return (
             [epoch for epoch, _ in module.asked],
@@ -193,16 +187,9 @@ def test_a_passed_loader_is_not_made_anew_and_that_is_told():
 
 
 def test_a_buffer_that_is_filled_meanwhile():
-    class Buffer(IterableDataset):
-        def __init__(self, items):
-            self.items = items
-
-        def __iter__(self):
-            return iter([(torch.tensor([float(n)]),) for n in self.items])
-
     class Plays(Task):
         def train_dataloader(self):
-            return DataLoader(Buffer([self.current_epoch] * (self.current_epoch + 1)), 1)
+            return DataLoader(Stream([(torch.tensor([float(self.current_epoch)]),)] * (self.current_epoch + 1)), 1)
 
     task = Plays()
     trainer(reload_dataloaders_every_n_epochs=1, max_epochs=3).fit(task)
@@ -251,26 +238,17 @@ def test_a_loader_of_ones_own_is_not_read_beyond_its_length(limit):
 
 
 def test_workers_of_old_loaders_end_and_passed_loaders_stay():
-    class Made(Task):
-        def __init__(self):
-            super().__init__()
-            self.made = []
+    task, made, held = Task(), [], []
 
-        def train_dataloader(self):
-            self.made.append(DataLoader(data(2), 2, num_workers=1, persistent_workers=True))
-            return self.made[-1]
+    def make():
+        made.append(DataLoader(data(2), 2, num_workers=1, persistent_workers=True))
+        return made[-1]
 
-    class Counts(treadle.Callback):
-        def __init__(self):
-            self.loaders = []
-
-        def on_train_epoch_start(self, trainer, task):
-            self.loaders.append(len(trainer.accelerator.loaders))
-
-    task, counts = Made(), Counts()
-    trainer(reload_dataloaders_every_n_epochs=1, callbacks=[counts]).fit(task)
-    assert len(task.made) == 2
-    assert counts.loaders == [1, 1]
+    task.train_dataloader = make
+    counts = LambdaCallback(on_train_epoch_start=lambda trainer, _: held.append(len(trainer.accelerator.loaders)))
+    trainer(reload_dataloaders_every_n_epochs=1, callbacks=counts).fit(task)
+    assert len(made) == 2
+    assert held == [1, 1]
 
 
 # -- data modules ----------------------------------------------------------------------------------------------------
@@ -282,9 +260,9 @@ def test_a_data_module_whose_method_returns_nothing_is_named():
             DataLoader(torch.ones(4, 1))
 
     with pytest.raises(TypeError, match=r"^Forgets\.train_dataloader returned None\. Return the dataloader\.$"):
-        treadle.Trainer(max_epochs=1, accelerator="cpu", **NO_OUTPUT).fit(Line(), Forgets())
+        trainer().fit(Line(), Forgets())
     with pytest.raises(TypeError, match=r"^the training dataloader is the class Forgets\. Pass Forgets\(\)\.$"):
-        treadle.Trainer(max_epochs=1, accelerator="cpu", **NO_OUTPUT).fit(Line(), Forgets)
+        trainer().fit(Line(), Forgets)
 
 
 def test_a_base_class_method_set_on_the_instance_is_no_loader():

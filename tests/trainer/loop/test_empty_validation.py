@@ -62,10 +62,12 @@ def test_within_fit_there_is_no_validation(empty):
             trainer.validate(Task(), val)
 
 
-def test_a_share_of_nothing():
-    _, seen, said = fit(loader(0), limit_val_batches=0.5)
+@pytest.mark.parametrize(("limit", "times"), [(0.5, 1), (0, 0)])
+def test_a_share_of_nothing_is_warned_of_unless_none_is_asked_for(limit, times):
+    _, seen, said = fit(loader(0), limit_val_batches=limit)
     assert seen == []
-    assert any("has an empty dataset (TensorDataset). Add samples" in text for text in said)
+    assert sum("has an empty dataset (TensorDataset). Add samples" in text for text in said) == times
+    assert sum("empty" in text for text in said) == times
 
 
 def test_a_stream_that_is_empty_is_known_when_it_ends():
@@ -83,12 +85,6 @@ def test_one_of_several_is_empty():
     assert [text for text in said if "empty" in text and "validation dataloader with index 1 is empty" in text]
     assert len([text for text in said if "empty" in text]) == 1
     assert "val_loss/dataloader_idx_2" in trainer.callback_metrics
-
-
-def test_no_validation_that_is_asked_for_is_not_warned_of():
-    _, seen, said = fit(loader(0), limit_val_batches=0)
-    assert seen == []
-    assert not [text for text in said if "empty" in text]
 
 
 def test_a_monitor_that_never_comes(tmp_path):

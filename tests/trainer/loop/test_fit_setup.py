@@ -2,10 +2,9 @@
 
 import pytest
 from support.models import loader
+from support.trainers import make_trainer
 
 import treadle
-
-QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
 
 
 class Misnamed(treadle.TaskModule):
@@ -22,4 +21,4 @@ class Unlike(treadle.TaskModule):
 )
 def test_a_step_of_another_name(task, advice):
     with pytest.raises(ValueError, match=f"{task.__name__} has no training_step. {advice}"):
-        treadle.Trainer(**QUIET, logger=False).fit(task(), loader(16, features=4))
+        make_trainer().fit(task(), loader())

@@ -7,12 +7,11 @@ import sys
 import time
 
 import pytest
-import torch
 from support.fault_cells import kill_all, living
-from support.models import Line
+from support.models import Line, loader
 from support.processes import clean_environment, python, run
 from support.trainers import make_trainer
-from torch.utils.data import DataLoader
+from treadle.callbacks import LambdaCallback
 from treadle.engine.checkpoint import CheckpointStore
 
 import treadle
@@ -103,35 +102,20 @@ def test_grace_is_a_duration():
         treadle.Trainer(grace=30, logger=False)
 
 
-class Tiny(Line):
-    features = 1
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch).mean()
-
-
-class Wakes(treadle.Callback):
-    """Sees whether whoever else waits for signals still hears of them."""
-
-    def __init__(self):
-        self.reading, self.writing = os.pipe()
-        os.set_blocking(self.writing, False)
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
 def wake_others():
-    wakes = Wakes()
-    before = signal.set_wakeup_fd(wakes.writing)
+    """Whoever else waits for signals still hears of them."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing)
+    strikes = LambdaCallback(on_train_batch_end=lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     try:
         with pytest.raises(SystemExit) as caught:
-            make_trainer(callbacks=[wakes], grace={"seconds": 60}).fit(Tiny(), DataLoader(torch.ones(4, 1)))
+            make_trainer(callbacks=strikes, grace={"seconds": 60}).fit(Line(), loader())
         assert caught.value.code == 143
-        assert signal.set_wakeup_fd(wakes.writing) == wakes.writing
+        assert signal.set_wakeup_fd(writing) == writing
     finally:
         signal.set_wakeup_fd(before)
-    assert os.read(wakes.reading, 1) == bytes([signal.SIGTERM])
+    assert os.read(reading, 1) == bytes([signal.SIGTERM])
 
 
 def test_others_who_wait_for_signals_still_do():

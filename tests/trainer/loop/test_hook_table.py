@@ -65,21 +65,9 @@ def test_hooks_of_evaluation_batches_may_leave_out_the_loaders_index():
 
     task, callback = ShortTask(), Short()
     run_stages(task, callback)
-    assert callback.calls == [
-        ("validation start", 0),
-        ("validation end", (), 0),
-        ("validation start", 1),
-        ("validation end", (), 1),
-        ("test end", 0),
-        ("test end", 1),
-        ("predict end", 0),
-        ("predict end", 1),
-    ]
-    assert task.calls == [
-        *[("validation", index) for index in range(2)],
-        *[("test", index) for index in range(2)],
-        *[("predict", index) for index in range(2)],
-    ]
+    validation = [call for index in (0, 1) for call in (("validation start", index), ("validation end", (), index))]
+    assert callback.calls == [*validation, *[(name, index) for name in ("test end", "predict end") for index in (0, 1)]]
+    assert task.calls == [(name, index) for name in ("validation", "test", "predict") for index in (0, 1)]
 
 
 def test_a_function_of_a_lambda_callback_may_leave_it_out_too():

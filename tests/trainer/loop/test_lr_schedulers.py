@@ -74,6 +74,7 @@ def rates_by_hand(fed, steps=16):
         ({"interval": "step", "frequency": 4}, dict(zip(range(4, 17, 4), VALUES[1::2], strict=True))),
         ({"interval": "step", "strict": False}, {step: VALUES[step // 2 - 1] for step in range(2, 17)}),
         ({"interval": "epoch"}, dict(zip(range(4, 17, 4), VALUES[1::2], strict=True))),
+        ({"interval": "epoch", "frequency": 2}, {8: VALUES[3], 16: VALUES[7]}),
     ],
 )
 def test_a_plateau_scheduler_is_fed_the_validation_of_its_own_step(config, fed):

@@ -1,6 +1,7 @@
 """Tasks that drive their optimizers themselves, and optimizers that need a closure, against loops by hand."""
 
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -161,10 +162,7 @@ def on_two_processes(folder):
     return {
         "resumed": {name: resumed_on_two(folder / name, make) for name, make in STRATEGIES.items()},
         "two optimizers": [
-            gan_on_two(Gan),
-            gan_on_two(Gan, DDP(zero=True)),
             gan_on_two(ToggledByOptimizer),
-            gan_on_two(Gan, FSDP()),
             gan_on_two(ToggledByOptimizer, FSDP(reshard_after_forward=False)),
         ],
         "closure": {search: closure_on_two(search) for search in (None, "strong_wolfe")},
@@ -194,12 +192,14 @@ def test_evaluated_averaged_and_resumed_on_two_processes(two_ranks):
     before = treadle.Trainer(accelerator="cpu", precision="64-true", logger=False)
     scores = [before.validate(task, loader(), verbose=False)[0]["score"]]
     scores.append(trained(task, average, val=loader()).callback_metrics["score"].item())
-    for found in (found for ranks in two_ranks for found in ranks["resumed"].values()):
-        scores_on_two, weights_on_two, is_resumed = found
-        assert scores_on_two == pytest.approx(scores, rel=1e-9)
-        for one, right in zip(weights_on_two, weights(task), strict=True):
+    for name in STRATEGIES:
+        (scores_on_two, first, is_resumed), other = (found["resumed"][name] for found in two_ranks)
+        assert scores_on_two == other[0] == pytest.approx(scores, rel=1e-9)
+        for one, second, right in zip(first, other[1], weights(task), strict=True):
+            assert torch.equal(one, second)
             torch.testing.assert_close(one, right, rtol=1e-10, atol=1e-12)
         assert is_resumed
+        assert other[2]
 
 
 @pytest.mark.guarantee
@@ -210,6 +210,17 @@ def test_a_resumed_run_is_the_whole_one(tmp_path, step):
     again = Gan()
     assert trained(again, ckpt_path=tmp_path / "c").global_step == 12
     assert [p.tolist() for p in again.parameters()] == [p.tolist() for p in whole.parameters()]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_while_an_optimizer_is_toggled(error):
+    task, trainer = Gan(), make_trainer(precision="64-true")
+    task.critic_loss = Mock(side_effect=error)
+    with pytest.raises(error):
+        trainer.fit(task, loader())
+    assert all(parameter.requires_grad for parameter in task.parameters())
+    del task.critic_loss
+    trainer.fit(task, loader())
 
 
 class Calls(Callback):

@@ -4,14 +4,15 @@ import math
 
 import pytest
 import torch
-from support.models import SGDTask
+from support.models import SGDTask, Stream
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 from treadle.callbacks import NonFiniteWatch
 
 BREAKS = 5  # the sample in which something is not finite
+ORIGIN = "the gradient of middle.bias is not, the first of 4 such gradients in the order of the backward pass"
 
 
 class BreaksInBackward(torch.autograd.Function):
@@ -43,11 +44,6 @@ class Samples(Dataset):
 
     def __getitem__(self, index):
         return {"x": self.values[index], "number": self.numbers[index]}
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter([Samples()[index] for index in range(8)])
 
 
 class Net(SGDTask):
@@ -96,11 +92,7 @@ def plain(tensor):
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
 def test_the_parameter_next_to_the_origin_is_named(strategy):
     message = fail(Net(), Samples(), strategy=strategy)
-    assert (
-        "the gradient of middle.bias is not, the first of 4 such gradients in the order of the backward pass,"
-        in message
-    )
-    assert "in optimizer step 3" in message
+    assert f"{ORIGIN}, in optimizer step 3" in message
     assert "On rank 0: samples 4, 5 of the dataset. Check" in message
 
 
@@ -133,7 +125,7 @@ def test_many_samples_are_cut_short():
 
 
 def test_a_stream_has_no_numbers():
-    message = fail(Net("loss"), Stream())
+    message = fail(Net("loss"), Stream([Samples()[index] for index in range(8)]))
     assert "micro-batch 2). Check" in message
 
 
@@ -147,11 +139,7 @@ def test_a_skipped_step_is_logged_with_its_samples(manual, caplog):
 @pytest.mark.parametrize("manual", [False, True])
 def test_clipping_hides_nothing(clip, manual):
     flags = {} if manual else {"gradient_clip_val": 1.0, "gradient_clip_algorithm": clip}
-    message = fail(Net(manual=manual, clip=clip), Samples(), **flags)
-    assert (
-        "the gradient of middle.bias is not, the first of 4 such gradients in the order of the backward pass, in"
-        in message
-    )
+    assert f"{ORIGIN}, in" in fail(Net(manual=manual, clip=clip), Samples(), **flags)
 
 
 def on_two_ranks(strategy):
@@ -166,13 +154,11 @@ def test_two_ranks(strategy):
     first, second = run(on_two_ranks, 2, strategy)
     for where in ("loss", "backward"):
         assert first[where, True] == second[where, True]
-        assert (
-            "On rank 1: sample 5 of the dataset; batch['x'] contains infinity in sample 5. Check" in first[where, True]
-        )
-        assert "rank 0" not in first[where, True]
+        message = first[where, True]
+        assert "On rank 1: sample 5 of the dataset; batch['x'] contains infinity in sample 5. Check" in message
+        assert "rank 0" not in message
     assert "On rank 1: sample 5 of the dataset. Check" in first["loss", False]
-    origin = "the gradient of middle.bias is not, the first of 4 such gradients in the order of the backward pass"
-    assert origin in first["backward", False]
+    assert ORIGIN in first["backward", False]
     samples = "On rank 0: sample 4 of the dataset. On rank 1: sample 5 of the dataset."
     assert f"{samples} The gradients are already reduced over ranks" in first["backward", False]
 

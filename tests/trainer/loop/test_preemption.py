@@ -13,7 +13,7 @@ from support.processes import in_own_process, run
 from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
-from treadle.callbacks import ModelCheckpoint
+from treadle.callbacks import LambdaCallback, ModelCheckpoint
 from treadle.engine import Preempted
 from treadle.strategies.processes import os_process
 
@@ -209,18 +209,12 @@ class Finalized:
         signal.raise_signal(signal.SIGTERM)
 
 
-class SignalsInAFinalizer(treadle.Callback):
-    """There Python prints an exception, and goes on."""
-
-    def setup(self, trainer, pl_module, stage):
-        Finalized()
-
-
 @in_own_process
 def test_a_signal_in_a_finalizer_ends_the_run_behind_it(tmp_path):
+    """Python prints an exception that is raised there, and goes on."""
     ignored = []
     sys.unraisablehook = ignored.append
-    assert fit(tmp_path, [SignalsInAFinalizer()])["status"] == 143
+    assert fit(tmp_path, [LambdaCallback(setup=lambda *_: Finalized())])["status"] == 143
     assert ignored == []
 
 
@@ -300,16 +294,8 @@ def test_ctrl_c_raises_at_once_but_lets_a_save_complete(place, saved, tmp_path):
 
 @in_own_process
 def test_ctrl_c_before_training_and_in_the_sanity_check_ends_at_once(tmp_path):
-    class InSetup(treadle.Callback):
-        def setup(self, trainer, pl_module, stage):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    class InSanityCheck(treadle.Callback):
-        def on_validation_batch_start(self, trainer, *args):
-            assert trainer.sanity_checking
-            os.kill(os.getpid(), signal.SIGINT)
-
-    for callback in (InSetup(), InSanityCheck()):
+    for place in ("setup", "on_validation_batch_start"):
+        callback = LambdaCallback(**{place: lambda *_: os.kill(os.getpid(), signal.SIGINT)})
         first = fit(tmp_path, [callback], saving=ASKED, num_sanity_val_steps=1)
         assert (first["status"], first["step"], list(tmp_path.iterdir())) == (130, 0, [])
 

@@ -159,6 +159,8 @@ def test_prediction():
     assert [[round(float(n), 4) for n in each] for each in found] == [[0.1, 0.5], [0.1]]
     found = make_trainer().predict(Task(), CombinedLoader(loaders, "min_size"))
     assert [round(float(n), 4) for n in found] == [0.2]
+    assert [round(float(n), 4) for n in make_trainer().predict(Task(), loaders[0])] == [0.1, 0.5]
+    assert make_trainer().predict(Task(), loaders[0], return_predictions=False) is None
 
 
 def test_the_checkpoint_of_other_loaders_is_refused(tmp_path):

@@ -2,13 +2,13 @@
 
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
-from support.models import SGDTask
+from support.models import Line
 from support.processes import in_own_process, run, script
 from support.trainers import make_trainer
-from torch import nn
 from torch.utils.data import DataLoader
 from treadle.callbacks import ModelCheckpoint
 from treadle.engine import Preempted
@@ -18,38 +18,20 @@ import treadle
 BEFORE = ("prepare_data", "setup", "callback", "configure_model", "on_fit_start")
 
 
-class Task(SGDTask):
-    """Sends signals from a place before the first step, and takes long there.
+class Task(Line):
+    """Sends a signal from one of the places `BEFORE` the first step."""
 
-    Args:
-        place: one of `BEFORE`.
-        number: the signal.
-    """
+    features = 1
 
-    def __init__(self, place="", number=signal.SIGTERM):
+    def __init__(self, place=None, number=signal.SIGTERM):
         super().__init__()
-        self.net = nn.Linear(1, 1)
-        self.place, self.number, self.passed = place, number, []
+        self.number, self.passed = number, []
+        if place is not None:
+            setattr(self, place, self.send)
 
-    def reach(self, place):
-        if place == self.place:
-            os.kill(os.getpid(), self.number)
-            self.passed.append(place)
-
-    def prepare_data(self):
-        self.reach("prepare_data")
-
-    def setup(self, stage):
-        self.reach("setup")
-
-    def configure_model(self):
-        self.reach("configure_model")
-
-    def on_fit_start(self):
-        self.reach("on_fit_start")
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch).square().mean()
+    def send(self, *_):
+        os.kill(os.getpid(), self.number)
+        self.passed.append(self.number)
 
     def predict_step(self, batch, batch_idx):
         return self.net(batch)
@@ -58,26 +40,17 @@ class Task(SGDTask):
 class Hooks(treadle.Callback):
     """Notes its hooks; sends signals at some of them."""
 
-    def __init__(self, *places, number=signal.SIGTERM):
-        self.places, self.number, self.called = places, number, []
+    def __init__(self, *places):
+        self.places, self.called = places, []
+        for place in ("setup", "on_train_end", "on_exception", "teardown"):
+            setattr(self, place, partial(self._note, place))
 
-    def _note(self, trainer, place):
-        self.called.append(place)
+    def _note(self, place, trainer, pl_module, value=None):
+        self.called.append(type(value).__name__ if place == "on_exception" else place)
         if (place, trainer.global_rank) in self.places:
-            os.kill(os.getpid(), self.number)
-
-    def setup(self, trainer, pl_module, stage):
-        self._note(trainer, "setup")
-        pl_module.reach("callback")
-
-    def on_train_end(self, trainer, pl_module):
-        self._note(trainer, "on_train_end")
-
-    def on_exception(self, trainer, pl_module, exception):
-        self._note(trainer, type(exception).__name__)
-
-    def teardown(self, trainer, pl_module, stage):
-        self._note(trainer, "teardown")
+            os.kill(os.getpid(), signal.SIGTERM)
+        if place == "setup" and hasattr(pl_module, "callback"):
+            pl_module.callback()
 
 
 def fit(folder, task, *hooks, steps=4, world=1):

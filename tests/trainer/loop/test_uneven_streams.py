@@ -4,21 +4,10 @@ import logging
 import os
 
 import torch
-from support.models import SGDTask
+from support.models import SGDTask, Stream
 from support.processes import run
 from support.trainers import make_trainer
-from torch.utils.data import DataLoader, IterableDataset
-
-
-class Numbers(IterableDataset):
-    """Samples of this rank alone."""
-
-    def __init__(self, batches):
-        self.samples = 2 * batches
-
-    def __iter__(self):
-        rank = int(os.environ["RANK"])
-        return (torch.tensor([1000.0 * rank + n]) for n in range(self.samples))
+from torch.utils.data import DataLoader
 
 
 class Task(SGDTask):
@@ -39,7 +28,8 @@ def fit(strategy, accumulate, epochs):
     handler = logging.Handler()
     handler.emit = lambda record: words.append(record.getMessage())
     logging.getLogger("treadle").addHandler(handler)
-    loader = DataLoader(Numbers((7, 3)[int(os.environ["RANK"])]), 2)
+    rank = int(os.environ["RANK"])
+    loader = DataLoader(Stream(torch.arange(2.0 * (7, 3)[rank])[:, None] + 1000 * rank), 2)  # of this rank alone
     task = Task()
     own = make_trainer(devices=2, strategy=strategy, max_epochs=epochs, accumulate_grad_batches=accumulate)
     own.fit(task, loader)
