@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import treadle
-from treadle.utils import GradientAccumulationPlugin
 
 
 def build():
@@ -41,28 +40,32 @@ def start(k=1, **options):
     return accelerator, model, torch.optim.SGD(model.parameters(), lr=0.01)
 
 
+def train_prepared(*names, k=1, **options):
+    """A loop for which only what is named was prepared."""
+    accelerator, model, optimizer = start(k)
+    parts = {"model": model, "optimizer": optimizer, "loader": data()}
+    parts |= {name: accelerator.prepare(parts[name]) for name in names}
+    train(accelerator, **parts, **options)
+    return accelerator
+
+
 # -- what is forgotten -----------------------------------------------------------------------------------------------
 
 
 def nothing_prepared():
-    accelerator, model, optimizer = start()
-    train(accelerator, model, optimizer, data())
+    train_prepared()
 
 
 def nothing_prepared_nor_entered():
-    accelerator, model, optimizer = start()
-    train(accelerator, model, optimizer, data(), enters=(), clip=True)
+    train_prepared(enters=(), clip=True)
 
 
 def only_the_loader():
-    accelerator, model, optimizer = start(k=2)
-    train(accelerator, model, optimizer, accelerator.prepare(data()))
+    train_prepared("loader", k=2)
 
 
 def the_model():
-    accelerator, model, optimizer = start()
-    optimizer, loader = accelerator.prepare(optimizer, data())
-    train(accelerator, model, optimizer, loader, enters=())
+    train_prepared("optimizer", "loader", enters=())
 
 
 def the_second_model():
@@ -74,16 +77,11 @@ def the_second_model():
 
 
 def the_optimizer():
-    accelerator, model, optimizer = start()
-    model, loader = accelerator.prepare(model, data())
-    train(accelerator, model, optimizer, loader)
-    assert accelerator.steps == 0
+    assert train_prepared("model", "loader").steps == 0
 
 
 def the_optimizer_with_accumulation():
-    accelerator, model, optimizer = start(k=4)
-    model, loader = accelerator.prepare(model, data())
-    train(accelerator, model, optimizer, loader)
+    train_prepared("model", "loader", k=4)
 
 
 def the_optimizer_at_the_end_of_groups():
@@ -98,9 +96,7 @@ def the_optimizer_at_the_end_of_groups():
 
 
 def the_context():
-    accelerator, model, optimizer = start(k=2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, data())
-    train(accelerator, model, optimizer, loader, enters=())
+    train_prepared("model", "optimizer", "loader", k=2, enters=())
 
 
 def the_context_of_two_models():
@@ -187,10 +183,8 @@ def torchs_own_ddp():
 
 
 def accumulate_in_a_later_phase():
-    plugin = GradientAccumulationPlugin(num_steps=2)
-    model = build()
-    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), data())
+    accelerator, model, optimizer = start(k=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, data())
     for number, x in enumerate(loader):  # accumulation by hand
         accelerator.backward(model(x).mean())
         if number % 2:
@@ -325,7 +319,4 @@ def test_a_checkpoint_of_nothing(tmp_path, recwarn):
 
 
 def test_the_check_ends():
-    accelerator, model, optimizer = start()
-    model, optimizer, loader = accelerator.prepare(model, optimizer, data())
-    train(accelerator, model, optimizer, loader)
-    assert not accelerator.loop_check.active
+    assert not train_prepared("model", "optimizer", "loader").loop_check.active
