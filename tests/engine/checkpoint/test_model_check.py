@@ -10,13 +10,6 @@ from torch import nn
 import treadle
 
 
-@pytest.fixture
-def saved(tmp_path):
-    accelerator, model, optimizer = prepared(steps=2)
-    accelerator.save_state(tmp_path / "saved")
-    return tmp_path / "saved", model, optimizer
-
-
 @pytest.mark.parametrize(
     ("make", "lines"),
     [
