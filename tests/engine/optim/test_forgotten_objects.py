@@ -52,22 +52,6 @@ def train_prepared(*names, k=1, **options):
 # -- what is forgotten -----------------------------------------------------------------------------------------------
 
 
-def nothing_prepared():
-    train_prepared()
-
-
-def nothing_prepared_nor_entered():
-    train_prepared(enters=(), clip=True)
-
-
-def only_the_loader():
-    train_prepared("loader", k=2)
-
-
-def the_model():
-    train_prepared("optimizer", "loader", enters=())
-
-
 def the_second_model():
     accelerator, model, optimizer = start()
     head = nn.Linear(1, 1)
@@ -80,10 +64,6 @@ def the_optimizer():
     assert train_prepared("model", "loader").steps == 0
 
 
-def the_optimizer_with_accumulation():
-    train_prepared("model", "loader", k=4)
-
-
 def the_optimizer_at_the_end_of_groups():
     accelerator, model, optimizer = start(k=4)
     model, loader = accelerator.prepare(model, data())
@@ -93,10 +73,6 @@ def the_optimizer_at_the_end_of_groups():
             if accelerator.sync_gradients:
                 optimizer.step()
                 optimizer.zero_grad()
-
-
-def the_context():
-    train_prepared("model", "optimizer", "loader", k=2, enters=())
 
 
 def the_context_of_two_models():
@@ -112,16 +88,22 @@ def the_context_of_two_models():
             its_optimizer.zero_grad()
 
 
-FORGOTTEN = {  # the message, and whether several ranks would diverge
-    nothing_prepared: ("accumulate got a Sequential, which is not prepared", True),
-    nothing_prepared_nor_entered: ("backward computed gradients of 4 parameters", True),
-    only_the_loader: ("accumulate got a Sequential, which is not prepared", True),
-    the_model: ("backward computed gradients of 4 parameters", True),
-    the_optimizer: ("SGD trains a prepared model, but is not prepared, so its steps are not counted", False),
-    the_optimizer_at_the_end_of_groups: ("so its steps are not counted", False),
-    the_optimizer_with_accumulation: ("it steps inside an accumulation group", True),
-    the_context: ("gradient_accumulation_steps=2, but the loop does not enter accumulate", False),
-    the_context_of_two_models: ("gradient_accumulation_steps=4, but the loop does not enter accumulate", False),
+ALL = ("model", "optimizer", "loader")
+NOT_PREPARED = "accumulate got a Sequential, which is not prepared"
+NOT_AVERAGED = "backward computed gradients of 4 parameters"
+NOT_COUNTED = "SGD trains a prepared model, but is not prepared, so its steps are not counted"
+NOT_WHOLE = "it steps inside an accumulation group"
+NOT_ENTERED = "gradient_accumulation_steps=4, but the loop does not enter accumulate"
+FORGOTTEN = {  # the message, whether several ranks would diverge, and the loop
+    "nothing prepared": (NOT_PREPARED, True, train_prepared),
+    "nothing prepared nor entered": (NOT_AVERAGED, True, lambda: train_prepared(enters=(), clip=True)),
+    "only the loader": (NOT_PREPARED, True, lambda: train_prepared("loader", k=2)),
+    "the model": (NOT_AVERAGED, True, lambda: train_prepared("optimizer", "loader", enters=())),
+    "the optimizer": (NOT_COUNTED, False, the_optimizer),
+    "the optimizer at the end of groups": (NOT_COUNTED, False, the_optimizer_at_the_end_of_groups),
+    "the optimizer, with accumulation": (NOT_WHOLE, True, lambda: train_prepared("model", "loader", k=4)),
+    "the context": (NOT_ENTERED, False, lambda: train_prepared(*ALL, k=4, enters=())),
+    "the context of two models": (NOT_ENTERED, False, the_context_of_two_models),
 }
 
 
@@ -268,7 +250,8 @@ RIGHT = [
 
 
 def outcomes():
-    return {loop.__name__: outcome(loop) for loop in (*FORGOTTEN, the_second_model, *RIGHT)}
+    forgotten = {name: outcome(loop) for name, (_, _, loop) in FORGOTTEN.items()}
+    return forgotten | {loop.__name__: outcome(loop) for loop in (the_second_model, *RIGHT)}
 
 
 @pytest.fixture(scope="module")
@@ -276,20 +259,20 @@ def found():
     return {1: [outcomes()], 2: run(outcomes, 2)}
 
 
-@pytest.mark.parametrize("loop", FORGOTTEN, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", FORGOTTEN)
 def test_one_process_warns_once(found, loop):
     (by_loop,) = found[1]
-    texts, error = by_loop[loop.__name__]
+    texts, error = by_loop[loop]
     assert error is None
     assert sum(FORGOTTEN[loop][0] in text for text in texts) == 1
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("loop", FORGOTTEN, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", FORGOTTEN)
 def test_two_processes_never_diverge(found, loop):
-    message, diverges = FORGOTTEN[loop]
+    message, diverges, _ = FORGOTTEN[loop]
     for rank, by_loop in enumerate(found[2]):
-        texts, error = by_loop[loop.__name__]
+        texts, error = by_loop[loop]
         if diverges:
             assert message in error
         else:
@@ -319,4 +302,4 @@ def test_a_checkpoint_of_nothing(tmp_path, recwarn):
 
 
 def test_the_check_ends():
-    assert not train_prepared("model", "optimizer", "loader").loop_check.active
+    assert not train_prepared(*ALL).loop_check.active
