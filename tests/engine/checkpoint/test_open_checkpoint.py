@@ -11,6 +11,7 @@ from support.checkpoint_reads import Reads, once
 from support.models import take_step
 from support.processes import run, script
 from support.saved_nets import same, snapshot
+from support.stored_states import flip_a_bit
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.cli.commands.export import export
@@ -52,12 +53,6 @@ print(sum(float(tensor[-1]) for tensor in held))
 def test_more_tensors_than_a_process_may_open_files(tmp_path):
     done = script(MANY_TENSORS, str(tmp_path / "many.safetensors"))
     assert (done.returncode, done.stdout.split()) == (0, ["4950.0", "4950.0"]), done.stderr
-
-
-def flip(path, at=-3):
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 # -- each byte once ------------------------------------------------------------------------------------------------
@@ -136,13 +131,13 @@ def test_all_processes_refuse_what_one_finds_damaged(tmp_path):
     templates, expected = [], []
     for name in ("model.safetensors", "optimizer.safetensors", "rank-00000.json", "state.json"):
         copied = shutil.copytree(path, tmp_path / name)
-        flip(copied / name)
+        flip_a_bit(copied / name)
         templates.append(str(copied))
         expected.append(damaged(copied, name))
     for number, (rank, name) in enumerate(itertools.product(range(2), ("model.safetensors", "optimizer.safetensors"))):
         for machine in range(2):
             shutil.copytree(path, tmp_path / f"{number}-{machine}")  # with the times of the original
-        flip(tmp_path / f"{number}-{rank}" / name)
+        flip_a_bit(tmp_path / f"{number}-{rank}" / name)
         templates.append(f"{tmp_path}/{number}-{{rank}}")
         expected.append(damaged(tmp_path / f"{number}-{rank}", name))
     assert run(load_each, 2, *templates) == [expected] * 2
@@ -153,7 +148,7 @@ def test_a_file_that_changes_after_it_was_verified_is_refused(saved, name):
     path, *_ = saved
     opened = OpenCheckpoint(path)
     opened.verify()
-    flip(path / name)
+    flip_a_bit(path / name)
     os.utime(path / name, ns=(0, (path / name).stat().st_mtime_ns + 1))
     with pytest.raises(ValueError, match=f"{name} was changed after it was verified. Load the checkpoint again"):
         opened.read_part(name.partition(".")[0])
