@@ -5,8 +5,6 @@ import errno
 import io
 import json
 import os
-import shutil
-import subprocess
 import uuid
 from collections import Counter, OrderedDict, defaultdict
 from datetime import timedelta
@@ -34,6 +32,12 @@ def cpu(**options):
     return treadle.Accelerator(cpu=True, **options)
 
 
+def with_model():
+    accelerator = cpu()
+    accelerator.prepare(nn.Linear(1, 1))
+    return accelerator
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -54,19 +58,16 @@ def work_in_turn(folder):
     """What each scenario returns, or none; each has a folder of its own."""
     scenarios = [save_models, count_on, refused_hooks, skipping, resuming]
     scenarios += [failing_on_one, saving_apart, wrong_on_one] if cpu().num_processes == 2 else []
+    for scenario in scenarios:
+        (folder / scenario.__name__).mkdir(exist_ok=True)
     return {scenario.__name__: scenario(folder / scenario.__name__) for scenario in scenarios}
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """By number of processes, the folder and what each of them found: one start for all of it."""
-    found = {}
-    for world in (1, 2):
-        folder = tmp_path_factory.mktemp("saved")
-        for name in ("save_models", "count_on", "refused_hooks", "resuming", "failing_on_one", "saving_apart"):
-            (folder / name).mkdir()
-        found[world] = folder, run(work_in_turn, world, folder)
-    return found
+    folders = {world: tmp_path_factory.mktemp("saved") for world in (1, 2)}
+    return {world: (folder, run(work_in_turn, world, folder)) for world, folder in folders.items()}
 
 
 # -- weights for others ----------------------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ def test_save(saved, world):
 @pytest.mark.guarantee
 @pytest.mark.parametrize("size", ["10GB", 100], ids=str)
 @pytest.mark.parametrize("safe", [True, False])
-def test_an_earlier_save_of_the_other_kind_goes(tmp_path, safe, size):
+def test_an_earlier_save_of_the_other_kind_goes(tmp_path, monkeypatch, safe, size):
     """Loaders would take the older weights, or half of them."""
     accelerator = cpu()
     old, new = Tied(), Tied()
@@ -151,11 +152,8 @@ def test_an_earlier_save_of_the_other_kind_goes(tmp_path, safe, size):
         seen.append(model.middle.weight[0, 0].item())
         os.unlink(path)
 
-    original, filesystem.unlink = filesystem.unlink, unlink
-    try:
-        accelerator.save_model(new, tmp_path, max_shard_size=size, safe_serialization=safe)
-    finally:
-        filesystem.unlink = original
+    monkeypatch.setattr(filesystem, "unlink", unlink)
+    accelerator.save_model(new, tmp_path, max_shard_size=size, safe_serialization=safe)
     before = old.middle.weight[0, 0].item()
     assert set(seen) <= {before, 7.0}
     assert seen == sorted(seen, key=lambda value: value == 7)  # never back again
@@ -233,13 +231,6 @@ def test_sizes_that_are_none(size, tmp_path):
         cpu().save_model(nn.Linear(1, 1), tmp_path, max_shard_size=size)
 
 
-def test_save_to_an_open_file():
-    buffer = io.BytesIO()
-    cpu().save({"x": torch.ones(2)}, buffer)
-    buffer.seek(0)
-    assert torch.load(buffer, weights_only=True)["x"].tolist() == [1, 1]
-
-
 @pytest.mark.parametrize("opened", [False, True])
 def test_save_notes_tied_tensors(opened, tmp_path):
     path = tmp_path / "x.safetensors"
@@ -250,7 +241,7 @@ def test_save_notes_tied_tensors(opened, tmp_path):
         assert "head.weight" not in list(file.keys())
 
 
-def test_what_save_writes_is_read_without_trust(tmp_path):
+def test_what_save_writes_is_read_without_trust():
     state = Tied().state_dict()
     value = {
         "none": None, "numbers": [1, 2.5, 1 + 2j, True, 10**400], "text": ("a", b"b"), "set": {1, 2},
@@ -259,15 +250,16 @@ def test_what_save_writes_is_read_without_trust(tmp_path):
         "numpy": {"loss": np.float64(0.5), np.int64(3): [np.float32(2), np.bool_(True), np.str_("x")]},
         "default": defaultdict(list, a=[1]),
     }  # fmt: skip
-    cpu().save(value, tmp_path / "x.pt")
-    found = torch.load(tmp_path / "x.pt", weights_only=True)
-    assert repr({n: v for n, v in found.items() if n not in ("weights", "numpy", "default")}) == repr(
-        {n: v for n, v in value.items() if n not in ("weights", "numpy", "default")}
-    )
-    assert repr(found["numpy"]) == "{'loss': 0.5, 3: [2.0, True, 'x']}"
-    assert repr(found["default"]) == "{'a': [1]}"
-    assert found["weights"]._metadata == state._metadata
-    assert all(torch.equal(found["weights"][name], state[name]) for name in state)
+    buffer = io.BytesIO()
+    cpu().save(value, buffer)
+    buffer.seek(0)
+    found = torch.load(buffer, weights_only=True)
+    weights = found.pop("weights")
+    assert weights._metadata == state._metadata
+    assert all(torch.equal(weights[name], state[name]) for name in state)
+    assert repr(found.pop("numpy")) == "{'loss': 0.5, 3: [2.0, True, 'x']}"
+    assert repr(found.pop("default")) == "{'a': [1]}"
+    assert repr(found) == repr({name: value[name] for name in found})
     assert type(value["default"]) is defaultdict  # ours is left as it is
 
 
@@ -310,7 +302,7 @@ def count_on(folder):
     for _ in range(3):
         step(accelerator, model, optimizer)
         path = accelerator.save_state()
-    found = [path.name, accelerator.save_iteration, sorted(os.listdir(f"{folder}/checkpoints"))]
+    first = path.name, accelerator.save_iteration, sorted(os.listdir(f"{folder}/checkpoints"))
     weight = accelerator.unwrap_model(model).weight.item()
     accelerator.wait_for_everyone()
 
@@ -321,7 +313,7 @@ def count_on(folder):
     assert accelerator.unwrap_model(model).weight.item() == weight
     step(accelerator, model, optimizer)
     accelerator.save_state()
-    found += [info["step"], accelerator.steps, sorted(os.listdir(f"{folder}/checkpoints"))]
+    again = info["step"], accelerator.steps, sorted(os.listdir(f"{folder}/checkpoints"))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         with open(f"{folder}/checkpoints/checkpoint_3/model.safetensors", "r+b") as file:
@@ -329,23 +321,16 @@ def count_on(folder):
             file.write(b"\xff")
     accelerator.wait_for_everyone()
     accelerator, model, optimizer = automatic(folder)
-    found.append(accelerator.load_state()["step"])
-    return [*found, accelerator.save_iteration]
+    return first, again, (accelerator.load_state()["step"], accelerator.save_iteration)
 
 
 @WORLDS
 def test_the_count_goes_on_after_a_resume(saved, world):
     for found in saved[world][1]:
-        assert found["count_on"] == [
-            "checkpoint_2",
-            3,
-            ["checkpoint_1", "checkpoint_2"],
-            3,
-            4,
-            ["checkpoint_2", "checkpoint_3"],
-            3,  # the newest is damaged
-            4,
-        ]
+        first, again, after_damage = found["count_on"]
+        assert first == ("checkpoint_2", 3, ["checkpoint_1", "checkpoint_2"])
+        assert again == (3, 4, ["checkpoint_2", "checkpoint_3"])
+        assert after_damage == (3, 4)  # the newest is damaged
 
 
 def test_a_skipped_checkpoint_is_named(tmp_path):
@@ -405,8 +390,7 @@ def test_hooks(tmp_path):
 
 
 def test_a_hooks_files_at_a_url():
-    accelerator = cpu()
-    accelerator.prepare(nn.Linear(1, 1))
+    accelerator = with_model()
     accelerator.register_save_state_pre_hook(lambda models, weights, folder: open(f"{folder}/mine", "w").close())
     path = accelerator.save_state(f"memory://{uuid.uuid4().hex}/c")
     assert set(read_manifest(path).hooked) == {"mine"}
@@ -414,8 +398,7 @@ def test_a_hooks_files_at_a_url():
 
 def refused_hooks(folder):
     """What hooks wrote goes if one of them fails on one process, or the state is no data."""
-    accelerator = cpu()
-    accelerator.prepare(nn.Linear(1, 1))
+    accelerator = with_model()
 
     def write(given, weights, output_dir):
         with open(f"{output_dir}/{accelerator.process_index}.bin", "wb") as file:
@@ -428,20 +411,21 @@ def refused_hooks(folder):
     def exchange(given, weights, output_dir):
         accelerator.gather(torch.ones(1))
 
+    def expect_nothing():
+        accelerator.wait_for_everyone()
+        assert os.listdir(folder) == []
+        accelerator.wait_for_everyone()
+
     accelerator.register_save_state_pre_hook(write)
     handles = [accelerator.register_save_state_pre_hook(hook) for hook in (fail, exchange)]
     with pytest.raises((LookupError, RuntimeError), match="a hook's"):
         accelerator.save_state(f"{folder}/c")
     for handle in handles:
         handle.remove()
-    accelerator.wait_for_everyone()
-    assert os.listdir(folder) == []
-    accelerator.wait_for_everyone()
+    expect_nothing()
     with pytest.raises((TypeError, RuntimeError), match="can't be stored"):
         accelerator.save_state(f"{folder}/c", parts={"mine": {"call": print}})
-    accelerator.wait_for_everyone()
-    assert os.listdir(folder) == []
-    accelerator.wait_for_everyone()
+    expect_nothing()
     for name, what in (
         ("manifest.json", "reserved for the checkpoint's own file"),
         ("model.safetensors", "wrote model.safetensors, but this name is reserved for the checkpoint's own file"),
@@ -450,9 +434,7 @@ def refused_hooks(folder):
         with pytest.raises((ValueError, RuntimeError), match=what):
             accelerator.save_state(f"{folder}/c")
         handle.remove()
-        accelerator.wait_for_everyone()
-    assert os.listdir(folder) == []
-    accelerator.wait_for_everyone()
+        expect_nothing()
     return sorted(read_manifest(accelerator.save_state(f"{folder}/c")).hooked)
 
 
@@ -471,8 +453,7 @@ class Exchanges:
 
 
 def failing_on_one(folder):
-    accelerator = cpu()
-    accelerator.prepare(nn.Linear(1, 1))
+    accelerator = with_model()
     first, second = Count(), Exchanges(accelerator)
     accelerator.register_for_checkpointing(first, second)
     if accelerator.is_last_process:
@@ -499,8 +480,7 @@ def test_a_state_that_fails_on_one_process_leaves_no_other_waiting(saved):
 def test_a_directory_of_others_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("mine")
-    accelerator = cpu()
-    accelerator.prepare(nn.Linear(1, 1))
+    accelerator = with_model()
     calls = []
     accelerator.register_save_state_pre_hook(lambda *args: calls.append(args))
     with pytest.raises(ValueError, match="mine exists and is not a checkpoint"):
@@ -512,25 +492,18 @@ def test_a_directory_of_others_is_refused_before_anything_is_written(tmp_path, m
 # -- those that stand there --------------------------------------------------------------------------------------------
 
 
-def test_looking_for_the_newest_leaves_a_save_that_is_under_way(tmp_path):
-    training, *_ = automatic(tmp_path)
-    training.save_state()
-    begun = tmp_path / "checkpoints" / f".checkpoint_1.{DEAD}.part"
-    begun.mkdir()
-    (begun / "model.safetensors").write_bytes(b"half")
-    reading, *_ = automatic(tmp_path)
-    reading.load_state()
-    assert os.listdir(begun) == ["model.safetensors"]
-
-
-def test_the_newest_is_found_between_two_renames(tmp_path):
+def test_the_newest_is_found_between_two_renames_and_a_save_that_is_under_way_is_left(tmp_path):
     accelerator, *_ = automatic(tmp_path)
     for _ in range(2):
         path = accelerator.save_state()
     path.rename(path.parent / f".{path.name}.{DEAD}.old")
+    begun = path.parent / f".checkpoint_2.{DEAD}.part"
+    begun.mkdir()
+    (begun / "model.safetensors").write_bytes(b"half")
     with pytest.warns(UserWarning, match="checkpoint_1: restored"):
         automatic(tmp_path)[0].load_state()
     assert path.is_dir()
+    assert os.listdir(begun) == ["model.safetensors"]
 
 
 def test_weights_only_is_no_checkpoint_to_go_on_from(tmp_path):
@@ -647,8 +620,7 @@ def resuming(folder):
 
 
 def saving_apart(folder):
-    accelerator = cpu()
-    accelerator.prepare(nn.Linear(1, 1))
+    accelerator = with_model()
     rank = accelerator.process_index
     with pytest.raises(ValueError, match=rf"rank 0: {folder}/rank0; rank 1: {folder}/rank1\), but all ranks write"):
         accelerator.save_state(f"{folder}/rank{rank}")
@@ -684,8 +656,7 @@ def prepare_seeded(kind, seed):
 
 
 def wrong_on_one(folder):
-    accelerator = treadle.Accelerator(cpu=True)
-    accelerator.prepare(nn.Linear(2, 1))
+    accelerator = with_model()
     with pytest.raises((TypeError, RuntimeError), match=r"info\.loss is a tensor") as caught:
         accelerator.save_state(f"{folder}/a", info={"loss": torch.ones(1)} if accelerator.is_main_process else {})
     return str(caught.value)
@@ -749,55 +720,41 @@ def test_loaders_that_were_not_prepared():
 
 
 def test_skipping_reads_no_data():
-    class Watched(torch.utils.data.Dataset):
-        seen = []
-
-        def __len__(self):
-            return 6
-
+    class Watched(list):
         def __getitem__(self, index):
-            self.seen.append(index)
+            seen.append(index)
             return index
 
-    for loader in (cpu().prepare(DataLoader(Watched(), 2)), DataLoader(Watched(), 2)):
-        Watched.seen.clear()
+    for loader in (cpu().prepare(DataLoader(Watched(range(6)), 2)), DataLoader(Watched(range(6)), 2)):
+        seen = []
         assert [batch.tolist() for batch in treadle.skip_first_batches(loader, 2)] == [[4, 5]]
-        assert Watched.seen == [4, 5]
+        assert seen == [4, 5]
 
 
 # -- disks that refuse -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee
-def test_a_disk_without_free_inodes_is_not_called_out_of_bytes(tmp_path):
-    (tmp_path / "disk").mkdir()
-    options = ["-t", "tmpfs", "-o", "nr_inodes=12", "tmpfs"]
-    mount = shutil.which("mount")
-    if mount is None or subprocess.run([mount, *options, tmp_path / "disk"], capture_output=True).returncode:
-        pytest.skip("this user cannot mount a file system")
-    try:
-        accelerator = treadle.Accelerator(cpu=True)
-        accelerator.prepare(torch.nn.Linear(2, 2))
+@pytest.mark.parametrize("small_disk", ["nr_inodes=12"], indirect=True)
+def test_a_disk_without_free_inodes_is_not_called_out_of_bytes(small_disk):
+    accelerator = with_model()
 
-        def fill(number):
-            accelerator.save_state(tmp_path / "disk" / str(number))
-            return fill(number + 1)
+    def fill(number):
+        accelerator.save_state(small_disk / str(number))
+        return fill(number + 1)
 
-        with pytest.raises(OSError, match=r"no room for another file \(inode\), although") as raised:
-            fill(0)
-        assert raised.value.errno == errno.ENOSPC
-        with contextlib.suppress(OSError):
-            for number in range(12):
-                (tmp_path / "disk" / f"file-{number}").touch()
-        with pytest.raises(OSError, match=r"no room for another file \(inode\), although"):
-            CheckpointStore(tmp_path / "disk").probe()
-    finally:
-        subprocess.run(["umount", tmp_path / "disk"], check=True)
+    with pytest.raises(OSError, match=r"no room for another file \(inode\), although") as raised:
+        fill(0)
+    assert raised.value.errno == errno.ENOSPC
+    with contextlib.suppress(OSError):
+        for number in range(12):
+            (small_disk / f"file-{number}").touch()
+    with pytest.raises(OSError, match=r"no room for another file \(inode\), although"):
+        CheckpointStore(small_disk).probe()
 
 
 def test_a_directory_of_checkpoints_that_became_a_file_is_named(tmp_path):
-    accelerator = treadle.Accelerator(cpu=True)
-    accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator = with_model()
     (tmp_path / "run").write_text("a file")
     for blocking in (True, False):
         with pytest.raises(OSError, match=r"run is not a directory\. Earlier checkpoints are kept"):  # noqa: PT012

@@ -6,9 +6,8 @@ import math
 import pathlib
 import random
 import sys
-import typing
-from collections import Counter, OrderedDict, defaultdict
-from dataclasses import dataclass
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from dataclasses import make_dataclass
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -121,31 +120,11 @@ def test_empty_arrays_of_different_dtypes_are_not_taken_for_one():
     assert same(round_trip(state), state)
 
 
-def test_random_states_stay_small_and_restore_the_generators():
-    python, numpy = random.Random(3), np.random.RandomState(3)
-    document, tensors = encode({"python": python.getstate(), "numpy": numpy.get_state()})
-    assert len(json.dumps(document)) < 10_000
-    state = decode(json.loads(json.dumps(document)), tensors)
-    expected = [python.random(), numpy.rand()]
-    python.setstate(state["python"])
-    numpy.set_state(state["numpy"])
-    assert [python.random(), numpy.rand()] == expected
-    generator = np.random.default_rng(3)
-    assert same(round_trip(generator.bit_generator.state), generator.bit_generator.state)
-
-
-def test_optimizer_and_scheduler_states_load_again():
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5])  # keeps its milestones in a Counter
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    scheduler.step()
-    for part in (optimizer, scheduler):
-        state = round_trip(part.state_dict())
-        assert same(state, part.state_dict())
-        part.load_state_dict(state)
-    assert encode({"optimizer": optimizer.state_dict()["state"]})[1].keys() >= {"optimizer.0.exp_avg"}
+def test_states_of_generators_stay_small_and_come_back():
+    numpy = np.random.RandomState(3).get_state(), np.random.default_rng(3).bit_generator.state
+    state = {"python": random.Random(3).getstate(), "numpy": numpy}
+    assert len(json.dumps(encode(state)[0])) < 10_000
+    assert same(round_trip(state), state)
 
 
 def random_state(rng, depth=0):
@@ -178,7 +157,7 @@ def test_tensor_names_are_readable_and_unique():
     document, tensors = encode({"a": {"b": one}, "a.b": two, "__metadata__": three})
     assert list(tensors) == ["a.b", "a.b~2", "__metadata__~2"]
     assert same(decode(document, tensors), {"a": {"b": one}, "a.b": two, "__metadata__": three})
-    assert list(encode({"model": [one]}, "run")[1]) == ["run.model.0"]
+    assert list(encode({"model": [one], 0: {"exp_avg": two}}, "run")[1]) == ["run.model.0", "run.0.exp_avg"]
     assert list(encode(one)[1]) == ["tensor"]
 
 
@@ -201,42 +180,21 @@ def test_a_conjugate_view_is_not_taken_for_its_base():
     assert list(encode({"z": z, "conj": z.conj()})[1]) == ["z", "conj"]
 
 
-class Colour(enum.IntEnum):
-    RED = 1
-
-
-class Pair(typing.NamedTuple):
-    a: int
-
-
-@dataclass
-class Point:
-    x: int
-
-
-class MyDict(dict):
-    pass
-
-
-class MyTensor(torch.Tensor):
-    pass
-
-
 @pytest.mark.parametrize(
     ("value", "fix"),
     [
-        (Colour.RED, r"\.name or \.value"),
-        (Pair(1), r"_asdict"),
-        (Point(1), r"dataclasses\.asdict"),
+        (enum.IntEnum("Colour", "RED").RED, r"\.name or \.value"),
+        (namedtuple("Pair", "a")(1), r"_asdict"),
+        (make_dataclass("Point", ["x"])(1), r"dataclasses\.asdict"),
         (nn.Linear(1, 1), r"\.state_dict\(\)"),
         (len, r"store its name"),
-        (MyDict(), r"fields as a dict"),
+        (type("MyDict", (dict,), {})(), r"fields as a dict"),
         (object(), r"fields as a dict"),
         (bytearray(b"x"), r"fields as a dict"),
         (torch.ones(2, dtype=torch.complex128), r"Convert it"),
         (torch.ones(2).to_sparse(), r"to_dense"),
         (torch.ones(2, device="meta"), r"Materialize"),
-        (torch.ones(2).as_subclass(MyTensor), r"Unwrap"),
+        (torch.ones(2).as_subclass(type("MyTensor", (torch.Tensor,), {})), r"Unwrap"),
         (np.array(["a"]), r"tolist"),
         (np.array([object()]), r"tolist"),
         (np.ones(2, np.dtype(">f4")), r"astype"),
@@ -327,8 +285,6 @@ def test_lists_of_integers_alone_are_not_encoded_item_by_item_and_come_back_exac
         assert same(round_trip(kind(items)), kind(items))
     assert encode([1, limit])[0] == [1, {"$int": hex(limit)}]
     assert encode([-limit, 1])[0] == [{"$int": hex(-limit)}, 1]
-    assert same(round_trip(random.getstate()), random.getstate())
-
     calls = 0
 
     def count(frame, event, argument):

@@ -10,13 +10,6 @@ from torch import nn
 import treadle
 
 
-@pytest.fixture
-def saved(tmp_path):
-    accelerator, model, optimizer = prepared(steps=2)
-    accelerator.save_state(tmp_path / "saved")
-    return tmp_path / "saved", model, optimizer
-
-
 @pytest.mark.parametrize(
     ("make", "lines"),
     [
@@ -35,11 +28,16 @@ def test_another_model_is_refused_before_anything_changes(saved, make, lines):
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_what_fits_is_taken_where_it_is_asked_for(saved):
+class Lenient(Net):
+    strict_loading = False
+
+
+@pytest.mark.parametrize(("kind", "options"), [(Net, {"strict": False}), (Lenient, {})])
+def test_what_fits_is_taken_where_it_is_asked_for(saved, kind, options):
     path, model, optimizer = saved
-    accelerator, other, stepper = prepared(lambda: Net(head="top"))
+    accelerator, other, stepper = prepared(lambda: kind(head="top"))
     with pytest.warns(UserWarning, match="was saved") as said:
-        accelerator.load_state(path, strict=False)
+        accelerator.load_state(path, **options)
     text = "\n".join(str(one.message) for one in said)
     assert "missing: parts.top.weight" in text
     assert "a different optimizer" in text

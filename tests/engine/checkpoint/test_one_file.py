@@ -106,7 +106,6 @@ def test_other_ways_to_open_it(saved):
         assert archive.testzip() is None
         names = [entry.filename for entry in archive.infolist()]
     assert len(set(names)) == len(names)
-    assert os.path.getsize(path) == path.stat().st_size
 
 
 def test_tensors_are_stored_once_and_aligned(saved):
@@ -154,31 +153,6 @@ def test_a_state_dict_of_copies_is_stored_once(saved, tmp_path, blocking):
     trainer.fit(Copying(), loader(), ckpt_path=tmp_path / "copies")
 
 
-def test_every_flipped_byte_is_found(saved, tmp_path):
-    path = tmp_path / "flipped.ckpt"
-    original = (saved[0] / "weights.ckpt").read_bytes()
-    path.write_bytes(original)
-    for position in range(len(original)):
-        with open(path, "r+b") as file:
-            file.seek(position)
-            file.write(bytes([original[position] ^ 1 << position % 8]))
-        with pytest.raises(ValueError, match=r"flipped\.ckpt"):
-            store.verify(path)
-        with open(path, "r+b") as file:
-            file.seek(position)
-            file.write(original[position : position + 1])
-    store.verify(path)
-
-
-def test_every_truncation_is_found(saved, tmp_path):
-    path = tmp_path / "cut.ckpt"
-    path.write_bytes((saved[0] / "weights.ckpt").read_bytes())
-    for size in reversed(range(path.stat().st_size)):
-        os.truncate(path, size)
-        with pytest.raises(ValueError, match=r"cut\.ckpt"):
-            store.verify(path)
-
-
 def test_what_is_added_to_it_is_found(saved, tmp_path):
     path = tmp_path / "more.ckpt"
     path.write_bytes((saved[0] / "weights.ckpt").read_bytes() + b"x")
@@ -186,12 +160,39 @@ def test_what_is_added_to_it_is_found(saved, tmp_path):
         store.verify(path)
 
 
-def forge(path, files, document):
+STATE = {"w": torch.zeros(2), "bias": torch.zeros(2)}
+FILES = {"model.safetensors": TensorFile(STATE, {"format": "pt"}), "state.json": b"{}"}
+
+
+def forge(path, document):
     """Write a file with valid digests, whose sides need not name the same weights."""
+    files = dict(FILES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(one_file, "_take_weights", lambda state, files: state)
         layout = lay_out(files, document)
     write(path, layout, files, lambda entries, records: Manifest.build(entries, {}, 1, records=records).to_json())
+
+
+def test_every_flipped_byte_is_found(tmp_path):
+    path = tmp_path / "flipped.ckpt"
+    forge(path, {"state_dict": STATE})
+    store.verify(path)
+    original = path.read_bytes()
+    for position in range(len(original)):
+        flipped = bytearray(original)
+        flipped[position] ^= 1 << position % 8
+        path.write_bytes(flipped)
+        with pytest.raises(ValueError, match=r"flipped\.ckpt"):
+            store.verify(path)
+
+
+def test_every_truncation_is_found(tmp_path):
+    path = tmp_path / "cut.ckpt"
+    forge(path, {"state_dict": STATE})
+    for size in reversed(range(path.stat().st_size)):
+        os.truncate(path, size)
+        with pytest.raises(ValueError, match=r"cut\.ckpt"):
+            store.verify(path)
 
 
 @pytest.mark.parametrize(
@@ -206,22 +207,11 @@ def forge(path, files, document):
     ],
 )
 def test_a_file_whose_sides_differ_is_refused(change, tmp_path):
-    state = {"w": torch.zeros(2), "bias": torch.zeros(2)}
-    files = {"model.safetensors": TensorFile(state, {"format": "pt"})}
-    forge(tmp_path / "right", dict(files), {"state_dict": state})
+    forge(tmp_path / "right", {"state_dict": STATE})
     store.verify(tmp_path / "right")
-    forge(tmp_path / "forged", dict(files), {"state_dict": change(state)})
+    forge(tmp_path / "forged", {"state_dict": change(STATE)})
     with pytest.raises(ValueError, match="does not agree with what Treadle reads"):
         store.verify(tmp_path / "forged")
-
-
-def deceive(path, monkeypatch, change):
-    """Write a file with valid digests, in which ``change`` has altered what the writer does."""
-    state = {"w": torch.zeros(2)}
-    files = {"model.safetensors": TensorFile(state, {})}
-    with monkeypatch.context() as patch:
-        change(patch)
-        forge(path, files, {"state_dict": state})
 
 
 def hidden_pickle(patch):
@@ -260,9 +250,9 @@ def more_records(patch):
 
 @pytest.mark.parametrize("change", [hidden_pickle, other_place, other_order, more_records])
 def test_a_file_in_which_torch_would_find_other_records_is_refused(change, tmp_path, monkeypatch):
-    deceive(tmp_path / "right", monkeypatch, lambda patch: None)
-    store.verify(tmp_path / "right")
-    deceive(tmp_path / "forged", monkeypatch, change)
+    with monkeypatch.context() as patch:
+        change(patch)
+        forge(tmp_path / "forged", {"state_dict": STATE})
     with pytest.raises(ValueError, match=r"zip structure|byteorder is not what Treadle writes"):
         store.verify(tmp_path / "forged")
 
@@ -274,8 +264,7 @@ class Attack:
 
 def test_a_pickle_that_would_run_code_runs_nowhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    state = {"w": torch.zeros(2)}
-    forge(tmp_path / "hostile", {"model.safetensors": TensorFile(state, {})}, {"state_dict": state, "more": Attack()})
+    forge(tmp_path / "hostile", {"state_dict": STATE, "more": Attack()})
     with pytest.raises(ValueError, match=r"asks to run posix\.mkdir"):
         store.verify(tmp_path / "hostile")
     with pytest.raises(ValueError, match=r"asks to run posix\.mkdir"):
@@ -294,14 +283,11 @@ def test_a_pickle_that_would_run_code_runs_nowhere(tmp_path, monkeypatch):
     ],
 )
 def test_a_manifest_that_lies_about_records_is_refused(change, tmp_path):
-    state = {"w": torch.zeros(2)}
-    files = {"model.safetensors": TensorFile(state, {})}
-
     def lie(entries, records):
         document = json.loads(Manifest.build(entries, {}, 1, records=records).to_json())
         return json.dumps({**document, "records": change(document["records"])}).encode()
 
-    write(tmp_path / "liar", lay_out(files, {"state_dict": state}), files, lie)
+    write(tmp_path / "liar", lay_out(FILES, {"state_dict": STATE}), FILES, lie)
     with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
         store.verify(tmp_path / "liar")
 

@@ -40,6 +40,13 @@ def build():
     return nn.Linear(3, 1).double()
 
 
+def start(*loaders, momentum=0.0, **options):
+    """An Accelerator, and what it prepared: a model, its optimizer and loaders."""
+    accelerator, model = treadle.Accelerator(cpu=True, **options), build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum)
+    return accelerator, *accelerator.prepare(model, optimizer, *loaders)
+
+
 def loss_of(model, x):
     return (model(x) ** 2).mean()
 
@@ -80,12 +87,10 @@ def plain_loop(kind, k, world):
 def own_loop(kind, k, sync, stop=None, folder=None):
     """With ``stop``, save a checkpoint after so many batches and return; with ``folder`` alone, resume from it."""
     samples, width, split = KINDS[kind]
-    model = build()
     plugin = GradientAccumulationPlugin(num_steps=k, sync_with_dataloader=sync)
-    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    accelerator, model, optimizer = start(momentum=0.9, gradient_accumulation_plugin=plugin)
     width //= accelerator.num_processes
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows(samples), width))
+    loader = accelerator.prepare(DataLoader(rows(samples), width))
     trace, done = [], 0
     if folder and not stop:
         accelerator.load_state(folder)
@@ -153,10 +158,7 @@ TOKENS = ((3.0, 8.0), (5.0, 1.0), (2.0, 0.0))  # of each micro-batch, on ranks 0
 
 def weighted_gradients(how, precision="no"):
     """Return the gradient norm that the user sees after each backward pass of a complete group, and after the clip."""
-    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=3, mixed_precision=precision)
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator, model, optimizer = start(gradient_accumulation_steps=3, mixed_precision=precision)
     rank, trace = accelerator.process_index, []
     for _ in range(2):
         for number, tokens in enumerate(TOKENS):
@@ -195,9 +197,8 @@ def plain_weighted_gradients(world):
 
 def skipped_steps():
     """Return the gradients of a loop that discards every second gradient without a step."""
-    accelerator = treadle.Accelerator(cpu=True)
-    model = accelerator.prepare(build())
-    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
+    accelerator, model, optimizer = start()
+    optimizer.param_groups[0]["lr"] = 0.0
     seen = []
     for number, x in enumerate(rows(4)):
         if number % 2:
@@ -279,12 +280,9 @@ BODIES = (
 
 
 def own_body(body, k):
-    model = inner = build()
-    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=k)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    loader = DataLoader(rows(9), 4 // accelerator.num_processes)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for x in loader:
+    accelerator, model, optimizer = start(momentum=0.9, gradient_accumulation_steps=k)
+    inner = accelerator.unwrap_model(model)
+    for x in accelerator.prepare(DataLoader(rows(9), 4 // accelerator.num_processes)):
         with accelerator.accumulate(model):
             body(accelerator.backward, model, inner, x)
             optimizer.step()
@@ -302,14 +300,10 @@ def plain_body(body):
     return weights(model)
 
 
-def own_forward_with_accumulation():
-    return own_body(forward_of_both, 2), own_body(penalty, 2)
-
-
 def loops():
     return {
         **{body.__name__: own_body(body, 1) for body in BODIES},
-        "accumulated": own_forward_with_accumulation(),
+        "accumulated": [own_body(body, 2) for body in (forward_of_both, penalty)],
         **{("weights", how): weighted_gradients(how) for how in ("number", "tensor", "halves")},
         ("weights", "fp16"): weighted_gradients("number", "fp16"),
         "skipped": skipped_steps(),
@@ -366,10 +360,7 @@ def test_discarded_gradients_leave_no_weight(found):
 
 def test_calls_for_the_only_batch_of_an_epoch(recwarn):
     """The first call already was a step, because nothing shows that others follow."""
-    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows(4), 4))
+    accelerator, model, optimizer, loader = start(DataLoader(rows(4), 4), gradient_accumulation_steps=2)
     synced = []
     for _ in range(2):
         for x in loader:

@@ -55,7 +55,7 @@ def test_torch_itself_runs_out():
     [(128, [128, 64, 32, 16]), (100, [100, 50, 25, 10]), (12, [12]), (127, [127, 1]), (30, [30, 15])],
     ids=str,
 )
-def test_sizes_divide_and_the_global_batch_stays(start, expected, caplog):
+def test_sizes_divide_and_the_global_batch_stays(start, expected):
     tried = []
 
     @find_executable_batch_size(starting_batch_size=start)

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import treadle
-from treadle.utils import GradientAccumulationPlugin
 
 
 def build():
@@ -41,28 +40,16 @@ def start(k=1, **options):
     return accelerator, model, torch.optim.SGD(model.parameters(), lr=0.01)
 
 
+def train_prepared(*names, k=1, **options):
+    """A loop for which only what is named was prepared."""
+    accelerator, model, optimizer = start(k)
+    parts = {"model": model, "optimizer": optimizer, "loader": data()}
+    parts |= {name: accelerator.prepare(parts[name]) for name in names}
+    train(accelerator, **parts, **options)
+    return accelerator
+
+
 # -- what is forgotten -----------------------------------------------------------------------------------------------
-
-
-def nothing_prepared():
-    accelerator, model, optimizer = start()
-    train(accelerator, model, optimizer, data())
-
-
-def nothing_prepared_nor_entered():
-    accelerator, model, optimizer = start()
-    train(accelerator, model, optimizer, data(), enters=(), clip=True)
-
-
-def only_the_loader():
-    accelerator, model, optimizer = start(k=2)
-    train(accelerator, model, optimizer, accelerator.prepare(data()))
-
-
-def the_model():
-    accelerator, model, optimizer = start()
-    optimizer, loader = accelerator.prepare(optimizer, data())
-    train(accelerator, model, optimizer, loader, enters=())
 
 
 def the_second_model():
@@ -74,16 +61,7 @@ def the_second_model():
 
 
 def the_optimizer():
-    accelerator, model, optimizer = start()
-    model, loader = accelerator.prepare(model, data())
-    train(accelerator, model, optimizer, loader)
-    assert accelerator.steps == 0
-
-
-def the_optimizer_with_accumulation():
-    accelerator, model, optimizer = start(k=4)
-    model, loader = accelerator.prepare(model, data())
-    train(accelerator, model, optimizer, loader)
+    assert train_prepared("model", "loader").steps == 0
 
 
 def the_optimizer_at_the_end_of_groups():
@@ -95,12 +73,6 @@ def the_optimizer_at_the_end_of_groups():
             if accelerator.sync_gradients:
                 optimizer.step()
                 optimizer.zero_grad()
-
-
-def the_context():
-    accelerator, model, optimizer = start(k=2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, data())
-    train(accelerator, model, optimizer, loader, enters=())
 
 
 def the_context_of_two_models():
@@ -116,16 +88,22 @@ def the_context_of_two_models():
             its_optimizer.zero_grad()
 
 
-FORGOTTEN = {  # the message, and whether several ranks would diverge
-    nothing_prepared: ("accumulate got a Sequential, which is not prepared", True),
-    nothing_prepared_nor_entered: ("backward computed gradients of 4 parameters", True),
-    only_the_loader: ("accumulate got a Sequential, which is not prepared", True),
-    the_model: ("backward computed gradients of 4 parameters", True),
-    the_optimizer: ("SGD trains a prepared model, but is not prepared, so its steps are not counted", False),
-    the_optimizer_at_the_end_of_groups: ("so its steps are not counted", False),
-    the_optimizer_with_accumulation: ("it steps inside an accumulation group", True),
-    the_context: ("gradient_accumulation_steps=2, but the loop does not enter accumulate", False),
-    the_context_of_two_models: ("gradient_accumulation_steps=4, but the loop does not enter accumulate", False),
+ALL = ("model", "optimizer", "loader")
+NOT_PREPARED = "accumulate got a Sequential, which is not prepared"
+NOT_AVERAGED = "backward computed gradients of 4 parameters"
+NOT_COUNTED = "SGD trains a prepared model, but is not prepared, so its steps are not counted"
+NOT_WHOLE = "it steps inside an accumulation group"
+NOT_ENTERED = "gradient_accumulation_steps=4, but the loop does not enter accumulate"
+FORGOTTEN = {  # the message, whether several ranks would diverge, and the loop
+    "nothing prepared": (NOT_PREPARED, True, train_prepared),
+    "nothing prepared nor entered": (NOT_AVERAGED, True, lambda: train_prepared(enters=(), clip=True)),
+    "only the loader": (NOT_PREPARED, True, lambda: train_prepared("loader", k=2)),
+    "the model": (NOT_AVERAGED, True, lambda: train_prepared("optimizer", "loader", enters=())),
+    "the optimizer": (NOT_COUNTED, False, the_optimizer),
+    "the optimizer at the end of groups": (NOT_COUNTED, False, the_optimizer_at_the_end_of_groups),
+    "the optimizer, with accumulation": (NOT_WHOLE, True, lambda: train_prepared("model", "loader", k=4)),
+    "the context": (NOT_ENTERED, False, lambda: train_prepared(*ALL, k=4, enters=())),
+    "the context of two models": (NOT_ENTERED, False, the_context_of_two_models),
 }
 
 
@@ -187,10 +165,8 @@ def torchs_own_ddp():
 
 
 def accumulate_in_a_later_phase():
-    plugin = GradientAccumulationPlugin(num_steps=2)
-    model = build()
-    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), data())
+    accelerator, model, optimizer = start(k=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, data())
     for number, x in enumerate(loader):  # accumulation by hand
         accelerator.backward(model(x).mean())
         if number % 2:
@@ -274,7 +250,8 @@ RIGHT = [
 
 
 def outcomes():
-    return {loop.__name__: outcome(loop) for loop in (*FORGOTTEN, the_second_model, *RIGHT)}
+    forgotten = {name: outcome(loop) for name, (_, _, loop) in FORGOTTEN.items()}
+    return forgotten | {loop.__name__: outcome(loop) for loop in (the_second_model, *RIGHT)}
 
 
 @pytest.fixture(scope="module")
@@ -282,20 +259,20 @@ def found():
     return {1: [outcomes()], 2: run(outcomes, 2)}
 
 
-@pytest.mark.parametrize("loop", FORGOTTEN, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", FORGOTTEN)
 def test_one_process_warns_once(found, loop):
     (by_loop,) = found[1]
-    texts, error = by_loop[loop.__name__]
+    texts, error = by_loop[loop]
     assert error is None
     assert sum(FORGOTTEN[loop][0] in text for text in texts) == 1
 
 
 @pytest.mark.guarantee
-@pytest.mark.parametrize("loop", FORGOTTEN, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", FORGOTTEN)
 def test_two_processes_never_diverge(found, loop):
-    message, diverges = FORGOTTEN[loop]
+    message, diverges, _ = FORGOTTEN[loop]
     for rank, by_loop in enumerate(found[2]):
-        texts, error = by_loop[loop.__name__]
+        texts, error = by_loop[loop]
         if diverges:
             assert message in error
         else:
@@ -325,7 +302,4 @@ def test_a_checkpoint_of_nothing(tmp_path, recwarn):
 
 
 def test_the_check_ends():
-    accelerator, model, optimizer = start()
-    model, optimizer, loader = accelerator.prepare(model, optimizer, data())
-    train(accelerator, model, optimizer, loader)
-    assert not accelerator.loop_check.active
+    assert not train_prepared(*ALL).loop_check.active

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.models import SGDTask
+from support.trainers import make_trainer
 from torch import nn
 
 import treadle
@@ -99,18 +100,10 @@ class Skips(SGDTask):
 
 
 @pytest.mark.parametrize("clip", [None, 100.0])
-def test_steps_that_a_task_skips(tmp_path, clip):
+def test_steps_that_a_task_skips(clip):
     task = Skips()
-    trainer = treadle.Trainer(
-        precision="16-mixed",
-        max_epochs=1,
-        accelerator="cpu",
-        devices=1,
-        barebones=True,
-        default_root_dir=tmp_path,
-        gradient_clip_val=clip,
-    )
     before = task.net.weight.item()
+    trainer = make_trainer(precision="16-mixed", gradient_clip_val=clip)
     trainer.fit(task, torch.utils.data.DataLoader(torch.ones(6, 1)))
     assert set(task.norms) == {0.25}
     assert task.net.weight.item() == pytest.approx(before - 0.075)
@@ -198,6 +191,5 @@ class StepsTwice(treadle.TaskModule):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 def test_a_forward_pass_after_a_step_uses_the_new_weights(precision):
     task = StepsTwice()
-    flags = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "barebones": True}
-    treadle.Trainer(precision=precision, **flags).fit(task, torch.utils.data.DataLoader(torch.ones(1, 1)))
+    make_trainer(precision=precision).fit(task, torch.utils.data.DataLoader(torch.ones(1, 1)))
     assert task.outputs == [0.5, 0.25, 0.0]

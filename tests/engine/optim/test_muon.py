@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from support.processes import run
-from support.trainers import NO_OUTPUT
+from support.trainers import make_trainer
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -127,14 +127,13 @@ def make_data():
     return TensorDataset(tokens[:, 0], tokens[:, 1])
 
 
-def train(root, strategy="auto", ranks=1, ckpt_path=None, **flags):
+def train(root, strategy="auto", ranks=1, ckpt_path=None):
     """Train with clipping by one norm; return the trainer and its weights."""
     task = Language()
     saver = ModelCheckpoint(f"{root}/c", every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    trainer = treadle.Trainer(
-        max_epochs=1, strategy=strategy, accelerator="cpu", devices=ranks, gradient_clip_val=0.5,
-        **{**NO_OUTPUT, "enable_checkpointing": True, **flags}, callbacks=[saver],
-    )  # fmt: skip
+    trainer = make_trainer(
+        strategy=strategy, devices=ranks, gradient_clip_val=0.5, enable_checkpointing=True, callbacks=[saver]
+    )
     trainer.fit(task, DataLoader(make_data(), SAMPLES // ranks), ckpt_path=ckpt_path)
     weights = trainer.accelerator.get_state_dict(task)  # of sharded tensors only on rank zero
     return trainer, {name: value.clone() for name, value in weights.items() if value is not None}

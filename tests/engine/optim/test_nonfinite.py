@@ -102,12 +102,9 @@ def test_the_step_and_the_samples_are_named(value, clip, strategy):
     assert "Accelerator(on_nonfinite='skip')" in message
 
 
-def test_clipping_by_value_hides_no_nan():
-    assert "the gradient of middle.bias is not finite, the first of 4" in failure("raise", clip="value")
-
-
-def test_an_accumulation_group():
-    message = failure("raise", k=3)
+def test_an_accumulation_group_that_is_clipped_by_value():
+    message = failure("raise", clip="value", k=3)
+    assert "the gradient of middle.bias is not finite, the first of 4" in message
     assert "optimizer step 2. On rank 0: samples 3, 4, 5 of the dataset." in message
 
 

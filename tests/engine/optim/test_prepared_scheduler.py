@@ -188,29 +188,25 @@ SCHEDULES = {
 }
 
 
-def started(folder, name, batch_size, accumulate, stop):
+def started(folder, name, batch_size, accumulate, stop=None, resumed=False):
     accelerator, *parts = training(SCHEDULES[name], batch_size, gradient_accumulation_steps=accumulate)
+    if resumed:
+        accelerator.load_state(Path(folder) / name)
     rates = trained(accelerator, *parts, stop=stop)
     if stop is not None:
         accelerator.save_state(Path(folder) / name)
     return rates
 
 
-def resumed(folder, name, batch_size, accumulate):
-    accelerator, *parts = training(SCHEDULES[name], batch_size, gradient_accumulation_steps=accumulate)
-    accelerator.load_state(Path(folder) / name)
-    return trained(accelerator, *parts)
-
-
 def every_start(folder, batch_size, accumulate):
     return {
-        name: (started(folder, name, batch_size, accumulate, None), started(folder, name, batch_size, accumulate, 5))
+        name: (started(folder, name, batch_size, accumulate), started(folder, name, batch_size, accumulate, 5))
         for name in SCHEDULES
     }
 
 
 def every_end(folder, batch_size, accumulate):
-    return {name: resumed(folder, name, batch_size, accumulate) for name in SCHEDULES}
+    return {name: started(folder, name, batch_size, accumulate, resumed=True) for name in SCHEDULES}
 
 
 @pytest.mark.guarantee
@@ -236,7 +232,7 @@ def test_the_same_batch_per_process_follows_the_samples(tmp_path):
     alone = trained(*training(linear_decay, 4))
     begun = run(started, 2, folder, name, 4, 1, 5)[0]
     with pytest.warns(UserWarning, match="global batch of 8 .* this run has 4"):
-        ended = resumed(folder, name, 4, 1)
+        ended = started(folder, name, 4, 1, resumed=True)
     assert begun == alone[1:10:2]
     assert ended == alone[10:]
 

@@ -5,15 +5,13 @@ import warnings
 
 import pytest
 import torch
-from support.models import take_step
+from support.models import Line, loader, take_step
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
 from torch.optim import lr_scheduler as schedules
-from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint
 
-import treadle
 from treadle import Accelerator
 from treadle.optim import lr_schedule
 
@@ -253,17 +251,16 @@ def test_on_two_processes(tmp_path, strategy):
 # -- with a Trainer ------------------------------------------------------------------------------------------------
 
 
-class Scheduled(treadle.TaskModule):
+class Scheduled(Line):
     """Four steps an epoch, and a rate that ends with ``max_epochs``."""
 
     def __init__(self, interval, lr=0.1):
         super().__init__()
-        self.net = nn.Linear(2, 1)
         self.interval, self.lr, self.rates = interval, lr, []
 
     def training_step(self, batch, batch_idx):
         self.rates.append(self.optimizers().param_groups[0]["lr"])
-        return self.net(batch[0]).square().mean()
+        return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
@@ -275,7 +272,7 @@ class Scheduled(treadle.TaskModule):
 def fit(root, epochs, interval, lr=0.1, **resume):
     task = Scheduled(interval, lr)
     trainer = make_trainer(max_epochs=epochs, callbacks=ModelCheckpoint(root / "c"), enable_checkpointing=True)
-    trainer.fit(task, DataLoader(TensorDataset(torch.ones(8, 2)), 2), **resume)
+    trainer.fit(task, loader(8), **resume)
     return task.rates
 
 

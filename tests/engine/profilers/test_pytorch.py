@@ -48,6 +48,7 @@ def test_wrong_arguments_of_pytorch(options, error):
 
 def test_pytorch_records_actions_outside_of_a_trainer(tmp_path):
     recorder = PyTorchProfiler(dirpath=tmp_path, filename="x", schedule=None, table_kwargs={"max_name_column_width": 5})
+    assert recorder.function_events is None
     with recorder.profile("alone"):
         torch.ones(2, 2) @ torch.ones(2, 2)
     recorder.describe()

@@ -7,7 +7,7 @@ import pytest
 from support.profiled import action
 from treadle.engine.profilers.simple import DeviceClock, verdict
 
-from treadle.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from treadle.profilers import AdvancedProfiler, EventProfiler, PyTorchProfiler, SimpleProfiler
 
 
 def test_own_time_is_without_what_lies_within(monkeypatch):
@@ -37,9 +37,9 @@ def test_an_action_within_itself_counts_once_in_the_total(monkeypatch):
 
 
 def test_wrong_calls_are_errors():
-    for other in (SimpleProfiler(), AdvancedProfiler(), PyTorchProfiler()):
-        with pytest.raises(ValueError, match=r"stop\('b'\) was called, but no action"):
-            other.stop("b")
+    for other in (SimpleProfiler(), AdvancedProfiler(), PyTorchProfiler(), EventProfiler()):
+        with pytest.raises(ValueError, match=r"stop\('step'\) was called, but no action"):
+            other.stop("step")
 
 
 def test_by_hand_and_into_a_file(tmp_path):

@@ -1,7 +1,6 @@
 """Files of weights that several processes write at the same time."""
 
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from treadle.engine.weights import write_atomically
 import treadle
 
 WRITER = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from treadle.engine.weights import write_atomically
 
@@ -26,6 +25,8 @@ def write(path):
         (folder / "begun").touch()
         while not (folder / "go").exists():
             time.sleep(0.01)
+            if (folder / "die").exists():
+                os.kill(os.getpid(), 9)
         file.write("second half")
 
 write_atomically(folder / "weights.bin", write)
@@ -33,8 +34,8 @@ write_atomically(folder / "weights.bin", write)
 
 
 def start(folder: Path) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], env=clean_environment())
-    end = time.monotonic() + 60
+    process = subprocess.Popen([python(), "-c", WRITER, str(folder)], env=clean_environment())
+    end = time.monotonic() + 120
     while not (folder / "begun").exists():
         assert process.poll() is None
         assert time.monotonic() < end
@@ -54,8 +55,8 @@ def test_two_processes_write_one_file(tmp_path):
 
 def test_the_unfinished_file_of_a_killed_process_is_deleted_by_the_next(tmp_path):
     file, other = tmp_path / "weights.bin", start(tmp_path)
-    other.kill()
-    other.wait(60)
+    (tmp_path / "die").touch()
+    assert other.wait(60) == -9
     users = tmp_path / ".weights.bin.part"
     users.write_text("not ours")
     assert len(list(tmp_path.glob(".weights.bin.*.part"))) == 1
