@@ -14,23 +14,17 @@ VALUES = [random.Random(n).uniform(-1, 1) * 10.0 ** random.Random(n).randint(-9,
 WEIGHTS = [random.Random(n).randint(1, 7) for n in range(200)]
 
 
-class Place:
-    def __init__(self):
-        self.number, self.micro = 0, SimpleNamespace(number=0)
-
-    def advance(self, size):
-        self.number += 1
-        self.micro.number = (self.number - 1) % size
-
-
-def logged(order, reduction="mean", size=8):
-    cursor = Place()
+def logged(order, reduction="mean", restored=None):
+    """In steps of eight micro-batches; every other value is a tensor."""
+    cursor = SimpleNamespace(number=0, micro=SimpleNamespace(number=0))
     metrics = ExactMetrics(cursor, training=True)
+    if restored:
+        metrics.load_state_dict(*restored)
     for index in order:
-        cursor.advance(size)
-        metrics.log(
-            "x", torch.tensor(VALUES[index], dtype=torch.float64), False, None, True, True, reduction, WEIGHTS[index]
-        )
+        cursor.micro.number = cursor.number % 8
+        cursor.number += 1
+        value = torch.tensor(VALUES[index], dtype=torch.float64) if index % 2 else VALUES[index]
+        metrics.log("x", value, False, None, True, True, reduction, WEIGHTS[index])
     return metrics
 
 
@@ -70,11 +64,5 @@ def test_a_step_covers_its_micro_batches(world):
 @pytest.mark.parametrize("reduction", ["mean", "max"])
 def test_a_restored_epoch_continues_exactly(world, reduction):
     state = logged(range(70), reduction).state_dict(world)
-    cursor = Place()
-    restored = ExactMetrics(cursor, training=True)
-    restored.load_state_dict(state, world)
-    for index in range(70, 200):
-        cursor.advance(8)
-        restored.log("x", VALUES[index], False, None, True, True, reduction, WEIGHTS[index])
-    ((_, value),) = restored.epoch_values(world)
+    ((_, value),) = logged(range(70, 200), reduction, (state, world)).epoch_values(world)
     assert value == (max(VALUES) if reduction == "max" else total(range(200)))
