@@ -135,22 +135,19 @@ def test_a_group_that_weighs_nothing_has_no_gradient():
 def test_weights_in_some_micro_batches_only():
     accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = accelerator.prepare(nn.Linear(1, 1))
-    with accelerator.accumulate(model):
-        accelerator.backward(model(torch.ones(1, 1)).mean(), weight=2)
-    with accelerator.accumulate(model), pytest.raises(ValueError, match="of this accumulation group had a weight"):
-        accelerator.backward(model(torch.ones(1, 1)).mean())
-    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    for number in range(4):  # the group before may have reported none
-        with accelerator.accumulate(model):
-            accelerator.backward(model(torch.ones(1, 1)).mean(), weight=2 if number > 1 else None)
+
+    def run_backward(*weights):
+        for weight in weights:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 1)).mean(), weight=weight)
+
+    run_backward(None, None, 2, 2)  # the group before may have reported none
+    for weights, words in (((2, None), "had a weight"), ((None, 2), "had no weight")):
+        accelerator.accumulation.drop_gradients()
+        with pytest.raises(ValueError, match=f"of this accumulation group {words}"):
+            run_backward(*weights)
     accelerator.accumulation.drop_gradients()
-    accelerator.accumulate(model)
-    accelerator.backward(model(torch.ones(1, 1)).mean())
-    with accelerator.accumulate(model), pytest.raises(ValueError, match="of this accumulation group had no weight"):
-        accelerator.backward(model(torch.ones(1, 1)).mean(), weight=2)
-    accelerator.accumulation.drop_gradients()
-    accelerator.accumulate(model)
-    accelerator.backward(model(torch.ones(1, 1)).mean(), weight=2)
+    run_backward(2)
 
 
 def test_two_models_that_share_a_parameter():

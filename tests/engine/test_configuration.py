@@ -354,7 +354,12 @@ class Restarting:
 
     def __iter__(self):
         self.started += 1
-        return itertools.cycle(range(16))
+        self.position = 0
+        return self
+
+    def __next__(self):
+        self.position += 1
+        return (self.position - 1) % 16
 
 
 def read(loader, most=None):

@@ -97,7 +97,8 @@ def test_texts(tmp_path, name, recwarn):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     tracker = loggers.TensorBoardLogger(tmp_path, name="own", version="") if name == "own" else "tensorboard"
     accelerator = cpu(log_with=[tracker, "csv"], project_dir=tmp_path)
-    accelerator.init_trackers("run")
+    # Scripts have a --report_to, and give the options of each choice.
+    accelerator.init_trackers("run", init_kwargs={"wandb": {"name": "first"}, "comet_ml": {}, "csv": {"name": "rows"}})
     for step in (1, 2):
         accelerator.log({"prompt": "a text", "loss": torch.tensor([0.5])}, step=step)
     accelerator.log({"prompt": "only a text"}, step=3)
@@ -107,7 +108,7 @@ def test_texts(tmp_path, name, recwarn):
     texts = {e.step: e.tensor_proto.string_val[0] for e in events.Tensors("prompt/text_summary")}
     assert texts == {1: b"a text", 2: b"a text", 3: b"only a text"}
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 0.5), (2, 0.5), (4, 0.5)]
-    assert lines(tmp_path / "run" / "metrics.csv")[-1] == {"step": "4", "loss": "0.5"}
+    assert lines(tmp_path / "rows" / "metrics.csv")[-1] == {"step": "4", "loss": "0.5"}
     warned = [str(w.message).split(", but ")[1] for w in recwarn if "are left out" in str(w.message)]
     assert warned == [
         "the tracker 'csv' stores only numbers. Other values are left out.",
@@ -147,15 +148,6 @@ def test_logging_without_trackers_is_nothing():
     accelerator.end_training()
     with pytest.raises(ValueError, match=r"init_kwargs names 'cvs', but log_with names no tracker"):
         accelerator.init_trackers("none", init_kwargs={"cvs": {}})
-
-
-def test_options_of_trackers_that_are_not_used(tmp_path):
-    """Scripts have a ``--report_to``, and give the options of each choice."""
-    accelerator = cpu(log_with="csv", project_dir=tmp_path)
-    accelerator.init_trackers("digits", init_kwargs={"wandb": {"name": "first"}, "comet_ml": {}, "csv": {"name": "a"}})
-    accelerator.log({"x": 1.0}, step=1)
-    accelerator.end_training()
-    assert lines(tmp_path / "a" / "metrics.csv") == [{"step": "1", "x": "1.0"}]
 
 
 def test_all_are_those_that_can_be_used(tmp_path):

@@ -64,7 +64,7 @@ def iterate_joined(kind, workers, k, state=None):
             batches.append(to_lists(batch))
             scales.append(cursor.micro.scale)
             states.append(ranks.state() if cursor.micro.last else None)
-        assert states[-1] is not None
+        assert cursor.micro is None or cursor.micro.last
     return batches, states, scales
 
 
