@@ -1,7 +1,6 @@
 """Each argument of Accelerate's Accelerator: honoured, or refused in words."""
 
 import inspect
-import itertools
 import json
 import types
 from datetime import timedelta
@@ -350,7 +349,8 @@ def test_the_data_seed_decides_the_order():
 class Restarting:
     """An endless sampler whose `__iter__` starts it anew."""
 
-    started = 0
+    def __init__(self):
+        self.started = 0
 
     def __iter__(self):
         self.started += 1
@@ -363,7 +363,12 @@ class Restarting:
 
 
 def read(loader, most=None):
-    return [batch.flatten().int().tolist() for batch in itertools.islice(loader, most)]
+    batches = []
+    for batch in loader:
+        batches.append(batch.flatten().int().tolist())
+        if len(batches) == most:
+            break
+    return batches
 
 
 def share_out():
