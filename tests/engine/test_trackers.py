@@ -64,6 +64,8 @@ def track(folder):
     writer = accelerator.get_tracker("tensorboard", unwrap=True)
     writer.add_scalar("direct", 1.0, 0)
     assert accelerator.get_tracker("memory") is own
+    with pytest.raises(ValueError, match="Did you mean 'memory'"):
+        accelerator.get_tracker("memori")
     accelerator.end_training()
     assert accelerator.trackers == []
     other = cpu(log_with="csv", project_dir=folder)  # after the end, in the same process
@@ -318,7 +320,7 @@ def track_on_the_main_process(folder):
             tracker.add_scalar("by_hand", 1.0, 3)
         else:
             tracker.log({"more": 1.0}, step=3)
-    with pytest.raises(ValueError, match=r"'tensorbord' is not a started tracker.*Did you mean 'tensorboard'"):
+    with pytest.raises(ValueError, match="'tensorbord' is not a started tracker"):
         accelerator.get_tracker("tensorbord")
     accelerator.end_training()
     accelerator.end_training()
