@@ -6,10 +6,10 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
+from support.models import Stream
 from support.processes import run
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from treadle.data_loader import DataLoaderDispatcher, DataLoaderShard, DataLoaderStateMixin
 from treadle.strategies import DDP
 
@@ -135,22 +135,19 @@ def test_a_group_that_weighs_nothing_has_no_gradient():
 def test_weights_in_some_micro_batches_only():
     accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = accelerator.prepare(nn.Linear(1, 1))
-    with accelerator.accumulate(model):
-        accelerator.backward(model(torch.ones(1, 1)).mean(), weight=2)
-    with accelerator.accumulate(model), pytest.raises(ValueError, match="of this accumulation group had a weight"):
-        accelerator.backward(model(torch.ones(1, 1)).mean())
-    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    for number in range(4):  # the group before may have reported none
-        with accelerator.accumulate(model):
-            accelerator.backward(model(torch.ones(1, 1)).mean(), weight=2 if number > 1 else None)
+
+    def run_backward(*weights):
+        for weight in weights:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 1)).mean(), weight=weight)
+
+    run_backward(None, None, 2, 2)  # the group before may have reported none
+    for weights, words in (((2, None), "had a weight"), ((None, 2), "had no weight")):
+        accelerator.accumulation.drop_gradients()
+        with pytest.raises(ValueError, match=f"of this accumulation group {words}"):
+            run_backward(*weights)
     accelerator.accumulation.drop_gradients()
-    accelerator.accumulate(model)
-    accelerator.backward(model(torch.ones(1, 1)).mean())
-    with accelerator.accumulate(model), pytest.raises(ValueError, match="of this accumulation group had no weight"):
-        accelerator.backward(model(torch.ones(1, 1)).mean(), weight=2)
-    accelerator.accumulation.drop_gradients()
-    accelerator.accumulate(model)
-    accelerator.backward(model(torch.ones(1, 1)).mean(), weight=2)
+    run_backward(2)
 
 
 def test_two_models_that_share_a_parameter():
@@ -239,13 +236,10 @@ def make_scaler(**options):
 def test_a_scaler_that_takes_the_place_of_the_accelerators(tmp_path):
     huge = 3e38  # finite, and infinite once it is scaled
     trace = step_with_scaler(make_scaler(), (1.0, huge, 1.0, 1.0), tmp_path / "c")
-    assert [(scale, skipped) for scale, skipped, _ in trace] == [
-        (4.0, False),
-        (math.inf, True),
-        (2.0, False),
-        (2.0, False),
-    ]
-    assert [value for *_, value in trace] == pytest.approx([0.875, 0.875, 0.75, 0.625], abs=1e-6)
+    scales, skipped, values = zip(*trace, strict=True)
+    assert scales == (4.0, math.inf, 2.0, 2.0)
+    assert skipped == (False, True, False, False)
+    assert values == pytest.approx([0.875, 0.875, 0.75, 0.625], abs=1e-6)
     (resumed, *_) = step_with_scaler(make_scaler(init_scale=64.0), (1.0,), resume=tmp_path / "c")
     assert resumed[0] == 4.0  # two steps without an overflow: it has grown, and is the checkpoint's
     for scaler in (None, make_scaler(enabled=False)):
@@ -306,7 +300,6 @@ class Collectives:
         time.sleep(0.02)  # torch 2.6: gloo's thread notes the end of a reduction after it was waited for
         self.profile.__exit__(*error)
         self.count = sum(e.count for e in self.profile.key_averages() if e.key in ("gloo:all_reduce", "gloo:allreduce"))
-        self.keys = [e.key for e in self.profile.key_averages() if "gloo" in e.key]
 
 
 def step_of_a_compiled_model():
@@ -465,10 +458,6 @@ def test_preparing_twice_and_reaching_through():
     assert not accelerator.models
 
 
-def test_nothing_is_left_of_the_process_group():
-    assert not dist.is_initialized()
-
-
 def test_the_public_surface_is_in_one_file():
     """What users read off an Accelerator is in its own file, or in that of its bases."""
     assert [base.__name__ for base in treadle.Accelerator.__mro__] == ["Accelerator", "Prepared", "Process", "object"]
@@ -490,28 +479,17 @@ def test_the_public_surface_is_in_one_file():
     assert {name for name in dir(accelerator) if not name.startswith("_")} == public
 
 
-class Recording(treadle.Accelerator):
-    """A user's subclass."""
-
-    def __init__(self):
-        super().__init__(cpu=True)
-        self.calls = []
-
-
-def record(name):
+def record(name, calls):
     def method(self, *args, **options):
-        self.calls.append(name)
+        calls.append(name)
         return getattr(treadle.Accelerator, name)(self, *args, **options)
 
     return method
 
 
-for name in ("backward", "unscale_gradients", "get_state_dict", "finish_saving", "wait_for_everyone"):
-    setattr(Recording, name, record(name))
-
-
 def test_what_a_subclass_overrides_is_called(tmp_path):
-    accelerator = Recording()
+    names, calls = ("backward", "unscale_gradients", "get_state_dict", "finish_saving", "wait_for_everyone"), []
+    accelerator = type("Own", (treadle.Accelerator,), {name: record(name, calls) for name in names})(cpu=True)
     net = Net()
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
     with accelerator.accumulate(net):
@@ -519,23 +497,18 @@ def test_what_a_subclass_overrides_is_called(tmp_path):
         accelerator.clip_grad_norm_(net.parameters(), 1.0)
         accelerator.clip_grad_value_(net.parameters(), 1.0)
         optimizer.step()
-    assert accelerator.calls == ["backward", "unscale_gradients", "unscale_gradients"]
-    accelerator.calls.clear()
+    assert calls == ["backward", "unscale_gradients", "unscale_gradients"]
+    calls.clear()
     accelerator.save_model(net, tmp_path / "model")
-    assert accelerator.calls == ["get_state_dict"]
-    accelerator.calls.clear()
+    assert calls == ["get_state_dict"]
+    calls.clear()
     accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
     accelerator.save_state(tmp_path / "state")
     accelerator.load_state(tmp_path / "state")
-    assert accelerator.calls == ["get_state_dict"]
-    accelerator.calls.clear()
+    assert calls == ["get_state_dict"]
+    calls.clear()
     accelerator.end_training()
-    assert accelerator.calls == ["finish_saving", "wait_for_everyone"]
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield from range(4)
+    assert calls == ["finish_saving", "wait_for_everyone"]
 
 
 @pytest.mark.parametrize("dispatches", [None, False, True])
@@ -543,7 +516,7 @@ def test_the_kind_of_a_prepared_dataloader(dispatches):
     kinds = (DataLoaderShard, DataLoaderDispatcher, DataLoaderStateMixin)
     config = treadle.utils.DataLoaderConfiguration(dispatch_batches=dispatches)
     accelerator = treadle.Accelerator(cpu=True, dataloader_config=config)
-    for dataset in (range(4), Stream()):
+    for dataset in (range(4), Stream(range(4))):
         prepared = accelerator.prepare(DataLoader(dataset, 2))
         # Accelerate's answers. By default it dispatches streams only.
         dispatched = isinstance(dataset, Stream) if dispatches is None else dispatches

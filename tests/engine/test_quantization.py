@@ -2,7 +2,6 @@
 
 import re
 import sys
-import warnings
 
 import pytest
 import torch
@@ -153,10 +152,8 @@ def loader():
 
 
 def fit(task, ckpt_path=None, **flags):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = make_trainer(**{"max_epochs": 8, **flags})
-        trainer.fit(task, loader(), ckpt_path=ckpt_path)
+    trainer = make_trainer(**{"max_epochs": 8, **flags})
+    trainer.fit(task, loader(), ckpt_path=ckpt_path)
     return trainer
 
 

@@ -1,7 +1,7 @@
 """Models whose weights are in memory, on disk or on several devices give what the plain model gives, bit for bit."""
 
 import copy
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -177,20 +177,8 @@ def test_an_error_inside_leaves_nothing_loaded(plain, tmp_path):
 
 def test_threads_and_copies(plain, tmp_path):
     model = load_checkpoint_and_dispatch(empty(), write(plain, tmp_path, "file"), {"": "disk", "layers.0": "cpu"})
-    errors = []
-
-    def call():
-        try:
-            assert_same(model, plain, calls=20)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=call) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda _: assert_same(model, plain, calls=20), range(3)))  # raises what one of them raises
     other = copy.deepcopy(model)
     remove_hook_from_submodules(other)
     assert_same(other, plain)
@@ -255,6 +243,8 @@ def test_whole_models_take_turns(plain):
     second(inputs()[0][0])
     assert moves == ["cpu"]
     assert all(parameter.is_meta for parameter in second.parameters())
-    other.remove()
-    hook.remove()
-    assert not second._forward_pre_hooks
+    hook.offload()
+    assert moves == ["cpu", "cpu"]
+    for one in (hook, other):
+        one.remove()
+    assert not {"_hf_hook", "_old_forward"} & {*vars(first), *vars(second)}

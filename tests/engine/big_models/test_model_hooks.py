@@ -10,12 +10,9 @@ import pytest
 import torch
 from support.models import Normed
 from torch import nn
-from treadle.compat.big_modeling import cpu_offload_with_hook
 from treadle.compat.hooks import (
-    CpuOffload,
     ModelHook,
     SequentialHook,
-    UserCpuOffloadHook,
     add_hook_to_module,
     remove_hook_from_module,
 )
@@ -111,19 +108,3 @@ def test_a_hook_under_torch_compile(model: Normed) -> None:
     plain = model(INPUT)
     add_hook_to_module(model, AddAfter())
     assert torch.allclose(torch.compile(model, backend="eager")(INPUT), plain + 1)
-
-
-def test_one_model_after_the_other(model: Normed) -> None:
-    second = Normed().eval()
-    plain = model(INPUT)
-    model, first_hook = cpu_offload_with_hook(model, "cpu")  # type: ignore[assignment]
-    second, second_hook = cpu_offload_with_hook(second, "cpu", prev_module_hook=first_hook)  # type: ignore[assignment]
-    assert isinstance(first_hook, UserCpuOffloadHook)
-    assert isinstance(model._hf_hook, CpuOffload)
-    assert torch.equal(model(INPUT), plain)
-    assert torch.equal(second(INPUT), plain)
-    first_hook.offload()
-    for hook in (first_hook, second_hook):
-        hook.remove()
-    assert not hasattr(model, "_hf_hook")
-    assert not hasattr(second, "_old_forward")

@@ -64,7 +64,9 @@ def test_weights_of_an_offloaded_model_are_exported(plain, tmp_path, how, safe, 
     if how == "disk":  # otherwise files are filled in another order
         assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == files
     loaded = LanguageModel().eval()
+    before = dict(loaded.named_parameters())
     load_checkpoint_in_model(loaded, tmp_path / "saved", strict=True)
+    assert all(parameter is before[name] for name, parameter in loaded.named_parameters())
     assert_same(loaded, plain)
     state = accelerator.get_state_dict(model)
     assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())

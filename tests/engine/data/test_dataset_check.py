@@ -1,5 +1,6 @@
 """Digests of batches, whatever is in them, and fingerprints of datasets."""
 
+import pickle
 import random
 
 import numpy as np
@@ -58,12 +59,7 @@ def test_datasets_are_told_apart_by_what_they_hold(tmp_path):
     ],
 )
 def test_digests(value):
-    def copied(value):
-        if isinstance(value, torch.Tensor):
-            return value.clone()
-        return {k: copied(v) for k, v in value.items()} if isinstance(value, dict) else type(value)(value)
-
-    assert digest(value) == digest(copied(value))
+    assert digest(value) == digest(pickle.loads(pickle.dumps(value)))
     assert digest(value) != digest([value, value])
     if isinstance(value, torch.Tensor):
         assert digest(value) != digest(value + 1 if value.layout is torch.strided else value * 2)

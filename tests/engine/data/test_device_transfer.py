@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from support.trainers import make_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 from treadle.engine import move_data_to_device
@@ -170,9 +171,7 @@ class Kept(treadle.callbacks.BasePredictionWriter):
 
 def test_predictions_are_those_that_the_device_computed(device, tmp_path):
     writer = Kept()
-    trainer = treadle.Trainer(
-        accelerator="cpu", callbacks=writer, logger=False, enable_progress_bar=False, default_root_dir=tmp_path
-    )
+    trainer = make_trainer(callbacks=writer, default_root_dir=tmp_path)
     found = trainer.predict(Predicting(device), DataLoader(torch.arange(5), batch_size=2))
     assert [each["double"].tolist() for each in found] == [[0, 2], [4, 6], [8]]
     assert writer.kept == [[0, 2], [4, 6], [8]]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.loader_ranks import Negated, Ranks, flat, make_alone, plain_list, seed
+from support.models import Numbers
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -63,14 +64,6 @@ class Lazy(Sampler):
 LAZY = ["torch", "python", "numpy", "own", "own-torch", "own-python"]
 
 
-class Held(Sampler):
-    def __init__(self, generator):
-        self.generator = generator
-
-    def __iter__(self):
-        return iter(range(8))
-
-
 class Uneven(Sampler):
     """A batch sampler with batches of 1, 2, 3, 1, 2, 3, ... in an order drawn from torch."""
 
@@ -78,12 +71,8 @@ class Uneven(Sampler):
         self.n = n
 
     def __iter__(self):
-        order = iter(torch.randperm(self.n).tolist())
-        for size in itertools.cycle((1, 2, 3)):
-            batch = list(itertools.islice(order, size))
-            if not batch:
-                return
-            yield batch
+        order, sizes = iter(torch.randperm(self.n).tolist()), itertools.cycle((1, 2, 3))
+        yield from iter(lambda: list(itertools.islice(order, next(sizes))), [])
 
 
 class Around(Sampler):
@@ -117,18 +106,11 @@ class CountingEpochs(Sampler):
 class SayingEpochs(CountingEpochs):
     """The same, and says it."""
 
-    def __init__(self, n):
-        self.n, self.kept = n, {"epoch": 0}
-
-    def __iter__(self):
-        self.kept["epoch"] += 1
-        return iter(random.Random(self.kept["epoch"]).sample(range(self.n), self.n))
-
     def state_dict(self):
-        return self.kept  # the very dict that changes
+        return vars(self)  # the very dict that changes
 
     def load_state_dict(self, state):
-        self.kept = state
+        vars(self).update(state)
 
 
 class OwnBatches(BatchSampler):
@@ -146,6 +128,7 @@ def configurations():
 
 
 def test_every_sample_once_in_the_order_of_one_process():
+    """Weighed so that the gradient is the mean over the group."""
     for size, batch, n, drop_last, shuffle, k in configurations():
         shuffle &= n > 0  # torch refuses to shuffle nothing
 
@@ -167,6 +150,7 @@ def test_every_sample_once_in_the_order_of_one_process():
                 lengths = [len(part) for part in parts]
                 assert max(lengths) - min(lengths) <= 1
                 assert lengths == sorted(lengths, reverse=True)
+            check_groups(epoch, size, k)
 
 
 def check_groups(epoch, size, k):
@@ -193,40 +177,33 @@ def check_groups(epoch, size, k):
     assert not group
 
 
-def test_weights_give_the_mean_over_the_group():
-    for size, batch, n, drop_last, _, k in configurations():
-        ranks = Ranks(lambda b=batch, n=n, d=drop_last: DataLoader(range(n), batch_size=b, drop_last=d), size, k)
-        check_groups(ranks.epoch(), size, k)
+def draw_many():
+    generator = torch.Generator().manual_seed(4)
+    return {"sampler": RandomSampler(range(9), num_samples=20, generator=generator), "generator": generator}
+
+
+ORDERS = {
+    "shuffle": lambda: {"shuffle": True},
+    "replacement": lambda: {"sampler": RandomSampler(range(9), replacement=True, num_samples=40)},
+    "many": draw_many,
+    **{kind: lambda kind=kind: {"sampler": Lazy(9, kind)} for kind in LAZY},
+}
 
 
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [
-        *((kind, 0) for kind in ("shuffle", "replacement", "many", *LAZY)),
-        *(("shuffle", 2), ("torch", 2)),
-        *(
-            pytest.param(kind, 2, marks=pytest.mark.exhaustive)
-            for kind in ("replacement", "many", *LAZY)
-            if kind != "torch"
-        ),
+        pytest.param(
+            kind, workers, marks=pytest.mark.exhaustive if workers and kind not in ("shuffle", "torch") else ()
+        )
+        for kind, workers in itertools.product(ORDERS, (0, 2))
     ],
 )
 def test_the_plain_loops_order(kind, workers):
     """Over three epochs, with a validation between them, whatever else is drawn from the process's generators."""
 
     def make():
-        options = {"batch_size": 2, "num_workers": workers}
-        if kind == "shuffle":
-            return DataLoader(range(9), shuffle=True, **options)
-        if kind == "replacement":
-            return DataLoader(
-                range(9), sampler=torch.utils.data.RandomSampler(range(9), replacement=True, num_samples=40), **options
-            )
-        if kind == "many":
-            generator = torch.Generator().manual_seed(4)
-            sampler = torch.utils.data.RandomSampler(range(9), num_samples=20, generator=generator)
-            return DataLoader(range(9), sampler=sampler, generator=generator, **options)
-        return DataLoader(range(9), sampler=Lazy(9, kind), **options)
+        return DataLoader(range(9), batch_size=2, num_workers=workers, **ORDERS[kind]())
 
     seed(7)
     loader, validation = make(), DataLoader(range(5), shuffle=True, batch_size=2)
@@ -235,7 +212,6 @@ def test_the_plain_loops_order(kind, workers):
     other = make_alone(validation, ranks.streams[0])
     for train, val in wanted:
         before = random_state()["torch"]
-        assert torch.equal(before, random_state()["torch"])
         assert ranks.ids() == train
         assert torch.equal(before, random_state()["torch"])  # nothing of the process's own was drawn
         torch.rand(5), random.random(), np.random.rand()
@@ -285,14 +261,12 @@ def test_batch_sampler_of_ones_own():
                     assert parts == r  # the user's own batches, untouched
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_without_batches(size):
-    for n in range(8):
-        for evaluation in (False, True):
-            ranks = Ranks(lambda n=n: DataLoader(range(n), batch_size=None), size, evaluation=evaluation)
-            found = ranks.ids()
-            assert sorted(flat(found)) == list(range(n))
-            assert len(found) == len(ranks.loaders[0])
+def test_without_batches():
+    for size, n, evaluation in itertools.product((1, 2, 3), range(8), (False, True)):
+        ranks = Ranks(lambda n=n: DataLoader(range(n), batch_size=None), size, evaluation=evaluation)
+        found = ranks.ids()
+        assert sorted(flat(found)) == list(range(n))
+        assert len(found) == len(ranks.loaders[0])
 
 
 # -- evaluation ------------------------------------------------------------------------------------------------------
@@ -325,30 +299,22 @@ def test_evaluation_keeps_small_batches_of_a_batch_sampler():
 SAMPLES = 15  # no multiple of a global batch of two or three ranks
 
 
-def sources():
-    yield "shuffle", lambda: DataLoader(range(SAMPLES), shuffle=True, batch_size=2)
-    yield "drop_last", lambda: DataLoader(range(SAMPLES), shuffle=True, batch_size=2, drop_last=True)
-    yield "uneven", lambda: DataLoader(range(SAMPLES), batch_sampler=Uneven(SAMPLES))
-    yield "unbatched", lambda: DataLoader(range(11), shuffle=True, batch_size=None)
-    yield (
-        "generator",
-        lambda: DataLoader(range(SAMPLES), shuffle=True, batch_size=2, generator=torch.Generator().manual_seed(5)),
-    )
-    yield "around", lambda: DataLoader(range(SAMPLES), sampler=Around(SAMPLES), batch_size=2)
-    yield "around-batches", lambda: DataLoader(range(SAMPLES), batch_sampler=OwnBatches(Around(SAMPLES), 2, False))
-    yield "saying", lambda: DataLoader(range(SAMPLES), sampler=SayingEpochs(SAMPLES), batch_size=2)
-    yield (
-        "around-saying",
-        lambda: DataLoader(range(SAMPLES), sampler=Around(SAMPLES, SayingEpochs(SAMPLES)), batch_size=2),
-    )
-    for kind in LAZY:
-        yield kind, lambda k=kind: DataLoader(range(SAMPLES), sampler=Lazy(SAMPLES, k), batch_size=2)
-
-
+MAKERS = {
+    "shuffle": lambda: DataLoader(range(SAMPLES), 2, shuffle=True),
+    "drop_last": lambda: DataLoader(range(SAMPLES), 2, shuffle=True, drop_last=True),
+    "uneven": lambda: DataLoader(range(SAMPLES), batch_sampler=Uneven(SAMPLES)),
+    "unbatched": lambda: DataLoader(range(11), None, shuffle=True),
+    "generator": lambda: DataLoader(range(SAMPLES), 2, shuffle=True, generator=torch.Generator().manual_seed(5)),
+    "around": lambda: DataLoader(range(SAMPLES), 2, sampler=Around(SAMPLES)),
+    "around-batches": lambda: DataLoader(range(SAMPLES), batch_sampler=OwnBatches(Around(SAMPLES), 2, False)),
+    "saying": lambda: DataLoader(range(SAMPLES), 2, sampler=SayingEpochs(SAMPLES)),
+    "around-saying": lambda: DataLoader(range(SAMPLES), 2, sampler=Around(SAMPLES, SayingEpochs(SAMPLES))),
+    **{kind: lambda kind=kind: DataLoader(range(SAMPLES), 2, sampler=Lazy(SAMPLES, kind)) for kind in LAZY},
+}
 LIKE_OTHERS = ["generator", "around", "around-batches", "around-saying", "python", "numpy", "own-torch", "own-python"]
 SOURCES = [
-    pytest.param(*pair, id=pair[0], marks=pytest.mark.exhaustive if pair[0] in LIKE_OTHERS else ())
-    for pair in sources()
+    pytest.param(name, make, id=name, marks=pytest.mark.exhaustive if name in LIKE_OTHERS else ())
+    for name, make in MAKERS.items()
 ]
 
 
@@ -368,14 +334,15 @@ def check_resumes(make, size, k, epochs, noise=True, every=1, **options):
 
     One that draws its samples from these draws it in the uninterrupted run too.
     """
-    whole = follow(Ranks(make, size, k, **options), epochs, noise and "process" in options)
+    ranks = Ranks(make, size, k, **options)
+    whole = follow(ranks, epochs, noise and "process" in options)
     for number, (epoch, batch, state) in list(enumerate(whole))[::every]:
         if state is None:
             continue
         resumed = Ranks(make, size, k, state=decode(*encode(state)), run_seed=99, **options)
         rest = [batch for _ in range(epoch + (batch is None), epochs) for batch in resumed.ids(noise=noise)]
         assert rest == [batch for _, batch, _ in whole[number + 1 :] if batch is not None], (size, k, number)
-        assert resumed.loaders[0].epoch == epochs
+        assert (resumed.loaders[0].epoch, resumed.loaders[0].length) == (epochs, ranks.loaders[0].length)
     return whole
 
 
@@ -423,7 +390,7 @@ def with_a_length():
         for drop in (False, True):
             own = OwnBatches(torch.utils.data.SequentialSampler(range(2 * n)), 2, drop)
             yield f"batches{n}, {drop}", lambda n=n, own=own: DataLoader(range(2 * n), batch_sampler=own)
-        yield f"stream{n}", lambda n=n: DataLoader(SizedStream(2 * n), batch_size=2)
+        yield f"stream{n}", lambda n=n: DataLoader(Numbers(2 * n), batch_size=2)
 
 
 @pytest.mark.guarantee
@@ -468,34 +435,32 @@ def test_a_sampler_that_counts_by_itself_is_said():
 
 
 def test_an_evaluation_loader_may_get_another_generator():
-    def make(own):
-        return lambda: DataLoader(range(8), shuffle=True, generator=torch.Generator() if own else None)
+    def make(generator=None):
+        return lambda: DataLoader(range(8), shuffle=True, generator=generator)
 
-    ranks = Ranks(make(False), 1, evaluation=True)
+    ranks = Ranks(make(), 1, evaluation=True)
     ranks.ids()
     ranks.ids(2)
-    again = Ranks(make(True), 1, evaluation=True, state=ranks.state())
+    again = Ranks(make(torch.Generator()), 1, evaluation=True, state=ranks.state())
     assert again.loaders[0].epoch == 1
     assert sorted(flat(again.ids())) == list(range(8))
     for other in (np.random.default_rng(1), None):  # another kind, and none
-        ranks = Ranks(make(True), 1)
+        ranks = Ranks(make(torch.Generator()), 1)
         with pytest.raises(ValueError, match=r"(has 0 generators, but .* 1|differ in type from).*same kind"):
-            Ranks(lambda g=other: DataLoader(range(8), sampler=Held(g)), 1, state=ranks.state())
+            Ranks(make(other), 1, state=ranks.state())
 
 
 def test_a_state_between_loading_and_the_first_batch_is_the_same():
-    make = dict(sources())["shuffle"]
+    make = MAKERS["shuffle"]
     ranks = Ranks(make, 2)
     left = ranks.ids(3)
-    state = ranks.state()
-    again = Ranks(make, 2, state=state, run_seed=1)
+    again = Ranks(make, 2, state=ranks.state(), run_seed=1)
     rest = Ranks(make, 2, state=again.state(), run_seed=2).ids()
     assert sorted(flat(left + rest)) == list(range(SAMPLES))
 
 
 def test_going_back_in_a_live_run():
-    make = dict(sources())["torch"]
-    ranks = Ranks(make, 1)
+    ranks = Ranks(MAKERS["torch"], 1)
     start, first = ranks.state(), ranks.ids()
     ranks.ids(4)
     for loader, stream in zip(ranks.loaders, ranks.streams, strict=True):
@@ -517,15 +482,6 @@ def test_no_state_inside_a_group():
             assert ranks.state()["loader"]["samples"] == number
 
 
-def test_the_length_stays_after_a_resume():
-    ranks = Ranks(lambda: DataLoader(range(20)), 2, limit=7)
-    assert len(ranks.loaders[0]) == 7
-    ranks.ids(3)
-    again = Ranks(lambda: DataLoader(range(20)), 2, state=ranks.state(), limit=7)
-    assert len(again.ids()) == 4
-    assert len(again.loaders[0]) == 7
-
-
 # -- workers ---------------------------------------------------------------------------------------------------------
 
 
@@ -543,14 +499,8 @@ class Augmented(Dataset):
 def augmented(size, workers, persistent=False, state=None, stop=None, subset=False, generator=False, epochs=2):
     def make():
         data = Subset(Augmented(20), list(range(10))) if subset else Augmented(10)
-        return DataLoader(
-            data,
-            batch_size=2,
-            shuffle=True,
-            num_workers=workers,
-            persistent_workers=persistent,
-            generator=torch.Generator().manual_seed(3) if generator else None,
-        )
+        drawn = {"shuffle": True, "generator": torch.Generator().manual_seed(3) if generator else None}
+        return DataLoader(data, 2, num_workers=workers, persistent_workers=persistent, **drawn)
 
     ranks = Ranks(make, size, state=state, run_seed=7 if state is None else 99)
     found = []
@@ -616,16 +566,6 @@ class Stream(IterableDataset):
         left = list(numbers)
         while left:
             yield left.pop(random.randrange(len(left)) if self.shuffle else 0)
-
-
-class SizedStream(Stream):
-    """Says how long it is."""
-
-    def __init__(self, n):
-        super().__init__(n, shuffle=False)
-
-    def __len__(self):
-        return self.n
 
 
 class Counting(Stream):
@@ -779,48 +719,40 @@ class Noisy(IterableDataset):
             yield torch.tensor([number, *drawn], dtype=torch.float64)
 
 
-def read_noise(kind, state=None, stop=None, epochs=3):
+def read_noise(kind, batch, state=None, stop=None):
     options = {"num_workers": 2, "persistent_workers": True, "generator": torch.Generator().manual_seed(3)}
-    batch = None if kind is Loose else 2
-    ranks = Ranks(lambda: kind(Noisy(), batch_size=batch, **options), 1, state=state, run_seed=7 if stop else 99)
-    loader, found = ranks.loaders[0], []
-    while loader.epoch < epochs:
+    ranks = Ranks(lambda: kind(Noisy(), batch, **options), 1, state=state, run_seed=7 if stop else 99)
+    [loader], found = ranks.loaders, []
+    while loader.epoch < 3 and len(found) != stop:
         for piece in loader:
             found.append(piece.tolist())
             torch.rand(2)
             if len(found) == stop:
                 break
-        if len(found) == stop:
-            break
     state = ranks.state()
     loader.close()
     return found, state
 
 
-class Loose(DataLoader):
-    """Without batches."""
-
-
 @pytest.mark.guarantee
 @pytest.mark.filterwarnings("ignore:the stream has no state")
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "batch"),
     [
-        pytest.param(DataLoader, id="batches"),
-        pytest.param(Loose, id="samples", marks=pytest.mark.exhaustive),
-        pytest.param(Negated, id="subclass", marks=pytest.mark.exhaustive),
+        (DataLoader, 2),
+        pytest.param(DataLoader, None, marks=pytest.mark.exhaustive),
+        pytest.param(Negated, 2, marks=pytest.mark.exhaustive),
     ],
 )
-def test_persistent_workers_of_a_stream_that_draws(kind):
-    per_epoch = 8 if kind is Loose else 4
-    whole, _ = read_noise(kind, stop=3 * per_epoch)
-    drawn = {tuple(sample[1:4]) for item in whole for sample in (item if kind is not Loose else [item])}
+def test_persistent_workers_of_a_stream_that_draws(kind, batch):
+    per_epoch = 8 // (batch or 1)
+    whole, _ = read_noise(kind, batch, stop=3 * per_epoch)
+    drawn = {tuple(sample[1:4]) for item in whole for sample in (item if batch else [item])}
     assert len(drawn) == 24  # other numbers in each epoch
-    stops = (per_epoch + 1, 2 * per_epoch) if kind is DataLoader else (per_epoch + 1,)
-    for stop in stops:
-        begun, state = read_noise(kind, stop=stop)
+    for stop in (per_epoch + 1, 2 * per_epoch):
+        begun, state = read_noise(kind, batch, stop=stop)
         assert begun == whole[:stop]
-        assert begun + read_noise(kind, state=decode(*encode(state)))[0] == whole, stop
+        assert begun + read_noise(kind, batch, state=decode(*encode(state)))[0] == whole, stop
 
 
 def test_why_a_stream_is_read_again():
@@ -896,11 +828,8 @@ def test_a_subclass_over_a_stream_sees_its_batches(workers):
 @pytest.mark.guarantee
 @pytest.mark.parametrize("kind", LAZY)
 def test_resume_where_a_limit_ends_the_epoch(kind):
-    def make():
-        return DataLoader(range(SAMPLES), sampler=Lazy(SAMPLES, kind), batch_size=2)
-
     for size, k in ((1, 1), (1, 2), (2, 1)):
-        whole = check_resumes(make, size, k, 3, limit=3)
+        whole = check_resumes(MAKERS[kind], size, k, 3, limit=3)
         orders = {str([batch for at, batch, _ in whole if at == epoch]) for epoch in range(3)}
         assert len(orders) == 3
 

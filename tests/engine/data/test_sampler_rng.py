@@ -63,12 +63,14 @@ def test_one_generator_for_training_and_validation():
         assert begun + run(state=state) == whole
 
 
-class KnowsEpoch(Dataset):
+class KnowsEpoch:
     epoch = -1
 
     def set_epoch(self, epoch):
         self.epoch = epoch
 
+
+class Epochs(KnowsEpoch, Dataset):
     def __len__(self):
         return 4
 
@@ -76,12 +78,7 @@ class KnowsEpoch(Dataset):
         return self.epoch
 
 
-class StreamKnowsEpoch(IterableDataset):
-    epoch = -1
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
+class EpochStream(KnowsEpoch, IterableDataset):
     def __iter__(self):
         yield from [self.epoch] * 4
 
@@ -97,7 +94,7 @@ NESTED = {
 def test_the_epoch_reaches_the_dataset_in_every_worker(options):
     # A worker costs a quarter of a second: with workers, `concat` stands for the containers, as it holds a subset too.
     wraps = [NESTED["concat"]] if options else NESTED.values()
-    for make in (StreamKnowsEpoch, *(lambda wrap=wrap: wrap(KnowsEpoch()) for wrap in wraps)):
+    for make in (EpochStream, *(lambda wrap=wrap: wrap(Epochs()) for wrap in wraps)):
         ranks = Ranks(lambda make=make: DataLoader(make(), batch_size=2, **options), 1)
         assert [set(flat(ranks.ids())) for _ in range(2)] == [{0}, {1}]
         ranks.loaders[0].set_epoch(7)
@@ -108,13 +105,8 @@ def test_the_epoch_reaches_the_dataset_in_every_worker(options):
             loader.close()
 
 
-class EpochBatches:
+class EpochBatches(KnowsEpoch):
     """A batch sampler whose length depends on the epoch."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
 
     def __len__(self):
         return self.epoch + 1
@@ -123,13 +115,8 @@ class EpochBatches:
         yield from ([self.epoch, index] for index in range(len(self)))
 
 
-class EpochSource:
+class EpochSource(KnowsEpoch):
     """An iterable of batches that is no DataLoader."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
 
     def __iter__(self):
         yield torch.tensor([self.epoch])

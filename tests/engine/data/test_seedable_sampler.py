@@ -1,6 +1,6 @@
 """`use_seedable_sampler`: the order of an epoch follows from a seed and the epoch's number."""
 
-from pathlib import Path
+import itertools
 
 import pytest
 import torch
@@ -31,12 +31,7 @@ def shuffled(batch_size=4, **options):
 
 
 def epoch(loader, stop=None):
-    seen = []
-    for number, batch in enumerate(loader):
-        seen += batch.tolist()
-        if number + 1 == stop:
-            break
-    return seen
+    return [index for batch in itertools.islice(loader, stop) for index in batch.tolist()]
 
 
 def test_the_seed_is_added_to_the_epochs_number():
@@ -127,13 +122,10 @@ def begun(folder, batch_size):
     accelerator, loader = prepared(shuffled(batch_size))
     epoch(loader)
     loader.set_epoch(1)
-    seen = []
-    for number, batch in enumerate(loader):
-        seen += batch.tolist()
-        if number == 1:
-            accelerator.save_state(folder)
-            return seen
-    return None
+    batches = iter(loader)
+    seen = [*next(batches).tolist(), *next(batches).tolist()]
+    accelerator.save_state(folder)
+    return seen
 
 
 def ended(folder, batch_size):
@@ -180,4 +172,4 @@ def test_a_checkpoint_of_another_sampler_is_refused(tmp_path):
     accelerator.save_state(tmp_path / "c")
     accelerator, _ = prepared(shuffled())
     with pytest.raises(ValueError, match="has 1 sampler with a state_dict, but the checkpoint has 0"):
-        accelerator.load_state(Path(tmp_path / "c"))
+        accelerator.load_state(tmp_path / "c")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import sources_samples as samples
+from support.interrupted_reads import read_epochs
 from support.models import SGDTask
 from support.processes import run
 from support.trainers import make_trainer
@@ -21,7 +22,6 @@ from treadle.engine import CombinedLoader
 import treadle
 
 STOP = 5
-EPOCHS = 2
 # Sources of which not each of 96 samples comes once in an epoch, by what they are.
 OTHERWISE = {
     "stream by rank, uneven": 87,
@@ -41,29 +41,17 @@ def interrupted(workers, folder, resume):
     torch.set_num_threads(1)
     for name, make in samples.sources(folder).items():
         samples.seed(1003 if resume else 7)
-        accelerator = treadle.Accelerator(cpu=True)
         path = Path(folder, name.replace(" ", "-"))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            loader = accelerator.prepare_data_loader(make(workers))
-            if resume:
-                accelerator.load_state(path)
-            epochs = []
-            for epoch in range(1 if resume else EPOCHS):
-                epochs.append([])
-                for batch in loader:
-                    epochs[-1].append(
-                        [int(i) for i in np.atleast_1d(batch)] if accelerator.cursor.micro.samples else []
-                    )
-                    if not resume and epoch and len(epochs[-1]) == STOP:
-                        accelerator.save_state(path)
-            loader.close()
-        found[name] = epochs, "\n".join(str(each.message) for each in caught)
+        found[name] = read_epochs(lambda make=make: make(workers), to_ids, path, [STOP], resume)
     return found
 
 
+def to_ids(batch):
+    return [int(i) for i in np.atleast_1d(batch)]
+
+
 def whole_and_rest(workers, folder):
-    return [interrupted(workers, folder, resume) for resume in (False, True)]
+    return [interrupted(workers, folder, resume) for resume in (None, STOP)]
 
 
 @pytest.mark.guarantee
@@ -82,7 +70,7 @@ def test_each_sample_once_and_resumed_exactly_or_said(world, workers, tmp_path):
     for name in whole[0]:
         expected = OTHERWISE.get(name, samples.SAMPLES)
         expected = expected[world] if isinstance(expected, dict) else expected
-        for epoch in range(EPOCHS):
+        for epoch in (0, 1):
             ids = [i for rank in whole for batch in rank[name][0][epoch] for i in batch]
             if name in WITHOUT_WORKERS and workers:
                 continue

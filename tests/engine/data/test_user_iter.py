@@ -4,11 +4,8 @@ import itertools
 
 import pytest
 import torch
-from support.loader_ranks import Negated, make_alone, seed
+from support.loader_ranks import Negated, Ranks, seed
 from torch.utils.data import DataLoader
-from treadle.engine.checkpoint.json_codec import decode, encode
-from treadle.engine.data.loader import Cursor
-from treadle.engine.rng import ProcessStream
 
 
 class Joined(DataLoader):
@@ -52,21 +49,21 @@ def to_lists(batch):
     return [part.tolist() for part in batch] if isinstance(batch, tuple | list) else batch.tolist()
 
 
-def iterate_joined(kind, workers, k, state=None, epochs=2):
-    seed(7 if state is None else 99)
-    cursor, stream = Cursor(), ProcessStream()
-    source = kind(list(range(12)), list(range(100, 112)), batch_size=4, shuffle=True, num_workers=workers)
-    loader = make_alone(source, stream, cursor, k)
-    if state is not None:
-        loader.load_state_dict(decode(*encode(state["loader"])))
-        stream.go_to(decode(*encode(state["stream"])))
+def make_loader(kind, workers):
+    return kind(list(range(12)), list(range(100, 112)), batch_size=4, shuffle=True, num_workers=workers)
+
+
+def iterate_joined(kind, workers, k, state=None):
+    ranks = Ranks(
+        lambda: make_loader(kind, workers), 1, k, state=state, run_seed=7 if state is None else 99, process=True
+    )
+    [loader], [cursor] = ranks.loaders, ranks.cursors
     batches, states, scales = [], [], []
-    while loader.epoch < epochs:
+    while loader.epoch < 2:
         for batch in loader:
             batches.append(to_lists(batch))
             scales.append(cursor.micro.scale)
-            saved = {"loader": loader.state_dict(), "stream": stream.get_state()} if cursor.micro.last else None
-            states.append(saved)
+            states.append(ranks.state() if cursor.micro.last else None)
         assert cursor.micro is None or cursor.micro.last
     return batches, states, scales
 
@@ -81,7 +78,7 @@ def test_a_user_defined_iteration_in_one_process(kind, workers):
     else:
         make = kind
     seed(7)
-    plain = make(list(range(12)), list(range(100, 112)), batch_size=4, shuffle=True, num_workers=workers)
+    plain = make_loader(make, workers)
     wanted = [to_lists(batch) for _ in range(2) for batch in plain]
     for k in (1, 2):
         batches, states, scales = iterate_joined(make, workers, k)

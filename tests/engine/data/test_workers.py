@@ -72,9 +72,8 @@ def is_running(pid):
         return False
 
 
-def test_a_signal_to_the_process_group_of_a_rank_leaves_its_workers_alone(tmp_path):
-    (tmp_path / "train.py").write_text(HEAD + SIGNALLED)
-    done = script(tmp_path / "train.py")
+def test_a_signal_to_the_process_group_of_a_rank_leaves_its_workers_alone():
+    done = script(HEAD + SIGNALLED)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[0] == f"{list(range(8))} [{int(signal.SIGTERM)}]"
 
@@ -107,12 +106,9 @@ print(len(list(zip(load(objects, 2), load(array, 2), load(objects[:20_000], 1), 
 """
 
 
-def test_a_dataset_of_python_objects_that_workers_copy_is_said(tmp_path):
-    (tmp_path / "read.py").write_text(COPIED)
-    done = subprocess.run(
-        [python(), "read.py"], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "2\n"
+def test_a_dataset_of_python_objects_that_workers_copy_is_said():
+    done = script(COPIED, fresh=True)
+    assert done.stdout == "2\n", done.stderr
     # Tensors are not copied, and the one worker alone is not judged.
     (line,) = [line for line in done.stderr.splitlines() if "have copied" in line]
     copied, each = re.search(r"the 2 data workers have copied (\S+) GiB .* hold (\S+) GiB each", line).groups()

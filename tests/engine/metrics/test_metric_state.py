@@ -1,5 +1,7 @@
 """What metric objects have counted goes into a state and back: the same, on any number of processes, to the bit."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torchmetrics
@@ -176,11 +178,9 @@ def assert_close(ours, theirs):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, equal_nan=True, msg=name)
 
 
-class Seat:
+def seat(rank, size):
     """A process among so many, which meets no other."""
-
-    def __init__(self, rank, size):
-        self.rank, self.size, self.is_main = rank, size, rank == 0
+    return SimpleNamespace(rank=rank, size=size, is_main=rank == 0)
 
 
 @pytest.mark.parametrize(("metric", "why"), [(torchmetrics.PearsonCorrCoef(), "no reduction"), (Tally(), "unknown")])
@@ -192,11 +192,11 @@ def test_what_can_not_be_shared_out(metric, why):
     with pytest.raises(
         ValueError, match=rf"metric 'it' \({type(metric).__name__}\).*3 process.* 2 processes: .*{why}.*end"
     ):
-        metric_state.load({"it": metric}, saved, Seat(0, 2))
+        metric_state.load({"it": metric}, saved, seat(0, 2))
     metric.reset()
     fresh = metric_state.collect_states({"it": metric}, set(), World())["it"][0]
     if isinstance(metric, torchmetrics.Metric):  # nothing was counted, so there is nothing to share out
-        metric_state.load({"it": metric}, {"it": [fresh] * 3}, Seat(0, 2))
+        metric_state.load({"it": metric}, {"it": [fresh] * 3}, seat(0, 2))
 
 
 def test_a_tally_of_one_process_goes_to_rank_zero():
@@ -206,7 +206,7 @@ def test_a_tally_of_one_process_goes_to_rank_zero():
     ranks = [Tally(), Tally()]
     for rank, one in enumerate(ranks):
         one.update(torch.zeros(2), None)
-        metric_state.load({"it": one}, saved, Seat(rank, 2))
+        metric_state.load({"it": one}, saved, seat(rank, 2))
     assert [one.counts for one in ranks] == [{1: 3}, {}]
 
 

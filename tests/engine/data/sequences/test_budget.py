@@ -11,7 +11,6 @@ from support.models import SGDTask
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import treadle
@@ -201,7 +200,7 @@ def fit_task(weighted, strategy, folder, ckpt_path=None, workers=0, **flags):
     world = treadle.PartialState().num_processes
     task = Task(weighted)
     trainer = make_trainer(
-        **{"max_epochs": EPOCHS, "strategy": strategy, "accumulate_grad_batches": ACCUMULATE, "devices": world, **flags}
+        max_epochs=EPOCHS, strategy=strategy, accumulate_grad_batches=ACCUMULATE, devices=world, **flags
     )
     loader = DataLoader(make_samples(), batch_sampler=make_sampler(), collate_fn=collate, num_workers=workers)
     in_order = BudgetBatchSampler(LENGTHS, BUDGET, shuffle=False)
@@ -210,8 +209,7 @@ def fit_task(weighted, strategy, folder, ckpt_path=None, workers=0, **flags):
     )
     path = Path(folder, f"{weighted}-{strategy}-{world}-{flags.get('max_steps')}.ckpt")
     trainer.save_checkpoint(path)
-    weights = {n: w.full_tensor() if isinstance(w, DTensor) else w for n, w in task.named_parameters()}
-    weights = {name: weight.detach().clone() for name, weight in weights.items()}
+    weights = {n: getattr(w, "full_tensor", w.clone)().detach() for n, w in task.named_parameters()}
     return task.seen, weights, (trainer.global_step, float(trainer.callback_metrics.get("val", 0))), str(path)
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.models import SGDTask
+from support.interrupted_reads import read_epochs
+from support.models import SGDTask, Stream
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from treadle.engine.data.dataset_check import fingerprint
 from treadle.engine.data.sequences.packing import fit
@@ -185,25 +185,14 @@ class Task(SGDTask):
         return {"loss": loss, "weight": (targets != -100).sum()}
 
 
-class Stream(IterableDataset):
-    def __init__(self, documents):
-        self.documents, self.read = documents, 0
-
-    def __iter__(self):
-        info = get_worker_info()
-        for document in self.documents[:: 1 if info is None else info.num_workers]:
-            self.read += 1
-            yield document
-
-
 class StatefulStream(Stream):
     """Knows where it is, and divides its documents among the workers."""
 
-    at = 0
+    at = read = 0
 
     def __iter__(self):
         info = get_worker_info()
-        documents = self.documents if info is None else self.documents[info.id :: info.num_workers]
+        documents = self.samples if info is None else self.samples[info.id :: info.num_workers]
         start, self.at = self.at, 0
         for at, document in enumerate(documents[start:], start + 1):
             self.at, self.read = at, self.read + 1
@@ -251,17 +240,16 @@ def train_by_hand(kind):
     return losses, {f"net.{name}": weight.detach() for name, weight in net.named_parameters()}
 
 
-def fit_task(kind, strategy, accumulate, folder, workers=0, ckpt_path=None, **flags):
+def fit_task(kind, strategy, accumulate, folder, ckpt_path=None, **flags):
     world = treadle.PartialState().num_processes if strategy != "auto" else 1
     task, rows = Task(), make_rows(kind)
     trainer = make_trainer(
-        **{"max_epochs": EPOCHS, "strategy": strategy, "accumulate_grad_batches": accumulate, "devices": world, **flags}
+        max_epochs=EPOCHS, strategy=strategy, accumulate_grad_batches=accumulate, devices=world, **flags
     )
-    trainer.fit(task, DataLoader(rows, GLOBAL_ROWS // world // accumulate, num_workers=workers), ckpt_path=ckpt_path)
+    trainer.fit(task, DataLoader(rows, GLOBAL_ROWS // world // accumulate), ckpt_path=ckpt_path)
     path = Path(folder, f"{kind}-{strategy}.ckpt")
     trainer.save_checkpoint(path)
-    weights = {n: w.full_tensor() if isinstance(w, DTensor) else w for n, w in task.named_parameters()}
-    weights = {name: weight.detach().clone() for name, weight in weights.items()}
+    weights = {n: getattr(w, "full_tensor", w.clone)().detach() for n, w in task.named_parameters()}
     return task.seen, task.losses, weights, str(path), getattr(rows, "packed_source", None)
 
 
@@ -342,33 +330,21 @@ READ_AGAIN = {"HF stream, shuffled", "HF stream, workers"}
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_sources_are_packed_whole_and_resumed(name, tmp_path):
-    def train(save_at, load=None):
-        accelerator = treadle.Accelerator(cpu=True)
-        torch.manual_seed(1 if load is None else 2)
-        loader = accelerator.prepare_data_loader(SOURCES[name]())
-        if load is not None:
-            accelerator.load_state(tmp_path / load)
-        epochs = []
-        for _ in range(1 if load is not None else 2):
-            epochs.append([])
-            for batch in loader:
-                epochs[-1].append(
-                    [unpack({key: values[i] for key, values in batch.items()}) for i in range(len(batch["labels"]))]
-                )
-                if len(epochs) == 2 and len(epochs[-1]) in save_at:
-                    accelerator.save_state(tmp_path / str(len(epochs[-1])))
-        loader.close()
-        return epochs
+    def unpack_rows(batch):
+        return [unpack({key: values[i] for key, values in batch.items()}) for i in range(len(batch["labels"]))]
+
+    def read(resumed=None):
+        torch.manual_seed(1 if resumed is None else 2)
+        return read_epochs(SOURCES[name], unpack_rows, tmp_path, saved, resumed)
 
     pytest.importorskip("datasets")
     saved = 1, 9
-    first, second = train(saved)
+    (first, second), _ = read()
     for epoch in (first, second):
         documents = [tuple(document) for batch in epoch for row in batch for document in row]
         assert sorted(documents) == sorted(map(tuple, make_documents(80)))
     assert first != second
     for at in saved:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            assert train((), load=str(at)) == [second[at:]]
-        assert any("read again" in str(each.message) for each in caught) == (name in READ_AGAIN)
+        rest, said = read(at)
+        assert rest == [second[at:]]
+        assert ("read again" in said) == (name in READ_AGAIN)
