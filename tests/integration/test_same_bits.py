@@ -10,6 +10,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from support.differences import whole
 from support.processes import RankError, run
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -103,10 +104,6 @@ def digest(values):
     return hashlib.sha256(
         b"".join(torch.as_tensor(v).contiguous().view(torch.uint8).numpy() for v in values)
     ).hexdigest()[:12]
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def describe(model, optimizer, norms, losses, epochs):

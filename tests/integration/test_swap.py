@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support import swapped
+from support.differences import differences
 from support.house import read_differences
 from support.processes import run
 from torch import nn
@@ -42,7 +43,7 @@ def both(name, folder):
 
 
 def assert_same(ours, theirs):
-    assert list(swapped.differences(ours, theirs, TOLERANCE)) == []
+    assert differences(ours, theirs, TOLERANCE) == []
 
 
 def test_only_import_lines_are_changed():
@@ -248,7 +249,7 @@ def test_programs_of_public_shapes(name, tmp_path):
     """Small programs of the shapes that public code has; `swap/programs/README.md` lists the sources."""
     (tmp_path / "run").mkdir()
     ours = swapped.execute_program(name, "treadle", tmp_path)
-    differing = list(swapped.differences(ours, RECORDED["programs"][name], TOLERANCE))
+    differing = differences(ours, RECORDED["programs"][name], TOLERANCE)
     place, row = OTHERWISE.get(name, ("nowhere", ""))
     assert [one for one in differing if not one[0].startswith(place)] == []
     if row:

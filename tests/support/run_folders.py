@@ -1,7 +1,7 @@
 """Runs in folders of their own, and jobs that fight for one."""
 
 import json
-import os
+import multiprocessing
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from treadle.trainer.runs import index
 from treadle.trainer.runs.folder import RunFolder
 
 import treadle
+from support.models import SGDTask
 
 
 def record(path):
@@ -23,27 +24,20 @@ def state(path):
 
 def at_once(count, work):
     """What `work` returns in so many forks, which begin it at the same moment."""
-    go, start = os.pipe()
-    readers, children = [], []
-    for _ in range(count):
-        reader, writer = os.pipe()
-        if (child := os.fork()) == 0:
-            try:
-                os.close(start)
-                os.read(go, 1)  # until all ends of it are closed
-                os.write(writer, json.dumps(work()).encode())
-            finally:
-                os._exit(0)
-        os.close(writer)
-        readers.append(reader)
-        children.append(child)
-    os.close(go)
-    os.close(start)
-    found = [os.read(reader, 4096) for reader in readers]
-    for reader, child in zip(readers, children, strict=True):
-        os.close(reader)
-        os.waitpid(child, 0)
-    return [json.loads(text) for text in found]
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(count), context.SimpleQueue()
+
+    def begin():
+        barrier.wait()
+        results.put(work())
+
+    children = [context.Process(target=begin) for _ in range(count)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert all(child.exitcode == 0 for child in children)
+    return [results.get() for _ in children]
 
 
 def refused(directory):
@@ -54,8 +48,10 @@ def refused(directory):
     return ""
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     """Learns a constant. `at` is called before each step with the steps so far."""
+
+    lr = 0.05
 
     def __init__(self, at=lambda step: None):
         super().__init__()
@@ -74,9 +70,6 @@ class Task(treadle.TaskModule):
 
     def test_step(self, batch, batch_idx):
         self.log("test_loss", (self.net(batch[0]) - 1).pow(2).mean())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 def data():

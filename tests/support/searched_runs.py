@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import treadle
+from support.differences import differences, whole
 from support.trainers import NO_OUTPUT
 from treadle.tuner import Tuner
 
@@ -92,10 +93,6 @@ def trace(finders, *, tuner=None, kind=Task, given=None, **flags):
     return everything
 
 
-def whole(value):
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
 class Data(treadle.DataModule):
     def __init__(self, batch_size=4):
         super().__init__()
@@ -116,20 +113,8 @@ class Unbuilt(Task):
             self.net = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.2), nn.Linear(5, 1))
 
 
-def same(a, b):
-    """Equal, bit for bit."""
-    if isinstance(a, torch.Tensor | np.ndarray):
-        return np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b or (a != a and b != b)
-
-
 def check(a, b):
-    for name in a:
-        assert same(a[name], b[name]), f"{name}: {a[name]} != {b[name]}"
+    assert differences(a, b) == []
 
 
 class Plain(treadle.TaskModule):
