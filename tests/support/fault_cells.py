@@ -271,7 +271,7 @@ def strike(
                 code = process.wait(max(0.1, start + (bound if struck else START) - time.monotonic()))
                 outcome.seconds = time.monotonic() - start
                 outcome.status = code if code >= 0 else 128 - code
-            _look_for_orphans(folder, outcome)
+            outcome.orphans = [] if outcome.hung else find_orphans(folder)
         finally:
             kill_all(folder, process)
     outcome.err = (folder / "err.txt").read_text()
@@ -312,13 +312,12 @@ def kill_all(folder: Path, process: subprocess.Popen[Any]) -> None:
     process.wait(10)
 
 
-def _look_for_orphans(folder: Path, outcome: Outcome) -> None:
-    if outcome.hung:
-        return
-    end = time.monotonic()
-    while (pids := living(folder)) and time.monotonic() - end < 2.0:
+def find_orphans(folder: Path) -> list[str]:
+    """Return the roles of processes of the job that live 2 s longer."""
+    end = time.monotonic() + 2.0
+    while (pids := living(folder)) and time.monotonic() < end:
         time.sleep(0.02)
-    outcome.orphans = [f"{role} ({pid})" for pid, role in pids.items()]
+    return [f"{role} ({pid})" for pid, role in pids.items()]
 
 
 def _look_at_disk(folder: Path, temporary: Path, outcome: Outcome) -> None:
