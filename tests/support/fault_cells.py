@@ -232,10 +232,9 @@ def strike(
     launcher: str,
     cell: SignalCell | None = None,
     *,
-    bound: float = BOUND,
     variables: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Run the job in ``folder`` as ``plan`` says until it ends, or is killed ``bound`` seconds after it was struck.
+    """Run the job in ``folder`` as ``plan`` says until it ends, or is killed ``BOUND`` seconds after it was struck.
 
     ``variables`` are more environment variables, which ``srun`` needs to find its cluster.
     """
@@ -268,7 +267,7 @@ def strike(
                 cell.send(process, read_ranks(folder))
                 (folder / "sent").touch()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(max(0.1, start + (bound if struck else START) - time.monotonic()))
+                code = process.wait(max(0.1, start + (BOUND if struck else START) - time.monotonic()))
                 outcome.seconds = time.monotonic() - start
                 outcome.status = code if code >= 0 else 128 - code
             outcome.orphans = [] if outcome.hung else find_orphans(folder)
