@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.differences import whole
 from support.processes import RankError, run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from treadle.engine.checkpoint import OpenCheckpoint
@@ -146,9 +147,8 @@ def loader(name):
 def fit(name, precision, epochs, *, ckpt_path=None, save=None, task=None, data=None, **flags):
     task, rows = task or Task(name), Rows()
     treadle.seed_everything(1)
-    off = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    flags = {"max_epochs": epochs, "log_every_n_steps": 1, "logger": rows, **off, **flags}
-    trainer = treadle.Trainer(accelerator="cpu", precision=precision, **flags)
+    flags = {"max_epochs": epochs, "log_every_n_steps": 1, "logger": rows, **flags}
+    trainer = make_trainer(precision=precision, **flags)
     trainer.fit(task, loader(name) if data is None else data, ckpt_path=ckpt_path)
     if save is not None:
         trainer.save_checkpoint(save)

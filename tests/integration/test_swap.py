@@ -16,6 +16,7 @@ from support import swapped
 from support.differences import differences
 from support.house import read_differences
 from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
@@ -175,8 +176,7 @@ def train_noisy(name, draws, how):
     torch.manual_seed(1)
     task, train, val = Noisy(draws), LOADERS[name](), DataLoader(torch.arange(4.0)[:, None], 2)
     if how == "Trainer":
-        off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        treadle.Trainer(accelerator="cpu", max_epochs=3, **off).fit(task, train, val)
+        make_trainer(max_epochs=3).fit(task, train, val)
     else:
         if how == "Accelerator":
             train, val = treadle.Accelerator(cpu=True).prepare(train, val)
