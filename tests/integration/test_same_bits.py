@@ -10,6 +10,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from support.callback_runs import Rows
 from support.differences import whole
 from support.processes import RankError, run
 from support.trainers import make_trainer
@@ -88,19 +89,6 @@ class Task(treadle.TaskModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01, foreach=True)
 
 
-class Rows(treadle.loggers.Logger):
-    def __init__(self):
-        super().__init__()
-        self.steps, self.epochs = [], []
-
-    def log_metrics(self, metrics, step=None):
-        self.steps += [metrics["loss_step"]] if "loss_step" in metrics else []
-        self.epochs += [metrics[name] for name in ("loss_epoch", "val_loss") if name in metrics]
-
-    def log_hyperparams(self, *args, **kwargs):
-        pass
-
-
 def digest(values):
     return hashlib.sha256(
         b"".join(torch.as_tensor(v).contiguous().view(torch.uint8).numpy() for v in values)
@@ -152,11 +140,10 @@ def fit(name, precision, epochs, *, ckpt_path=None, save=None, task=None, data=N
     trainer.fit(task, loader(name) if data is None else data, ckpt_path=ckpt_path)
     if save is not None:
         trainer.save_checkpoint(save)
-    return describe(task.net, trainer.optimizers[0], task.norms, rows.steps, rows.epochs), {
-        "seeds": task.seeds,
-        "losses": rows.steps,
-        "epochs": rows.epochs,
-    }
+    losses = [value for _, value in rows.of("loss_step")]
+    epochs = [row[name] for _, row in rows.rows for name in ("loss_epoch", "val_loss") if name in row]
+    found = describe(task.net, trainer.optimizers[0], task.norms, losses, epochs)
+    return found, {"seeds": task.seeds, "losses": losses, "epochs": epochs}
 
 
 def plain(name, precision, epochs, seeds):
