@@ -19,8 +19,7 @@ import treadle
 from support.callback_runs import Rows
 from support.differences import differences, whole
 from support.models import Count
-
-QUIET = dict.fromkeys(("enable_progress_bar", "enable_model_summary"), False)
+from support.trainers import make_trainer
 
 
 class Interrupted(Exception):
@@ -473,8 +472,7 @@ def with_trainer(own, seed, folder, saver=None, ckpt_path=None, after=None, **fl
             "last": {"save_last": True},
         }[own["keeper"]]
         callbacks.append(ModelCheckpoint(dirpath=folder, **options))
-    own_trainer = treadle.Trainer(
-        accelerator="cpu",
+    own_trainer = make_trainer(
         strategy=own["strategy"],
         precision=own["precision"],
         logger=rows,
@@ -489,7 +487,7 @@ def with_trainer(own, seed, folder, saver=None, ckpt_path=None, after=None, **fl
         check_val_every_n_epoch=own["val_epochs"],
         log_every_n_steps=own["every"],
         deterministic=own["deterministic"] or None,
-        **QUIET | flags,
+        **flags,
     )
     try:
         own_trainer.fit(task, loader, make_validation(own) or None, ckpt_path=ckpt_path)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import treadle
 from support.differences import differences, whole
-from support.trainers import NO_OUTPUT
+from support.trainers import NO_OUTPUT, make_trainer
 from treadle.tuner import Tuner
 
 QUIET_ON_CPU = {"accelerator": "cpu", **NO_OUTPUT}
@@ -71,7 +71,7 @@ def trace(finders, *, tuner=None, kind=Task, given=None, **flags):
     """A short fit; returns all that a search before it could have changed."""
     treadle.seed_everything(0)
     task = kind()
-    trainer = treadle.Trainer(**QUIET_ON_CPU, max_epochs=2, callbacks=finders, log_every_n_steps=1, **flags)
+    trainer = make_trainer(max_epochs=2, callbacks=finders, log_every_n_steps=1, **flags)
     if tuner is not None:
         tuner(Tuner(trainer), task)
     trainer.fit(task, given)
