@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 from pathlib import Path
 
 import torch
@@ -25,17 +26,20 @@ def state(path):
 def at_once(count, work):
     """What `work` returns in so many forks, which begin it at the same moment."""
     context = multiprocessing.get_context("fork")
-    barrier, results = context.Barrier(count), context.SimpleQueue()
+    results, (go, start) = context.SimpleQueue(), os.pipe()
 
     def begin():
-        barrier.wait()
+        os.close(start)
+        os.read(go, 1)  # until all ends of it are closed
         results.put(work())
 
     children = [context.Process(target=begin) for _ in range(count)]
     for child in children:
         child.start()
+    os.close(start)
     for child in children:
         child.join()
+    os.close(go)
     assert all(child.exitcode == 0 for child in children)
     return [results.get() for _ in children]
 
