@@ -1,7 +1,6 @@
 """Runs in folders of their own, and jobs that fight for one."""
 
 import json
-import multiprocessing
 import os
 from pathlib import Path
 
@@ -25,23 +24,27 @@ def state(path):
 
 def at_once(count, work):
     """What `work` returns in so many forks, which begin it at the same moment."""
-    context = multiprocessing.get_context("fork")
-    results, (go, start) = context.SimpleQueue(), os.pipe()
-
-    def begin():
-        os.close(start)
-        os.read(go, 1)  # until all ends of it are closed
-        results.put(work())
-
-    children = [context.Process(target=begin) for _ in range(count)]
-    for child in children:
-        child.start()
-    os.close(start)
-    for child in children:
-        child.join()
+    go, start = os.pipe()
+    readers, children = [], []
+    for _ in range(count):
+        reader, writer = os.pipe()
+        if (child := os.fork()) == 0:
+            try:
+                os.close(start)
+                os.read(go, 1)  # until all ends of it are closed
+                os.write(writer, json.dumps(work()).encode())
+            finally:
+                os._exit(0)
+        os.close(writer)
+        readers.append(reader)
+        children.append(child)
     os.close(go)
-    assert all(child.exitcode == 0 for child in children)
-    return [results.get() for _ in children]
+    os.close(start)
+    found = [os.read(reader, 4096) for reader in readers]
+    for reader, child in zip(readers, children, strict=True):
+        os.close(reader)
+        os.waitpid(child, 0)
+    return [json.loads(text) for text in found]
 
 
 def refused(directory):
