@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from treadle.loggers import CSVLogger
 
 import treadle
-from support.trainers import make_trainer
 
 
 class Data(treadle.DataModule):
@@ -51,7 +50,8 @@ class Task(treadle.TaskModule):
 
 
 def trainer(root, **flags):
-    return make_trainer(**{"logger": CSVLogger(root), "max_epochs": 2, "enable_checkpointing": True, **flags})
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    return treadle.Trainer(**{"logger": CSVLogger(root), "max_epochs": 2, **quiet, **flags})
 
 
 def section(page, name):
