@@ -26,7 +26,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from support.swapped import RECORDED, RUNS, differences, list_programs, write
+from support.differences import differences
+from support.swapped import RECORDED, RUNS, list_programs, write
 
 LIBRARIES = ("lightning", "treadle")
 
@@ -79,7 +80,7 @@ def compare_programs(recorded: dict[str, Any], tolerance: float, only: list[str]
         if "error" in theirs or "error" in ours:
             print(f"{times} {'failed':>13}")
             continue
-        other = list(differences(ours["results"], theirs["results"], tolerance))
+        other = differences(ours["results"], theirs["results"], tolerance)
         print(f"{times} {count(ours['results']) - len(other):6} {len(other):6}")
         listed += [f"\n{name}: treadle, lightning"] * bool(other) + [f"    {p}: {a}, {b}" for p, a, b in other[:8]]
     return listed, failed

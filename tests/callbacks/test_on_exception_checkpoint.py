@@ -112,15 +112,13 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
 
 
 def test_a_disk_that_refuses_does_not_hide_the_error(tmp_path):
-    class Loses(Fails):
-        def on_after_backward(self, trainer, task):
-            if trainer.global_step == 3:
-                (tmp_path / "c").rmdir()
-                (tmp_path / "c").write_text("")
-            super().on_after_backward(trainer, task)
+    def lose(text):
+        (tmp_path / "c").rmdir()
+        (tmp_path / "c").write_text("")
+        return RuntimeError(text)
 
     with pytest.raises(RuntimeError, match="planned") as caught:
-        made(tmp_path, Loses("backward", 3), saver(tmp_path)).fit(Task(), *loaders())
+        made(tmp_path, Fails("backward", 3, lose), saver(tmp_path)).fit(Task(), *loaders())
     assert "ModelCheckpoint.on_exception raised" in caught.value.__notes__[-1]
 
 
@@ -153,9 +151,9 @@ class FailsOnOne(Fails):
         super().__init__(place, step)
         self.rank = rank
 
-    def _at(self, place, trainer):
+    def _fail(self, trainer, *arguments):
         if trainer.global_rank == self.rank:
-            super()._at(place, trainer)
+            super()._fail(trainer, *arguments)
 
 
 def two(root, rank):

@@ -20,6 +20,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -103,16 +104,6 @@ def measure_machine():
     return statistics.median(times)
 
 
-def list_children():
-    texts = []
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            texts.append((task / "children").read_text())
-        except OSError:  # a thread that has just ended
-            continue
-    return [int(pid) for text in texts for pid in text.split()]
-
-
 def count_blocks(history):
     """Return the blocks of a history's numbers: up to `MOST_POINTS` steps and values of each curve, by design."""
     if history is None:
@@ -132,7 +123,7 @@ class Sampler:
         cpu = time.process_time()
         per_step = 1000 * (cpu - self.cpu) / max(1, steps - self.steps)
         gc.collect()
-        children = list_children()
+        children = [child.pid for child in psutil.Process().children()]
         anonymous, shared = read_memory(os.getpid())
         pids = {str(pid) for pid in (os.getpid(), *children)}
         values = {

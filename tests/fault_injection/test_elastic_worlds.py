@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+from support.launches import wait_for
 from support.machines import Machines, namespaces
 from support.processes import clean_environment, python
 from support.restarts import JOB, SETTINGS, final_samples, read_events
@@ -104,9 +105,7 @@ def test_a_signal_ends_a_machine_that_waits_for_the_others(tmp_path):
         first, second = machines.start(), machines.start()
         machines.await_events(is_step, 4)
         machines.kill(second)
-        end = time.monotonic() + 60
-        while "restart 1 of 1" not in machines.outputs() and time.monotonic() < end:
-            time.sleep(0.1)
+        wait_for(lambda: "restart 1 of 1" in machines.outputs(), 60, machines.outputs)
         time.sleep(3)
         machines.terminate(first)
         assert machines.wait(first, 30) == 143, machines.outputs()

@@ -21,6 +21,7 @@ import torch
 from support import hostile_files
 from support.models import loader
 from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 
 import treadle
@@ -52,10 +53,7 @@ class Task(treadle.TaskModule):
 
 
 def trainer(*callbacks):
-    return treadle.Trainer(
-        max_steps=2, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, callbacks=list(callbacks),
-    )  # fmt: skip
+    return make_trainer(max_epochs=None, max_steps=2, devices=1, num_sanity_val_steps=0, callbacks=list(callbacks))
 
 
 def make_run(folder):
@@ -105,8 +103,7 @@ def store(path):
 
 def best(path):
     callback = treadle.callbacks.ModelCheckpoint(dirpath=path if path.is_dir() else path.parent)
-    run = treadle.Trainer(max_steps=1, accelerator="cpu", devices=1, logger=False, callbacks=[callback],
-                          enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+    run = make_trainer(max_epochs=None, max_steps=1, devices=1, callbacks=[callback], enable_checkpointing=True)
     run.fit(Task(), loader(2))
 
 

@@ -10,6 +10,7 @@ import torch
 from support.models import SGDTask, loader
 from support.processes import run
 from support.stored import DEAD
+from support.trainers import make_trainer
 from treadle.callbacks import EMAWeightAveraging, ModelCheckpoint, averaged_weights
 from treadle.cli.commands.command_line import read_earlier_config
 from treadle.cli.commands.export import export
@@ -52,10 +53,8 @@ def form_of(folder):
 
 def trainer(folder, steps=2, form=None):
     saving = ModelCheckpoint(folder, "best", monitor="loss", save_last=True, format=form or form_of(folder))
-    return treadle.Trainer(
-        max_steps=steps, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[saving, EMAWeightAveraging()],
-    )  # fmt: skip
+    callbacks = [saving, EMAWeightAveraging()]
+    return make_trainer(max_epochs=None, max_steps=steps, devices=1, callbacks=callbacks, enable_checkpointing=True)
 
 
 def resumed(name):

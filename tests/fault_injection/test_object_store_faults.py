@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.object_store import S3Server, environment
 from support.processes import RankError, run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint
@@ -70,10 +71,8 @@ def fit(root, steps, ckpt_path=None, *, width=8, **options):
     newest = ModelCheckpoint(
         f"{root}/newest", "{step}", monitor="step", mode="max", save_top_k=2, every_n_train_steps=2, **options
     )
-    trainer = treadle.Trainer(
-        max_steps=steps, accelerator="cpu", logger=False, callbacks=[last, newest], default_root_dir=root,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    flags = {"max_epochs": None, "max_steps": steps, "enable_checkpointing": True, "default_root_dir": root}
+    trainer = make_trainer(callbacks=[last, newest], **flags)
     task = Task(width)
     trainer.fit(task, data, ckpt_path=ckpt_path)
     return task

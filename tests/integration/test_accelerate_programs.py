@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support import swapped
+from support.differences import differences
 from support.house import read_differences
 from support.processes import clean_environment, run
 
@@ -62,7 +63,7 @@ def test_the_results_are_accelerates(name, world, tmp_path):
     theirs = RECORDED[name][str(world)]
     ours = run(executed, world, name, world, str(tmp_path))
     assert len(ours) == len(theirs) == world
-    found = list(swapped.differences(ours, theirs, TOLERANCE))
+    found = differences(ours, theirs, TOLERANCE)
     known = DIFFERENT.get((name, world), {})
     unexplained = [each for each in found if not any(re.search(pattern, each[0]) for pattern in known)]
     assert unexplained == []

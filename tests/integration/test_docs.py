@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.callback_runs import Rows
 from support.house import read_differences
 from support.processes import run
 from support.trainers import NO_OUTPUT
@@ -223,25 +224,16 @@ def test_weights_make_the_mean_over_tokens():
 
 
 def test_step_numbers_count_completed_optimizer_steps():
-    rows = []
-
-    class Rows(treadle.loggers.Logger):
-        name, version = "rows", 0
-
-        def log_metrics(self, metrics, step=None):
-            rows.append((step, metrics["batch"]))
-
-        def log_hyperparams(self, params, *args, **kwargs):
-            pass
+    rows = Rows()
 
     class Logging(Task):
         def training_step(self, batch, batch_idx):
             self.log("batch", float(batch_idx))
             return super().training_step(batch, batch_idx)
 
-    trainer = fit(Logging(), loader(6), accumulate_grad_batches=2, logger=Rows(), log_every_n_steps=1)
+    trainer = fit(Logging(), loader(6), accumulate_grad_batches=2, logger=rows, log_every_n_steps=1)
     assert trainer.global_step == 3
-    assert rows == [(1, 1.0), (2, 3.0), (3, 5.0)]
+    assert rows.of("batch") == [(1, 1.0), (2, 3.0), (3, 5.0)]
 
 
 class Scheduled(Validated):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.processes import clean_environment, programs, run, script
+from support.trainers import make_trainer
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -64,18 +65,8 @@ def both_doors(world, folder, precision, mixed):
 
     treadle.seed_everything(0)
     task, losses = digits.DigitsTask(), Losses()
-    trainer = treadle.Trainer(
-        accelerator="cpu",
-        max_epochs=EPOCHS,
-        precision=precision,
-        accumulate_grad_batches=ACCUMULATE,
-        gradient_clip_val=1.0,
-        callbacks=[losses],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    flags = {"precision": precision, "accumulate_grad_batches": ACCUMULATE, "gradient_clip_val": 1.0}
+    trainer = make_trainer(max_epochs=EPOCHS, callbacks=[losses], **flags)
     trainer.fit(task, *digits.build_loaders(BATCH // world)[:2])
     options = {"gradient_accumulation_steps": ACCUMULATE, "mixed_precision": mixed, "cpu": True}
     own, accuracy = own_loop.run(EPOCHS, BATCH // world, **options)
@@ -327,10 +318,8 @@ def train_nano(folder, strategy="auto", ranks=1, ckpt_path=None):
     treadle.seed_everything(0)
     task, losses = import_nano().Nano(depth=2, vocabulary=300, lr=0.01), Losses()
     saver = treadle.callbacks.ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=5)
-    trainer = treadle.Trainer(
-        accelerator="cpu", devices=ranks, strategy=strategy, max_steps=NANO_STEPS, max_epochs=-1, gradient_clip_val=1.0,
-        callbacks=[losses, saver], logger=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    flags = {"max_steps": NANO_STEPS, "max_epochs": -1, "gradient_clip_val": 1.0, "enable_checkpointing": True}
+    trainer = make_trainer(devices=ranks, strategy=strategy, callbacks=[losses, saver], **flags)
     trainer.fit(task, DataLoader(read_nano_rows(), 8 // ranks), ckpt_path=ckpt_path)
     weights = trainer.accelerator.get_state_dict(task)
     return torch.stack(losses.seen), {name: value.clone() for name, value in weights.items() if value is not None}

@@ -8,7 +8,9 @@ import functools
 
 import pytest
 import torch
+from support.differences import whole
 from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.strategies import FSDP
@@ -70,10 +72,10 @@ class Task(treadle.TaskModule):
 def whole_loss(model):
     """The loss of the whole dataset, in float64, on a copy: what all runs are compared by."""
     x, y = dataset().tensors
-    whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.net.state_dict().items()}
+    weights = {name: whole(p) for name, p in model.net.state_dict().items()}
     with torch.device("meta"):  # draws no random numbers
         net = network()
-    net.load_state_dict(whole, assign=True)
+    net.load_state_dict(weights, assign=True)
     net.double()
     return nn.functional.cross_entropy(net(x.double()), y).item()
 
@@ -105,16 +107,8 @@ def by_trainer(place, precision, accumulate):
     torch.manual_seed(7)
     task = Task()
     torch.manual_seed(7)
-    trainer = treadle.Trainer(
-        max_epochs=EPOCHS,
-        accelerator="cpu",
-        strategy=strategy(place),
-        precision=precision,
-        accumulate_grad_batches=accumulate,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = make_trainer(
+        max_epochs=EPOCHS, strategy=strategy(place), precision=precision, accumulate_grad_batches=accumulate
     )
     trainer.fit(task, DataLoader(dataset(), batch_size=GLOBAL_BATCH // WORLDS[place], shuffle=True))
     return task.seen

@@ -10,7 +10,10 @@ import signal
 import numpy as np
 import pytest
 import torch
+from support.callback_runs import Rows
+from support.differences import whole
 from support.processes import RankError, run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from treadle.engine.checkpoint import OpenCheckpoint
@@ -86,27 +89,10 @@ class Task(treadle.TaskModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01, foreach=True)
 
 
-class Rows(treadle.loggers.Logger):
-    def __init__(self):
-        super().__init__()
-        self.steps, self.epochs = [], []
-
-    def log_metrics(self, metrics, step=None):
-        self.steps += [metrics["loss_step"]] if "loss_step" in metrics else []
-        self.epochs += [metrics[name] for name in ("loss_epoch", "val_loss") if name in metrics]
-
-    def log_hyperparams(self, *args, **kwargs):
-        pass
-
-
 def digest(values):
     return hashlib.sha256(
         b"".join(torch.as_tensor(v).contiguous().view(torch.uint8).numpy() for v in values)
     ).hexdigest()[:12]
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def describe(model, optimizer, norms, losses, epochs):
@@ -149,17 +135,15 @@ def loader(name):
 def fit(name, precision, epochs, *, ckpt_path=None, save=None, task=None, data=None, **flags):
     task, rows = task or Task(name), Rows()
     treadle.seed_everything(1)
-    off = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    flags = {"max_epochs": epochs, "log_every_n_steps": 1, "logger": rows, **off, **flags}
-    trainer = treadle.Trainer(accelerator="cpu", precision=precision, **flags)
+    flags = {"max_epochs": epochs, "log_every_n_steps": 1, "logger": rows, **flags}
+    trainer = make_trainer(precision=precision, **flags)
     trainer.fit(task, loader(name) if data is None else data, ckpt_path=ckpt_path)
     if save is not None:
         trainer.save_checkpoint(save)
-    return describe(task.net, trainer.optimizers[0], task.norms, rows.steps, rows.epochs), {
-        "seeds": task.seeds,
-        "losses": rows.steps,
-        "epochs": rows.epochs,
-    }
+    losses = [value for _, value in rows.of("loss_step")]
+    epochs = [row[name] for _, row in rows.rows for name in ("loss_epoch", "val_loss") if name in row]
+    found = describe(task.net, trainer.optimizers[0], task.norms, losses, epochs)
+    return found, {"seeds": task.seeds, "losses": losses, "epochs": epochs}
 
 
 def plain(name, precision, epochs, seeds):

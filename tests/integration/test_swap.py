@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 from support import swapped
+from support.differences import differences
 from support.house import read_differences
 from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
@@ -42,7 +44,7 @@ def both(name, folder):
 
 
 def assert_same(ours, theirs):
-    assert list(swapped.differences(ours, theirs, TOLERANCE)) == []
+    assert differences(ours, theirs, TOLERANCE) == []
 
 
 def test_only_import_lines_are_changed():
@@ -174,8 +176,7 @@ def train_noisy(name, draws, how):
     torch.manual_seed(1)
     task, train, val = Noisy(draws), LOADERS[name](), DataLoader(torch.arange(4.0)[:, None], 2)
     if how == "Trainer":
-        off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        treadle.Trainer(accelerator="cpu", max_epochs=3, **off).fit(task, train, val)
+        make_trainer(max_epochs=3).fit(task, train, val)
     else:
         if how == "Accelerator":
             train, val = treadle.Accelerator(cpu=True).prepare(train, val)
@@ -248,7 +249,7 @@ def test_programs_of_public_shapes(name, tmp_path):
     """Small programs of the shapes that public code has; `swap/programs/README.md` lists the sources."""
     (tmp_path / "run").mkdir()
     ours = swapped.execute_program(name, "treadle", tmp_path)
-    differing = list(swapped.differences(ours, RECORDED["programs"][name], TOLERANCE))
+    differing = differences(ours, RECORDED["programs"][name], TOLERANCE)
     place, row = OTHERWISE.get(name, ("nowhere", ""))
     assert [one for one in differing if not one[0].startswith(place)] == []
     if row:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.trainers import make_trainer
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError, MetricCollection, SumMetric
 from torchmetrics.classification import BinaryAccuracy, BinaryAveragePrecision
 from torchmetrics.wrappers import MultitaskWrapper
@@ -16,17 +16,6 @@ from treadle.loggers import CSVLogger
 import treadle
 
 pytestmark = pytest.mark.filterwarnings("ignore:configure_optimizers returned a dict", "ignore:No positive samples")
-
-
-class Numbers(Dataset):
-    def __init__(self):
-        self.data = torch.randn(16, 8)
-
-    def __getitem__(self, index):
-        return self.data[index]
-
-    def __len__(self):
-        return len(self.data)
 
 
 class Boring(treadle.TaskModule):
@@ -57,7 +46,7 @@ class Boring(treadle.TaskModule):
 
     @staticmethod
     def train_dataloader():
-        return DataLoader(Numbers(), batch_size=2)
+        return DataLoader(torch.randn(16, 8), batch_size=2)
 
     val_dataloader = test_dataloader = train_dataloader
 
@@ -259,11 +248,3 @@ def test_a_task_with_a_metric_is_scripted():
     fit(task, max_epochs=1)
     x = torch.randn(4, 8)
     assert torch.allclose(task(x), task.to_torchscript()(x))
-
-
-def test_the_format_of_a_metrics_state_is_its_own():
-    task = Boring()
-    task.metric = SumMetric()
-    assert task.half().metric.sum_value.dtype == torch.float32
-    task.metric.set_dtype(torch.float64)
-    assert task.metric.sum_value.dtype == torch.float64

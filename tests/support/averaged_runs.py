@@ -5,6 +5,7 @@ from torch import nn
 
 import treadle
 from support.callback_runs import loader, trainer
+from support.differences import whole
 
 
 class Task(treadle.TaskModule):
@@ -37,12 +38,7 @@ class Task(treadle.TaskModule):
 
 
 def flat(task):
-    return torch.cat([whole(p).flatten() for p in task.parameters()]).clone()
-
-
-def whole(tensor):
-    tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return torch.cat([whole(p.detach()).flatten() for p in task.parameters()]).clone()
 
 
 def by_hand(weights, decay):

@@ -10,6 +10,7 @@ from treadle.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressB
 from treadle.loggers import Logger
 
 import treadle
+from support.trainers import make_trainer
 
 
 class Tiny(treadle.TaskModule):
@@ -57,15 +58,13 @@ def trainer(root, *callbacks, **flags):
     """Five batches an epoch, two epochs, no words."""
     defaults = {
         "max_epochs": 2,
-        "accelerator": "cpu",
-        "logger": False,
         "enable_progress_bar": any(isinstance(c, ProgressBar) for c in callbacks),
         "enable_model_summary": any(isinstance(c, ModelSummary) for c in callbacks),
         "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
         "num_sanity_val_steps": 0,
         "default_root_dir": root,
     }
-    return treadle.Trainer(**{**defaults, **flags}, callbacks=list(callbacks))
+    return make_trainer(**{**defaults, **flags}, callbacks=list(callbacks))
 
 
 def fit(root, *callbacks, values=(), validate=True, task=None, ckpt_path=None, samples=10, **flags):
@@ -82,21 +81,11 @@ def names(folder):
 class Rows(Logger):
     """Keeps what it is given."""
 
+    name, version = "rows", 0
+
     def __init__(self):
         self.rows = []
         self.saved = []
-
-    @property
-    def experiment(self):
-        return self
-
-    @property
-    def name(self):
-        return "rows"
-
-    @property
-    def version(self):
-        return 0
 
     def log_metrics(self, metrics, step=None):
         self.rows.append((step, dict(metrics)))

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint
 
 import treadle
-from support.trainers import NO_OUTPUT
+from support.trainers import make_trainer
 from treadle.plugins import TorchCheckpointIO
 
 
@@ -55,9 +55,8 @@ def loader():
 def fitted(folder, epochs, plugin=None, ckpt_path=None, **flags):
     torch.manual_seed(1)
     task, keeps = Task(), ModelCheckpoint(folder, monitor="loss", save_last=True)
-    trainer = treadle.Trainer(
-        max_epochs=epochs, callbacks=keeps, plugins=plugin, **{**NO_OUTPUT, "enable_checkpointing": True, **flags}
-    )
+    flags = {"enable_checkpointing": True, **flags}
+    trainer = make_trainer(max_epochs=epochs, callbacks=keeps, plugins=plugin, **flags)
     trainer.fit(task, loader(), ckpt_path=ckpt_path)
     return task, trainer
 

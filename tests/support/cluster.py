@@ -11,8 +11,10 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 from pathlib import Path
+
+from support.launches import wait_for
+from support.processes import clean_environment
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo")
 PACKAGES = "munge slurmctld slurmd slurm-client"
@@ -93,11 +95,14 @@ class Cluster:
         names = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munged.pid", "seed-file": "munge.seed"}
         files = [f"--{option}={folder / name}" for option, name in names.items()]
         self._daemon("munged", "--foreground", "--force", f"--log-file={folder / 'munged.log'}", *files)
-        _wait(lambda: (folder / "munge.socket").exists(), 20, "munged", folder)
+        wait_for(lambda: (folder / "munge.socket").exists(), 20, self._read_logs)
         self._daemon("slurmctld", "-D")
         for node in ("n1", "n2"):
             self._daemon("slurmd", "-D", "-N", node)
-        _wait(lambda: self.run("sinfo", "-h", "-o", "%D %t").stdout.split() == ["2", "idle"], 60, "nodes", folder)
+        wait_for(lambda: self.run("sinfo", "-h", "-o", "%D %t").stdout.split() == ["2", "idle"], 60, self._read_logs)
+
+    def _read_logs(self) -> str:
+        return "".join(f"--- {path.name}\n{path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.[lo]*")))
 
     def _daemon(self, program: str, *args: str) -> None:
         with (self.folder / f"{program}.out").open("ab") as out:
@@ -107,8 +112,6 @@ class Cluster:
 
     def run(self, *command: str, timeout: float = 120, env: dict[str, str] | None = None, cwd: Path | None = None):
         """Runs one of SLURM's programs, with a clean environment of launch variables, and returns what it said."""
-        from support.processes import clean_environment
-
         return subprocess.run(
             command,
             env=clean_environment({**self.env, **(env or {})}),
@@ -118,12 +121,3 @@ class Cluster:
             check=False,
             cwd=cwd or self.folder,
         )
-
-
-def _wait(condition, seconds: float, what: str, folder: Path) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            logs = "".join(f"--- {path.name}\n{path.read_text()[-2000:]}" for path in sorted(folder.glob("*.[lo]*")))
-            raise TimeoutError(f"{what} not ready after {seconds:g} s\n{logs}")
-        time.sleep(0.2)

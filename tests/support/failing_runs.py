@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
 import treadle
+from support.trainers import make_trainer
 
 
 class Samples(Dataset):
@@ -57,36 +58,24 @@ class Task(treadle.TaskModule):
 class Fails(Callback):
     """Raises once, at a place, when so many steps are done."""
 
+    HOOKS = {
+        "forward": "on_train_batch_start",
+        "backward": "on_after_backward",
+        "batch_end": "on_train_batch_end",
+        "step_end": "on_step_end",
+        "validation": "on_validation_batch_start",
+        "epoch_end": "on_train_epoch_end",
+        "epoch_start": "on_train_epoch_start",
+    }
+
     def __init__(self, place, step, error=RuntimeError):
-        self.place = place
-        self.step = step
-        self.error = error
+        self.place, self.step, self.error = place, step, error
+        setattr(self, self.HOOKS[place], self._fail)
 
-    def _at(self, place, trainer):
-        if self.place == place and trainer.global_step == self.step and not trainer.sanity_checking:
-            raise self.error(f"planned: {place} {self.step}")
-
-    def on_train_batch_start(self, trainer, task, batch, index):
-        if index % 2:  # the group's second: the first has drawn, and moved the buffers
-            self._at("forward", trainer)
-
-    def on_after_backward(self, trainer, task):
-        self._at("backward", trainer)
-
-    def on_train_batch_end(self, trainer, *_):
-        self._at("batch_end", trainer)
-
-    def on_step_end(self, trainer, task):
-        self._at("step_end", trainer)
-
-    def on_validation_batch_start(self, trainer, task, batch, index, number=0):
-        self._at("validation", trainer)
-
-    def on_train_epoch_end(self, trainer, task):
-        self._at("epoch_end", trainer)
-
-    def on_train_epoch_start(self, trainer, task):
-        self._at("epoch_start", trainer)
+    def _fail(self, trainer, task, batch=None, index=0, *_):
+        first = self.place == "forward" and index % 2 == 0  # the group's second has drawn, and moved the buffers
+        if trainer.global_step == self.step and not trainer.sanity_checking and not first:
+            raise self.error(f"planned: {self.place} {self.step}")
 
 
 class OtherWeights(Callback):
@@ -107,10 +96,8 @@ def saver(root, **more):
 
 
 def made(root, *callbacks, **flags):
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    defaults = {"max_epochs": 3, "accelerator": "cpu", "accumulate_grad_batches": 2, "default_root_dir": root}
-    callbacks = [EarlyStopping("val", patience=9), *callbacks]
-    return treadle.Trainer(**{**defaults, **quiet, **flags}, callbacks=callbacks)
+    defaults = {"max_epochs": 3, "enable_checkpointing": True, "accumulate_grad_batches": 2, "default_root_dir": root}
+    return make_trainer(**{**defaults, **flags}, callbacks=[EarlyStopping("val", patience=9), *callbacks])
 
 
 def loaders():

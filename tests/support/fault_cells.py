@@ -232,10 +232,9 @@ def strike(
     launcher: str,
     cell: SignalCell | None = None,
     *,
-    bound: float = BOUND,
     variables: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Run the job in ``folder`` as ``plan`` says until it ends, or is killed ``bound`` seconds after it was struck.
+    """Run the job in ``folder`` as ``plan`` says until it ends, or is killed ``BOUND`` seconds after it was struck.
 
     ``variables`` are more environment variables, which ``srun`` needs to find its cluster.
     """
@@ -268,10 +267,10 @@ def strike(
                 cell.send(process, read_ranks(folder))
                 (folder / "sent").touch()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(max(0.1, start + (bound if struck else START) - time.monotonic()))
+                code = process.wait(max(0.1, start + (BOUND if struck else START) - time.monotonic()))
                 outcome.seconds = time.monotonic() - start
                 outcome.status = code if code >= 0 else 128 - code
-            _look_for_orphans(folder, outcome)
+            outcome.orphans = [] if outcome.hung else find_orphans(folder)
         finally:
             kill_all(folder, process)
     outcome.err = (folder / "err.txt").read_text()
@@ -312,13 +311,12 @@ def kill_all(folder: Path, process: subprocess.Popen[Any]) -> None:
     process.wait(10)
 
 
-def _look_for_orphans(folder: Path, outcome: Outcome) -> None:
-    if outcome.hung:
-        return
-    end = time.monotonic()
-    while (pids := living(folder)) and time.monotonic() - end < 2.0:
+def find_orphans(folder: Path) -> list[str]:
+    """Return the roles of processes of the job that live 2 s longer."""
+    end = time.monotonic() + 2.0
+    while (pids := living(folder)) and time.monotonic() < end:
         time.sleep(0.02)
-    outcome.orphans = [f"{role} ({pid})" for pid, role in pids.items()]
+    return [f"{role} ({pid})" for pid, role in pids.items()]
 
 
 def _look_at_disk(folder: Path, temporary: Path, outcome: Outcome) -> None:

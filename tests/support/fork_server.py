@@ -26,7 +26,6 @@ import hashlib
 import io
 import json
 import os
-import selectors
 import signal
 import socket
 import subprocess
@@ -36,13 +35,15 @@ import threading
 import types
 import warnings
 from collections.abc import Mapping, Sequence
+from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from support import processes
+from support.forked_program import MOST_DESCRIPTORS, number_from
 
 COUNT = 2
 REFUSED = -1  # said in place of a process id
-MOST_DESCRIPTORS = 200  # of one process; Linux sends 253 at once
-BYTES = 8  # of each number that is said
 IMPORTED = ("Trainer", "Accelerator")  # what nearly every rank uses of Treadle
 SHARED = "PYTEST_FORK_SERVERS"  # variable with the names of the fork servers that a parent process has started
 UNIMPORTED = "PYTEST_IMPORTS_TREADLE"  # variable of programs that have to import Treadle themselves
@@ -64,39 +65,20 @@ class Forked:
             file.write(json.dumps({**request, "descriptors": [0, 1, 2]}).encode())
             file.flush()
             socket.send_fds(self._reply, [b"."], [file.fileno(), *streams])
-        self._words: list[int] = []
         self._code: int | None = None
-        self._read(1)
-        if not self._words:
+        if (pid := number_from(self._reply)) is None:
             raise RuntimeError("the fork server of the ranks (tests/support/fork_server.py) died; its words are above")
-        self.pid = self._words[0]
+        self.pid = pid
 
     def poll(self) -> int | None:
-        return self._status(block=False)
+        return self.wait() if self._code is not None or connection.wait([self._reply], 0) else None
 
     def wait(self) -> int | None:
-        return self._status(block=True)
-
-    def _status(self, block: bool) -> int | None:
         if self._code is None:
-            self._reply.setblocking(block)
-            if self._read(2):
-                # Without a word the fork server was killed, and its ranks with it.
-                self._code = self._words[1] if len(self._words) == 2 else -signal.SIGKILL
-                self._reply.close()
+            code = number_from(self._reply)
+            self._code = -signal.SIGKILL if code is None else code  # no word: the keeper was killed, and it with it
+            self._reply.close()
         return self._code
-
-    def _read(self, count: int) -> bool:
-        """Whether ``count`` numbers are here, or none will come."""
-        while len(self._words) < count:
-            try:
-                word = self._reply.recv(BYTES)
-            except BlockingIOError:
-                return False
-            if not word:
-                return True
-            self._words.append(int.from_bytes(word, "little", signed=True))
-        return True
 
 
 def fork(rank: int, folder: Path, env: Mapping[str, str], base: Mapping[str, str]) -> Forked:
@@ -140,8 +122,6 @@ def share(base: Mapping[str, str]) -> None:
 
 def _digest(env: tuple[tuple[str, str], ...]) -> str:
     """Of what a fork server compares with the environment of a process: one that differs would be refused."""
-    from support import processes
-
     return hashlib.sha256(repr(sorted(processes.early(dict(env)).items())).encode()).hexdigest()
 
 
@@ -168,114 +148,62 @@ def executables(base: tuple[tuple[str, str], ...]) -> Path:
 # -- in the fork server -----------------------------------------------------------------------------------------------
 
 
-class ForkServer:
-    """Forks a process per request, until the lifeline is closed.
+def serve(listener: socket.socket, lifeline: socket.socket, usual: Mapping[str, str]) -> None:
+    """Fork a keeper per request, until the lifeline is closed, whose other end the process that started this one holds.
 
-    A request is forgotten once its process has ended and its status is told. Where the other side is gone before that,
-    the process is killed with its session.
-
-    Args:
-        listener: Where requests come from.
-        lifeline: What the process that started this one holds the other end of.
+    Requests are answered whose environment is the ``usual`` one, as far as torch reads it when it is imported.
     """
-
-    def __init__(self, listener: socket.socket, lifeline: socket.socket) -> None:
-        self.listener, self.lifeline, self.pid = listener, lifeline, os.getpid()
-        self.selector = selectors.DefaultSelector()
-        # By what is watched: the end of a process, or of the side that asked for it. An open request stands here twice.
-        self.asked: dict[int, tuple[int, int, socket.socket]] = {}
-        # Sessions whose process has ended before others in them, such as data workers, by the side that may kill them.
-        self.left: dict[int, tuple[int, socket.socket]] = {}
-
-    def serve(self, usual: Mapping[str, str]) -> None:
-        """Answers requests whose environment is the ``usual`` one, as far as torch reads it when it is imported."""
-        for watched in (self.listener, self.lifeline):
-            self.selector.register(watched, selectors.EVENT_READ)
-        while True:
-            ready = {key.fd for key, _ in self.selector.select(0.2 if self.left else None)}
-            if self.lifeline.fileno() in ready:
-                for pid in {pid for pid, *_ in (*self.asked.values(), *self.left.values())}:
-                    _kill(pid)
-                return
-            for descriptor in ready:
-                if descriptor in self.asked:  # not where both ends of a request are ready, and one was seen
-                    self.forget(descriptor)
-            for descriptor, (pid, _) in list(self.left.items()):
-                if descriptor in ready or not _has_group(pid):
-                    self.sweep(descriptor)
-            if self.listener.fileno() in ready:
-                self.answer(usual)
-
-    def answer(self, usual: Mapping[str, str]) -> None:
-        from support import processes
-
-        reply, _ = self.listener.accept()
-        _, descriptors, _, _ = socket.recv_fds(reply, 1, 1 + MOST_DESCRIPTORS)
-        request = json.loads(os.pread(descriptors[0], 1 << 24, 0)) if descriptors else None
-        if request is None or processes.early(request["env"]) != usual:
-            _say(reply, REFUSED)
-            reply.close()
-        elif (pid := os.fork()) == 0:
-            self.leave(reply)
-            _become(request, descriptors)
-            if "target" in request:
-                _end(_run(request))
-            if (code := processes.rank_main(Path(request["call"]))) != 0:
-                os._exit(code)  # not waiting for what a group does at its end whose other members still hang
-            _end(0)
-        else:
-            pidfd = os.pidfd_open(pid)
-            for watched in (pidfd, reply.fileno()):
-                self.asked[watched] = (pid, pidfd, reply)
-                self.selector.register(watched, selectors.EVENT_READ)
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-    def forget(self, descriptor: int) -> None:
-        pid, pidfd, reply = self.asked[descriptor]
-        if descriptor != pidfd:
-            _kill(pid)
-        for watched in (pidfd, reply.fileno()):
-            self.selector.unregister(watched)
-            del self.asked[watched]
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        os.close(pidfd)
-        _say(reply, code)
-        if descriptor == pidfd and _has_group(pid):
-            self.left[reply.fileno()] = (pid, reply)
-            self.selector.register(reply, selectors.EVENT_READ)
-            _say(reply, 1)
-        else:
-            _say(reply, 0)
-            reply.close()
-
-    def sweep(self, descriptor: int) -> None:
-        """The rest of a session has ended, or whoever stood for it was killed: then it is killed too."""
-        pid, reply = self.left.pop(descriptor)
-        self.selector.unregister(descriptor)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+    server = os.getpid()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
+    while lifeline not in connection.wait([listener, lifeline]):
+        reply, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            processes.die_with(server)
+            _keep(reply, lifeline, usual)
         reply.close()
 
-    def leave(self, reply: socket.socket) -> None:
-        """In a forked process: gives up all that is the fork server's, and says to ``reply`` which process this is."""
-        from support import processes
 
-        processes.die_with(self.pid)
+def _keep(reply: socket.socket, lifeline: socket.socket, usual: Mapping[str, str]) -> NoReturn:
+    """Fork the process that ``reply`` asks for, and tell its status; kill its session where nobody waits any more."""
+    _, descriptors, _, _ = socket.recv_fds(reply, 1, 1 + MOST_DESCRIPTORS)
+    request = json.loads(os.pread(descriptors[0], 1 << 24, 0)) if descriptors else None
+    if request is None or processes.early(request["env"]) != usual:
+        _say(reply, REFUSED)
+        os._exit(0)
+    keeper = os.getpid()
+    if (pid := os.fork()) == 0:
+        processes.die_with(keeper)
         os.setsid()
         _say(reply, os.getpid())
-        self.selector.close()
-        known = [side for *_, side in (*self.asked.values(), *self.left.values())]
-        for other in (self.listener, self.lifeline, reply, *known):
-            other.close()
-        for pidfd in {pidfd for _, pidfd, _ in self.asked.values()}:
-            os.close(pidfd)
+        reply.close()
+        lifeline.close()
+        _become(request, descriptors)
+        if "target" in request:
+            _end(_run(request))
+        if (code := processes.rank_main(Path(request["call"]))) != 0:
+            os._exit(code)  # not waiting for what a group does at its end whose other members still hang
+        _end(0)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    end = os.pidfd_open(pid)
+    if end not in connection.wait([end, reply, lifeline]):
+        for kill in (os.killpg, os.kill):  # also where it is about to begin its session
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
+    _say(reply, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    _say(reply, _has_group(pid))
+    # Others of its session may live on, such as data workers: until whoever stands for them is killed.
+    while _has_group(pid) and not connection.wait([reply, lifeline], 0.2):
+        pass
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    os._exit(0)
 
 
 def main(listener: socket.socket, lifeline: socket.socket) -> None:
     """Imports what all forked processes find, and serves."""
-    from support import processes
-
     usual = processes.early(os.environ)  # before a package adds to it
     processes.heed_signals()
     import multiprocessing.spawn  # noqa: F401  # keeps the path of the interpreter
@@ -296,14 +224,7 @@ def main(listener: socket.socket, lifeline: socket.socket) -> None:
         )
     gc.collect()
     gc.freeze()  # else a process looks through all of torch whenever it collects
-    ForkServer(listener, lifeline).serve(usual)
-
-
-def _kill(pid: int) -> None:
-    """Kills a forked process and its session, also where it is about to begin one."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError):
-            kill(pid, signal.SIGKILL)
+    serve(listener, lifeline, usual)
 
 
 def _has_group(pid: int) -> bool:
@@ -380,9 +301,7 @@ def _has_own_treadle(request: dict[str, Any]) -> bool:
 def _stream(number: int, unbuffered: bool) -> io.TextIOWrapper:
     """One of the three standard streams, as the interpreter makes it."""
     at_once = unbuffered and number > 0
-    raw: Any = io.FileIO(number, "wb" if number else "rb", closefd=False)
-    if not at_once:
-        raw = io.BufferedWriter(raw) if number else io.BufferedReader(raw)
+    raw = open(number, "wb" if number else "rb", 0 if at_once else -1, closefd=False)  # noqa: SIM115
     by_line = not at_once and (number == 2 or os.isatty(number))
     errors = "backslashreplace" if number == 2 else "strict"
     stream: Any = io.TextIOWrapper(raw, "utf-8", errors, line_buffering=by_line, write_through=at_once)
@@ -434,7 +353,7 @@ def _end(code: int) -> None:
 
 def _say(reply: socket.socket, number: int) -> None:
     with contextlib.suppress(OSError):  # nobody waits for it any more
-        reply.send(number.to_bytes(BYTES, "little", signed=True))
+        reply.send(number.to_bytes(8, "little", signed=True))
 
 
 if __name__ == "__main__":

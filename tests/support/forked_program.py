@@ -124,4 +124,5 @@ def main():
     os.kill(os.getpid(), -code)
 
 
-main()
+if __name__ == "__main__":
+    main()

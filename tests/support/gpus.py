@@ -6,7 +6,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import treadle
-from support.trainers import NO_OUTPUT
+from support.differences import whole
+from support.trainers import make_trainer
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
@@ -20,7 +21,7 @@ def needs_gpu(test):
 
 
 def trainer(**flags):
-    return treadle.Trainer(**{"accelerator": FLAG, "devices": 1, "max_epochs": 1, **NO_OUTPUT, **flags})
+    return make_trainer(**{"accelerator": FLAG, "devices": 1, **flags})
 
 
 def accelerator(**options):
@@ -99,8 +100,7 @@ def loader(steps=8, batch_size=4, **options):
 
 def weights(module):
     """Copies in host memory, whole where they are shards."""
-    full = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in module.named_parameters()}
-    return {name: parameter.detach().cpu().clone() for name, parameter in full.items()}
+    return {name: whole(parameter).detach().cpu().clone() for name, parameter in module.named_parameters()}
 
 
 def are_equal(first, second):

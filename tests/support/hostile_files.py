@@ -33,11 +33,15 @@ def pickled(value, protocol=2):
     return pickle.dumps(value, protocol)
 
 
+def literal(*values):
+    """The instructions of a pickle for some values, without those that begin and end it."""
+    return b"".join(pickled(value)[2:-1] for value in values)
+
+
 def call(name, *args, inner=None):
-    """The instructions of a pickle for ``name(*args)``, without those that begin and end it."""
+    """Those for ``name(*args)``."""
     module, _, last = name.rpartition(".")
-    body = b"".join(pickled(arg)[2:-1] for arg in args) if inner is None else inner
-    return f"c{module}\n{last}\n(".encode() + body + b"tR"
+    return f"c{module}\n{last}\n(".encode() + (literal(*args) if inner is None else inner) + b"tR"
 
 
 def stream(body):
@@ -46,7 +50,7 @@ def stream(body):
 
 def under(key, body):
     """A dict with one key, whose value is what ``body`` makes."""
-    return stream(b"}" + pickled(key)[2:-1] + body + b"s")
+    return stream(b"}" + literal(key) + body + b"s")
 
 
 def archive(data, entries=None, root="archive", compressed=False, twice=False):
@@ -64,16 +68,8 @@ def archive(data, entries=None, root="archive", compressed=False, twice=False):
 
 
 def tensor(storage=b"", offset=0, shape=(2, 2), stride=(2, 1), key="0", count=4, kind="torch\nFloatStorage"):
-    pid = storage or (
-        b"("
-        + pickled("storage")[2:-1]
-        + f"c{kind}\n".encode()
-        + pickled(key)[2:-1]
-        + pickled("cpu")[2:-1]
-        + pickled(count)[2:-1]
-        + b"t"
-    )
-    rest = b"".join(pickled(value)[2:-1] for value in (offset, shape, stride, False)) + b"}"
+    pid = storage or b"(" + literal("storage") + f"c{kind}\n".encode() + literal(key, "cpu", count) + b"t"
+    rest = literal(offset, shape, stride, False) + b"}"
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + pid + b"Q" + rest + b"tR"
 
 
@@ -90,7 +86,7 @@ def pickles(marker):
     """Pickles that run something, by name."""
     touch = f"open({marker!r}, 'w').close()"
     run = call("os.system", f"touch {marker}")
-    found = {
+    return {
         "os-system": run,
         "posix-system": call("posix.system", f"touch {marker}"),
         "open": call("builtins.open", marker, "w"),
@@ -108,15 +104,15 @@ def pickles(marker):
         "instance-2": f"(c{PAYLOAD}\nThing\no".encode(),
         "extension": b"\x82\x01",
         "pathlib": call("pathlib.Path.touch", marker),
-        "partial": call("functools.partial", inner=b"cos\nsystem\n" + pickled(f"touch {marker}")[2:-1]),
-        "getattr": call("builtins.getattr", inner=f"c{PAYLOAD}\nthing\n".encode() + pickled("run")[2:-1]),
+        "partial": call("functools.partial", inner=b"cos\nsystem\n" + literal(f"touch {marker}")),
+        "getattr": call("builtins.getattr", inner=f"c{PAYLOAD}\nthing\n".encode() + literal("run")),
         "torch-load": call("torch.load", marker + ".pt"),
         "torch-bytes": call("torch.storage._load_from_bytes", pickle.dumps(Call(os.system, f"touch {marker}"))),
         "torch-jit": call("torch.jit.load", marker),
         "numpy-load": call("numpy.load", marker + ".npy", None, True),
         "numpy-object": call("numpy._core.multiarray.scalar", inner=call("numpy.dtype", "O8", False, True) + run),
         "lightning": call("lightning.pytorch.cli.instantiate_module", inner=f"c{PAYLOAD}\nThing\n}}".encode()),
-        "operator": call("operator.methodcaller", inner=pickled("touch")[2:-1]) + b"cpathlib\nPath\n" + b"\x85R",
+        "operator": call("operator.methodcaller", inner=literal("touch")) + b"cpathlib\nPath\n" + b"\x85R",
         "types": call("types.FunctionType", inner=call("builtins.compile", touch, "x", "exec") + b"}"),
         "reconstructor": call("copyreg._reconstructor", inner=f"c{PAYLOAD}\nThing\ncbuiltins\nobject\nN".encode()),
         "ordered-dict": b"ccollections\nOrderedDict\n" + run + b"\x85R",
@@ -125,7 +121,7 @@ def pickles(marker):
         "parameter": call("torch._utils._rebuild_parameter", inner=run + b"\x89}"),
         "from-type": call(
             "torch._tensor._rebuild_from_type_v2",
-            inner=f"cos\nsystem\nc{PAYLOAD}\nThing\n".encode() + pickled((f"touch {marker}",))[2:-1] + b"N",
+            inner=f"cos\nsystem\nc{PAYLOAD}\nThing\n".encode() + literal((f"touch {marker}",)) + b"N",
         ),
         "sparse": call(
             "torch._utils._rebuild_sparse_tensor",
@@ -133,43 +129,35 @@ def pickles(marker):
         ),
         "wrapper": call("torch._utils._rebuild_wrapper_subclass", inner=f"c{PAYLOAD}\nThing\n".encode() + run),
         "storage-call": tensor(storage=run),
-        "storage-nested": tensor(
-            storage=b"(" + pickled("storage")[2:-1] + run + pickled("0")[2:-1] + pickled("cpu")[2:-1] + b"K\x04t"
-        ),
+        "storage-nested": tensor(storage=b"(" + literal("storage") + run + literal("0", "cpu") + b"K\x04t"),
         "storage-class": tensor(kind=f"{PAYLOAD}\nThing"),
-        "set-state": b"ccollections\nOrderedDict\n)R}" + pickled("__class__")[2:-1] + f"c{PAYLOAD}\nThing\nsb".encode(),
+        "set-state": b"ccollections\nOrderedDict\n)R}" + literal("__class__") + f"c{PAYLOAD}\nThing\nsb".encode(),
     }
-    return found
 
 
 def greedy():
     """Pickles that ask for memory or time without an end."""
-    laughs = (
-        b"("
-        + pickled("lol")[2:-1]
-        + b"tq\x00"
-        + b"".join(b"(" + b"h%c" % n * 10 + b"tq%c" % (n + 1) for n in range(60))
-    )
+    laughs = b"".join(b"(" + b"h%c" % n * 10 + b"tq%c" % (n + 1) for n in range(60))
     text = b"X" + struct.pack("<I", 10**6) + b"a" * 10**6 + b"q\x000"
     encoded = b"c_codecs\nencode\n(h\x00X\x06\x00\x00\x00latin1tR"
     return {
         "bytearray": call("builtins.bytearray", 10**11),
         "bytes": call("builtins.bytes", 10**11),
         "range-set": call("builtins.set", inner=call("builtins.range", 10**10)),
-        "laughs": laughs,
+        "laughs": b"(" + literal("lol") + b"tq\x00" + laughs,
         "copies": text + b"](" + encoded * 50_000 + b"e",
         "deep": b"]" * 200_000 + b"a" * 199_999,
         "deep-tuples": b")" + b"\x85" * 200_000,
         "itself": b"]q\x00h\x00a",
-        "itself-dict": b"}q\x00" + pickled("weight")[2:-1] + b"h\x00s",
+        "itself-dict": b"}q\x00" + literal("weight") + b"h\x00s",
         "huge-int": b"\x8b" + struct.pack("<I", 10**6) + b"\xff" * 10**6,
         "huge-int-key": b"}\x8b" + struct.pack("<I", 10**6) + b"\x7f" * 10**6 + b"Ns",
         "decimal": b"I" + b"9" * 10**6 + b"\n",
         "long-promise": b"\x8d" + struct.pack("<Q", 2**62) + b"x",
-        "same-hash": b"}(" + b"".join(pickled((2**61 - 1) * n)[2:-1] + b"N" for n in range(20_000)) + b"u",
+        "same-hash": b"}(" + b"".join(literal((2**61 - 1) * n) + b"N" for n in range(20_000)) + b"u",
         "many": b"N0" * 2_000_000 + b"N",
         "array": call("numpy._core.multiarray._reconstruct", inner=b"cnumpy\nndarray\n(K\x00tC\x01b")
-        + pickled((1, (10**6, 10**6), None, False, b""))[2:-1]
+        + literal((1, (10**6, 10**6), None, False, b""))
         + b"b",
         "shape-text": call("numpy.dtype", "U2000000000", False, True),
         "expand": tensor(offset=0, shape=(10**12,), stride=(0,)),
@@ -453,9 +441,9 @@ def torch_bytes(value, **options):
 
 def lightning(body):
     """A Lightning checkpoint with good weights, whose hyperparameters and callbacks are what ``body`` makes."""
-    weights = b"}(" + pickled("weight")[2:-1] + tensor() + b"u"
-    parts = {"state_dict": weights, "hyper_parameters": b"}" + pickled("width")[2:-1] + body + b"s", "callbacks": body}
-    data = b"}(" + b"".join(pickled(key)[2:-1] + part for key, part in parts.items()) + b"u"
+    weights = b"}(" + literal("weight") + tensor() + b"u"
+    parts = {"state_dict": weights, "hyper_parameters": b"}" + literal("width") + body + b"s", "callbacks": body}
+    data = b"}(" + b"".join(literal(key) + part for key, part in parts.items()) + b"u"
     return archive(stream(data))
 
 

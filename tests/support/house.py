@@ -10,7 +10,6 @@ from typing import Any
 
 import treadle
 
-HELPERS = {"common.lazy_exports", "common.peer_finder"}  # what makes a face, and no export of it
 ALL_ROOMS = ("common", "strategies", "engine", "loggers", "callbacks")
 ALL_ROOMS += ("trainer", "integrations", "cli", "tools", "compat")
 ROOT = Path(__file__).parents[2]

@@ -70,10 +70,11 @@ def gone(pid: int) -> bool:
         return True
 
 
-def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float, told: Callable[[], str] = str) -> None:
+    """Wait until something holds; too late is an error with what was ``told`` by then."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s"
+        assert time.monotonic() < end, f"not within {seconds} s\n{told()}"
         time.sleep(0.02)
 
 

@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from support.fault_cells import kill_all
+from support.launches import wait_for
 from support.processes import clean_environment, programs
 from support.restarts import JOB, read_events
 
@@ -99,12 +99,8 @@ class Machines:
 
     def _await_store(self) -> None:
         host, _, port = self.endpoint.partition(":")
-        end = time.monotonic() + 60
-        while True:
-            with contextlib.suppress(ConnectionRefusedError), socket.create_connection((host, int(port)), 1):
-                return
-            assert time.monotonic() < end, self.outputs()
-            time.sleep(0.05)
+        with socket.socket() as probe:
+            wait_for(lambda: probe.connect_ex((host, int(port))) == 0, 60, self.outputs)
 
     def link(self, number: int) -> str:
         return f"tr{os.getpid()}{'ab'[number]}"
@@ -144,7 +140,4 @@ class Machines:
 
     def await_events(self, wanted: Callable[[dict[str, Any]], bool], count: int, limit: float = 120) -> None:
         """Wait until the ranks have told so many events of a kind."""
-        end = time.monotonic() + limit
-        while sum(map(wanted, read_events(self.folder))) < count:
-            assert time.monotonic() < end, self.outputs()
-            time.sleep(0.02)
+        wait_for(lambda: sum(map(wanted, read_events(self.folder))) >= count, limit, self.outputs)

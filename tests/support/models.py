@@ -11,8 +11,10 @@ import treadle
 class SGDTask(treadle.TaskModule):
     """Is trained by SGD; whatever else it has is the subclass's."""
 
+    lr = 0.1
+
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 class Line(SGDTask):

@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from treadle.strategies import FSDP
 from treadle.tools.plan import varied
 from treadle.tools.plan.gpus import GPU
@@ -53,27 +54,21 @@ class Shared(Net):
             parallelize_module(block, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
 
 
-def strategy_called(name):
-    if name == "tensor":
-        return FSDP(tensor_parallel_size=2)
-    if name == "checkpointed":
-        return FSDP(activation_checkpointing_policy=True)
-    if name == "hybrid":
-        return FSDP(data_parallel_replicate=2)
-    if name == "each":
-        return FSDP(sync_each_batch=True)
-    if name == "kept":
-        return FSDP(reshard_after_forward=False)
-    if name == "half":
-        from torch.distributed.fsdp import MixedPrecisionPolicy
+OPTIONS = {
+    "tensor": {"tensor_parallel_size": 2},
+    "checkpointed": {"activation_checkpointing_policy": True},
+    "hybrid": {"data_parallel_replicate": 2},
+    "each": {"sync_each_batch": True},
+    "kept": {"reshard_after_forward": False},
+    "half": {"mixed_precision": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+}
 
-        return FSDP(mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    return FSDP()
+
+def strategy_called(name):
+    return FSDP(**OPTIONS.get(name, {}))
 
 
 def planned(name, world, rank, accumulate=1, clip=None, **more):
-    from treadle.tools.plan.simulation import simulate
-
     given = {"strategy": strategy_called(name), "precision": "32-true", "micro_batch": 4, **more}
     return simulate(
         Shared, batch_of, loss, ADAMW, world_size=world, accumulate=accumulate, clip=clip, rank=rank, **given

@@ -4,8 +4,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.engine.profilers.simple import Action
 
-import treadle as tl
 from support.models import LoggedLine
+from support.trainers import make_trainer
 from treadle.profilers import Profiler
 
 
@@ -28,9 +28,7 @@ def loader(count=16, **options):
 
 
 def trainer_in(root, **flags):
-    defaults = {"max_epochs": 1, "logger": False, "accelerator": "cpu"}
-    off = {f"enable_{name}": False for name in ("progress_bar", "checkpointing", "model_summary")}
-    return tl.Trainer(default_root_dir=root, **{**off, **defaults, **flags})
+    return make_trainer(default_root_dir=root, **flags)
 
 
 class Notes(Profiler):

@@ -78,12 +78,14 @@ def loaders(batch=BATCH):
     return DataLoader(TensorDataset(data), batch, shuffle=True), DataLoader(TensorDataset(data[:10]), 4)
 
 
+QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+
+
 def fit(folder, callbacks, **flags):
     """Train, write the weights, and return the Trainer."""
     treadle.seed_everything(3)
     task = Network()
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = treadle.Trainer(accelerator="cpu", max_epochs=EPOCHS, callbacks=callbacks, **quiet, **flags)
+    trainer = treadle.Trainer(accelerator="cpu", max_epochs=EPOCHS, callbacks=callbacks, **QUIET, **flags)
     trainer.fit(task, *loaders(), ckpt_path="auto")
     weights = {name: value.flatten().tolist() for name, value in task.state_dict().items()}
     (Path(folder) / f"weights-{trainer.global_rank}").write_text(json.dumps(weights))
@@ -158,15 +160,13 @@ def train(folder, rank, upload=None, storage=None):
         ),
     ).fit()
     checkpoints = [str(checkpoint.path) for checkpoint, _ in result.best_checkpoints]
-    filesystem, path = result.filesystem, result.path
-    entries = filesystem.get_file_info(FileSelector(path))
+    entries = result.filesystem.get_file_info(FileSelector(result.path))
     listed = sorted(entry.base_name for entry in entries if entry.type is FileType.Directory)
     with result.checkpoint.as_directory() as copied:
         task = Network.load_from_checkpoint(Path(copied) / "checkpoint.ckpt")
         weights = {name: value.flatten().tolist() for name, value in task.state_dict().items()}
     found = {"metrics": result.metrics, "checkpoints": checkpoints, "listed": listed, "weights": weights}
-    text = json.dumps(found)
-    (folder / "result").write_text(text)
+    (folder / "result").write_text(json.dumps(found))
 
 
 class Hang(treadle.Callback):
@@ -218,8 +218,7 @@ def trial(config):
     treadle.seed_everything(3)
     task = Network(config["lr"])
     report = TuneReportCheckpointCallback({"loss": "val_loss", "steps": "step"}, filename="run.ckpt")
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = treadle.Trainer(accelerator="cpu", max_epochs=4, callbacks=[Note(folder), report], **quiet)
+    trainer = treadle.Trainer(accelerator="cpu", max_epochs=4, callbacks=[Note(folder), report], **QUIET)
     trainer.fit(task, *loaders(16), ckpt_path="auto", schedule="script")
 
 
@@ -257,10 +256,9 @@ def perturbed(config):
 
     treadle.seed_everything(3)
     report = TuneReportCheckpointCallback(on="train_epoch_end")
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     task = Network(config["lr"])
     note = Path(config["folder"]) / f"perturbed-{os.getpid()}"
-    trainer = treadle.Trainer(accelerator="cpu", max_epochs=6, callbacks=[report, Rates(note)], **quiet)
+    trainer = treadle.Trainer(accelerator="cpu", max_epochs=6, callbacks=[report, Rates(note)], **QUIET)
     trainer.fit(task, *loaders(16), ckpt_path="auto", schedule="script")
 
 

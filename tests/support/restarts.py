@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.fault_cells import kill_all, living
+from support.fault_cells import find_orphans, kill_all
 from support.processes import clean_environment, programs
 
 JOB = Path(__file__).with_name("restarted_job.py")
@@ -124,11 +124,7 @@ def run(
                     times.append(time.monotonic())
             outcome.status = _await_end(folder, process)
             outcome.seconds = time.monotonic() - start
-            if outcome.status is not None:
-                end = time.monotonic() + 2.0
-                while (pids := living(folder)) and time.monotonic() < end:
-                    time.sleep(0.02)
-                outcome.orphans = [f"{name} ({pid})" for pid, name in pids.items()]
+            outcome.orphans = [] if outcome.status is None else find_orphans(folder)
         finally:
             kill_all(folder, process)
     outcome.events = list(read_events(folder))

@@ -4,7 +4,6 @@ What is compared is compared to the bit; nothing here knows how a checkpoint is 
 """
 
 import itertools
-import math
 import random
 import shutil
 
@@ -18,8 +17,9 @@ from treadle.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoin
 
 import treadle
 from support.callback_runs import Rows
-
-QUIET = dict.fromkeys(("enable_progress_bar", "enable_model_summary"), False)
+from support.differences import differences, whole
+from support.models import Count
+from support.trainers import make_trainer
 
 
 class Interrupted(Exception):
@@ -126,18 +126,10 @@ class Samples(Dataset):
         own = sum(0.1 * float(rng.random()) for rng in self.rngs)
         if self.generator is not None:
             own += 0.1 * torch.rand(4, generator=self.generator)
-        return index, self.x[index] + _noise(self.noise) + own, self.x[index].sum()
+        return index, self.x[index] + 0.1 * sum(NOISE[kind]() for kind in self.noise) + own, self.x[index].sum()
 
 
-def _noise(kinds):
-    total = torch.zeros(4)
-    if "torch" in kinds:
-        total += 0.1 * torch.rand(4)
-    if "numpy" in kinds:
-        total += float(0.1 * np.random.rand())
-    if "python" in kinds:
-        total += 0.1 * random.random()
-    return total
+NOISE = {"torch": lambda: torch.rand(4), "numpy": np.random.rand, "python": random.random}
 
 
 class Stream(IterableDataset):
@@ -253,8 +245,7 @@ def make_loader(own):
     if own["own"]:
         samples = Subset(samples, range(own["size"]))
     if own["data"] == "list":
-        plain = DataLoader(samples, own["batch"])
-        return list(plain)
+        return list(DataLoader(samples, own["batch"]))
     options = {"num_workers": own["workers"], "persistent_workers": bool(own["workers"]) and own["persistent"]}
     kind = Halved if own["subclass"] else DataLoader
     if own["data"] != "map":
@@ -277,10 +268,8 @@ def make_loader(own):
 
 
 def make_validation(own):
-    return [
-        DataLoader(Samples(size, []), batch_size=2, shuffle=own["val_shuffle"])
-        for size in (5 * own["processes"], 4 * own["processes"])[: own["validation"]]
-    ]
+    sizes = (5 * own["processes"], 4 * own["processes"])[: own["validation"]]
+    return [DataLoader(Samples(size, []), batch_size=2, shuffle=own["val_shuffle"]) for size in sizes]
 
 
 class Centre(nn.Module):
@@ -303,26 +292,17 @@ class Norm(nn.BatchNorm1d):
         return super().forward(x) if len(x) > 1 or not self.training else x
 
 
-class Counter:
+class Counter(Count):
     """A metric object of the user's own, without torchmetrics."""
 
-    def __init__(self):
-        self.count = 0
-
     def update(self, number):
-        self.count += number
+        self.value += number
 
     def compute(self):
-        return self.count
+        return self.value
 
     def reset(self):
-        self.count = 0
-
-    def state_dict(self):
-        return {"count": self.count}
-
-    def load_state_dict(self, state):
-        self.count = state["count"]
+        self.value = 0
 
 
 def make_net(own):
@@ -492,8 +472,7 @@ def with_trainer(own, seed, folder, saver=None, ckpt_path=None, after=None, **fl
             "last": {"save_last": True},
         }[own["keeper"]]
         callbacks.append(ModelCheckpoint(dirpath=folder, **options))
-    own_trainer = treadle.Trainer(
-        accelerator="cpu",
+    own_trainer = make_trainer(
         strategy=own["strategy"],
         precision=own["precision"],
         logger=rows,
@@ -508,7 +487,7 @@ def with_trainer(own, seed, folder, saver=None, ckpt_path=None, after=None, **fl
         check_val_every_n_epoch=own["val_epochs"],
         log_every_n_steps=own["every"],
         deterministic=own["deterministic"] or None,
-        **QUIET | flags,
+        **flags,
     )
     try:
         own_trainer.fit(task, loader, make_validation(own) or None, ckpt_path=ckpt_path)
@@ -561,7 +540,7 @@ def _common(accelerator, model, loader):
 
 
 def _whole(value):
-    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    value = whole(value)
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -571,19 +550,6 @@ def _plain(state):
 
 
 # -- a loop of one's own ---------------------------------------------------------------------------------------------
-
-
-class Totals:
-    """What a loop of one's own keeps beside the rest."""
-
-    def __init__(self):
-        self.worst = 0.0
-
-    def state_dict(self):
-        return {"worst": self.worst}
-
-    def load_state_dict(self, state):
-        self.worst = state["worst"]
 
 
 def with_loop(own, seed, folder, saver=None, ckpt_path=None):
@@ -600,8 +566,8 @@ def with_loop(own, seed, folder, saver=None, ckpt_path=None):
     validation = [accelerator.prepare_data_loader(each, evaluation=True) for each in make_validation(own)]
     if scheduler is not None:
         scheduler = accelerator.prepare(scheduler)
-    totals = Totals()
-    accelerator.register_for_checkpointing(totals=totals)
+    worst = Count(0.0)  # what a loop of one's own keeps beside the rest
+    accelerator.register_for_checkpointing(worst=worst)
     if ckpt_path is not None:
         accelerator.load_state(ckpt_path, finish_epoch=False)  # what follows the last batch is still to do
     ids, losses, rows = [], [], []
@@ -632,7 +598,7 @@ def with_loop(own, seed, folder, saver=None, ckpt_path=None):
             ids.append(number.tolist())
             losses.append(loss.item())
             # What is registered is rank zero's, so it has to be the same on all.
-            totals.worst = max(totals.worst, float(accelerator.gather(loss.detach().reshape(1)).max()))
+            worst.value = max(worst.value, float(accelerator.gather(loss.detach().reshape(1)).max()))
             if accelerator.sync_gradients and saver is not None:
                 saver.count += 1
                 save(saver.count)
@@ -644,36 +610,13 @@ def with_loop(own, seed, folder, saver=None, ckpt_path=None):
             with torch.no_grad():
                 rows.append((epoch, [float(model(x.to(net[0].weight.dtype)).sum()) for _, x, _ in each]))
         if scheduler is not None and interval == "epoch":
-            scheduler.step(*([totals.worst] if own["schedule"] == "plateau" else []))
+            scheduler.step(*([worst.value] if own["schedule"] == "plateau" else []))
     found = _common(accelerator, net, plain)
     close(accelerator)
-    return {**found, "totals": totals.worst, "ids": ids, "losses": losses, "rows": rows}
+    return {**found, "worst": worst.value, "ids": ids, "losses": losses, "rows": rows}
 
 
 # -- comparing -------------------------------------------------------------------------------------------------------
-
-
-def differences(ours, theirs, place=""):
-    """Where two outcomes differ, to the bit."""
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        if ours.keys() != theirs.keys():
-            return [f"{place}: {sorted(map(str, ours))} is not {sorted(map(str, theirs))}"]
-        return [text for key in theirs for text in differences(ours[key], theirs[key], f"{place}/{key}")]
-    if isinstance(theirs, list | tuple) and isinstance(ours, list | tuple):
-        if len(ours) != len(theirs):
-            return [f"{place}: {len(ours)} items, not {len(theirs)}: {ours} is not {theirs}"[:2000]]
-        pairs = enumerate(zip(ours, theirs, strict=True))
-        return [text for number, pair in pairs for text in differences(*pair, f"{place}/{number}")]
-    if isinstance(theirs, np.ndarray):
-        ours, theirs = torch.as_tensor(ours.astype(np.int64)), torch.as_tensor(theirs.astype(np.int64))
-    if isinstance(theirs, torch.Tensor):
-        same = isinstance(ours, torch.Tensor) and ours.dtype == theirs.dtype and ours.shape == theirs.shape
-        same = same and torch.equal(torch.nan_to_num(ours, 7.0), torch.nan_to_num(theirs, 7.0))
-    elif isinstance(theirs, float) and isinstance(ours, float) and math.isnan(theirs):
-        same = math.isnan(ours)
-    else:
-        same = ours == theirs and type(ours) is type(theirs)
-    return [] if same else [f"{place}: {ours} is not {theirs}"[:300]]
 
 
 def trial(seed, root, door=None, processes=1):
@@ -698,7 +641,10 @@ def trial(seed, root, door=None, processes=1):
             wanted |= {name: whole[name][begun[0] : upto[0]] for name in ("ids", "losses")}
             wanted |= {"rows": whole["rows"][begun[1] : upto[1]]}
             part = {name: part[name] for name in wanted}
-            found += [f"steps {steps} of {saver.count}, resumed at {step}{t}" for t in differences(part, wanted)]
+            found += [
+                f"steps {steps} of {saver.count}, resumed at {step}: {difference}"[:300]
+                for difference in differences(part, wanted)
+            ]
             if then is not None:
                 path, begun = again.root / str(then), upto
                 _put_back(folder, again.root / f"folder{then}")

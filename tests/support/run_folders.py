@@ -11,6 +11,7 @@ from treadle.trainer.runs import index
 from treadle.trainer.runs.folder import RunFolder
 
 import treadle
+from support.models import SGDTask
 
 
 def record(path):
@@ -54,8 +55,10 @@ def refused(directory):
     return ""
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     """Learns a constant. `at` is called before each step with the steps so far."""
+
+    lr = 0.05
 
     def __init__(self, at=lambda step: None):
         super().__init__()
@@ -74,9 +77,6 @@ class Task(treadle.TaskModule):
 
     def test_step(self, batch, batch_idx):
         self.log("test_loss", (self.net(batch[0]) - 1).pow(2).mean())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 def data():

@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import treadle
-from support.trainers import NO_OUTPUT
+from support.differences import differences, whole
+from support.trainers import NO_OUTPUT, make_trainer
 from treadle.tuner import Tuner
 
 QUIET_ON_CPU = {"accelerator": "cpu", **NO_OUTPUT}
@@ -70,7 +71,7 @@ def trace(finders, *, tuner=None, kind=Task, given=None, **flags):
     """A short fit; returns all that a search before it could have changed."""
     treadle.seed_everything(0)
     task = kind()
-    trainer = treadle.Trainer(**QUIET_ON_CPU, max_epochs=2, callbacks=finders, log_every_n_steps=1, **flags)
+    trainer = make_trainer(max_epochs=2, callbacks=finders, log_every_n_steps=1, **flags)
     if tuner is not None:
         tuner(Tuner(trainer), task)
     trainer.fit(task, given)
@@ -90,10 +91,6 @@ def trace(finders, *, tuner=None, kind=Task, given=None, **flags):
         "accumulate": trainer.accumulate_grad_batches,
     }
     return everything
-
-
-def whole(value):
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 class Data(treadle.DataModule):
@@ -116,20 +113,8 @@ class Unbuilt(Task):
             self.net = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.2), nn.Linear(5, 1))
 
 
-def same(a, b):
-    """Equal, bit for bit."""
-    if isinstance(a, torch.Tensor | np.ndarray):
-        return np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b or (a != a and b != b)
-
-
 def check(a, b):
-    for name in a:
-        assert same(a[name], b[name]), f"{name}: {a[name]} != {b[name]}"
+    assert differences(a, b) == []
 
 
 class Plain(treadle.TaskModule):

@@ -4,10 +4,13 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import treadle
+from support.models import SGDTask
+from support.trainers import make_trainer
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
+    lr = 0.01
+
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
@@ -21,13 +24,9 @@ class Task(treadle.TaskModule):
     def validation_step(self, batch, batch_idx):
         self.evaluated.append(batch[0].flatten().tolist())
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.01)
-
 
 def trainer(**flags):
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return treadle.Trainer(**{"accelerator": "cpu", "enable_model_summary": False, "max_epochs": 2, **quiet, **flags})
+    return make_trainer(**{"max_epochs": 2, **flags})
 
 
 def data(count, first=0):

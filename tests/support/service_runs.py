@@ -3,9 +3,11 @@
 import torch
 
 import treadle
+from support.models import SGDTask
+from support.trainers import make_trainer
 
 
-class Task(treadle.TaskModule):
+class Task(SGDTask):
     def __init__(self, width=2):
         super().__init__()
         self.save_hyperparameters()
@@ -15,25 +17,14 @@ class Task(treadle.TaskModule):
         self.log("mean", batch.mean())
         return self.layer(batch).sum()
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def loader():
     return torch.utils.data.DataLoader(torch.arange(8.0).repeat(2, 1).T.contiguous(), batch_size=1)
 
 
 def trainer(folder, logger, **options):
-    return treadle.Trainer(
-        accelerator="cpu",
-        logger=logger,
-        max_epochs=1,
-        log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **options,
-    )
+    flags = {"logger": logger, "log_every_n_steps": 1, "enable_checkpointing": True, "default_root_dir": folder}
+    return make_trainer(**{**flags, **options})
 
 
 class Tell(treadle.Callback):

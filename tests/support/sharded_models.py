@@ -5,6 +5,7 @@ from torch import nn
 from treadle.strategies.wrap_policy import chosen_blocks
 
 import treadle
+from support.differences import whole as whole_tensor
 
 WIDTH, CLASSES, BLOCKS = 8, 5, 3
 
@@ -52,10 +53,7 @@ def names(net, policy):
 
 
 def whole(task):
-    return {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
-        for name, value in task.state_dict().items()
-    }
+    return {name: whole_tensor(value).clone() for name, value in task.state_dict().items()}
 
 
 def same(found, wanted, tolerance=1e-10):

@@ -6,6 +6,7 @@ import io
 import os
 import random
 import tarfile
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -179,6 +180,10 @@ def hf_stream():
     return hf_table().to_iterable_dataset(num_shards=4)
 
 
+def shuffled(stream):
+    return stream.shuffle(seed=3, buffer_size=16)
+
+
 def split_by_node(dataset):
     from datasets.distributed import split_dataset_by_node
 
@@ -239,59 +244,57 @@ def nodes(ids):
     return tn.Loader(batches)
 
 
+def plain_sources(ids, rank, size):
+    """By name: the data and the options of a DataLoader."""
+    batches = BatchSampler(LooksAtRank(lost=1).ids, 3, False)
+    drawn = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, replacement=False)
+    return {
+        "list": (ids, {"shuffle": True}),
+        "random_split": (random_split(ids, [SAMPLES, 0], torch.Generator().manual_seed(2))[0], {}),
+        "Subset by rank": (Subset(ids, ids[rank::size]), {"shuffle": True}),
+        "DistributedSampler": (ids, {"sampler": DistributedSampler(ids, size, rank, seed=3)}),
+        "sampler that looks at the rank": (ids, {"sampler": LooksAtRank()}),
+        "sampler that looks at the rank, uneven": (ids, {"sampler": LooksAtRank(lost=9)}),
+        "batch sampler": (ids, {"batch_sampler": Buckets(), "batch_size": 1}),
+        "batch sampler that looks at the rank": (ids, {"batch_sampler": list(batches), "batch_size": 1}),
+        "weights without replacement": (ids, {"sampler": drawn}),
+        "ConcatDataset": (ConcatDataset([ids[:40], ids[40:]]), {"shuffle": True}),
+        "ChainDataset": (ChainDataset([Half(0), Half(48)]), {}),
+        "stream without batches": (Stream(), {"batch_size": None}),
+        "sampler that rewinds": (ids, {"sampler": RewindingSampler()}),
+        "stream": (Stream(), {}),
+        "stream, torch's generator": (DrawsFromTorch(), {}),
+        "stream that counts epochs": (CountsEpochs(), {}),
+        "stream by rank": (ByRank(), {}),
+        "stream by rank, uneven": (ByRank(lost=9), {}),
+        "stream by rank with a state": (Knowing(), {}),
+    }
+
+
+def load(data, options, workers):
+    return DataLoader(data, num_workers=workers, **{"batch_size": BATCH, **options})
+
+
 def sources(folder):
     """By name: a function of the number of workers that builds the loader."""
     rank, size = rank_and_size()
     ids = list(range(SAMPLES))
-    plain = {"batch_size": BATCH}
     return {
-        "list": lambda w: DataLoader(ids, shuffle=True, num_workers=w, **plain),
-        "random_split": lambda w: DataLoader(
-            random_split(ids, [SAMPLES, 0], torch.Generator().manual_seed(2))[0], num_workers=w, **plain
-        ),
-        "Subset by rank": lambda w: DataLoader(Subset(ids, ids[rank::size]), shuffle=True, num_workers=w, **plain),
-        "DistributedSampler": lambda w: DataLoader(
-            ids, sampler=DistributedSampler(ids, size, rank, seed=3), num_workers=w, **plain
-        ),
-        "sampler that looks at the rank": lambda w: DataLoader(ids, sampler=LooksAtRank(), num_workers=w, **plain),
-        "sampler that looks at the rank, uneven": lambda w: DataLoader(
-            ids, sampler=LooksAtRank(lost=9), num_workers=w, **plain
-        ),
-        "batch sampler": lambda w: DataLoader(ids, batch_sampler=Buckets(), num_workers=w),
-        "batch sampler that looks at the rank": lambda w: DataLoader(
-            ids, batch_sampler=list(BatchSampler(LooksAtRank(lost=1).ids, 3, False)), num_workers=w
-        ),
-        "weights without replacement": lambda w: DataLoader(
-            ids, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, replacement=False), num_workers=w, **plain
-        ),
-        "ConcatDataset": lambda w: DataLoader(
-            ConcatDataset([ids[:40], ids[40:]]), shuffle=True, num_workers=w, **plain
-        ),
-        "ChainDataset": lambda w: DataLoader(ChainDataset([Half(0), Half(48)]), num_workers=w, **plain),
-        "stream without batches": lambda w: DataLoader(Stream(), batch_size=None, num_workers=w),
-        "persistent workers": lambda w: DataLoader(Stream(), num_workers=w, persistent_workers=w > 0, **plain),
-        "sampler that rewinds": lambda w: DataLoader(ids, sampler=RewindingSampler(), num_workers=w, **plain),
+        **{name: partial(load, *source) for name, source in plain_sources(ids, rank, size).items()},
+        "persistent workers": lambda w: DataLoader(Stream(), BATCH, num_workers=w, persistent_workers=w > 0),
         "loader that rewinds": lambda w: Rewinds(ids),
         "loader that rewinds, by rank": lambda w: Rewinds(ids[rank::size]),
         "list of batches": lambda w: list(torch.arange(SAMPLES).split(BATCH)),
         "list of batches by rank, uneven": lambda w: list(
             torch.arange(SAMPLES)[: 88 if rank else None][rank::size].split(BATCH)
         ),
-        "stream": lambda w: DataLoader(Stream(), num_workers=w, **plain),
-        "stream, torch's generator": lambda w: DataLoader(DrawsFromTorch(), num_workers=w, **plain),
-        "stream that counts epochs": lambda w: DataLoader(CountsEpochs(), num_workers=w, **plain),
-        "stream by rank": lambda w: DataLoader(ByRank(), num_workers=w, **plain),
-        "stream by rank, uneven": lambda w: DataLoader(ByRank(lost=9), num_workers=w, **plain),
-        "stream by rank with a state": lambda w: DataLoader(Knowing(), num_workers=w, **plain),
         "datasets": lambda w: hf(hf_table(), shuffle=True, num_workers=w),
         "datasets, split_by_node": lambda w: hf(split_by_node(hf_table()), shuffle=True, num_workers=w),
         "datasets, shuffled, split_by_node": lambda w: hf(split_by_node(hf_table().shuffle(seed=3)), num_workers=w),
         "datasets stream": lambda w: hf(hf_stream(), num_workers=w),
-        "datasets stream, shuffled": lambda w: hf(hf_stream().shuffle(seed=3, buffer_size=16), num_workers=w),
+        "datasets stream, shuffled": lambda w: hf(shuffled(hf_stream()), num_workers=w),
         "datasets stream, split_by_node": lambda w: hf(split_by_node(hf_stream()), num_workers=w),
-        "datasets stream, shuffled, split_by_node": lambda w: hf(
-            split_by_node(hf_stream().shuffle(seed=3, buffer_size=16)), num_workers=w
-        ),
+        "datasets stream, shuffled, split_by_node": lambda w: hf(split_by_node(shuffled(hf_stream())), num_workers=w),
         "datasets stream, batched map": lambda w: hf(
             split_by_node(hf_stream().map(evens_doubled, batched=True, batch_size=8)), num_workers=w
         ),
@@ -302,7 +305,7 @@ def sources(folder):
         "StatefulDataLoader": lambda w: stateful_loader(ids, w, shuffle=True),
         "StatefulDataLoader, stream by rank": lambda w: stateful_loader(ByRank(), w),
         "StatefulDataLoader, datasets stream, shuffled": lambda w: stateful_loader(
-            split_by_node(hf_stream().shuffle(seed=3, buffer_size=16)), w, collate_fn=hf_ids
+            split_by_node(shuffled(hf_stream())), w, collate_fn=hf_ids
         ),
         "torchdata.nodes": lambda w: nodes(ids),
     }

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import re
 import sys
 import tempfile
 import time
 import traceback
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,27 +134,6 @@ def execute_programs(library: str, names: list[str], out: Path) -> None:
                 found[name] = {"error": traceback.format_exc()[-2000:]}
         found[name]["seconds"] = time.perf_counter() - start
     out.write_text(json.dumps(found), encoding="utf-8")
-
-
-def differences(ours: Any, theirs: Any, tolerance: float, place: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(place, ours, theirs) of everything in two results that is not the same, numbers to a relative tolerance."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        for key in ours.keys() | theirs.keys():
-            if key in ours and key in theirs:
-                yield from differences(ours[key], theirs[key], tolerance, f"{place}/{key}")
-            else:
-                yield f"{place}/{key}", ours.get(key, "nothing"), theirs.get(key, "nothing")
-    elif isinstance(ours, list) and isinstance(theirs, list):
-        if len(ours) != len(theirs):
-            yield f"{place} (length)", len(ours), len(theirs)
-        for index, (one, other) in enumerate(zip(ours, theirs, strict=False)):
-            yield from differences(one, other, tolerance, f"{place}/{index}")
-    elif isinstance(ours, float) or isinstance(theirs, float):
-        numbers = all(isinstance(value, int | float) for value in (ours, theirs))
-        if not numbers or not math.isclose(ours, theirs, rel_tol=tolerance, abs_tol=1e-9):
-            yield place, ours, theirs
-    elif ours != theirs:
-        yield place, ours, theirs
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from support.fork_server import UNIMPORTED
+from support.launches import wait_for
 from support.processes import clean_environment, programs, python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is the interpreter itself")
@@ -129,7 +129,4 @@ def test_signals_reach_the_program_and_its_end_is_told(number, code, words):
         process.send_signal(number)
         assert process.stdout.read() == words
         assert process.wait(60) == code
-    end = time.monotonic() + 10
-    while os.path.exists(f"/proc/{pid}"):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for(lambda: not os.path.exists(f"/proc/{pid}"), 10)

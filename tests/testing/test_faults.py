@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import stored
+from support.launches import wait_for
 from support.models import loader
 from support.processes import RankError, run, script
 from support.trainers import make_trainer
@@ -255,10 +256,7 @@ def test_delays_and_hangs_go_on(tmp_path):
                 by_own_loop(Task())
         finally:
             os._exit(1)
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "record").exists() or not (tmp_path / "record").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: (tmp_path / "record").exists() and (tmp_path / "record").read_text(), 20)
     time.sleep(0.2)
     assert os.waitpid(child, os.WNOHANG) == (0, 0)
     os.kill(child, signal.SIGKILL)

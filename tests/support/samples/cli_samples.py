@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict
 
@@ -198,11 +198,6 @@ class Blank(tl.TaskModule):
 
     @abstractmethod
     def nothing(self) -> None: ...
-
-
-@dataclass
-class Settings:
-    heads: list[Head] = field(default_factory=list)
 
 
 class Points(tl.DataModule):

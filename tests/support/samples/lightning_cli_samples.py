@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Literal
 
 import torch
-import treadle.compat as pl
+from cli_samples import Color, Line, Points
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from treadle.cli import LRSchedulerCallable, OptimizerCallable
-
-
-class Color(Enum):
-    RED = 1
-    BLUE = 2
 
 
 @dataclass
@@ -38,7 +32,7 @@ class DeepEncoder(Encoder):
         self.depth = depth
 
 
-class Model(pl.LightningModule):
+class Model(Line):
     """Fits a plane.
 
     Args:
@@ -61,30 +55,14 @@ class Model(pl.LightningModule):
         name: int | str = "x",
         activation: Callable = torch.relu,
     ):
-        super().__init__()
+        super().__init__(lr)
         self.save_hyperparameters(ignore=["encoder", "activation"])
         self.encoder, self.activation, self.seen = encoder, activation, []
-        self.net = nn.Linear(4, 2)
-
-    def measure(self, batch):
-        return (self.net(batch[0]) - batch[1]).square().mean()
 
     def training_step(self, batch, batch_idx):
-        loss = self.measure(batch)
+        loss = self.loss(batch)
         self.log("train_loss", loss)
         return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.measure(batch))
-
-    def test_step(self, batch, batch_idx):
-        self.log("test_loss", self.measure(batch))
-
-    def predict_step(self, batch, batch_idx):
-        return self.net(batch[0])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
 
 
 class Linked(Model):
@@ -111,23 +89,11 @@ class Factories(Model):
         return {"optimizer": optimizer, "lr_scheduler": self.schedule(optimizer)}
 
 
-class Data(pl.LightningDataModule):
-    def __init__(self, batch_size: int = 8, samples: int = 32):
-        super().__init__()
-        self.batch_size, self.samples = batch_size, samples
-        self.num_classes = 2
-
-    def load(self, shuffle=False):
-        inputs = torch.randn(self.samples, 4, generator=torch.Generator().manual_seed(0))
-        return DataLoader(TensorDataset(inputs, inputs[:, :2] * 2), self.batch_size, shuffle=shuffle)
+class Data(Points):
+    num_classes = 2
 
     def train_dataloader(self):
-        return self.load(shuffle=True)
-
-    def val_dataloader(self):
-        return self.load()
-
-    test_dataloader = predict_dataloader = val_dataloader
+        return DataLoader(self.loader().dataset, self.batch_size, shuffle=True)
 
 
 def build_model(lr: float = 0.1, batch_size: int = 2) -> Model:

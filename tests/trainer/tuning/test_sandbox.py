@@ -6,7 +6,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from support.searched_runs import QUIET_ON_CPU, Task, same
+from support.differences import differences
+from support.searched_runs import QUIET_ON_CPU, Task
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
@@ -38,7 +39,7 @@ def test_a_run_that_goes_on_keeps_what_was_found(tmp_path):
     _, path = fit(1)
     gone_on, _ = fit(2, path, fits=10**9)  # with another memory it would find another size
     for one, other in zip(whole_run, gone_on, strict=True):
-        assert same(one, other)
+        assert differences(one, other) == []
 
 
 def independent_suggestion(lrs, losses, mode, skip_begin, skip_end):
