@@ -183,7 +183,8 @@ class SwanLab(Service):
     def rows(self, folder, version):
         found = {}
         for record in self._records(folder, version):
-            if record.HasField("scalar"):
+            # Its own monitor adds rows every 10 s.
+            if record.HasField("scalar") and not record.scalar.key.startswith("__swanlab__"):
                 found.setdefault(record.scalar.key, []).append((record.scalar.step, record.scalar.value.number))
         return found
 
