@@ -66,8 +66,8 @@ test-slow: install
 test-resume: install
 	$(BIN)/python -m pytest -n 2 -m slow --timeout 3600 tests/trainer/checkpointing/test_resume_trials.py $(ARGS)
 
-# Every fault and every signal at every point of a training, with tables of how the job ended. Two
-# at a time: with three on two cores, 14 jobs of torchrun needed 5.3 to 7.3 s for an end that takes 1.5 to 5 s.
+# Every fault and every signal at every point of a training, with tables of how the job ended. Two at a time: with three
+# on two cores, 14 jobs of torchrun needed 5.3 to 7.3 s for an end that takes 1.5 to 5 s.
 test-faults: install
 	$(BIN)/python -m pytest -n 2 -q --tb short tests/fault_injection/test_matrix.py \
 	  tests/strategies/distributed/test_watchdog.py $(ARGS)

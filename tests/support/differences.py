@@ -21,7 +21,7 @@ def differences(ours: Any, theirs: Any, tolerance: float | None = None, place: s
     Args:
         ours: a value, or dicts and lists of values.
         theirs: what it is compared with.
-        tolerance: relative, of numbers. Default: to the bit, types and NaN too.
+        tolerance: relative, of numbers. Default: none, see `are_same`.
         place: where in the results these are.
     """
     if isinstance(ours, dict) and isinstance(theirs, dict):
@@ -35,12 +35,12 @@ def differences(ours: Any, theirs: Any, tolerance: float | None = None, place: s
 
 
 def are_same(ours: Any, theirs: Any) -> bool:
-    """Whether two values are of one type, and equal to the bit; NaN is equal to itself."""
+    """Whether two values are of one type and form, and equal without a tolerance; NaN is equal to itself."""
     if type(ours) is not type(theirs):
         return False
     if isinstance(theirs, torch.Tensor):
         alike = ours.dtype == theirs.dtype and ours.shape == theirs.shape
-        return alike and torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0))
+        return alike and bool(((ours == theirs) | ((ours != ours) & (theirs != theirs))).all())
     if isinstance(theirs, np.ndarray):
         return ours.dtype == theirs.dtype and np.array_equal(ours, theirs)
     return bool(ours == theirs) or (isinstance(theirs, float) and math.isnan(ours) and math.isnan(theirs))
