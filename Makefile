@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # 6 MB. The dependencies it names would replace NumPy, transformers and torch by older ones, and bring torchvision.
 STREAMING := mosaicml-streaming Brotli catalogue cramjam python-snappy zstd
 
-.PHONY: install demo test quick test-all test-slow test-resume test-faults test-elastic test-soak test-slurm test-browser test-gpu lint types docs compat wheel release-check test-torch bench bench-peers install-size bench-gpu clean
+.PHONY: install demo test quick test-ci test-all test-slow test-resume test-faults test-elastic test-soak test-slurm test-browser test-gpu lint types docs compat wheel release-check test-torch bench bench-peers install-size bench-gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/digits.py
@@ -33,24 +33,30 @@ $(VENV)/.installed: $(VENV)/.demo
 
 # More processes than a small machine has cores, because tests that start processes wait more than they compute.
 test: install
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m 'not exhaustive and not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)
+	$(SUITE) 'not long and $(CI_TESTS)' $(ARGS)
+SUITE = $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m
+CI_TESTS := not exhaustive and not slow and not faults and not soak and not slurm and not browser and not gpu
+
+# What CI runs: the same, and the tests that take seconds each.
+test-ci: install
+	$(SUITE) '$(CI_TESTS)' $(ARGS)
 
 # For the loop of an editor: what shows itself within a minute, in this process and one beside it.
 quick: install
 	$(BIN)/python -m pytest -q -n 2 --quick -r '' $(QUICK) $(ARGS)
-QUICK := -m 'not exhaustive and not slow and not faults' tests/common tests/engine tests/trainer/loop tests/trainer/core \
+QUICK := -m 'not long and not exhaustive and not slow and not faults' tests/common tests/engine tests/trainer/loop tests/trainer/core \
   $(addprefix --ignore=tests/, trainer/core/test_export.py trainer/loop/test_compile.py engine/test_quantization.py \
   engine/test_trackers.py engine/preemption engine/big_models)
 
 # The same, and every variant of what the tests above show with one.
 test-all: install
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m 'not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)
+	$(SUITE) 'not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)
 
 # The tests of CI beside another torch, in an environment of its own; TORCH=newest takes what pip finds.
 TORCH ?= 2.14.1
 OTHER := .venv-torch-$(TORCH)
 test-torch: $(OTHER)/.installed
-	$(OTHER)/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m 'not exhaustive and not slow and not faults and not soak and not slurm and not browser and not gpu' $(ARGS)
+	$(subst $(BIN),$(OTHER)/bin,$(SUITE)) '$(CI_TESTS)' $(ARGS)
 $(OTHER)/.installed: pyproject.toml constraints.txt
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	$(OTHER)/bin/python -m pip install --quiet --upgrade pip

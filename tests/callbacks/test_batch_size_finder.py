@@ -134,6 +134,7 @@ def sizes_on_two(kind, strategy, fits, only_on):
     return task.batch_size, trainer.accumulate_grad_batches, trainer.global_step, task.losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "strategy", "fits", "only_on"),
     [

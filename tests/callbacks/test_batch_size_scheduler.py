@@ -77,6 +77,7 @@ def run_on_two(root):
     return [(notes.samples, notes.estimated, weight) for _, notes, weight in runs]
 
 
+@pytest.mark.long
 def test_steps_are_those_by_hand(tmp_path):
     weights = [train(tmp_path)[2]]
     for samples, estimated, weight in run(run_on_two, 2, str(tmp_path))[0]:
@@ -86,6 +87,7 @@ def test_steps_are_those_by_hand(tmp_path):
         torch.testing.assert_close(weight, step_by_hand(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True], ids=["data", "stream"])
 def test_a_run_that_resumes_at_any_step_is_the_one_that_never_stopped(tmp_path, stream):
     saver = ModelCheckpoint(tmp_path / "c", save_top_k=-1, every_n_train_steps=1)

@@ -161,6 +161,7 @@ def test_stopped_by_another_limit_it_stays_so_while_that_holds(tmp_path, limit, 
     assert goes_on(tmp_path, values, **others)[0] == epochs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("cut", "least"), [(4, 5), (5, 6)])
 def test_a_stop_that_the_minimum_holds_back_survives_a_resume(tmp_path, cut, least):
     """Decided in the third epoch, and held back until the metric recovers in the fifth or until it may stop."""

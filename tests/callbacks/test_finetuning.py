@@ -223,6 +223,7 @@ def in_a_world(root):
     return whole, trained, sharded, [*resumed, train(None, zero / "step=2.ckpt", zero=True)[0]]
 
 
+@pytest.mark.long
 def test_two_processes_reduce_what_joins_later(tmp_path):
     (whole, trained, _, resumed), (other, _, sharded, _) = run(in_a_world, 2, tmp_path)
     for same in (other, sharded):

@@ -28,6 +28,7 @@ def no_size(**kwargs):
     return BatchSizeFinder(init_val=4, max_trials=1, steps_per_trial=2, **kwargs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_nothing_is_left_of_searches_that_change_nothing(accumulate):
     plain = trace([], accumulate_grad_batches=accumulate)
@@ -93,6 +94,7 @@ def traces_on_two(kind, strategy):
     return plain["task"][1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [
@@ -226,6 +228,7 @@ def search_broken_on_one(factor):
     return list(map(str, found.results["loss"])), found.suggestion()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("factor", [pytest.param(1e6, marks=pytest.mark.exhaustive), math.nan])
 def test_it_stops_on_all_ranks_where_the_loss_of_one_diverges(factor):
     first, second = run(search_broken_on_one, 2, factor)

@@ -327,6 +327,7 @@ def test_a_second_name_for_last(tmp_path, monkeypatch):
 VALUES = [5.0, 4.0, 6.0, 3.0, 3.5, 2.0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stop", [5, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (10, 7, 17))])
 @pytest.mark.parametrize("trigger", [pytest.param({}, marks=pytest.mark.exhaustive), {"every_n_train_steps": 4}])
 def test_resumed_it_keeps_what_it_would_have_kept(tmp_path, stop, trigger):
@@ -645,6 +646,7 @@ def test_what_is_overridden_in_vain_is_said(tmp_path):
         fit(tmp_path, InVain(dirpath=tmp_path), values=[1.0], max_epochs=1)
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 def test_a_last_checkpoint_without_manifest_does_not_end_each_resumed_run(tmp_path):
     """A directory without one may be the user's. A file that begins like a checkpoint is replaced."""

@@ -240,6 +240,7 @@ def on_two(root, strategy):
     return saver.best_model_path, saver.last_model_path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_processes(tmp_path, strategy):
     results = run(on_two, 2, tmp_path, strategy)

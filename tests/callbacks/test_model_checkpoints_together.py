@@ -94,6 +94,7 @@ def two_processes(root):
     return found
 
 
+@pytest.mark.long
 def test_two_processes(tmp_path):
     first, second = run(two_processes, 2, str(tmp_path))
     assert first == second
@@ -161,6 +162,7 @@ def collect_saved(folder):
     return {name: sorted(steps) for name, steps in saved.items()}
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 def test_several_runs_in_one_folder_one_of_which_is_killed_while_all_save(tmp_path):
     """A run that starts then removes what the killed one left, and nothing of those that live."""

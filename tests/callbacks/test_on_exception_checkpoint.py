@@ -176,6 +176,7 @@ def go_on(root):
     return own.global_step, {name: value.tolist() for name, value in task.state_dict().items() if name != "seen"}
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_of_two_processes_rank_zero_saves_and_nobody_waits(tmp_path, rank):

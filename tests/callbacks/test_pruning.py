@@ -81,6 +81,7 @@ def test_as_torch_does_it(tmp_path, lottery, whole):
     assert zeros(task) >= 12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "arguments",
     [

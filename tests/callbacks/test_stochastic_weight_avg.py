@@ -145,6 +145,7 @@ def on_two(root, strategy):
     return {name: value.detach().clone() for name, value in state.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_two_processes_have_one_model_and_the_statistics_of_all_data(tmp_path, strategy):
     first, second = run(on_two, 2, str(tmp_path), strategy)

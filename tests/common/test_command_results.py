@@ -64,6 +64,7 @@ def test_the_schema_has_each_command_and_each_code():
     assert re.findall(r"^\| `([a-z_]+)` \| \d+ \|", page, re.MULTILINE) == listed
 
 
+@pytest.mark.long
 def test_runs_and_what_is_read_of_them(here, capsys):
     config = ["--config", "run.yaml"]
     assert "max_epochs: 2" in call(capsys, "fit", *config, "--print-config")["config"]
@@ -83,6 +84,7 @@ def test_runs_and_what_is_read_of_them(here, capsys):
     assert exported["bytes"] <= (here / "line.safetensors").stat().st_size
 
 
+@pytest.mark.long
 def test_commands_without_a_run(capsys):
     assert "_shtab_treadle" in call(capsys, "completion", "bash")["script"]
     assert call(capsys, "sweep", "--config", "sweep.yaml", "--dry-run")["trials"] == {"left": 2}

@@ -80,6 +80,7 @@ def test_a_missing_name_is_an_import_error_for_imports_only(module, line):
         exec(line.format(module), {})
 
 
+@pytest.mark.long
 def test_a_module_with_the_name_of_a_function_does_not_hide_it():
     source = "import treadle.utils.tqdm, treadle.compat.utils.tqdm\n"
     for name in ("tqdm", "gather"):
@@ -89,6 +90,7 @@ def test_a_module_with_the_name_of_a_function_does_not_hide_it():
     assert done.stdout == "treadle.compat.environment\ntreadle.compat.operations\n"
 
 
+@pytest.mark.long
 def test_nothing_is_imported_before_its_use():
     source = (
         "import sys, treadle, treadle.compat\n"
@@ -105,6 +107,7 @@ def test_nothing_is_imported_before_its_use():
     assert others == "False"
 
 
+@pytest.mark.long
 def test_functions_of_such_modules_reach_another_process():
     """By the paths of the modules, as a pickle may name them; nothing of Treadle is imported there before."""
     source = "import pickle, sys; print(pickle.load(sys.stdin.buffer), 'treadle.compat' in sys.modules)"

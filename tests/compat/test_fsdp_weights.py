@@ -92,6 +92,7 @@ def list_saved_names(folder: str) -> list[list[str]]:
     return found
 
 
+@pytest.mark.long
 def test_only_trainable_parameters(tmp_path: Path) -> None:
     parameters = ["1.bias", "1.weight", "2.bias", "2.weight"]
     buffers = ["1.num_batches_tracked", "1.running_mean", "1.running_var"]
@@ -102,6 +103,7 @@ def test_only_trainable_parameters(tmp_path: Path) -> None:
         assert optimizer_shards == [f"optimizer.state.{name}.momentum_buffer" for name in parameters]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("version", "files"),
     [
@@ -150,6 +152,7 @@ def load_without_a_weight(folder: str) -> list[str]:
     return errors
 
 
+@pytest.mark.long
 def test_an_error_of_rank_zero_ends_the_call_on_every_rank(tmp_path: Path) -> None:
     first, second = run(load_without_a_weight, 2, str(tmp_path))
     assert first == ["ValueError", "FileNotFoundError", "ValueError", "ValueError"]

@@ -22,6 +22,7 @@ def measure(sharded: bool, order: float | str) -> dict[str, float]:
     return {name: norm.item() for name, norm in norms.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", [2, "inf"])
 def test_sharded_gradients_beside_whole_ones(order: float | str) -> None:
     expected = measure(False, order)

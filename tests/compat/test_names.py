@@ -93,6 +93,7 @@ def test_names_that_lightning_has_deprecated(module, name, words):
         exec(f"from {module} import {name}", {})
 
 
+@pytest.mark.long
 def test_modules_are_attributes_without_an_import_of_their_own():
     """As with the peers, whose packages import all their modules."""
     chains = (

@@ -126,6 +126,7 @@ def draw_twice():
     return epochs
 
 
+@pytest.mark.long
 def test_a_sampler_made_in_the_middle_of_a_run_has_the_seed_of_all_ranks():
     order = [[[4, 0], [3, 2], [1, 5]]] * 2  # seed 3, as above
     assert run(draw_twice, 2) == [order, order]

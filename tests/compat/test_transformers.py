@@ -49,6 +49,7 @@ def collate(batch):
     return {"input_ids": padded, "attention_mask": (labels != -100).long(), "labels": labels}
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_is_the_one_of_transformers_own_trainer(tmp_path):
     args = arguments(
@@ -73,6 +74,7 @@ def test_a_run_is_the_one_of_transformers_own_trainer(tmp_path):
     assert moved > 0.3
 
 
+@pytest.mark.long
 def test_every_field_has_a_place_here_and_on_the_page():
     known = {*translated._BY_THE_SCRIPT, *translated._WITHOUT_EFFECT, *translated._REFUSED, *translated._TRANSLATED}
     fields = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}

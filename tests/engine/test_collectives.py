@@ -93,6 +93,7 @@ def repeated(evaluation, n, batch_size):
 REPEATED = ((False, 20, 8), (True, 20, 8), (False, 9, 2), (False, 13, 4), (False, 5, 1), (False, 1, 4))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_mean_repeated_for_a_full_batch_weighs_the_samples_of_a_short_one(found, world):
     for by_rank in found[world]:
@@ -107,6 +108,7 @@ def test_a_mean_repeated_for_a_full_batch_weighs_the_samples_of_a_short_one(foun
 CASES = ((True, 9), (False, 9), (False, 1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_sample_once_and_in_order(found, world):
     for by_rank in found[world]:
@@ -257,6 +259,7 @@ def found():
     return {world: run(everything, world) for world in (1, 2, 3)}
 
 
+@pytest.mark.long
 def test_types_that_no_backend_knows_are_exchanged_too(found):
     first, second = (by_rank["uncommon"] for by_rank in found[2])
     assert first == second
@@ -389,6 +392,7 @@ def there_and_back():
         return mine
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_results_come_back_in_the_order_of_the_inputs(found, world):
     shares = {1: [["a", "b", "c"]], 2: [["a", "b"], ["c"]], 3: [["a"], ["b"], ["c"]]}
@@ -465,6 +469,7 @@ def train_in_turn():
     return [by_trainer(2, *case) for case in GATHERED]
 
 
+@pytest.mark.long
 def test_two_processes_train_as_one(found):
     expected = [by_trainer(1, "auto", *case[1:]) for case in GATHERED]
     plain = network()
@@ -508,6 +513,7 @@ def gathers():
     return task.found, task.cut
 
 
+@pytest.mark.long
 def test_forms_of_all_gather(found):
     assert gathers() == ({"x": [[0, 0], 0.5], "name": "kept"}, False)
     for by_rank in found[2]:

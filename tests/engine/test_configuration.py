@@ -325,6 +325,7 @@ def two_ranks():
     return run(on_two, 2)
 
 
+@pytest.mark.long
 def test_on_two_processes(two_ranks):
     assert [found["split"] for found in two_ranks] == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]]
 

@@ -82,6 +82,7 @@ def test_what_the_stage_before_prepared_is_freed_at_once(tmp_path, options):
     assert refitted(tmp_path, **options) == ([], [])
 
 
+@pytest.mark.long
 def test_replicas_are_freed_at_once(tmp_path):
     """A replica that was left would keep buffers of the gradients' size."""
     assert run(refitted, 2, tmp_path, "ddp") == [([], [])] * 2

@@ -23,6 +23,7 @@ class Blocks(nn.Module):
         return self.head(self.blocks(self.stem(x)))
 
 
+@pytest.mark.long
 def test_compiled_in_place():
     seen = []
 

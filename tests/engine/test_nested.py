@@ -41,6 +41,7 @@ def test_nested():
         u.recursively_apply(len, ["x"], error_on_other_type=True)
 
 
+@pytest.mark.long
 def test_the_users_own_module():
     model = nn.Linear(2, 2)
     accelerator = treadle.Accelerator(cpu=True, mixed_precision="bf16")

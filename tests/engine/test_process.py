@@ -49,6 +49,7 @@ def first(folder):
     return found
 
 
+@pytest.mark.long
 def test_the_main_process_first(tmp_path):
     own = [("KeyError", "'lost'"), ("Stop", ""), ("SystemExit", "3"), ("KeyboardInterrupt", "")]
     (tmp_path / "1").mkdir()

@@ -232,6 +232,7 @@ def runs_in_turn(count):
     return found, open_after, alive
 
 
+@pytest.mark.long
 def test_one_run_after_the_other():
     ((alone, _, _),) = run(runs_in_turn, 1, 2)
     first, second = run(runs_in_turn, 2, 5)

@@ -75,6 +75,7 @@ def track(folder):
     return own.calls, every.calls, type(writer).__name__
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_trackers(world, tmp_path):
     found = run(track, world, str(tmp_path))
@@ -200,6 +201,7 @@ def track_mlflow(folder):
     accelerator.end_training()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_mlflow(world, tmp_path):
     pytest.importorskip("mlflow")
@@ -253,6 +255,7 @@ def track_service(folder, name):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.exhaustive if name in ("comet_ml", "clearml") else ()) for name in SERVICES],
@@ -271,6 +274,7 @@ def test_services(world, name, service, tmp_path):
     assert kinds[0].removesuffix("Tracker").lower() == name.replace("_", "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["clearml", "swanlab"])
 def test_images_and_tables(name, service, tmp_path):
     pytest.importorskip("PIL.Image")
@@ -293,6 +297,7 @@ def test_images_and_tables(name, service, tmp_path):
         assert len(list(tmp_path.glob(f"swanlog/run-*-{version}/media/**/*.png"))) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["clearml"])
 def test_a_task_that_the_script_began_stays_open(name, service, tmp_path):
     clearml = pytest.importorskip(name)
@@ -327,6 +332,7 @@ def track_on_the_main_process(folder):
     return accelerator.process_index
 
 
+@pytest.mark.long
 def test_trackers_of_the_main_process_alone(tmp_path):
     assert run(track_on_the_main_process, 2, str(tmp_path), timeout=60) == [0, 1]
     assert (tmp_path / "digits" / "metrics.csv").read_text() == "step,loss\n3,2.5\n"

@@ -323,6 +323,7 @@ EXTENTS = [pytest.param(1, 8, 2, id="some"), pytest.param(2, 1, 1, id="all", mar
 WAYS_TO_SAVE = [*(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("same", "numbered")), "beside"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("saves", "resumed", "every"), EXTENTS)
 @pytest.mark.parametrize("how", WAYS_TO_SAVE)
 def test_own_loop_killed(how, tmp_path, aside, saves, resumed, every):
@@ -417,6 +418,7 @@ def explored(root, form, aside, explore):
 TRAINER_FORMS = ["file", pytest.param("directory", marks=pytest.mark.exhaustive)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", TRAINER_FORMS)
 @pytest.mark.parametrize(
     ("resumed", "every"), [pytest.param(16, 3, id="some"), pytest.param(1, 1, id="all", marks=pytest.mark.slow)]
@@ -428,6 +430,7 @@ def test_trainer_killed(tmp_path, aside, resumed, every, form):
     explored(tmp_path / "run", form, aside, explore)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", TRAINER_FORMS)
 @pytest.mark.parametrize("every", [pytest.param(7, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)])
 def test_trainer_refused_by_the_disk(tmp_path, aside, every, form):
@@ -454,6 +457,7 @@ def save_as(form, target, step, size=2**7):
         checkpoint.write_and_commit(World(), target, files, {"step": step}, make_save=make_save)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -607,6 +611,7 @@ def kill_one_of_two(root, aside, share):
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [pytest.param(4, id="some"), pytest.param(None, id="all", marks=pytest.mark.slow)])
 def test_one_of_two_processes_killed(tmp_path, aside, share):
     ranks = run(kill_one_of_two, 2, tmp_path / "run", aside, share, timeout=1200 if share is None else 100)
@@ -699,6 +704,7 @@ WAYS = {
 MORE = ["save_model, shards", "save_model, shards for one", "save_model, other shards", "save_model, torch's format"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [pytest.param(3, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("action", ["kill", pytest.param("oserror:ENOSPC", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
@@ -758,6 +764,7 @@ def is_half_written(target, sizes):
     return False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["file", "directory"])
 @pytest.mark.parametrize("kills", [15, pytest.param(50, marks=pytest.mark.exhaustive)])
 def test_killed_from_outside(tmp_path, kills, form):

@@ -128,6 +128,7 @@ def test_a_fault_ends_the_job_and_is_named(cell, tmp_path, record_property):
     assert not wrong, outcome.err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cell", mark(SIGNALLED, FEW_SIGNALLED), ids=describe)
 def test_a_signal_saves_the_run_which_then_resumes(cell, tmp_path, tmp_path_factory, record_property):
     outcome = strike(tmp_path, cell.plan, cell.launcher, cell)

@@ -304,6 +304,7 @@ CUTS = [  # after so many bytes: before, in the middle of and after the weights
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("after", CUTS)
 def test_a_cut_connection_is_used_again(server, bucket, after):
     url, env = bucket
@@ -312,6 +313,7 @@ def test_a_cut_connection_is_used_again(server, bucket, after):
     assert cuts >= 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("after", CUTS)
 def test_a_connection_that_stays_cut_fails_the_save_and_nothing_else(server, bucket, after):
     url, env = bucket

@@ -44,6 +44,7 @@ def check(outcome: Outcome, expected: dict) -> None:
     assert outcome.orphans == [], words
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize("launcher", [pytest.param("treadle launch", marks=pytest.mark.slow), "torchrun"])
 def test_a_rank_killed_while_the_others_connect(launcher, tmp_path, undisturbed):

@@ -57,6 +57,7 @@ with open(out, "w") as file:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["tqdm", "rich"])
 def test_a_full_disk_and_a_lost_terminal_change_nothing(tmp_path, kind):
     weights = {}

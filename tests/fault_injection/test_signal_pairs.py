@@ -125,6 +125,7 @@ def check(doors, signals, tmp_path, pause, statuses):
         assert (skipped, hidden) == ([], []), text
 
 
+@pytest.mark.long
 def test_one_ctrl_c_after_a_schedulers_signal_does_not_cost_the_save(tmp_path):
     check(DOORS, ("TERM", "INT"), tmp_path, 0.7, {143})
 
@@ -134,6 +135,7 @@ def test_a_schedulers_signal_after_ctrl_c_does_not_cost_the_save(tmp_path):
     check(DOORS, ("INT", "TERM", "USR2"), tmp_path, 0.3, {130})
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_still_ends_a_run_at_once(tmp_path):
     jobs = {door: begin(door, tmp_path / door) for door in ("Trainer", "treadle launch")}
     for door, process in jobs.items():

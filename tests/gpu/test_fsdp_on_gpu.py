@@ -9,6 +9,8 @@ from treadle.strategies import FSDP
 
 import treadle
 
+pytestmark = pytest.mark.long
+
 
 def trained(strategy, root=None, **flags):
     treadle.seed_everything(0)

@@ -54,6 +54,7 @@ def by_hand():
     return weights(net), norms
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [
@@ -105,6 +106,7 @@ def stepped_by_hand():
     return weights(task.net), task.norms
 
 
+@pytest.mark.long
 def test_gradients_of_manual_steps_are_those_of_the_joint_batch():
     (first, norms), (second, others) = run(stepped_by_hand, 2, env=PLACES)
     assert are_equal(first, second)

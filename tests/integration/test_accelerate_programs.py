@@ -50,6 +50,7 @@ def executed(name, world, folder):
     return swapped.execute_accelerate_program(name, "treadle", Path(folder))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "world"),
     [

@@ -134,6 +134,7 @@ def experiment(lr):
     return net.weight.flatten().tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_the_scripts_end_as_a_loop_by_hand(world):
     main, *others = run(run_scripts, world)

@@ -314,6 +314,7 @@ def train_without_a_loss():
     return True
 
 
+@pytest.mark.long
 def test_none_as_the_loss_is_an_error_on_several_processes():
     assert run(train_without_a_loss, 2) == [True, True]
 

@@ -73,6 +73,7 @@ def both_doors(world, folder, precision, mixed):
     return torch.stack(losses.seen), torch.stack(own), accuracy
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "precision", "mixed"),
     [
@@ -114,6 +115,7 @@ def compare_with_page(printed, name):
         assert numbers[0] == pytest.approx(numbers[1], rel=0.3, abs=0.05)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch.export.load of torch 2.11
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize(
@@ -183,6 +185,7 @@ def test_gpt(options, tmp_path, monkeypatch):
     assert "bits per byte" in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("devices", ["1", pytest.param("2", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("example", ["packing.py", "token_budget.py"])
 def test_recipes_for_sequences(example, devices, tmp_path, monkeypatch):
@@ -239,6 +242,7 @@ def run_recipes(folder, *options):
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.exhaustive), "fsdp"])
 def test_recipes_train_the_same_on_two_processes_and_resumed(strategy, tmp_path):
     for folder in ("one", "two"):
@@ -358,6 +362,7 @@ def train_nano_on_two(folder):
     return results
 
 
+@pytest.mark.long
 def test_nano_is_the_loop_by_hand_on_one_and_two_processes(tmp_path, monkeypatch):
     """Muon rounds to bfloat16, where the last bit of a gradient in float32 decides; so the losses are compared."""
     losses, weights = train_nano(tmp_path / "one")
@@ -378,6 +383,7 @@ def test_nano_is_the_loop_by_hand_on_one_and_two_processes(tmp_path, monkeypatch
         assert evaluate(trained_weights) == pytest.approx(trained, rel=1e-4), strategy
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [(), pytest.param(("--adamw",), marks=pytest.mark.exhaustive)])
 def test_nano_learns(options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -43,6 +43,7 @@ def test_every_case_in_small(cases, tmp_path):
         assert results["save"]["at_once_s"] > 0
 
 
+@pytest.mark.long
 def test_without_a_gpu_it_says_what_runs_here():
     done = subprocess.run(
         [sys.executable, PROGRAM],

@@ -41,6 +41,7 @@ def built(tmp_path_factory):
     return folder / "lib"
 
 
+@pytest.mark.long
 def test_an_archive_can_be_imported(built, tmp_path):
     archive = shutil.make_archive(str(tmp_path / "treadle"), "zip", built)
     source = "import treadle\nfrom treadle.compat.callbacks.early_stopping import EarlyStopping\n"
@@ -53,6 +54,7 @@ def test_an_archive_can_be_imported(built, tmp_path):
     assert done.stdout == f"<class 'treadle.callbacks.early_stopping.EarlyStopping'> {home} True\n", done.stderr
 
 
+@pytest.mark.long
 def test_type_checkers_find_the_modules_that_have_no_file(built, tmp_path):
     """The wheel has a stub for each, so a project whose imports were replaced stays free of errors."""
     program = "".join(f"import treadle.compat.{path}\n" for path in list_paths() if path)

@@ -120,6 +120,7 @@ def test_every_block_says_how_it_is_run():
     assert len(IN_RANKS) > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block", [block.case for block in SCRIPTS])
 def test_python_block_runs(block):
     done = script(block.text, env=ON_CPU)
@@ -185,6 +186,7 @@ def folder(tmp_path, request):
     return tmp_path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block", [block.case for block in COMMANDS])
 def test_command_lines_run(block, folder):
     lines = commands(block)
@@ -210,6 +212,7 @@ def text_of(document, name):
     return block.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("own_loop", [False, True], ids=["trainer", "own-loop"])
 def test_first_examples_run_on_two_processes(own_loop, tmp_path):
     path = tmp_path / "train.py"

@@ -223,6 +223,7 @@ def check(ranks, cases):
                 assert {key: found[key] for key in keys} == {key: right[key] for key in keys}, (strategy, case)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_bits_of_a_plain_loop_on_every_number_of_processes(world):
     check(run(fit_all, world, SHORT), SHORT)
@@ -245,6 +246,7 @@ def fit_without(world):
     return [fit("mlp", "32-true", 10, strategy=strategy_of(name), **flags)[0]["weights"] for name in STRATEGIES]
 
 
+@pytest.mark.long
 def test_ordinary_sums_depend_on_the_number_of_processes():
     hashes = [run(fit_without, world, world)[0] for world in (1, 2, 4)]
     assert all(len(set(of_strategy)) == 3 for of_strategy in zip(*hashes, strict=True))
@@ -471,6 +473,7 @@ def settings_alone(function):
     return run(function, 1)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_settings_that_keep_the_bits(world):
     ranks, expected = run(fit_settings, world), settings_alone(fit_settings)
@@ -484,6 +487,7 @@ def test_settings_that_keep_the_bits(world):
             assert {key: found[key] for key in keys} == {key: expected[name][key] for key in keys}, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("world", "replicas"), [(4, 2), pytest.param(8, 4, marks=pytest.mark.exhaustive)])
 def test_hybrid_sharding_keeps_the_bits(world, replicas):
     expected, record = fit("mlp", "32-true", 3, step_micro_batches=V)

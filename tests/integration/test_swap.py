@@ -187,6 +187,7 @@ def train_noisy(name, draws, how):
     return task.seen, task.drawn, torch.rand(()).item()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["Trainer", "Accelerator"])
 @pytest.mark.parametrize("name", LOADERS)
 def test_one_process_draws_what_a_plain_loop_draws(name, how):
@@ -203,6 +204,7 @@ def distributed(folder):
     return swapped.execute("distributed", "treadle", Path(folder))
 
 
+@pytest.mark.long
 def test_two_processes(tmp_path):
     """With a sampler of one's own: else Lightning shuffles, and pads, whatever the loader says."""
     theirs = RECORDED["runs"]["distributed"]["results"]

@@ -16,6 +16,7 @@ def test_there_are_tutorials():
     assert len(NOTEBOOKS) >= 7
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "path",
     [

@@ -75,6 +75,7 @@ def run(tmp_path_factory):
     return run
 
 
+@pytest.mark.long
 def test_every_module_is_imported_a_fit_runs_and_missing_commands_are_named(run):
     printed, imported = run("-c", PROGRAM).split("\nimported ")
     _, of_help, of_doctor, of_fit = printed.split("== ")

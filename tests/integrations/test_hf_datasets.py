@@ -132,6 +132,7 @@ def train_and_resume(train, folder):
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 @pytest.mark.parametrize("train", [by_trainer, pytest.param(by_own_loop, marks=pytest.mark.exhaustive)])
 def test_each_rank_reads_its_share_and_resumes_exactly(tmp_path, train, ranks):

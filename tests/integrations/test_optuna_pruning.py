@@ -101,6 +101,7 @@ def on_ranks(folder):
     return ends, [] if study is None else [(t.state.name, t.intermediate_values) for t in study.trials]
 
 
+@pytest.mark.long
 def test_all_ranks_are_pruned_at_the_same_step(tmp_path):
     (ends, trials), (other_ends, _) = run(on_ranks, 2, str(tmp_path))
     assert ends == other_ends
@@ -118,6 +119,7 @@ def lonely(folder):
         return str(error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rank_zero_needs_the_trial(ranks, tmp_path):
     for words in run(lonely, ranks, str(tmp_path)):

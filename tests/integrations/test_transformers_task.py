@@ -18,6 +18,8 @@ from treadle.integrations import TransformersTask
 import treadle
 from treadle.data import pack
 
+pytestmark = pytest.mark.long
+
 transformers = pytest.importorskip("transformers")
 
 VOCABULARY = 48

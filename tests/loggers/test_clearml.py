@@ -8,6 +8,8 @@ import pytest
 from support.tracking_services import ClearML
 from treadle.loggers import ClearMLLogger
 
+pytestmark = pytest.mark.long
+
 clearml = ClearML()
 clearml.skip_if_missing()
 

@@ -7,6 +7,8 @@ from support.processes import script
 from support.tracking_services import Comet
 from treadle.loggers import CometLogger
 
+pytestmark = pytest.mark.long
+
 comet = Comet()
 comet.skip_if_missing()
 

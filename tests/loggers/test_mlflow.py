@@ -22,6 +22,8 @@ from support.processes import clean_environment
 from support.service_runs import Task, Tell, loader, trainer
 from treadle.loggers import MLFlowLogger, NullExperiment
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("mlflow")
 ALONE = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}
 

@@ -24,6 +24,8 @@ from treadle.callbacks import ModelCheckpoint
 from treadle.loggers import CSVLogger, MLFlowLogger, NullExperiment, WandbLogger
 from treadle.loggers.service_logger import Uploads
 
+pytestmark = pytest.mark.long
+
 VARIABLES = r"(CLEARML|COMET|SWANLAB)_"
 
 

@@ -6,6 +6,8 @@ import pytest
 from support.tracking_services import SwanLab
 from treadle.loggers import SwanLabLogger
 
+pytestmark = pytest.mark.long
+
 swanlab = SwanLab()
 swanlab.skip_if_missing()
 

@@ -20,6 +20,8 @@ from support.processes import run
 from support.service_runs import Task, Tell, loader, trainer
 from treadle.loggers import CSVLogger, NullExperiment, WandbLogger
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("wandb")
 OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_CONSOLE": "off"}
 STEP = "trainer/global_step"

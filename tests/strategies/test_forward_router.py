@@ -45,6 +45,7 @@ def look_twice():
     return [look(precision) for precision in ("no", "bf16")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
 def test_names_are_those_of_the_users_model(world):
     """On several processes with one `module.` before them, as torch's DDP has it."""

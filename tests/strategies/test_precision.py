@@ -201,6 +201,7 @@ def train_all():
     return {name: train(name) for name in names}
 
 
+@pytest.mark.long
 def test_complex_gradients_are_reduced_whole_on_two_processes():
     """The mean gradient of the imaginary part is -1.5: steps of 0.75 and 0.75 * 1.5."""
     first, second = run(train_all, 2)

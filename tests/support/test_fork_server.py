@@ -88,6 +88,7 @@ def test_a_program_finds_what_it_finds_in_the_interpreter(arguments, tmp_path):
     assert found == tuple(map(str, wanted))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("env", "imported"), [({}, True), ({UNIMPORTED: "1"}, False), ({"PYTHONPATH": "own"}, False)])
 def test_a_program_is_forked_from_what_has_imported_torch_and_treadle(env, imported, tmp_path):
     (tmp_path / "own" / "treadle").mkdir(parents=True)

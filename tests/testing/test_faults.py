@@ -131,6 +131,7 @@ def test_each_point_is_where_it_says(door):
     assert order == [(p if ":" in p else f"{p}:before", n) for p, n, _, _ in MOMENTS]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "rank", [pytest.param(None, id="each", marks=pytest.mark.exhaustive), pytest.param(1, id="rank 1")]
 )
@@ -341,6 +342,7 @@ def test_a_file_can_be_named(tmp_path):
     assert [os.path.basename(firing.path) for firing in plan.firings] == ["manifest.json", part, part]
 
 
+@pytest.mark.long
 def test_every_disk_point_of_a_save_is_listed_and_struck_in_turn(tmp_path):
     save(tmp_path / "a" / "last")
     points = faults.disk_points(lambda: save(tmp_path / "a" / "last", 1.0))
@@ -448,6 +450,7 @@ def planned_kill(record, action):
         by_trainer(Task(), world=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "action", ["kill", pytest.param("exit:3", marks=pytest.mark.slow), pytest.param("raise", marks=pytest.mark.slow)]
 )
@@ -476,6 +479,7 @@ print("trained", trainer.global_step)
 """
 
 
+@pytest.mark.long
 def test_a_launched_script_gets_its_plan_from_outside(tmp_path):
     plan = FaultPlan([Fault("step", "kill", rank=1, step=2)], record=tmp_path / "record")
     done = script(SCRIPT, env={**plan.to_env(), "PYTHONPATH": str(Path(__file__).parents[1])})

@@ -28,6 +28,7 @@ def doctor(*options: str, launcher: tuple[str, ...] = (), status: int = 0, env: 
     return done.stdout
 
 
+@pytest.mark.long
 def test_alone_it_starts_two_ranks(tmp_path: Path) -> None:
     lines = doctor("--dir", str(tmp_path)).splitlines()
     assert lines[0].startswith("good  ranks         2 of 2 on ")
@@ -41,6 +42,7 @@ def test_alone_it_starts_two_ranks(tmp_path: Path) -> None:
     assert len(lines) <= 40
 
 
+@pytest.mark.long
 def test_an_unwritable_run_folder_is_status_1() -> None:
     report = json.loads(doctor("--dir", "/proc/runs", "--json", status=1))
     assert report["result"] == "fault"
@@ -49,6 +51,7 @@ def test_an_unwritable_run_folder_is_status_1() -> None:
     assert "PyTorch version: " in report["machine"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", ["torchrun", "treadle"])
 def test_under_a_launcher_rank_zero_prints_once(launcher: str) -> None:
     program = str(programs() / launcher)
@@ -67,6 +70,7 @@ def test_a_rank_that_never_comes_is_named_within_the_limit() -> None:
     assert time.monotonic() - begin < 15
 
 
+@pytest.mark.long
 def test_a_rank_that_cannot_reach_rank_zero_says_where() -> None:
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29584"}
     out = " ".join(doctor("--timeout", "1", status=1, env=place).split())

@@ -88,6 +88,7 @@ def by_the_clock():
     return task.validated
 
 
+@pytest.mark.long
 def test_two_processes_validate_after_the_same_step():
     first, second = run(by_the_clock, 2)
     assert first == second

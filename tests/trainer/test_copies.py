@@ -130,6 +130,7 @@ class Data(treadle.DataModule):
         return loader()
 
 
+@pytest.mark.long
 def test_a_data_module_goes_to_spawned_workers(tmp_path):
     task, data = Task(), Data()
     trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **NO_OUTPUT)
@@ -157,6 +158,7 @@ def copy_in_ranks(folder):
     return results, pickle.dumps(boring)  # of classes that any process can import
 
 
+@pytest.mark.long
 def test_a_copy_on_two_processes(tmp_path):
     ranks = run(copy_in_ranks, 2, str(tmp_path))
     for results, _ in ranks:

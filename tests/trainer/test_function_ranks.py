@@ -78,6 +78,7 @@ def plain(steps=4):
     return task, loss.item()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "strategy", [pytest.param("ddp_spawn", marks=pytest.mark.exhaustive), "ddp_fork_find_unused_parameters_true"]
 )
@@ -140,6 +141,7 @@ def test_what_can_not_be_pickled() -> None:
         make("ddp_spawn").fit(Local(), loader())
 
 
+@pytest.mark.long
 def test_a_script_without_a_main_guard() -> None:
     source = """
     import torch, treadle
@@ -190,6 +192,7 @@ def test_one_process_has_a_group_only_if_its_strategy_is_distributed() -> None:
         assert found[name] == (1, 1.0, 8, "Line")
 
 
+@pytest.mark.long
 def test_a_session_without_a_script() -> None:
     """It can spawn what modules define, as under pytest-xdist, but not what it defines itself."""
     source = """

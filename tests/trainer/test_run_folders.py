@@ -122,6 +122,7 @@ def at_once(root):
     return trainer.log_dir, trainer.checkpoint_callback.best_model_path
 
 
+@pytest.mark.long
 def test_two_processes_are_one_run(tmp_path):
     first, second = run(at_once, 2, str(tmp_path))
     assert first == second

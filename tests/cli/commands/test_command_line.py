@@ -14,6 +14,7 @@ from treadle.__main__ import main
 pytestmark = pytest.mark.usefixtures("here")
 
 
+@pytest.mark.long
 def test_every_command_takes_every_spelling_of_a_run(here, capsys):
     for name in ("one", "two"):
         assert main(["fit", "--config", "run.yaml", f"run.name={name}", "trainer.max_epochs=1"]) == 0

@@ -149,6 +149,7 @@ def test_what_is_no_run_is_left_out(runs, capsys):
     assert listed(out(capsys, runs)) == ["old/1", "new/1", "new/2", "new/3", "new/4"]
 
 
+@pytest.mark.long
 def test_a_hundred_runs_are_listed_at_once_and_without_torch(tmp_path):
     for _ in range(100):
         (tmp_path / "default").mkdir(exist_ok=True)

@@ -301,6 +301,7 @@ def test_ranks_that_others_started(here):
     torch.testing.assert_close(weights("runs/default/1"), by_hand())
 
 
+@pytest.mark.long
 def test_a_launched_error_is_said_once(here):
     command = [python(), "-m", "treadle", "launch", "--nproc-per-node", "2", "-m", "treadle", "fit", "model.x=1"]
     done = subprocess.run(command, env=clean_environment({}), capture_output=True, text=True, timeout=120)
@@ -327,6 +328,7 @@ def examples(folder, arguments):
     return main(["fit", *arguments, "trainer.fast_dev_run=true", "trainer.accelerator=cpu"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "files",
     [

@@ -52,6 +52,7 @@ def test_secrets_are_printed_as_references(monkeypatch):
         assert (given["name"], given["hidden"], given["widths"]) == ("x-hush-hush", 987654, [987654])
 
 
+@pytest.mark.long
 def test_any_text_reads_back(monkeypatch):
     """Also where secrets stand beside backslashes, quotes, and what looks like a reference."""
     secrets = {"TREADLE_A_KEY": "se${x}\\", "TREADLE_B_TOKEN": "env", "TREADLE_C_SECRET": 'it\'s "so"\n'}

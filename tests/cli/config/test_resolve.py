@@ -113,6 +113,7 @@ def test_references(monkeypatch):
     assert (version.text, version.source) == ("1.10", "command line")
 
 
+@pytest.mark.long
 def test_long_chains_of_references():
     links = "".join(f"  a{n}: ${{vars.a{n - 1}}}\n" for n in range(1, 2000))
     assert made(f"vars:\n  a0: 3\n{links}seed: ${{vars.a1999}}\n")["seed"] == 3

@@ -62,6 +62,7 @@ seed: *d
     assert found["seed"] == {"lr": 1, "momentum": 0.5}
 
 
+@pytest.mark.long
 def test_hostile_files_do_no_harm(here):
     marker = here / "marker"
     loaded = []

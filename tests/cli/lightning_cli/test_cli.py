@@ -43,6 +43,7 @@ RECORDED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [
@@ -73,6 +74,7 @@ def test_the_subcommand_is_run_and_everything_is_at_hand():
     assert isinstance(cli.parser, LightningArgumentParser)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "metric"), [("validate", "val_loss"), ("test", "test_loss"), ("predict", None)])
 def test_other_subcommands(stage, metric):
     cli = execute(stage)
@@ -88,6 +90,7 @@ def test_without_a_subcommand_the_objects_are_built():
     assert cli.config.model.lr == 0.1
 
 
+@pytest.mark.long
 def test_a_class_named_on_the_command_line():
     words = (f"--model={MODEL}", "--model.lr=0.1", "--data.class_path=lightning_cli_samples.Data", "--data.samples=16")
     cli = build(*words, model=None, data=None)
@@ -103,6 +106,7 @@ def test_a_class_named_on_the_command_line():
     assert ended.value.code == 2
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Alone has a validation_step")
 def test_a_task_may_bring_its_own_data():
     class Alone(Model):
@@ -112,11 +116,13 @@ def test_a_task_may_bring_its_own_data():
     assert execute("fit", model=Alone, data=None).trainer.global_step == 8
 
 
+@pytest.mark.long
 def test_functions_in_place_of_classes():
     cli = build("--model.lr=0.3", model=build_model)
     assert (type(cli.model), cli.model.hparams.lr) == (Model, 0.3)
 
 
+@pytest.mark.long
 def test_settings_as_a_dict():
     cli = execute(args={"fit": {"model": {"lr": 0.1}, "trainer.max_epochs": 1}})
     assert (cli.model.hparams.lr, cli.trainer.max_epochs) == (0.1, 1)
@@ -217,6 +223,7 @@ class Partly(Model):
         self.width = width
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*will be overridden by")
 def test_a_checkpoint_brings_the_objects_in_its_arguments():
     defaults = {**DEFAULTS, "enable_checkpointing": True, "default_root_dir": ".", "max_epochs": 1}
@@ -337,6 +344,7 @@ def test_the_names_are_those_of_the_peer():
     assert treadle.compat.LightningCLI is LightningCLI
 
 
+@pytest.mark.long
 def test_environment_variables(monkeypatch, here):
     (here / "fit.yaml").write_text("model:\n  lr: 0.07\n  mode: max\n")
     monkeypatch.setenv("PL_FIT__CONFIG", "fit.yaml")

@@ -26,6 +26,7 @@ def test_settings_of_optimizers_go_into_the_model():
     assert (type(optimizer), optimizer.param_groups[0]["lr"]) == (torch.optim.SGD, 0.01)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("error")
 def test_the_settings_optimizer_is_announced_and_may_be_changed():
     class Halved(LightningCLI):

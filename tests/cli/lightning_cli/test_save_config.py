@@ -41,6 +41,7 @@ def test_the_saved_configuration_repeats_the_run(here):
     assert yaml.safe_load(saved.read_text())["seed_everything"] == 3
 
 
+@pytest.mark.long
 def test_a_saved_configuration_is_not_overwritten(here):
     options = {"trainer_defaults": LOGGED, "save_config_callback": SaveConfigCallback}
     words = ("fit", "--trainer.max_epochs=0", "--trainer.logger.version=0")
@@ -54,6 +55,7 @@ def test_a_saved_configuration_is_not_overwritten(here):
     assert (here / "logs" / "version_0" / "other.yaml").exists()
 
 
+@pytest.mark.long
 def test_a_configuration_saved_elsewhere():
     class Dumps(SaveConfigCallback):
         def save_config(self, trainer, pl_module, stage):
@@ -80,6 +82,7 @@ def fit_on_two_ranks(folder):
         return str(error), cli.trainer.callback_metrics["train_loss"].item()
 
 
+@pytest.mark.long
 def test_two_processes_write_one_configuration_and_refuse_together(here):
     (first, loss), (second, other_loss) = run(fit_on_two_ranks, 2, str(here))
     assert "config.yaml already exists" in first
@@ -88,6 +91,7 @@ def test_two_processes_write_one_configuration_and_refuse_together(here):
     assert [path.name for path in (here / "logs").iterdir()] == ["version_0"]
 
 
+@pytest.mark.long
 def test_a_configuration_is_saved_at_a_url(here):
     url = f"memory://{uuid.uuid4().hex}"
     words = ("fit", "--trainer.max_epochs=0", f"--trainer.default_root_dir={url}")

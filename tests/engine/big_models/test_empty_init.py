@@ -119,6 +119,7 @@ print(*((value - peaks[0]) / (4 * 2048 * 2048) for value in (*peaks[1:], peak())
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_never_holds_a_second_copy(tmp_path):
     torch.manual_seed(0)

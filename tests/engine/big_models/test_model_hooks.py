@@ -104,6 +104,7 @@ def test_a_traced_module_can_be_traced_again() -> None:
     assert torch.equal(traced(INPUT), plain)
 
 
+@pytest.mark.long
 def test_a_hook_under_torch_compile(model: Normed) -> None:
     plain = model(INPUT)
     add_hook_to_module(model, AddAfter())

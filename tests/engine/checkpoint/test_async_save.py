@@ -315,6 +315,7 @@ def two_processes(strategy, root):
         return f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", [pytest.param("zero", marks=pytest.mark.slow), "fsdp"])
 def test_two_processes(tmp_path, strategy):
     first, second = run(two_processes, 2, strategy, tmp_path)

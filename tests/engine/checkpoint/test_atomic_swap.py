@@ -210,6 +210,7 @@ def test_what_another_run_has_saved_under_the_same_name_is_not_removed(tmp_path)
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.long
 def test_two_runs_that_replace_one_checkpoint_all_the_time(tmp_path):
     """Each commit succeeds, a reader finds a whole one at any time, and nothing is left."""
     target, go = tmp_path / "last", tmp_path / "go"

@@ -90,6 +90,7 @@ def save_models(folder):
         accelerator.save_model(model, folder)
 
 
+@pytest.mark.long
 @WORLDS
 def test_save_model_is_read_by_other_tools(saved, world):
     tmp_path = saved[world][0] / "save_models"
@@ -122,6 +123,7 @@ def test_save_model_is_read_by_other_tools(saved, world):
     assert os.listdir(tmp_path / "again") == ["model.safetensors"]
 
 
+@pytest.mark.long
 @WORLDS
 def test_save(saved, world):
     folder = saved[world][0] / "save_models"
@@ -324,6 +326,7 @@ def count_on(folder):
     return first, again, (accelerator.load_state()["step"], accelerator.save_iteration)
 
 
+@pytest.mark.long
 @WORLDS
 def test_the_count_goes_on_after_a_resume(saved, world):
     for found in saved[world][1]:
@@ -465,11 +468,13 @@ def failing_on_one(folder):
     return read_part(f"{folder}/c", "state")["registered"]["Exchanges_1"]["sum"]
 
 
+@pytest.mark.long
 @WORLDS
 def test_what_a_hook_wrote_goes_with_a_save_that_fails(saved, world):
     assert [found["refused_hooks"] for found in saved[world][1]] == [[f"{rank}.bin" for rank in range(world)]] * world
 
 
+@pytest.mark.long
 def test_a_state_that_fails_on_one_process_leaves_no_other_waiting(saved):
     assert [found["failing_on_one"] for found in saved[2][1]] == [2.0, 2.0]
 
@@ -627,22 +632,26 @@ def saving_apart(folder):
     accelerator.save_state(f"{folder}/{'./' * rank}c")
 
 
+@pytest.mark.long
 @WORLDS
 def test_an_epoch_without_its_first_batches(saved, world):
     assert [found["skipping"] for found in saved[world][1]] == [True] * world
 
 
+@pytest.mark.long
 @WORLDS
 def test_skipping_after_load_state_skips_nothing_twice(saved, world):
     for found in saved[world][1]:
         assert [case for case, equal in found["resuming"].items() if not equal] == []
 
 
+@pytest.mark.long
 def test_a_directory_that_differs_by_rank_is_refused(saved):
     """A name with a clock's time in it would leave a checkpoint of each rank, none of them whole."""
     assert os.listdir(saved[2][0] / "saving_apart") == ["c"]
 
 
+@pytest.mark.long
 def test_wrong_metadata_on_one_rank_is_an_error_on_all(saved):
     first, second = (found["wrong_on_one"] for found in saved[2][1])
     assert first in second
@@ -698,6 +707,7 @@ def resuming_at_an_end(folder):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_resume_from_the_last_batch_loses_no_epoch(world, tmp_path):

@@ -20,6 +20,8 @@ from treadle.strategies import DDP, FSDP
 
 import treadle
 
+pytestmark = pytest.mark.long
+
 
 class Net(nn.Module):
     """Rows that do not divide, a tied weight, a buffer, a part with a state of its own, and very small parameters."""

@@ -173,6 +173,7 @@ def forge(path, document):
     write(path, layout, files, lambda entries, records: Manifest.build(entries, {}, 1, records=records).to_json())
 
 
+@pytest.mark.long
 def test_every_flipped_byte_is_found(tmp_path):
     path = tmp_path / "flipped.ckpt"
     forge(path, {"state_dict": STATE})

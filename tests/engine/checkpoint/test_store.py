@@ -189,6 +189,7 @@ def every_kill(prepare, action, moments=("half", "after")):
         yield
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 def test_killed_while_overwriting_one_of_both_is_always_loadable(tmp_path):
     target, seen = tmp_path / "run" / "last", []
@@ -232,6 +233,7 @@ def test_killed_while_recovering_from_a_kill(tmp_path):
     assert tried > 60
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize(
     "hooked", [pytest.param(False, id="plain", marks=pytest.mark.exhaustive), pytest.param(True, id="hooked")]
@@ -318,6 +320,7 @@ def test_a_commit_reads_no_manifest_twice_of_the_checkpoints_beside_it(tmp_path,
     assert checkpoint.read_manifest(tmp_path / "step-8").sequence == 41
 
 
+@pytest.mark.long
 def test_deleted_checkpoints_leave_no_memory_behind(tmp_path):
     def replace(steps):
         for step in steps:

@@ -171,6 +171,7 @@ def test_going_on_from_any_step(kind, mode):
             assert again.loaders[0].epoch == 2
 
 
+@pytest.mark.long
 def test_with_workers():
     def make():
         return {"a": shuffled(5, num_workers=1), "b": shuffled(9, num_workers=1, persistent_workers=True)}

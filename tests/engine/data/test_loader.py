@@ -127,6 +127,7 @@ def configurations():
 # -- order and sharding ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_every_sample_once_in_the_order_of_one_process():
     """Weighed so that the gradient is the mean over the group."""
     for size, batch, n, drop_last, shuffle, k in configurations():
@@ -272,6 +273,7 @@ def test_without_batches():
 # -- evaluation ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 def test_evaluation_is_exact_and_no_rank_idles():
     for size, batch, n, _, _, k in configurations():
@@ -356,6 +358,7 @@ def test_resume_at_every_step(name, make):
 SILENT_OR_NOISY = [pytest.param(False, id="silent", marks=pytest.mark.exhaustive), pytest.param(True, id="noisy")]
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize("noise", SILENT_OR_NOISY)
 @pytest.mark.parametrize(("name", "make"), SOURCES)
@@ -364,6 +367,7 @@ def test_resume_of_one_process(name, make, noise):
     check_resumes(make, 1, 2, 3, noise, process=True)
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize(("name", "make"), SOURCES)
 def test_resume_in_another_world(name, make):
@@ -393,6 +397,7 @@ def with_a_length():
         yield f"stream{n}", lambda n=n: DataLoader(Numbers(2 * n), batch_size=2)
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.filterwarnings("ignore:the stream has no state")
 @pytest.mark.parametrize(
@@ -514,6 +519,7 @@ def augmented(size, workers, persistent=False, state=None, stop=None, subset=Fal
     return found
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 def test_workers_augment_alike_whatever_their_number():
     whole = augmented(1, 1)
@@ -524,6 +530,7 @@ def test_workers_augment_alike_whatever_their_number():
     assert len({tuple(sample[1:]) for batch in varied for sample in batch}) == 20  # in the second epoch too
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_resume_with_workers(persistent):
@@ -655,6 +662,7 @@ KINDS = ["stream", "counting", "subclass", "counting-subclass", "knowing", "work
 STREAMS = [pytest.param(kind, marks=pytest.mark.exhaustive if "workers" in kind else ()) for kind in KINDS]
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize("noise", SILENT_OR_NOISY)
 @pytest.mark.parametrize("kind", STREAMS)
@@ -663,6 +671,7 @@ def test_streams_of_one_process_resume(kind, noise):
     check_resumes(lambda: make_stream(kind), 1, 1, 3, noise, every=3 if "workers" in kind else 1, process=True)
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize("kind", STREAMS)
 def test_streams_resume(kind):
@@ -734,6 +743,7 @@ def read_noise(kind, batch, state=None, stop=None):
     return found, state
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.filterwarnings("ignore:the stream has no state")
 @pytest.mark.parametrize(
@@ -813,6 +823,7 @@ def test_a_loader_that_can_not_be_sharded(kind, data):
         Ranks(lambda: kind(data), 2).ids()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_subclass_over_a_stream_sees_its_batches(workers):
     options = {"batch_size": 2, "num_workers": workers, "persistent_workers": bool(workers)}
@@ -825,6 +836,7 @@ def test_a_subclass_over_a_stream_sees_its_batches(workers):
             loader.close()
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize("kind", LAZY)
 def test_resume_where_a_limit_ends_the_epoch(kind):
@@ -834,6 +846,7 @@ def test_resume_where_a_limit_ends_the_epoch(kind):
         assert len(orders) == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("data", [range(6), Stream(6, shuffle=False)], ids=["map", "stream"])
 def test_closed_workers_end_at_once(data):
     ranks = Ranks(lambda: DataLoader(data, batch_size=2, num_workers=2, persistent_workers=True), 1)
@@ -946,6 +959,7 @@ def read_drawn(data, workers, size=1, batch_size=3, state=None, stop=None):
     return (found, ranks.state()) if stop else found
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize("kind", ["python", "numpy", "torch"])
 def test_a_generator_that_is_drawn_from_rarely_is_seeded(kind):

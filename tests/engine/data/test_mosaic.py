@@ -51,6 +51,7 @@ def rare(*values):
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "workers", "own", "count"),
     [

@@ -125,6 +125,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize(
     "case",
@@ -159,6 +160,7 @@ def widen(lengths):
     return [fit(depth, "ddp", 1, lengths, 0, callbacks=[Widening()], max_epochs=1) for depth in (0, 1, 2)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("short", [9, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (11, 13)), 15])
 def test_a_step_may_take_more_micro_batches_than_were_read_ahead(short):
     for exchanging, *voting in run(widen, 2, (24, short)):
@@ -199,6 +201,7 @@ def made_in_turn(kinds):
     return [made_before_each_step(kind) for kind in kinds]
 
 
+@pytest.mark.long
 def test_samples_that_may_follow_from_the_training_are_read_when_they_are_due():
     assert run(made_in_turn, 2, ["plain", "saved", "played"]) == [[[4, 6, 8], [2, 4, 6], [2, 4, 6]]] * 2
 

@@ -90,6 +90,7 @@ NESTED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}], ids=str)
 def test_the_epoch_reaches_the_dataset_in_every_worker(options):
     # A worker costs a quarter of a second: with workers, `concat` stands for the containers, as it holds a subset too.

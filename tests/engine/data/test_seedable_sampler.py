@@ -140,6 +140,7 @@ def ended(folder, batch_size):
     return rest
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1), (1, 2)])
 def test_a_resume_within_an_epoch(before, after, tmp_path):

@@ -121,6 +121,7 @@ FIXES = {
 }
 
 
+@pytest.mark.long
 def test_each_rank_and_worker_reads_its_own_shards_or_the_librarys_fix_is_named(tmp_path):
     samples.write_tars(tmp_path, shards=8)
     first, second = run(read_an_epoch, 2, str(tmp_path), [*SPLIT, *FIXES])
@@ -200,6 +201,7 @@ AGAIN = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "workers"), [*AT_ONCE, *AGAIN])
 def test_a_resume_by_the_sources_own_state_reads_nothing_again(tmp_path, kind, workers):
     accelerator = treadle.Accelerator(cpu=True)

@@ -54,6 +54,7 @@ def whole_and_rest(workers, folder):
     return [interrupted(workers, folder, resume) for resume in (None, STOP)]
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize(
     ("world", "workers"),
@@ -159,6 +160,7 @@ def by_hand(accumulate):
     return ((net(x) - y) ** 2).mean().item(), {f"net.{n}": w.tolist() for n, w in net.state_dict().items()}
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
@@ -228,6 +230,7 @@ def two_ranks(tmp_path_factory):
     return run(read_in_turn, 2, folder), folder
 
 
+@pytest.mark.long
 def test_what_a_script_draws_before_its_loop_is_the_same_on_all_ranks(two_ranks):
     (one, first, _), (two, second, error) = (found["drawn"] for found in two_ranks[0])
     assert one == two

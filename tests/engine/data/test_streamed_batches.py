@@ -34,6 +34,7 @@ def read_and_resume(path, size, at_the_last_batch):
     return second_epoch, read(accelerator, loader)
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 # As many batches for each rank, and one more for rank zero.
 @pytest.mark.parametrize("size", [pytest.param(16, marks=pytest.mark.exhaustive), 18])

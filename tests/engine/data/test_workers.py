@@ -106,6 +106,7 @@ print(len(list(zip(load(objects, 2), load(array, 2), load(objects[:20_000], 1), 
 """
 
 
+@pytest.mark.long
 def test_a_dataset_of_python_objects_that_workers_copy_is_said():
     done = script(COPIED, fresh=True)
     assert done.stdout == "2\n", done.stderr

@@ -92,6 +92,7 @@ def two_ranks():
     return found
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 def test_over_steps_and_ranks():
     every = [values(rank) for rank in (0, 1)]

@@ -160,6 +160,7 @@ def on_two(of_one):
     return two, of_two, counted(2, of_one)[0], counted(2, of_two)[0]
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 def test_another_number_of_processes():
     """What torchmetrics computes over all processes is the same right after a resume on another number of them."""

@@ -222,6 +222,7 @@ def by_hand():
     return layer.weight.detach().flatten().tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("outside", "place"),
     [
@@ -261,6 +262,7 @@ def waiting_in_a_collective_that_nothing_breaks_off():
     return train(), durations
 
 
+@pytest.mark.long
 def test_a_process_aborts_what_it_waits_in_once_another_has_failed():
     (size, durations), (other_size, _) = run(waiting_in_a_collective_that_nothing_breaks_off, 2, timeout=60)
     assert size == other_size == 4

@@ -165,6 +165,7 @@ def two_ranks():
     return run(everything, 2, timeout=90)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_three_and_five_batches(two_ranks, accumulate):
     first, second = (found["joined"][accumulate] for found in two_ranks)
@@ -174,6 +175,7 @@ def test_three_and_five_batches(two_ranks, accumulate):
         assert rate == pytest.approx(expected_rate)
 
 
+@pytest.mark.long
 def test_with_a_prepared_loader_it_changes_nothing(two_ranks):
     assert [found["unchanged"] for found in two_ranks] == [[[True] * 3] * 3] * 2
 

@@ -100,6 +100,7 @@ def everything():
     return cases, apart(2, 1, enabled=False)
 
 
+@pytest.mark.long
 def test_two_workers_meet_every_few_steps_and_at_the_end():
     ranks = run(everything, 2)
     exact = {"rtol": 1e-12, "atol": 1e-12}

@@ -187,6 +187,7 @@ def train_on_two(root):
     return results
 
 
+@pytest.mark.long
 def test_two_processes_are_one_within_the_rounding_of_newton_schulz(tmp_path):
     expected = train_by_hand()
     (first, second) = run(train_on_two, 2, str(tmp_path))

@@ -209,6 +209,7 @@ def every_end(folder, batch_size, accumulate):
     return {name: started(folder, name, batch_size, accumulate, resumed=True) for name in SCHEDULES}
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize(
     ("before", "after"),

@@ -81,6 +81,7 @@ def with_a_weight_changed(zero):
             return number, str(error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("every", "found"), [("1", 3), ("4", 5), ("0", None)], ids=["each step", "each fourth", "never"]
 )
@@ -120,6 +121,7 @@ def without_false_alarm():
     return steps
 
 
+@pytest.mark.long
 def test_neither_a_strategy_nor_unequal_steps_give_a_false_alarm():
     assert run(without_false_alarm, 2, env={**DEBUG, "TREADLE_DEBUG_REPLICAS": "1"}) == [[4, 4, 4, 4, 4]] * 2
 

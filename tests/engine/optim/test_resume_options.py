@@ -207,6 +207,7 @@ def test_a_schedule_that_can_not_be_brought_there_changes_nothing(tmp_path):
         accelerator.load_state(tmp_path / "s", schedule="mine")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["cosine", "linear", "callable"])
 @pytest.mark.parametrize("apart", [False, True], ids=["in its group", "in a group of its own"])
 def test_parameters_that_were_added_do_not_put_the_schedule_back(tmp_path, kind, apart):
@@ -276,6 +277,7 @@ def fit(root, epochs, interval, lr=0.1, **resume):
     return task.rates
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 def test_a_fit_with_more_epochs(tmp_path, interval):
     whole = fit(tmp_path / "whole", 6, interval)

@@ -36,6 +36,7 @@ time.sleep(4)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("action", "status"), [("cancel", 0), ("wait", 143)])
 def test_another_rank_starts_it_and_the_end_of_the_stage_cancels_it(action, status):
     assert script(STARTED, action).returncode == status

@@ -17,6 +17,7 @@ def on_two(folder, strategy, rank):
     return len(first["losses"])
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize(("strategy", "rank"), [("ddp", 1), pytest.param("fsdp", 0, marks=pytest.mark.exhaustive)])
 def test_all_ranks_leave_after_the_same_step(strategy, rank, tmp_path):

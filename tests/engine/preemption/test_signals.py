@@ -5,6 +5,8 @@ import signal
 import pytest
 from support.signaled_loops import check, train
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.guarantee
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.exhaustive), 4])

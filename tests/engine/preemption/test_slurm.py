@@ -37,6 +37,7 @@ def write_scontrol(folder):
     (folder / "scontrol").chmod(0o755)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ranks", [*(pytest.param((rank,), marks=pytest.mark.exhaustive) for rank in (1, 0)), (1, 0)], ids=str
 )

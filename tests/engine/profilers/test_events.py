@@ -126,6 +126,7 @@ def on_two(root):
     return None
 
 
+@pytest.mark.long
 def test_two_processes_write_a_file_each(tmp_path):
     run(on_two, 2, str(tmp_path))
     for rank in (0, 1):

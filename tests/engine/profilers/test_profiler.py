@@ -60,6 +60,7 @@ def on_two(root):
     return trainer.profiler.actions["backward"].calls
 
 
+@pytest.mark.long
 def test_two_processes_write_a_file_each(tmp_path):
     assert run(on_two, 2, str(tmp_path)) == [4, 4]
     assert sorted(path.name for path in tmp_path.iterdir()) == [

@@ -140,6 +140,7 @@ def load_prepared(strategy, path, expected):
     return sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
     "kind", [pytest.param("torch", marks=pytest.mark.slow), pytest.param("shards", marks=pytest.mark.slow), "treadle"]

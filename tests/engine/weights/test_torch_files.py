@@ -170,6 +170,7 @@ go("whole", Whole(Namespace(width=5, lr=0.1)))
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not BENCH.exists(), reason="lightning is not installed beside")
 def test_what_lightning_itself_writes(tmp_path):
     (tmp_path / "real.py").write_text(REAL)

@@ -203,6 +203,7 @@ def fit_all():
     return found
 
 
+@pytest.mark.long
 def test_on_two_processes():
     first, second = run(fit_all, 2)
     size = sum(p.numel() for p in Task().parameters())

@@ -3,6 +3,7 @@
 import copy
 import itertools
 
+import pytest
 import torch
 from support.ddp_loops import message
 from support.processes import run
@@ -62,6 +63,7 @@ def norms():
     return found
 
 
+@pytest.mark.long
 def test_batch_norm_over_all_processes():
     first, second = run(norms, 2)
     for (name, share), one in first.items():

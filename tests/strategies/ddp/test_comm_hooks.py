@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 from support.ddp_loops import POWER, STEPS, TOKENS, by_hand, trained
 from support.processes import run
@@ -30,6 +31,7 @@ def hooks():
     return found, len(seen)
 
 
+@pytest.mark.long
 def test_compression_leaves_votes_exact_and_training_near():
     for found, calls in run(hooks, 2):
         assert calls > 0

@@ -43,6 +43,7 @@ def trained_manually(k):
     return weights(net)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("k", [1, 3])
 def test_in_a_loop_with_manual_optimization_the_step_averages_the_gradients(k):
     expected = by_hand(k)
@@ -306,6 +307,7 @@ def by_three(root):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 def test_from_three_processes_on_a_resumed_run_adds_up_in_the_same_order(tmp_path):
     for rank in run(by_three, 3, tmp_path):

@@ -47,6 +47,7 @@ def reduce(options):
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [2, 3])
 def test_small_buckets_of_uneven_sizes(world):
     first, second, third, fourth = map(gradients, range(V))

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from support.ddp_loops import Net, inputs, message, sgd, weights
 from support.processes import run
@@ -91,6 +92,7 @@ def same(one, other):
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+@pytest.mark.long
 def test_zero_trains_alike_with_part_of_the_state():
     first, second = run(shared_states, 2)
     for name in OPTIMIZERS:
@@ -209,6 +211,7 @@ def post_locals():
     return found, several, state, rest
 
 
+@pytest.mark.long
 def test_post_local_sgd_is_that_of_two_workers_by_hand():
     ranks = run(post_locals, 2)
     for rank, (found, several, _, _) in enumerate(ranks):

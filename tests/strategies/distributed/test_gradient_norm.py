@@ -41,6 +41,7 @@ def compute_norms(fixed):
     return results
 
 
+@pytest.mark.long
 def test_the_same_bits_for_shards():
     alone = compute_norms(True)
     assert [run(compute_norms, world, True) for world in (2, 3)] == [[alone] * 2, [alone] * 3]

@@ -73,6 +73,7 @@ def count_waits_of_a_fork():
     return len(waits)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="CPython 3.12 takes its lock before it forks")
 def test_a_fork_waits_for_the_threads_of_gloo():
     """Else a data worker that is started after a collective hangs now and then."""
@@ -122,6 +123,7 @@ def group_of_a_strategy(kind):
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds(), dist.get_backend()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["DDPStrategy", "FSDPStrategy"])
 def test_a_strategy_takes_the_options_of_the_group_as_lightnings_do(kind):
     assert run(group_of_a_strategy, 2, kind) == [(77.0, "gloo")] * 2

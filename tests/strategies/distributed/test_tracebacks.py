@@ -213,6 +213,7 @@ class Closed(RuntimeError):
         super().__init__(f"Read error: Connection closed by peer; {words}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [PeerFailed, Closed])
 def test_a_rank_that_only_heard_of_an_error_lets_the_other_report(kind):
     first, second = run(reports, 2, (kind, ValueError), 10)
@@ -227,6 +228,7 @@ def test_an_error_is_not_lost_with_the_rank_that_was_to_report_it():
 TWO = SCRIPT.replace("treadle.Trainer(", "treadle.Trainer(devices=2, ").replace("(8, 2)", "(16, 2)")
 
 
+@pytest.mark.long
 def test_two_processes():
     done = script(TWO)
     assert done.returncode == 1

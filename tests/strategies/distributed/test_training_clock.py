@@ -46,6 +46,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.long
 def test_the_thread_that_trains_is_watched():
     done = script(IN_A_THREAD)
     assert done.returncode == 124, done.stderr

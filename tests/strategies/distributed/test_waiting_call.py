@@ -65,6 +65,7 @@ def compared():
     return texts, in_part, total, accelerator.gather(torch.tensor([rank])).tolist()
 
 
+@pytest.mark.long
 def test_debug_mode_compares_each_call_before_it_runs():
     results = run(compared, 4, env=DEBUG)
     texts = results[0][0]
@@ -108,6 +109,7 @@ def train(folder):
     return [parameter.tolist() for parameter in task.state_dict().values()]
 
 
+@pytest.mark.long
 def test_debug_mode_changes_no_number(tmp_path):
     plain = run(train, 2, str(tmp_path / "plain"))
     assert run(train, 2, str(tmp_path / "debug"), env={**DEBUG, "TREADLE_DEBUG_REPLICAS": "1"}) == plain
@@ -139,6 +141,7 @@ def come_late(root, strategy):
     return accelerator.steps, text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_ranks_may_come_late(tmp_path, strategy):
     (steps, text), late = run(come_late, 2, str(tmp_path), strategy)
@@ -209,6 +212,7 @@ trainer.fit(Task(), DataLoader(TensorDataset(torch.ones(16, 2)), 4))
 """
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize(
     ("source", "first", "second"),

@@ -90,6 +90,7 @@ def slow_alone():
     return describe_phase(accelerator.watchdog.clock.collect_frames())
 
 
+@pytest.mark.long
 def test_by_default_only_those_that_wait_for_others_are_held_to_the_limit():
     assert run(slow_alone, 2) == ["script", "script"]
 

@@ -48,6 +48,7 @@ def reduce(count):
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("world", "count"), [(2, 4), (3, 3)])
 def test_uneven_shards_of_two_modules(world, count):
     leaves = [[*gradients(leaf), gradients(leaf)[1].sum(0).expand(2, 3)] for leaf in range(count)]

@@ -121,6 +121,7 @@ def by_two(work=trained, *args):
     return run(work, 2, *args, timeout=300)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in MORE else ()) for name in VARIANTS]
@@ -140,6 +141,7 @@ def other_seeds():
     return whole(task)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["late", "frozen", "late and frozen", "other seeds"])
 def test_built_in_place_frozen_or_unequal(name):
     for rank in by_two():
@@ -271,6 +273,7 @@ class Unshared(Net):
         pass
 
 
+@pytest.mark.long
 def test_hybrid_and_tensor_parallel():
     ranks = run(hybrid_and_tensor, 4)
     for rank in ranks:
@@ -347,6 +350,7 @@ def precisions(strategy=FSDP, world=2):
     return found
 
 
+@pytest.mark.long
 def test_precisions():
     wanted = precisions(SingleDevice, 1)
     for rank in by_two():
@@ -432,6 +436,7 @@ def stages():
     return within, after, wanted, seen, labels, len(fresh), errors
 
 
+@pytest.mark.long
 def test_one_run_after_the_other_in_the_same_processes():
     for within, after, wanted, seen, labels, fresh, errors in (rank["stages"] for rank in by_two()):
         assert within == pytest.approx(wanted, abs=1e-6)  # logged as float32
@@ -455,6 +460,7 @@ def reductions(accumulate, options):
     return counts.found["reduce_scatter"]
 
 
+@pytest.mark.long
 def test_gradients_are_reduced_once_per_step():
     for rank in by_two():
         assert rank["reductions"] == [BLOCKS + 1, 4 * (BLOCKS + 1)]

@@ -182,6 +182,7 @@ def on_two_processes():
     return found | {"twice": fit_twice(2, strategy=FSDP()), "penalized": fit(Penalized(), 2, strategy=FSDP())}
 
 
+@pytest.mark.long
 def test_two_processes():
     special = {"twice": fit_twice(1), "penalized": by_hand(Penalized)}
     right = by_hand()

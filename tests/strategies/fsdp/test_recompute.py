@@ -137,6 +137,7 @@ def gathered():
     return found
 
 
+@pytest.mark.long
 def test_what_gathering_costs_is_said_with_the_choice():
     advice = "in the storage dtype; FSDP(gather_dtype=torch.bfloat16) sends half"
     for decided, chosen in run(gathered, 2):

@@ -41,6 +41,7 @@ def test_the_ranks_and_the_exit_status(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) in (rows, rows[1:])  # rank 0 may be ended first
 
 
+@pytest.mark.long
 def test_files_of_each_rank_and_a_module_and_a_program(tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text("print('from', __spec__.name)")
     logs = ["--log-dir", str(tmp_path / "logs"), "--redirects", "3"]

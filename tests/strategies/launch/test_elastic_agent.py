@@ -46,6 +46,7 @@ while "worker" not in open(sys.argv[1]).read():
 FAIL = 'say(f"failed at {time.time()}")\n'
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "how", [pytest.param(how, marks=() if how == "killed" else pytest.mark.exhaustive) for how in FAILURES]
 )
@@ -74,6 +75,7 @@ def test_first_failure_ends_the_others_and_gives_the_status(start: Start, tmp_pa
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "times", "options"),
     [

@@ -79,6 +79,7 @@ def application(folder, source, *arguments):
     return [line for line in done.stdout.splitlines() if "HYDRA" not in line]
 
 
+@pytest.mark.long
 def test_one_run_one_folder(tmp_path):
     folder = tmp_path / "it's here, {now}"
     lines = application(tmp_path, FOLDERS, f"hydra.run.dir={_quote(folder.name)}", "hydra.job.chdir=true", "+lr=1")
@@ -90,6 +91,7 @@ def test_one_run_one_folder(tmp_path):
     assert sorted(lines) == [f"{rank} rank: {made} {tmp_path} None" for rank in (0, 1, "no")]
 
 
+@pytest.mark.long
 def test_each_job_of_a_multirun_trains_on_both_ranks(tmp_path):
     application(tmp_path, TRAINS, "-m", "+lr=0.1,0.2")  # argparse takes no overrides both before and behind -m
     (sweep,) = (tmp_path / "multirun").glob("*/*")

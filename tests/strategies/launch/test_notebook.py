@@ -58,6 +58,7 @@ def train(lr, session=[]):
 """
 
 
+@pytest.mark.long
 def test_a_function_of_the_session_trains_the_same_in_one_process_and_in_two() -> None:
     # Parallel loops and a backward of the session's own, whose threads the forks will not have.
     session = """
@@ -83,6 +84,7 @@ def test_a_function_of_the_session_trains_the_same_in_one_process_and_in_two() -
     assert len({line[3] for line in lines}) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("action", "says"),
     [
@@ -125,6 +127,7 @@ def test_a_failing_rank_raises_here_and_ends_the_others(action: str, says: str) 
     assert subprocess.run(["ps", "-o", "stat=", worker], capture_output=True, text=True, check=False).stdout[:1] in "Z"
 
 
+@pytest.mark.long
 def test_restarts_and_a_port_of_ones_own(tmp_path) -> None:
     source = f"""
     def sometimes():
@@ -165,6 +168,7 @@ def test_two_machines() -> None:
     assert sorted(done.stdout.splitlines()) == [f"({r}, 4, {r // 2}, {r % 2}, {everyone})" for r in range(4)]
 
 
+@pytest.mark.long
 def test_an_interrupt_ends_the_ranks() -> None:
     source = """
     import signal, threading

@@ -142,6 +142,7 @@ def test_machines_with_numbers(script: str, alone: list[float], tmp_path: Path) 
     assert [place[0] for text in texts for place in places(text)] == [1, 0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_failing_rank_ends_both_machines(script: str, tmp_path: Path, rank: int) -> None:
     command = of_two_machines(python(), script, str(rank))
@@ -156,6 +157,7 @@ def test_a_failing_rank_ends_both_machines(script: str, tmp_path: Path, rank: in
     assert reports == [words, f"{words} on {socket.gethostname()}"]
 
 
+@pytest.mark.long
 def test_a_signal_to_one_machine_ends_both(script: str, tmp_path: Path) -> None:
     command = of_two_machines(sys.executable, script, "none")  # whose ranks are its own children
     with agents([command, command], tmp_path) as started:

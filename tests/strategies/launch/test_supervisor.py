@@ -56,6 +56,7 @@ def test_two_launches_at_once_each_see_their_own_ranks(start: Start, tmp_path: P
     assert meetings[0] != meetings[1]
 
 
+@pytest.mark.long
 def test_no_rank_survives_a_killed_supervisor(start: Start, tmp_path: Path) -> None:
     body = f"""
     from treadle.strategies.processes import die_with_parent
@@ -73,6 +74,7 @@ def test_no_rank_survives_a_killed_supervisor(start: Start, tmp_path: Path) -> N
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+@pytest.mark.long
 def test_module_is_run_again_as_a_module(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
@@ -126,6 +128,7 @@ def test_number_of_processes_is_checked(nproc: int) -> None:
         supervisor.supervise(nproc, ["true"])
 
 
+@pytest.mark.long
 def test_supervise_leaves_the_caller_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
     code = "import os; print(os.environ['TORCHELASTIC_RUN_ID'], os.environ['TORCHELASTIC_SIGNALS_TO_HANDLE'])"
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

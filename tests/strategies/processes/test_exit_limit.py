@@ -116,10 +116,12 @@ def check(commands, tmp_path):
         assert words in text
 
 
+@pytest.mark.long
 def test_a_process_alone(tmp_path):
     check([f"{OWN} thread 1", f"{OWN} early 1", f"{OWN} destructor 1"], tmp_path)
 
 
+@pytest.mark.long
 def test_one_of_two_ranks(tmp_path):
     check([f"{OWN} atexit 2", f"{OWN} notebook 2", f"{TORCHRUN} collective 2"], tmp_path)
 

@@ -47,6 +47,7 @@ def start(folder, ranks, *command):
     return process, [int(file.stem) for file in files]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "command"),
     [
@@ -71,6 +72,7 @@ def test_ranks_that_are_all_stopped_end_the_job(ranks, command, tmp_path):
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
 
 
+@pytest.mark.long
 def test_a_job_that_is_suspended_whole_goes_on(tmp_path):
     process, pids = start(tmp_path, 2, "treadle", "launch", "--nproc-per-node", "2")
     # The program above may be a stand-in for the supervisor.

@@ -12,6 +12,7 @@ from treadle.__main__ import main
 pytestmark = pytest.mark.usefixtures("project")
 
 
+@pytest.mark.long
 def test_a_diff_by_default_that_patch_takes(capfd):
     write("src/train.py")
     write("b.py", OLD.replace("\n", "\r\n").rstrip())

@@ -1,8 +1,10 @@
 """`treadle plan --config`: the run of a configuration, against what that run really does."""
 
+import pytest
 from support.planned_runs import plan
 
 
+@pytest.mark.long
 def test_the_run_of_a_configuration(here, capsys):
     status, out, _ = plan(capsys, "--no-advice")
     assert status == 0

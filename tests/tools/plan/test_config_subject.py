@@ -52,6 +52,7 @@ def planned(*arguments):
     return made, subject.schedule(made)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "form", "flags"),
     [
@@ -110,6 +111,7 @@ def test_micro_batches_of_all_processes_and_their_sums(here, capsys):
     assert "--accumulate 2 contradicts step_micro_batches=8" in error
 
 
+@pytest.mark.long
 def test_machines_are_those_of_the_configuration(here, capsys):
     _, out, _ = plan(capsys, "--no-advice", "trainer.num_nodes=3")
     assert "on 6 x h100 (3 machines)" in out
@@ -143,6 +145,7 @@ def sent_in_a_run():
     return dict(written.found), trainer.global_step
 
 
+@pytest.mark.long
 def test_the_exchange_is_that_of_the_real_run(here):
     made, schedule = planned()
     sizes = {f"{kind} bytes": number for kind, number in made.traffic.size.items()}

@@ -59,6 +59,7 @@ def by_numpy(model, batch):
     return loss(model, batch) * batch[0].numpy().sum()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("curious", [by_branch, by_mask, by_numpy])
 def test_a_value_that_is_looked_at_is_named(curious):
     from treadle.tools.plan.simulation import simulate

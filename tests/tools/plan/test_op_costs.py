@@ -94,6 +94,7 @@ class Language(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).float(), batch[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("precision", "own"), [("32-true", False), ("32-true", True), ("bf16-mixed", True)], ids=["torch", "own", "half"]
 )
@@ -116,6 +117,7 @@ def test_a_chunked_loss_has_no_logits(precision, own, strategy, monkeypatch):
     assert chunked.flops - plain.flops == product * recomputes
 
 
+@pytest.mark.long
 def test_processes_take_turns_at_the_matrices_of_muon():
     from treadle.engine.optim.muon import Muon
     from treadle.tools.plan.simulation import simulate

@@ -15,6 +15,7 @@ from treadle.tools.plan.simulation import simulate
 from treadle.__main__ import main
 
 
+@pytest.mark.long
 def test_what_fits_gets_no_advice_to_shrink():
     again = planner(DDP, 2, 1000)
     plan = again()
@@ -22,6 +23,7 @@ def test_what_fits_gets_no_advice_to_shrink():
     assert advise(plan, again) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "mib", "words"),
     [
@@ -59,6 +61,7 @@ def test_a_model_without_blocks_gets_other_advice():
     assert "activation" not in hint
 
 
+@pytest.mark.long
 def test_the_screen_holds_one_page():
     plan = planner(FSDP, 2048, 1000)()
     text = screen(plan, "decoder", Schedule(steps=124, per_epoch=62, rates=[0, 1, 2, 1, 0]), ["a hint"])
@@ -71,6 +74,7 @@ def test_the_screen_holds_one_page():
     assert low < likely < high
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [80, pytest.param(100, marks=pytest.mark.exhaustive)])
 def test_the_screen_is_as_wide_as_the_terminal(width):
     plan = planner(FSDP, 2048, 1000)()
@@ -81,6 +85,7 @@ def test_the_screen_is_as_wide_as_the_terminal(width):
     assert not any("e+" in line for line in lines)
 
 
+@pytest.mark.long
 def test_the_screen_says_what_bounds_the_step():
     assert "bound by the host" in screen(planner(FSDP, 2, 1000)(), "decoder", Schedule())
     assert "waiting for other processes" in screen(planner(FSDP, 64, 1000, network=1e6)(), "decoder", Schedule())

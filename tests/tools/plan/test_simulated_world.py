@@ -33,6 +33,7 @@ def really(name, accumulate, clip):
     return shards, dict(written.found), state
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "world", "accumulate", "clip"),
     [
@@ -64,6 +65,7 @@ def after_a_plan():
     return before.traffic.count["all_gather"], really("flat", 1, 1.0)
 
 
+@pytest.mark.long
 def test_a_plan_leaves_nothing_behind():
     plan = planned("flat", 2, 0, 1, 1.0)
     for gathers, (_, sent, _) in run(after_a_plan, 2):

@@ -33,6 +33,7 @@ def replicas(step, cap, precision):
     return called._get_ddp_logging_data()["rebuilt_bucket_sizes"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("step", "cap", "precision"),
     [
@@ -90,6 +91,7 @@ def test_two_optimizers_have_the_states_of_one():
     assert one.states["optimizer"] <= two.memory["optimizer"] <= one.memory["optimizer"]
 
 
+@pytest.mark.long
 def test_a_big_model_is_cut_as_by_hand():
     plan = planned("flat", 1024, 1023)
     assert plan.shards["head.weight"] == (0, WIDTH)  # five rows for 1,024 processes: the last ones have none

@@ -219,6 +219,7 @@ def test_a_sweep_is_shared_by_two_commands_and_a_grid_is_run_once():
     assert len(owners) == 2
 
 
+@pytest.mark.long
 def test_failing_trials_are_noted_and_the_others_go_on(sweep, capsys):
     Path("run.yaml").write_text(CONFIG.replace("trainer:", "trainer:\n  enable_checkpointing: false"))
     Path("runs/sweep").mkdir(parents=True)
@@ -288,6 +289,7 @@ def test_hyperband_prunes_and_a_pruned_trial_keeps_its_checkpoint(sweep, capsys)
     assert capsys.readouterr().out.count("pruned") == states.count("PRUNED")
 
 
+@pytest.mark.long
 def test_a_trial_that_is_continued_by_hand_counts_with_what_it_reaches_then(sweep, recwarn):
     status, said = sweep("trials=1", "trainer.max_epochs=1", "model.class=tasks.Rated", "metric.goal=maximize")
     assert status == 0, said
@@ -298,6 +300,7 @@ def test_a_trial_that_is_continued_by_hand_counts_with_what_it_reaches_then(swee
     assert not [one for one in recwarn if "TrialCallback" in str(one.message)]
 
 
+@pytest.mark.long
 def test_trials_of_two_processes(sweep):
     Path("sweep.yaml").write_text(
         SWEEP.replace("random", "grid").replace("trials: 3", "prune: {type: threshold, upper: 0.15}")
@@ -340,6 +343,7 @@ def test_a_wrong_key_or_value_is_an_error_before_anything_is_run(capsys):
     assert not Path("runs").exists()
 
 
+@pytest.mark.long
 def test_a_changed_sweep_says_how_to_begin_anew(sweep, capsys):
     assert main(["--config", "sweep.yaml", "--dry-run"]) == 0
     assert "3 trials by random, 2 at a time, over model.lr, data.batch_size" in capsys.readouterr().out

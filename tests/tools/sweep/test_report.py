@@ -61,6 +61,7 @@ def report(runs_folder):
     return Report(study, study.sweep.folder)
 
 
+@pytest.mark.long
 def test_the_page_shows_every_trial_and_needs_nothing_else(report):
     page = report.render()
     tags = Tags(page)

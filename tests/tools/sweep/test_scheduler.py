@@ -13,6 +13,7 @@ from treadle.tools.sweep.sweep_folder import SweepFolder
 pytestmark = pytest.mark.usefixtures("runs_folder")
 
 
+@pytest.mark.long
 def test_hyperband_knows_the_epochs_of_every_process():
     study = Study(make(TEXT + "prune: hyperband\n"))
     assert study.describe_pruner() == {"type": "hyperband", "max_resource": 9}

@@ -12,7 +12,7 @@ from support.processes import clean_environment
 from support.studies import TEXT, make
 from treadle.tools.sweep.study import Study
 
-pytestmark = pytest.mark.usefixtures("runs_folder")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("runs_folder")]
 
 
 def draw(study, count):

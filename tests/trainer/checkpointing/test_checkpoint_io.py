@@ -38,6 +38,7 @@ def test_a_failed_write_beside_the_training_raises(tmp_path) -> None:
         io.teardown()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrap", [lambda io: io, AsyncCheckpointIO], ids=["direct", "async"])
 def test_a_plugin_writes_all_checkpoints_and_a_resume_is_exact(wrap, tmp_path):
     recording = Recording()

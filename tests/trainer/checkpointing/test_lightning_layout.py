@@ -140,6 +140,7 @@ def lightning(folder, call):
     return json.loads(made.stdout.split("RESULT ")[1])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not BENCH.exists(), reason="lightning is not installed beside")
 def test_each_opens_the_others_and_lightning_goes_on(tmp_path):
     """Lightning resumes at the same step as from its own file, with the same schedules and optimizer's state."""

@@ -74,6 +74,7 @@ def equal(one, other):
 # -- one process -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("word", "beside"), [("auto", False), ("last", True), pytest.param("path", False, marks=pytest.mark.exhaustive)]
 )

@@ -359,6 +359,7 @@ def two(root, word):
     return str(own.ckpt_path), sum("skips a checkpoint" in str(w.message) for w in caught)
 
 
+@pytest.mark.long
 def test_all_processes_get_rank_zeros_answer(tmp_path):
     (first, zero), (second, one) = run(last_then_auto, 2, str(tmp_path))
     assert first[0] == "ValueError"

@@ -64,6 +64,7 @@ def test_resume_from_any_step(tmp_path, name):
         assert_same(resumed, whole, saver.noted[step])
 
 
+@pytest.mark.long
 def test_a_limit_within_an_epoch_then_more(tmp_path):
     path, kept = tmp_path / "limit", tmp_path / "kept"
     whole = with_trainer(BASE, 1, kept)
@@ -203,6 +204,7 @@ def batches_of_ones_own(root, first):
     return found
 
 
+@pytest.mark.long
 def test_batches_of_ones_own_on_another_number_of_processes(tmp_path):
     batches_of_ones_own(tmp_path, True)
     for kinds in zip(*run(batches_of_ones_own, 2, tmp_path, False), strict=True):

@@ -85,6 +85,7 @@ def resume_all(root):
     return [resume(root, stage, ckpt_path) for stage, ckpt_path in kinds(root)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_resume_reads_each_byte_once(saved, world):
     ranks = run(resume_all, world, saved)
@@ -95,6 +96,7 @@ def test_a_resume_reads_each_byte_once(saved, world):
         assert all(files for files, _ in reads), "the processes share the work"
 
 
+@pytest.mark.long
 def test_loading_a_task_and_its_data_reads_each_byte_once(saved):
     path = saved / "step=2.ckpt"
     works = (Task.load_from_checkpoint, Data.load_from_checkpoint, averaged_weights)
@@ -137,6 +139,7 @@ def newest_is_damaged(root):
     return str(resumed.ckpt_path), skipped, reads.hashed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 def test_all_processes_fall_back_together_and_no_file_is_read_twice(tmp_path, form):
     made(tmp_path, 4, form=form).fit(Task(), datamodule=Data())

@@ -71,6 +71,7 @@ def resumed_equals_uninterrupted(folder, strategy):
     return whole, fit(Adapted(), folder / "cut", 3, path, strategy=strategy)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("strategy", "ranks"), WORLDS)
 def test_a_resumed_run_equals_the_uninterrupted_one_and_needs_its_base(tmp_path, strategy, ranks):
     (whole, resumed), *_ = run(resumed_equals_uninterrupted, ranks, tmp_path, strategy)
@@ -154,6 +155,7 @@ def own_loop(folder):
     return torch.equal(accelerator.unwrap_model(task).adapter.weight, trained)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_own_loop_saves_what_is_trained(tmp_path, ranks):
     assert run(own_loop, ranks, tmp_path / "state") == [True] * ranks

@@ -49,6 +49,7 @@ def two_ranks(folder):
     return are_equal(resumed, whole), [name for call, name in plugin.calls if call == "save"]
 
 
+@pytest.mark.long
 def test_two_ranks(tmp_path):
     (first, saves), (second, none) = run(two_ranks, 2, str(tmp_path))
     assert first is second is True

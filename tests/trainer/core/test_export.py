@@ -99,6 +99,7 @@ def test_a_task_after_a_compiled_fit(net, tmp_path):
     assert net.first._compiled_call_impl is not None
 
 
+@pytest.mark.long
 def test_onnx_computes_the_same(net, tmp_path):
     pytest.importorskip("onnxscript")
     reference = pytest.importorskip("onnx.reference")

@@ -117,6 +117,7 @@ def on_two_processes():
     return found
 
 
+@pytest.mark.long
 def test_two_processes():
     right = {
         **dict.fromkeys(("Net", "Two"), by_hand(LIMITS, 8)),

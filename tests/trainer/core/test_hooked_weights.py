@@ -277,6 +277,7 @@ def check_grown(results):
         assert tested[0]["classes"] == 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("precision", "kinds"), [("32-true", [GrownByHook, GrownByLoad]), ("64-true", [GrownByHook])])
 def test_a_layer_whose_size_only_the_checkpoint_tells(tmp_path, precision, kinds):
     results = grow_and_resume(tmp_path, kinds, [False, True], precision=precision)
@@ -286,6 +287,7 @@ def test_a_layer_whose_size_only_the_checkpoint_tells(tmp_path, precision, kinds
     assert dtypes == {torch.float64 if precision == "64-true" else torch.float32}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes(tmp_path, strategy):
     """Hooks edit the weights, and layers get their size from the checkpoint."""

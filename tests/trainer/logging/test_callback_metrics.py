@@ -107,6 +107,7 @@ def on_each_rank(root):
     ]
 
 
+@pytest.mark.long
 def test_ranks_that_write_different_values_decide_alike(tmp_path):
     """Rank zero's number counts, or else that of the rank that wrote one."""
     alone = monitored(tmp_path / "alone", lambda trainer: SCORES[trainer.current_epoch])

@@ -339,6 +339,7 @@ def train(folder):
     return {name: curve.points() for name, curve in one.history.items()}, one.log_dir
 
 
+@pytest.mark.long
 def test_two_processes_know_the_same_and_write_one_page(tmp_path):
     (first, folder), (second, _) = run(train, 2, str(tmp_path))
     assert first == second

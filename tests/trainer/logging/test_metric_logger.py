@@ -217,6 +217,7 @@ def test_means_are_the_whole_datasets():
         assert check_measured(train_batch, val_batch, 0.0)
 
 
+@pytest.mark.long
 def test_two_processes_measure_as_one():
     assert run(check_measured, 2, 2, 2, 0.5) == [True, True]
 

@@ -141,5 +141,6 @@ def withdraw():
     return task.happened
 
 
+@pytest.mark.long
 def test_a_request_to_stop_that_was_withdrawn_after_the_vote():
     assert run(withdraw, 2) == [[("epoch", 0), ("end", 6)]] * 2

@@ -185,6 +185,7 @@ HEAVY = (
 MOST_OF_TORCHS_IMPORT = 0.1  # 0.08; 0.05 of it is a pass of the garbage collector over torch's objects
 
 
+@pytest.mark.long
 def test_import():
     results = []
     for attempt in range(4):  # the first one compiles, if need be, and keeps the bytecode whatever the environment says

@@ -136,6 +136,7 @@ class Deep(Net):
         return self.net(x)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("blocks", "regional", "compiled"),
     [
@@ -177,6 +178,7 @@ def test_blocks_are_not_split_into_the_blocks_within_them():
         assert split_into_blocks(net, always) == list(net.layers)
 
 
+@pytest.mark.long
 def test_a_short_last_batch_makes_no_graph_and_leaves_those_of_full_ones(tmp_path):
     counting, task = Counting(), new()
     trainer_in(tmp_path, compile={"backend": counting}).fit(task, loader(6), loader(6))
@@ -194,6 +196,7 @@ def test_a_short_last_batch_makes_no_graph_and_leaves_those_of_full_ones(tmp_pat
     assert len(counting.graphs) == 4
 
 
+@pytest.mark.long
 def test_recompilations_are_said(tmp_path, capsys):
     class Growing(Net):
         def training_step(self, batch, batch_idx):
@@ -248,6 +251,7 @@ def test_cuda_graphs_are_told_of_each_batch_and_refused_under_accumulation(tmp_p
         trainer_in(tmp_path, compile=graphs, callbacks=scheduler).fit(new(), loader())
 
 
+@pytest.mark.long
 def test_a_second_stage_compiles_nothing_anew_and_another_trainer_undoes_it(tmp_path):
     counting, task = Counting(), new()
     trainer = trainer_in(tmp_path, compile={"backend": counting})
@@ -271,6 +275,7 @@ def test_copies_and_pickles_are_plain(tmp_path):
         assert torch.equal(other[0](torch.ones(1, 4)), torch.ones(1, 4))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("first", "then"), [(False, True), (True, False)], ids=["into compiled", "out of compiled"])
 def test_resume_from_one_into_the_other(first, then, tmp_path):
     flags = {True: {"compile": {"backend": Counting()}}, False: {}}
@@ -293,6 +298,7 @@ class Steps(Net):
         return loss * 1.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["decorated", "assigned"])
 def test_a_compiled_step_logs_between_two_graphs(way, tmp_path):
     counting = Counting()
@@ -313,6 +319,7 @@ def test_a_compiled_step_logs_between_two_graphs(way, tmp_path):
     assert set(trainer.callback_metrics) == {"loss", "loss_step", "loss_epoch"}
 
 
+@pytest.mark.long
 def test_a_task_that_torch_has_compiled_is_unwrapped_and_its_parts_compiled_so(tmp_path):
     counting, task = Counting(), new()
     trainer, compiled = trainer_in(tmp_path), torch.compile(task, backend=counting)
@@ -383,6 +390,7 @@ def on_two_processes(root, strategy):
     return len(counting.graphs), counting.breaks, task.seen, plain.seen, list(task.state_dict())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_on_two_processes(strategy, tmp_path):
     for graphs, breaks, compiled, plain, names in run(on_two_processes, 2, str(tmp_path), strategy):

@@ -133,6 +133,7 @@ def test_loaders_are_asked_for_anew_and_a_run_goes_on_with_the_ones_it_had(every
             assert module.asked == [(e, e) for e in range(epoch + 1, 4, every)]  # once for each
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [

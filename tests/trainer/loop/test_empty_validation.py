@@ -123,6 +123,7 @@ def on_two_processes(root):
     return found
 
 
+@pytest.mark.long
 def test_two_processes(tmp_path):
     for rank, found in enumerate(run(on_two_processes, 2, tmp_path)):
         assert found == [

@@ -140,6 +140,7 @@ EVERY = [(kind, workers, *of) for kind in KINDS for workers in (0, 2) for of in 
 QUICK = [("rows", 0, "ddp", 3)]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The variance of predictions", "ignore:No (positive|negative) samples")
 @pytest.mark.parametrize(
     ("kind", "workers", "strategy", "world"),
@@ -193,6 +194,7 @@ def gather_all(kind, workers, counts):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "workers", "world"),
     [

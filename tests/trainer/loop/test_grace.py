@@ -53,6 +53,7 @@ trainer.fit(Task(), DataLoader(TensorDataset(torch.ones(8, 1)), num_workers=1))
 STEP = "on_train_batch_start"
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize(
     ("devices", "hook", "number", "to_rank"),

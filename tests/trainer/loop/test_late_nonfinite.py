@@ -103,6 +103,7 @@ def on_two_ranks(strategy, cases):
     return [fit(bad, "fused AdamW", rank=1, manual=manual, strategy=strategy) for bad, manual in cases]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "cases"),
     [

@@ -67,6 +67,7 @@ def fit_on_several():
     return task.scale.item(), task.first_gradient
 
 
+@pytest.mark.long
 def test_several_ranks_need_lazy_layers_before():
     (first, gradient), (second, other) = run(fit_on_several, 2)
     assert first == second

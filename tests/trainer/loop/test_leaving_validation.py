@@ -142,6 +142,7 @@ def leave_on_two(folder, strategy, rank, number, status):
     return first["seen"], first["seconds"]
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize(
     ("strategy", "rank", "number", "status"),
@@ -166,6 +167,7 @@ def leave_stage(stage, rank):
     return caught.value.code, task.seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "stage", ["validate", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("test", "predict"))]
 )
@@ -203,6 +205,7 @@ class Counting(Task):
         self.count.reset()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("task", "callback", "seen"),
     [

@@ -131,6 +131,7 @@ def test_an_epoch_that_a_hook_ends_counts_for_schedulers_by_epoch():
         assert fit(Leaves(at), limit_val_batches=0).rates == [0.5, 0.25, 0.125, 0.0625]
 
 
+@pytest.mark.long
 def test_on_two_processes():
     for fed, rates in run(on_each_rank, 2):
         assert dict(fed) == dict(zip(range(2, 17, 2), VALUES, strict=True))

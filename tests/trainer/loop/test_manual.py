@@ -177,6 +177,7 @@ def two_ranks(tmp_path_factory):
     return run(on_two_processes, 2, folder)
 
 
+@pytest.mark.long
 def test_two_optimizers_on_two_processes(two_ranks):
     for (steps, first), (_, second) in zip(*(found["two optimizers"] for found in two_ranks), strict=True):
         assert steps == 12
@@ -185,6 +186,7 @@ def test_two_optimizers_on_two_processes(two_ranks):
             torch.testing.assert_close(one, right, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 def test_evaluated_averaged_and_resumed_on_two_processes(two_ranks):
     average = EMAWeightAveraging(decay=0.5)
@@ -365,6 +367,7 @@ def closure_on_two(search):
     return weights(task)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
 def test_a_closure_on_two_processes(two_ranks, search):
     first, second = (found["closure"][search] for found in two_ranks)

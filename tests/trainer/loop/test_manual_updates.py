@@ -529,6 +529,7 @@ def fit_on_two_processes(*strategies):
     return run(fit_each, 2, strategies)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*returned no optimizer")
 @pytest.mark.parametrize(
     ("strategy", "name"),
@@ -633,6 +634,7 @@ def fit_spoilt_on_two():
     return fit_spoilt(2), fit_spoilt(2, strategy=FSDP()), float16
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*returned no optimizer")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_step_of_a_loss_that_is_not_finite_is_an_error_or_skipped(processes):

@@ -148,6 +148,7 @@ def on_two_ranks(strategy):
     return {(where, bad_input): fail(Net(where), Samples(bad_input), **flags) for where, bad_input in cases}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_two_ranks(strategy):
     # Of the third global batch rank 0 has sample 4, rank 1 sample 5.
@@ -168,6 +169,7 @@ def watched_on_two_ranks(strategy, manual):
     return fail(task, Samples(), NonFiniteWatch(), devices=2, strategy=strategy, batch_size=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "manual"), [("ddp", False), pytest.param("fsdp", False, marks=pytest.mark.exhaustive), ("ddp", True)]
 )

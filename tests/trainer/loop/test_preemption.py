@@ -142,6 +142,7 @@ def test_a_signal_saves_at_the_next_step_boundary(place, step, saved, times, tmp
     check(first, fit(tmp_path / "a"), whole, saved)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "more",
     [
@@ -171,6 +172,7 @@ def on_two(folder, strategy, rank, number, status, saving=None):
     return first["flag"]
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize(("strategy", "rank"), RANKS)
 def test_a_signal_to_one_rank_ends_all_after_the_same_step(strategy, rank, tmp_path):
@@ -259,6 +261,7 @@ def test_the_scripts_own_handler_is_called_too_and_put_back(tmp_path):
 ASKED = {"save_on_exception": True, "filename": "{step}", "every_n_epochs": 1, "save_top_k": -1}
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize(
     ("place", "step", "saved"),
@@ -337,6 +340,7 @@ class Group(treadle.Callback):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 @in_own_process
 def test_data_workers_stay_until_the_step_is_complete(method, tmp_path):

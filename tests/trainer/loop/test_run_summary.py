@@ -236,6 +236,7 @@ def said_on_two(root):
     return said.getvalue()
 
 
+@pytest.mark.long
 def test_rank_zero_says_it_for_all(tmp_path):
     first, second = run(said_on_two, 2, tmp_path)
     assert "interrupted in fit, epoch 1, after optimizer step 5, in batch 1\nlatest checkpoint: " in first

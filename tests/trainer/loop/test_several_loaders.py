@@ -102,6 +102,7 @@ def test_groups_are_those_of_a_loop_by_hand(mode):
     torch.testing.assert_close(weights(task), weights(by_hand))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mode",
     [pytest.param(mode, marks=() if mode in ("min_size", "sequential") else pytest.mark.exhaustive) for mode in MODES],

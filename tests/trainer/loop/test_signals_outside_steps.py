@@ -80,6 +80,7 @@ def test_before_the_first_step_one_process_leaves_at_once(place, tmp_path):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.long
 @in_own_process
 def test_a_resumed_run_that_leaves_before_its_first_step_keeps_its_checkpoint(tmp_path):
     assert fit(tmp_path, Task())[1] is None
@@ -120,6 +121,7 @@ def test_a_save_before_the_first_step_is_completed(tmp_path):
     assert treadle.load_checkpoint(tmp_path / "own")["global_step"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize("place", ["on_train_end", "teardown"])
 @in_own_process
@@ -204,6 +206,7 @@ treadle.Trainer(devices=2, accelerator="cpu", max_steps=1, logger=False, **flags
 """
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize(
     ("place", "striking", "target", "limit"),

@@ -33,6 +33,7 @@ def fail_in_teardown():
     return str(caught.value)
 
 
+@pytest.mark.long
 def test_a_teardown_that_fails_on_one_rank_fails_on_all():
     assert run(fail_in_teardown, 2) == ["rank 1 failed: OSError: no such disk", "no such disk"]
 
@@ -186,6 +187,7 @@ treadle.Trainer(
 """
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize(("status", "words"), [(3, "exit status 3"), (0, "exit status 0 before its stage had ended")])
 def test_an_exit_on_one_rank_is_no_hang(status, words):
@@ -195,6 +197,7 @@ def test_an_exit_on_one_rank_is_no_hang(status, words):
     assert "no progress" not in ended.stderr
 
 
+@pytest.mark.long
 def test_an_exit_with_0_on_all_ranks_is_no_failure():
     ended = script(EXITS.replace("self.trainer.global_rank == 1", "True").replace("sys.exit(3)", "sys.exit(0)"))
     assert ended.returncode == 0, ended.stderr

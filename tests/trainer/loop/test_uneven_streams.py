@@ -3,6 +3,7 @@
 import logging
 import os
 
+import pytest
 import torch
 from support.models import SGDTask, Stream
 from support.processes import run
@@ -47,6 +48,7 @@ def fit_all():
     return {case: fit(*case) for case in CASES}
 
 
+@pytest.mark.long
 def test_all_ranks_train_until_the_last_has_read_its_stream():
     ranks = run(fit_all, 2)
     for (strategy, accumulate, epochs), said in CASES.items():

@@ -84,6 +84,7 @@ def train_with_none(names, ranks=1, strategy="auto", weights=(False, True), late
     return differences
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize("flags", [{}, {"on_nonfinite": "ignore"}, {"strategy": "fsdp"}], ids=str)
 def test_a_batch_that_is_none_leaves_the_mean_of_the_others(flags):
@@ -115,6 +116,7 @@ def train_on_two(strategy):
     return differences
 
 
+@pytest.mark.long
 @pytest.mark.guarantee
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_a_rank_whose_batch_is_none_takes_part_without_weight(strategy):

@@ -65,6 +65,7 @@ def on_two():
     return [one[:40] for one in said if one.startswith(("parameters that", "modules or"))]
 
 
+@pytest.mark.long
 def test_rank_zero_says_it():
     assert run(on_two, 2) == [[UNTRAINED[:40], HIDDEN[:40]], []]
 

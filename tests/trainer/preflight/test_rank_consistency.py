@@ -107,6 +107,7 @@ def every_setting():
     return found
 
 
+@pytest.mark.long
 def test_settings_that_differ_are_an_error_that_names_them():
     first, second = run(every_setting, 2, timeout=LIMIT)
     assert first == second
@@ -170,6 +171,7 @@ def every_other(strategy):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_models_optimizers_and_loaders_that_differ(strategy):
     first, second = run(every_other, 2, strategy, timeout=LIMIT)
@@ -203,6 +205,7 @@ def every_kind(folder):
     return [what_may_differ(folder, **kind) for kind in ({}, {"automatic": False}, {"closure": True})]
 
 
+@pytest.mark.long
 def test_what_is_rank_zeros_alone_may_be_on_rank_zero_alone(tmp_path):
     assert run(every_kind, 2, str(tmp_path), timeout=LIMIT) == [[12, 12, 12]] * 2
     assert list(tmp_path.rglob("metrics.csv"))

@@ -41,6 +41,7 @@ def test_a_wrong_number_of_machines_is_named(nodes, tmp_path):
 # -- numbers ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_twenty_jobs_at_once_share_no_number(tmp_path, monkeypatch):
     listdir = os.listdir
 
@@ -462,6 +463,7 @@ def failing(directory, rank):
         trainer.fit(task, data())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_error_of_any_process_is_shown(rank, tmp_path):
     with pytest.raises(ValueError, match=f"rank {rank}'s own"):
@@ -494,6 +496,7 @@ with RunFolder.create({directory!r}, settings=chosen) as folder:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["finished", "failed"])
 def test_a_script_that_starts_its_processes_makes_one_folder(fails, tmp_path):
     tests = Path(__file__).parent

@@ -178,6 +178,7 @@ def test_who_has_system_locks_respects_one_that_has_not(tmp_path):
     RunLock(tmp_path).release()
 
 
+@pytest.mark.long
 def test_of_many_jobs_one_takes_over_a_dead_lock(tmp_path, monkeypatch):
     def judged(holder, file):
         time.sleep(0.1)  # all see that it is dead before the first one acts

@@ -109,6 +109,7 @@ class Real(treadle.TaskModule):
         return self.optimizer(self.parameters(), lr=self.lr)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "optimizer", "low", "high"),
     [

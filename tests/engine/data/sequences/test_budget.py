@@ -230,6 +230,7 @@ def train_and_resume(runs, folder, other):
     return results, elsewhere
 
 
+@pytest.mark.long
 def test_any_number_of_ranks_takes_the_steps_of_one_process_and_resumes(tmp_path):
     expected = {weighted: train_by_hand(weighted) for weighted in (True, False)}
     lengths = expected[True][1]

@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from treadle.data import make_flex_mask, make_sdpa_mask, pack
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("causal", [True, False])
 def test_masks_keep_documents_apart(causal):
     rows = [row["seq_idx"] for row in pack([list(range(count)) for count in (1, 3, 5, 7, 9, 11)], 16)]

@@ -278,6 +278,7 @@ TWO = [(kind, "ddp", 2) for kind in (*KINDS, "stream by rank")] + [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("world", "runs"), [(1, ONE), (2, TWO)])
 def test_packed_rows_train_like_padded_documents_and_resume(world, runs, tmp_path):
     expected = {kind: train_by_hand(kind) for kind in (*KINDS, "stream by rank")}
@@ -328,6 +329,7 @@ SOURCES = {
 READ_AGAIN = {"HF stream, shuffled", "HF stream, workers"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SOURCES)
 def test_sources_are_packed_whole_and_resumed(name, tmp_path):
     def unpack_rows(batch):
