@@ -418,7 +418,6 @@ def explored(root, form, aside, explore):
 TRAINER_FORMS = ["file", pytest.param("directory", marks=pytest.mark.exhaustive)]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("form", TRAINER_FORMS)
 @pytest.mark.parametrize(
     ("resumed", "every"), [pytest.param(16, 3, id="some"), pytest.param(1, 1, id="all", marks=pytest.mark.slow)]

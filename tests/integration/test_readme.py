@@ -212,7 +212,6 @@ def text_of(document, name):
     return block.text
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("own_loop", [False, True], ids=["trainer", "own-loop"])
 def test_first_examples_run_on_two_processes(own_loop, tmp_path):
     path = tmp_path / "train.py"

@@ -127,7 +127,6 @@ def configurations():
 # -- order and sharding ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 def test_every_sample_once_in_the_order_of_one_process():
     """Weighed so that the gradient is the mean over the group."""
     for size, batch, n, drop_last, shuffle, k in configurations():
