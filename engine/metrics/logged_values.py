@@ -145,6 +145,8 @@ class Metrics:
                 value = _to_number(name, value)
         elif value.__class__ is not float and value.__class__ is not int:
             value = _to_number(name, value)
+        if batch_size is not None and not isinstance(batch_size, Tensor) and batch_size < 0:
+            raise ValueError(f"self.log({name!r}) got batch_size={batch_size}, but a weight in a mean is at least 0.")
         # A placeholder batch, which keeps the processes in step, has no weight, whatever batch size the user passes.
         weight = batch_size if batch_size is not None and self.weight else self.weight
         entry.last, entry.last_weight = value, weight
@@ -258,9 +260,8 @@ class Metrics:
         # otherwise the exchange hangs.
         exchanged_apart = [entry for entry in self.entries if entry.metric is not None or entry.batches is not None]
         values = dict(self._reduce_entries(plain, [entry.epoch_pair() for entry in plain], world, exchanged_apart))
-        for entry in entries:
-            if entry.metric is not None:  # it exchanges its own state
-                values[entry] = _compute_number(entry)
+        # A metric object exchanges its own state.
+        values |= {entry: _compute_number(entry) for entry in entries if entry.metric is not None}
         return [(entry, values[entry]) for entry in entries if entry in values]
 
     def batch_values(self, world: World) -> list[tuple[Place, list[tuple[Entry, float]]]]:

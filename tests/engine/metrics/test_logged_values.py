@@ -183,6 +183,8 @@ def test_wrong_arguments():
         log(metrics, "c", "x")
     with pytest.raises(ValueError, match="Did you mean 'mean'"):
         log(metrics, "d", 1.0, reduce_fx="maen")
+    with pytest.raises(ValueError, match=r"batch_size=-1, but a weight in a mean is at least 0"):
+        metrics.log("e", 1.0, False, None, None, None, "mean", -1)
     with pytest.raises(TypeError, match=r"got the name 3 \(an int\), but a name must be a string"):
         log(metrics, 3, 1.0)
     metrics.between_batches(True)
