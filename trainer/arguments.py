@@ -113,11 +113,11 @@ def warn_of_overridden_limits(overfit: int | float, train: Limit, val: Limit) ->
             )
 
 
-def check_interval(name: str, value: int | float | None) -> int | float:
-    """Return a positive limit in the form that `check_limit` returns."""
-    if value is not None and not value:
-        raise ValueError(f"{name}={value!r} must be more than 0. To disable validation, set limit_val_batches=0.")
-    return check_limit(name, value)
+def check_val_interval(value: int | float | None, max_steps: int) -> int | float:
+    """Return a limit in the form that `check_limit` returns. It must be positive, unless no step is to be trained."""
+    if value is not None and not value and max_steps != 0:
+        raise ValueError(f"val_check_interval={value!r} must exceed 0. To disable validation, set limit_val_batches=0.")
+    return check_limit("val_check_interval", value)
 
 
 def check_epochs(name: str, value: int | None, interval: int | float | None) -> int | None:

@@ -239,7 +239,7 @@ class Trainer(LightningAliases, Copyable):
         if isinstance(val_check_interval, str | timedelta | Mapping):
             self.val_check_seconds = None if fast else arguments.seconds("val_check_interval", val_check_interval)
             val_check_interval = None
-        self.val_check_interval = 1.0 if fast else arguments.check_interval("val_check_interval", val_check_interval)
+        self.val_check_interval = 1.0 if fast else arguments.check_val_interval(val_check_interval, max_steps)
         epochs = 1 if fast else check_val_every_n_epoch
         interval = self.val_check_interval if self.val_check_seconds is None else None
         self.check_val_every_n_epoch = arguments.check_epochs("check_val_every_n_epoch", epochs, interval)

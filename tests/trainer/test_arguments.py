@@ -65,6 +65,20 @@ def test_what_barebones_leaves_out(flag):
         treadle.Trainer(barebones=True, **{flag: "simple" if flag == "profiler" else True})
 
 
+# -- val_check_interval ----------------------------------------------------------------------------------------------
+
+
+def test_an_interval_of_zero_is_no_error_if_nothing_is_trained():
+    """Programs that compute val_check_interval=min(every, max_steps) also run without training."""
+    task = Task()
+    before = [weight.clone() for weight in task.parameters()]
+    trainer = make_trainer(max_steps=0, val_check_interval=0, check_val_every_n_epoch=None, num_sanity_val_steps=0)
+    trainer.fit(task, loader(), loader(2))
+    assert (task.validated, trainer.val_check_interval) == ([], 0)
+    assert all(torch.equal(*pair) for pair in zip(before, task.parameters(), strict=True))
+    assert len(trainer.validate(task, loader(2))) == 1
+
+
 # -- validation by the clock -----------------------------------------------------------------------------------------
 
 
