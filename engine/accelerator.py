@@ -669,7 +669,7 @@ class Accelerator(Prepared):
         """Return a context for the forward and backward pass of one micro-batch, and for the optimizer's ``step``.
 
         The batches of a prepared dataloader form the groups. If a loop enters a batch again with the same models after
-        a backward pass, each call counts as a micro-batch from then on.
+        a backward pass, or takes each batch only within the context, each call counts as a micro-batch from then on.
 
         Args:
             models: The prepared models whose gradients are reduced only in the last micro-batch of a group, if the

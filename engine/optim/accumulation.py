@@ -149,6 +149,8 @@ class Accumulation:
         self._entered_number = 0  # its number, because equal groups share their facts
         self._entered_scale = 0.0  # the sum of the scales of the micro-batches used in this group
         self._factor_number = -1  # the number of the batch that has this factor
+        self._counted = 1.0  # the same factor if the batch were equally large on all processes
+        self._enters_first = False  # a user-defined loop calls `accumulate` before it takes the batch
         self._latest_loss: ref[Tensor] | None = None
 
     @property
@@ -289,30 +291,37 @@ class Accumulation:
         several times, all weigh the same. The sum of the weights is known only at the end, so the losses are divided by
         that of a full group, and the gradients are corrected after the last backward pass if necessary.
         """
-        at_end, everyone, share = False, 1.0, 1.0
+        at_end, everyone = False, 1.0 if micro is None or self.counts_calls else micro.everyone
         if micro is None:
             running = get_running_loader()
             at_end = running is not None and self.groups_end_with_loader and running.end_of_dataloader
-        else:
-            everyone = 1.0 if self.counts_calls else micro.everyone
-            share = self.world.size * micro.samples / micro.everyone if micro.everyone else 0.0
-        self._factor, self._factor_number = group.add(everyone, self._micro_batches) * share, self.cursor.number
-        last = at_end or group.position >= self._micro_batches
-        self._correction = 1.0
+        self._counted = group.add(everyone, self._micro_batches)
+        self._weigh_counted(micro)
+        last, self._correction = at_end or group.position >= self._micro_batches, 1.0
         if last:
-            if group.items and group.items != group.divisor:
-                self._correction = group.divisor / group.items
+            self._correction = group.divisor / (group.items or group.divisor)
             group.position = 0
         return last
+
+    def _weigh_late(self, micro: Micro | None) -> None:
+        """If the loop took the batch after it called `accumulate`, which knew only the batch before, count calls."""
+        if self._enters_first and micro is not None and self._factor_number != self.cursor.number:
+            self.counts_calls = True
+            self._weigh_counted(micro)
+
+    def _weigh_counted(self, micro: Micro | None) -> None:
+        share = 1.0 if micro is None else self.world.size * micro.samples / (micro.everyone or 1)
+        self._factor, self._factor_number = self._counted * share, self.cursor.number
 
     def note_entered(self, models: tuple[nn.Module, ...]) -> None:
         """Record that a user-defined loop processes the current micro-batch.
 
         If the loop has skipped micro-batches of the group, the gradients become those of the mean over the samples of
-        the processed micro-batches. If it enters a batch again with the same models after a backward pass, each call is
-        a micro-batch of its own from then on.
+        the processed micro-batches. If it enters a batch again with the same models after a backward pass, or takes the
+        batch only after this call, each call is a micro-batch of its own from then on.
         """
         micro, previous, number = self.cursor.micro, self._entered, self.cursor.number
+        self._enters_first = self._enters_first if self.counts_calls else micro is None
         if micro is None:
             return
         group = self._groups.get(models) or self._open_group(models)
@@ -365,7 +374,8 @@ class Accumulation:
         ``by(loss, ...)`` is called instead of ``loss.backward(...)``.
         """
         self._latest_loss = ref(loss)
-        group = self.group
+        group, micro = self.group, self.cursor.micro
+        self._weigh_late(micro)
         if self.sums is not None:
             self._check_sum(group, weight)
         scale: Any
@@ -374,7 +384,6 @@ class Accumulation:
             loss = loss * scale
         else:
             group.unweighted = not self.sync_gradients
-            micro = self.cursor.micro
             follows_loader = micro is not None and self._factor is None and self.groups_end_with_loader
             scale = micro.scale if follows_loader else self._scale_of(micro)  # type: ignore[union-attr]
             if scale != 1.0:

@@ -358,6 +358,32 @@ def test_discarded_gradients_leave_no_weight(found):
         assert ranks["skipped"] == pytest.approx(wanted, rel=1e-10)
 
 
+def test_batches_taken_within_the_context():
+    """``next(batches)`` within `accumulate`: each call counts from the first, on the mean over the group's calls."""
+    accelerator, model, optimizer, loader = start(DataLoader(rows(10), 4), gradient_accumulation_steps=2)
+    batches, synced, norms, wanted = iter([]), [], [], []
+    copy = nn.Linear(model.in_features, model.out_features, dtype=model.weight.dtype)
+    for _ in range(6):
+        with accelerator.accumulate(model):
+            x = next(batches, None)
+            if x is None:
+                batches = iter(loader)
+                x = next(batches)
+            if not synced or synced[-1]:
+                copy.load_state_dict(model.state_dict())
+                copy.zero_grad()
+            (loss_of(copy, x) / 2).backward()
+            accelerator.backward(loss_of(model, x))
+            synced.append(accelerator.sync_gradients)
+            if synced[-1]:
+                norms.append(norm_of(model))
+                wanted.append(norm_of(copy))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert synced == [False, True] * 3
+    assert norms == pytest.approx(wanted, rel=1e-10)
+
+
 def test_calls_for_the_only_batch_of_an_epoch(recwarn):
     """The first call already was a step, because nothing shows that others follow."""
     accelerator, model, optimizer, loader = start(DataLoader(rows(4), 4), gradient_accumulation_steps=2)
