@@ -291,10 +291,9 @@ class Accumulation:
         several times, all weigh the same. The sum of the weights is known only at the end, so the losses are divided by
         that of a full group, and the gradients are corrected after the last backward pass if necessary.
         """
-        at_end, everyone = False, 1.0 if micro is None or self.counts_calls else micro.everyone
-        if micro is None:
-            running = get_running_loader()
-            at_end = running is not None and self.groups_end_with_loader and running.end_of_dataloader
+        everyone = 1.0 if micro is None or self.counts_calls else micro.everyone
+        running = get_running_loader() if micro is None and self.groups_end_with_loader else None
+        at_end = running is not None and running.end_of_dataloader
         self._counted = group.add(everyone, self._micro_batches)
         self._weigh_counted(micro)
         last, self._correction = at_end or group.position >= self._micro_batches, 1.0
@@ -302,12 +301,6 @@ class Accumulation:
             self._correction = group.divisor / (group.items or group.divisor)
             group.position = 0
         return last
-
-    def _weigh_late(self, micro: Micro | None) -> None:
-        """If the loop took the batch after it called `accumulate`, which knew only the batch before, count calls."""
-        if self._enters_first and micro is not None and self._factor_number != self.cursor.number:
-            self.counts_calls = True
-            self._weigh_counted(micro)
 
     def _weigh_counted(self, micro: Micro | None) -> None:
         share = 1.0 if micro is None else self.world.size * micro.samples / (micro.everyone or 1)
@@ -375,7 +368,9 @@ class Accumulation:
         """
         self._latest_loss = ref(loss)
         group, micro = self.group, self.cursor.micro
-        self._weigh_late(micro)
+        if self._enters_first and micro is not None and self._factor_number != self.cursor.number:
+            self.counts_calls = True  # `accumulate` knew only the batch before
+            self._weigh_counted(micro)
         if self.sums is not None:
             self._check_sum(group, weight)
         scale: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -358,30 +359,33 @@ def test_discarded_gradients_leave_no_weight(found):
         assert ranks["skipped"] == pytest.approx(wanted, rel=1e-10)
 
 
-def test_batches_taken_within_the_context():
-    """``next(batches)`` within `accumulate`: each call counts from the first, on the mean over the group's calls."""
-    accelerator, model, optimizer, loader = start(DataLoader(rows(10), 4), gradient_accumulation_steps=2)
-    batches, synced, norms, wanted = iter([]), [], [], []
-    copy = nn.Linear(model.in_features, model.out_features, dtype=model.weight.dtype)
-    for _ in range(6):
+def take_within(count):
+    """`next(batches)` within `accumulate`, over two epochs: which calls were steps, and the weights at the end."""
+    accelerator, model, optimizer, loader = start(DataLoader(rows(count), 4), gradient_accumulation_steps=2)
+    batches, synced = itertools.chain.from_iterable(itertools.repeat(loader)), []
+    for _ in range(2 * len(loader)):
         with accelerator.accumulate(model):
-            x = next(batches, None)
-            if x is None:
-                batches = iter(loader)
-                x = next(batches)
-            if not synced or synced[-1]:
-                copy.load_state_dict(model.state_dict())
-                copy.zero_grad()
-            (loss_of(copy, x) / 2).backward()
-            accelerator.backward(loss_of(model, x))
+            accelerator.backward(loss_of(model, next(batches)))
             synced.append(accelerator.sync_gradients)
-            if synced[-1]:
-                norms.append(norm_of(model))
-                wanted.append(norm_of(copy))
             optimizer.step()
             optimizer.zero_grad()
-    assert synced == [False, True] * 3
-    assert norms == pytest.approx(wanted, rel=1e-10)
+    return synced, weights(model)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_batches_taken_within_the_context(world):
+    """Each call counts from the first, on the mean over the group's calls, also across the end of an epoch."""
+    count = 10 * world
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    calls = [*rows(count).split(4 * world)] * 2
+    for pair in zip(calls[::2], calls[1::2], strict=True):
+        (sum(loss_of(model, x) for x in pair) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for synced, found in run(take_within, world, count):
+        assert synced == [False, True] * 3
+        assert found == pytest.approx(weights(model), rel=1e-10)
 
 
 def test_calls_for_the_only_batch_of_an_epoch(recwarn):
