@@ -69,7 +69,7 @@ def run_for_script(
         from . import read_sweep
 
         sweep = read_sweep(file, overrides, defaults)
-        require(program, "optuna", extra="sweep")
+        require(program, "optuna", "plotly", extra="sweep")
         return _run(sweep, program, command, (model, data), dry)
     except ConfigError as error:
         return report_error(program, error)

@@ -374,9 +374,9 @@ def test_another_study_in_the_storage_is_refused_each_time(capsys):
         assert "contains no runs of this study" in said
 
 
-def test_a_missing_optuna_is_one_error(capsys, monkeypatch):
+def test_missing_packages_are_one_error(capsys, monkeypatch):
     monkeypatch.setattr("treadle.common.optional.find_spec", lambda name: None)
-    assert "treadle sweep needs the package 'optuna'" in refused(capsys)
+    assert "treadle sweep needs the packages 'optuna' and 'plotly'" in refused(capsys)
 
 
 def test_the_output_may_be_closed(tmp_path):
