@@ -88,13 +88,6 @@ def check_clipping(name: str, value: Any) -> Any:
     return check_positive(name, value, "or None to disable clipping")
 
 
-def check_clip_algorithm(value: str | None) -> str | None:
-    """Return ``gradient_clip_algorithm`` in lower case; None, which means ``"norm"``, is returned as it is."""
-    if value is None:
-        return None
-    return choose("gradient_clip_algorithm", value.lower() if isinstance(value, str) else value, ("norm", "value"))
-
-
 def check_batches(name: str, value: int | bool) -> int:
     """Return a number of batches; True stands for 1 and False for 0."""
     return int(value) if isinstance(value, bool) else check_int(name, value, 0)

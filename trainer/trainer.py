@@ -248,7 +248,7 @@ class Trainer(LightningAliases, Copyable):
         every = 50 if log_every_n_steps is None else log_every_n_steps
         self.log_every_n_steps = arguments.check_int("log_every_n_steps", every, 0)
         self.gradient_clip_val = arguments.check_clipping("gradient_clip_val", gradient_clip_val)
-        self.gradient_clip_algorithm = arguments.check_clip_algorithm(gradient_clip_algorithm)
+        self.gradient_clip_algorithm = core.check_clip_algorithm(gradient_clip_algorithm)
         self.inference_mode = arguments.check_bool("inference_mode", inference_mode)
         self.use_distributed_sampler = arguments.check_bool("use_distributed_sampler", use_distributed_sampler)
         every = reload_dataloaders_every_n_epochs

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .cli_hparams import CLASS_PATH, INSTANTIATOR, giving_settings, instantiate_module
     from .configure_optimizers import SchedulerConfig, check_disjoint, check_ownership, endless, parse_optimizers
     from .datamodule import DataHooks, DataModule
-    from .gradient_clipping import check_limits
+    from .gradient_clipping import check_clip_algorithm, check_limits
     from .hooked_weights import HookDict, HookedWeights
     from .hooks import TaskHooks
     from .hparams import AttributeDict

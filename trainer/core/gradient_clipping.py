@@ -7,10 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor, nn
 
 from ...common.messages import nearest
+from ...common.validation import choose
 from ...strategies.distributed import strip_compile_prefix
 
 OTHERS = "*"
 """Name that stands for all parameters that no other name selects."""
+
+
+def check_clip_algorithm(value: str | None) -> str | None:
+    """Return ``gradient_clip_algorithm`` in lower case; None, which means ``"norm"``, is returned as it is."""
+    if value is None:
+        return None
+    # Not str(value): Lightning's enum of the algorithms is a string, but prints its class and member.
+    return choose("gradient_clip_algorithm", value.lower() if isinstance(value, str) else value, ("norm", "value"))
 
 
 def check_limits(module: nn.Module, limits: Mapping[str, float]) -> None:

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ...common.messages import warn
-from ...common.validation import choose
 from ...engine import collectives
 from ...engine.metrics import Metrics
 from ...strategies import apply_nested
 from .export import Exports
-from .gradient_clipping import split_by_limit
+from .gradient_clipping import check_clip_algorithm, split_by_limit
 from .hooks import TaskHooks
 from .hparams import HyperparametersMixin
 
@@ -176,7 +175,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, Exports, nn.Module):
         """
         if not gradient_clip_val:
             return
-        algorithm = choose("gradient_clip_algorithm", str(gradient_clip_algorithm or "norm").lower(), ("norm", "value"))
+        algorithm = check_clip_algorithm(gradient_clip_algorithm)
         accelerator, parameters = self.trainer.accelerator, list[Tensor]()
         for one in (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer:
             parameters += [p for group in one.param_groups for p in group["params"]]

@@ -8,6 +8,7 @@ from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from treadle.compat.utilities import GradClipAlgorithmType
 from treadle.strategies import DDP, FSDP
 
 import treadle
@@ -91,6 +92,17 @@ def by_hand(limits, batch=10, clip=nn.utils.clip_grad_norm_, accumulate=1):
 def assert_close(found, right, **tolerance):
     for one, other in zip(found, right, strict=True):
         torch.testing.assert_close(one, other, **tolerance or {"rtol": 1e-10, "atol": 1e-12})
+
+
+class Asks(Net):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.clip_gradients(optimizer, gradient_clip_val, GradClipAlgorithmType("value"))
+
+
+def test_the_algorithm_as_lightnings_enum():
+    expected = fit(Net, 0.01, gradient_clip_algorithm="value")
+    assert_close(fit(Net, 0.01, gradient_clip_algorithm=GradClipAlgorithmType.VALUE), expected)
+    assert_close(fit(Asks, 0.01), expected)
 
 
 @pytest.mark.parametrize("kind", [Net, Two])
