@@ -200,9 +200,8 @@ class LightningAliases:
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
         """Number of batches of each validation dataloader in the sanity check of `fit`; infinite if unknown."""
-        most = self._trainer.num_sanity_val_steps
         lengths = self.num_val_batches if self._trainer.latest_stage == "fit" else []
-        return lengths if most == -1 else [min(most, length) for length in lengths]
+        return [min(self._trainer.num_sanity_val_steps, length) for length in lengths]
 
     def _get_lengths(self, kind: str) -> list[int | float]:
         sources = self._trainer.sources

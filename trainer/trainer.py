@@ -244,7 +244,8 @@ class Trainer(LightningAliases, Copyable):
         interval = self.val_check_interval if self.val_check_seconds is None else None
         self.check_val_every_n_epoch = arguments.check_epochs("check_val_every_n_epoch", epochs, interval)
         sanity = 2 if num_sanity_val_steps is None else num_sanity_val_steps
-        self.num_sanity_val_steps = 0 if fast else arguments.check_int("num_sanity_val_steps", sanity, -1)
+        sanity = 0 if fast else arguments.check_int("num_sanity_val_steps", sanity, -1)
+        self.num_sanity_val_steps = float("inf") if sanity == -1 else sanity
         every = 50 if log_every_n_steps is None else log_every_n_steps
         self.log_every_n_steps = arguments.check_int("log_every_n_steps", every, 0)
         self.gradient_clip_val = arguments.check_clipping("gradient_clip_val", gradient_clip_val)

@@ -9,6 +9,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
+from ...common.messages import warn
 from ...common.remote_path import RemotePath
 from ..checkpoint import CheckpointNotFoundError
 
@@ -66,34 +67,35 @@ def check_digest(path: Path, sha256: str) -> None:
 def fetch(url: str, sha256: str | None, folder: Path) -> Path:
     """Download a file from the web, verify its digest, and return the local path. ``file://`` URLs are not copied.
 
+    Without ``sha256``, a warning states the digest of a downloaded file.
+
     Raises:
-        ValueError: If ``sha256`` is missing, malformed or not the file's digest, if the file is too large, or if a
-            ``file://`` URL does not name a file on this machine.
+        ValueError: If ``sha256`` is malformed or not the file's digest, if the file is too large, or if a ``file://``
+            URL does not name a file on this machine.
         OSError: If the download failed.
     """
-    scheme = _SCHEME.match(url)[1].lower()  # type: ignore[index]
-    if sha256 is None:
-        raise ValueError(
-            f"{url} is a URL without a digest, so its content could be replaced unnoticed. Pass sha256='...' with the "
-            "digest that `sha256sum FILE` prints, or download the file yourself and pass its path."
-        )
-    expected = _parse_digest(sha256)
-    if scheme == "file":
+    expected = None if sha256 is None else _parse_digest(sha256)
+    if url.lower().startswith("file:"):
         parts = urllib.parse.urlsplit(url)
         path = Path(urllib.parse.unquote(parts.path))
         if parts.netloc not in ("", "localhost") or not path.is_file():
             raise ValueError(f"{url} is not a file on this machine. Check the URL, or pass the file's path.")
-        check_digest(path, sha256)
+        if sha256 is not None:
+            check_digest(path, sha256)
         return path
     target = folder / "weights"
     try:
-        _compare(url, _download(url, target), expected)
+        actual = _download(url, target)
     except OSError as error:
         reason = error if hasattr(error, "code") else getattr(error, "reason", error)
         raise OSError(
             f"{url} can't be downloaded: {getattr(reason, 'strerror', None) or reason}. Check the URL and the network, "
             "or download the file yourself and pass its path."
         ) from error
+    if expected is None:
+        warn(f"{url} was read without a digest, so a replaced file is not noticed. Pass sha256={actual!r}.")
+    else:
+        _compare(url, actual, expected)
     return target
 
 

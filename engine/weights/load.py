@@ -62,7 +62,7 @@ def load_weights(
             Lightning's ``.ckpt``), an index of several such files (``.index.json``), a folder in Hugging Face's format,
             or any other folder with a single index or weights file. A file saved with ``torch.save`` must contain a
             state dict at the top level or under ``"state_dict"``, ``"model_state_dict"`` or ``"model"``. An ``http``,
-            ``https`` or ``file`` URL must name a single file and requires ``sha256``. If an index is in an object
+            ``https`` or ``file`` URL must name a single file. If an index is in an object
             store, such as S3, pass the URL of its folder.
         strict: Require that the weights of the source and the model have the same names and shapes. For a tied
             parameter, one of its names is sufficient. If False, the weights that fit are loaded, and a warning
@@ -74,7 +74,7 @@ def load_weights(
             empty or ends with ``"."`` is a prefix, which is replaced in all names that begin with it. Default: None,
             which keeps the names.
         sha256: The SHA-256 digest of the file, which is verified before the content is parsed. The digest of an index
-            does not cover the files that the index names. Required for an ``http``, ``https`` or ``file`` URL.
+            does not cover the files that the index names. Without it, a download only warns with its digest.
 
     Returns:
         The names of the weights that were loaded, and of the weights that were not.

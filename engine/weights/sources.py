@@ -69,7 +69,7 @@ def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
     Downloads are deleted when the context ends.
 
     Raises:
-        ValueError: If the source is missing, damaged or not supported, or if ``sha256`` is missing or not its digest.
+        ValueError: If the source is missing, damaged or not supported, or if ``sha256`` is not its digest.
         TypeError: If ``source`` is neither a path nor a URL.
         OSError: If the source cannot be downloaded.
     """

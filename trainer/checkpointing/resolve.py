@@ -80,7 +80,7 @@ class CheckpointResolver:
 
     ``ckpt_path`` is None; the path of a checkpoint; ``"last"``, the latest intact checkpoint of this run; ``"best"``,
     the best checkpoint according to the ModelCheckpoint; or, in ``fit`` only, ``"auto"``: like ``"last"``, but ``fit``
-    may start from scratch.
+    starts from scratch not only where there is no checkpoint, but also where none can be used.
     """
 
     def __init__(self, trainer: Trainer, stage: str, ckpt_path: Any) -> None:
@@ -121,10 +121,11 @@ class CheckpointResolver:
                 "pass its path."
             )
         if opened is None:
-            announce(
-                f"ckpt_path='auto': fit starts from scratch, because there is no {'intact ' if report.skipped else ''}"
-                "checkpoint to resume from in "
-                f"{report.describe_searched()}"
+            say = announce if ckpt_path == "auto" else warn
+            intact = "intact " if report.skipped else ""
+            say(
+                f"ckpt_path={ckpt_path!r}: fit starts from scratch, because there is no {intact}checkpoint to resume "
+                f"from in {report.describe_searched()}"
             )
             return None
         action, step = "resumes from" if self.stage == "fit" else "loads the weights from", opened.manifest.step
@@ -217,9 +218,9 @@ class CheckpointResolver:
     # -- the last checkpoint -------------------------------------------------------------------------------------
 
     def _last(self) -> OpenCheckpoint | None:
-        """Return the latest intact checkpoint; None if ``"auto"`` finds nothing to resume from."""
+        """Return the latest intact checkpoint; None if ``fit`` starts from scratch."""
         trainer, report = self.trainer, self.report
-        if not trainer.checkpoint_callbacks and self.ckpt_path == "auto" and trainer.fast_dev_run:
+        if not trainer.checkpoint_callbacks and self.stage == "fit" and trainer.fast_dev_run:
             report.searched = ["a fast_dev_run, which has no checkpoints"]
             return None
         keepers = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint) and callback.keeper]
@@ -228,7 +229,7 @@ class CheckpointResolver:
                 return self._open(as_path(path))
         if keepers and not trainer.checkpoint_callbacks:
             report.searched = [f"{callback.keeper}'s checkpoints" for callback in keepers]
-            if self.ckpt_path == "auto":
+            if self.stage == "fit":
                 return None
             raise self._none_intact()
         self._check_callbacks()
@@ -238,7 +239,8 @@ class CheckpointResolver:
                 self._refuse_plugin_files()
                 # A fresh start in the folder of a recorded run would mix two runs.
                 would_mix = report.other_runs and any(_run_record(as_path(folder)) for folder in report.searched)
-                if self.ckpt_path == "last" or would_mix:
+                none_usable = self.ckpt_path == "last" and (report.skipped or report.other_runs)
+                if self.stage != "fit" or would_mix or none_usable:
                     raise self._none_intact()
             if self.world.is_main and latest is not None and self.stage == "fit":
                 report.steps_reached = _steps_reached(latest.path.parent)

@@ -223,7 +223,7 @@ class DataModule(HyperparametersMixin, DataHooks):
             hparams_file: Path of a YAML or CSV file of hyperparameters, such as a logger's ``hparams.yaml``. These
                 hyperparameters replace the saved ones.
             weights_only: Ignored; code stored in a checkpoint is never executed.
-            sha256: Expected SHA-256 digest of the file. Required for an ``http``, ``https`` or ``file`` URL.
+            sha256: Expected SHA-256 digest of the file. Without it, a download only warns with its digest.
             kwargs: Arguments of ``__init__``, which override the saved ones.
 
         Raises:

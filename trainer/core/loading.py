@@ -163,7 +163,7 @@ def load_checkpoint(
         map_location: Device of the weights, or a dict or function that selects one device, as in ``torch.load``.
             Default: the CPU.
         weights_only: Ignored; code stored in a checkpoint is never executed.
-        sha256: Expected SHA-256 digest of the file. Required for an ``http``, ``https`` or ``file`` URL.
+        sha256: Expected SHA-256 digest of the file. Without it, a download only warns with its digest.
 
     Returns:
         Dict with the weights by name under ``state_dict``, and other entries of the checkpoint, such as ``epoch``.
@@ -495,7 +495,7 @@ def read_hparams_file(path: str | Path) -> dict[str, Any]:
     if ending not in (".yaml", ".yml", ".csv"):
         raise ValueError(f"hparams_file={str(path)!r} must be a .yaml, .yml or .csv file.")
     if not path.is_file():
-        raise ValueError(f"hparams_file={str(path)!r} {'is not a file' if path.exists() else 'does not exist'}.")
+        raise FileNotFoundError(f"hparams_file={str(path)!r} {'is not a file' if path.exists() else 'does not exist'}.")
     if (size := os.path.getsize(path)) > _MAX_HPARAMS_BYTES:
         raise ValueError(f"hparams_file={str(path)!r} has {size:,} bytes, but may have at most {_MAX_HPARAMS_BYTES:,}.")
     try:

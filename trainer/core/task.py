@@ -472,7 +472,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, Exports, nn.Module):
             strict: Require the checkpoint's weights to match the task's in name and shape. Default: the task's
                 ``strict_loading``.
             weights_only: Ignored; code stored in a checkpoint is never executed.
-            sha256: Expected SHA-256 digest of the file. Required for an ``http``, ``https`` or ``file`` URL.
+            sha256: Expected SHA-256 digest of the file. Without it, a download only warns with its digest.
             kwargs: Arguments of ``__init__``, which override the saved ones.
 
         Raises:

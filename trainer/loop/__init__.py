@@ -8,15 +8,12 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .automatic import Steps
-    from .closure import ClosureSteps
     from .dataloaders import KIND_OF_STAGE, KINDS, LOADER_NAMES, Sources
     from .evaluation_loop import Evaluation, EvaluationLoop, check_step, predictions_in_order
-    from .fit_loop import FitLoop, choose_steps
+    from .fit_loop import FitLoop
     from .fit_setup import Fit, configure, place_and_load, prepare_training, validate, wrap
     from .hook_table import Hooks, callback_overrides, count_positional, name_of, pass_by_keyword, task_overrides
     from .lr_schedulers import Schedules
-    from .manual import ManualSteps
-    from .preemption import save_and_leave
     from .progress import Phase, Progress
     from .run_summary import RunSummary, describe_results
     from .stage import Stage, Work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -334,10 +335,10 @@ def _is_frozen(part: torch.nn.Module) -> bool:
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
-def validate(trainer: Trainer, steps: int = -1) -> None:
+def validate(trainer: Trainer, steps: float = math.inf) -> None:
     """Run a validation within ``fit``.
 
-    ``steps`` is the maximum number of batches of each dataloader; -1 for all.
+    ``steps`` is the maximum number of batches of each dataloader.
     """
     assert trainer.task is not None
     assert trainer.hooks is not None
@@ -346,8 +347,8 @@ def validate(trainer: Trainer, steps: int = -1) -> None:
     limits = [loader.limit for loader in loaders]
     try:
         for loader in loaders:
-            if steps >= 0:
-                loader.limit = steps if loader.limit is None else min(steps, loader.limit)
+            if steps < math.inf:
+                loader.limit = int(steps if loader.limit is None else min(steps, loader.limit))
         # A backward pass in validation_step is of this rank's own batches, whose number may differ between ranks.
         apart = nullcontext() if trainer.task.automatic_optimization else trainer.accelerator.no_sync(trainer.task)
         with trainer.history.spending("validation"), apart:

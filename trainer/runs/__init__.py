@@ -8,7 +8,7 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import index
-    from .file_names import CHECKPOINTS, CONFIG, LOCK, RECORD
+    from .file_names import CHECKPOINTS, CONFIG, RECORD
     from .folder import RunFolder, check_name
     from .index import WAITING, Run, locate, read
     from .lock import RunLock, holder

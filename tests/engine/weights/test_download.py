@@ -14,9 +14,12 @@ def test_urls(server, tmp_path):
         model = net()
         treadle.load_weights(model, source, sha256=right)
         assert same(model, state)
+    model = net()
+    with pytest.warns(UserWarning, match=f"without a digest.* Pass sha256='{right}'"):
+        treadle.load_weights(model, f"{url}/w.pt")
+    assert same(model, state)
+    treadle.load_weights(net(), f"file://{tmp_path}/w.pt")
     asked.clear()
-    with pytest.raises(ValueError, match=r"Pass sha256="):
-        treadle.load_weights(net(), f"{url}/w.pt")
     with pytest.raises(ValueError, match="64 hexadecimal digits"):
         treadle.load_weights(net(), f"{url}/w.pt", sha256="abc")
     with pytest.raises(ValueError, match=r"not a protocol that fsspec supports\. Did you mean 's3'"):

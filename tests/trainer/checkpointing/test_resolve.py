@@ -144,7 +144,7 @@ def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
 
 def test_nothing_is_there_yet(tmp_path, words):
     with pytest.raises(ValueError, match=r"ckpt_path='last', but there is no intact checkpoint in .*/c"):
-        fit(tmp_path, each(tmp_path), ckpt_path="last")
+        made(tmp_path, each(tmp_path)).validate(Tiny(), loader(4), ckpt_path="last")
     with pytest.raises(ValueError, match=r"ckpt_path='best', but the ModelCheckpoint has saved no best checkpoint"):
         fit(tmp_path, each(tmp_path), ckpt_path="best")
     assert fit(tmp_path, each(tmp_path), ckpt_path="auto")[1] == 0
@@ -153,6 +153,9 @@ def test_nothing_is_there_yet(tmp_path, words):
         f"ckpt_path='auto': fit starts from scratch, because there is no checkpoint to resume from in {tmp_path / 'c'}"
     ]
     assert fit(tmp_path, each(tmp_path), ckpt_path="auto")[1] == 10
+    with pytest.warns(UserWarning, match=r"ckpt_path='last': fit starts from scratch, .* to resume from in .*/empty"):
+        assert fit(tmp_path, ModelCheckpoint(tmp_path / "empty"), ckpt_path="last")[1] == 0
+    assert fit(tmp_path, ModelCheckpoint(tmp_path / "empty"), ckpt_path="last")[1] == 10
 
 
 def test_the_highest_version_that_has_an_intact_one(tmp_path):
@@ -170,13 +173,13 @@ def test_the_highest_version_that_has_an_intact_one(tmp_path):
     with pytest.warns(UserWarning, match="version_2"):
         assert fit(tmp_path, ModelCheckpoint(), logger=logger(), ckpt_path="auto")[1] == 10
     shutil.rmtree(tmp_path / "runs" / "version_0" / "checkpoints")
-    with pytest.raises(ValueError, match="version_0"):  # a version that is asked for is the only one
-        fit(tmp_path, ModelCheckpoint(), logger=CSVLogger(tmp_path, "runs", version=0), ckpt_path="last")
+    with pytest.warns(UserWarning, match="version_0"):  # a version that is asked for is the only one
+        assert fit(tmp_path, ModelCheckpoint(), logger=CSVLogger(tmp_path, "runs", 0), ckpt_path="last")[1] == 0
 
 
 def test_a_search_that_finds_nothing_claims_no_version(tmp_path):
     with pytest.raises(ValueError, match="no intact checkpoint"):
-        fit(tmp_path, ModelCheckpoint(), logger=CSVLogger(tmp_path, "runs"), ckpt_path="last")
+        made(tmp_path, ModelCheckpoint(), logger=CSVLogger(tmp_path, "runs")).validate(Tiny(), loader(4), "last")
     assert not (tmp_path / "runs").exists()
 
 
@@ -219,10 +222,12 @@ def test_a_callback_names_the_checkpoint_that_somebody_else_keeps(tmp_path, word
         == "ckpt_path='auto': fit starts from scratch, because there is no checkpoint to resume from in the vault's "
         "checkpoints"
     )
+    with pytest.warns(UserWarning, match="ckpt_path='last': fit starts from scratch"):
+        assert fit(tmp_path, Kept(), ckpt_path="last")[1] == 0
     with pytest.raises(
         ValueError, match="ckpt_path='last', but there is no intact checkpoint in the vault's checkpoints"
     ):
-        fit(tmp_path, Kept(), ckpt_path="last")
+        made(tmp_path, Kept()).validate(Tiny(), loader(4), ckpt_path="last")
 
 
 def test_callbacks_that_the_task_brings(tmp_path):
@@ -341,11 +346,11 @@ def test_a_directory_of_that_name_is_meant_by_a_path(tmp_path, monkeypatch):
 # -- several processes ---------------------------------------------------------------------------------------------
 
 
-def last_then_auto(root):
-    return two(root, "last"), two(root, "auto")
+def validate_then_fit(root):
+    return two(root, "last", "validate"), two(root, "last")
 
 
-def two(root, word):
+def two(root, word, stage="fit"):
     root = Path(root)
     rank = int(os.environ["RANK"])
     kept = each(root if rank == 0 else root / "elsewhere")
@@ -353,7 +358,7 @@ def two(root, word):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            own.fit(Tiny(), loader(20), ckpt_path=word)
+            getattr(own, stage)(Tiny(), loader(20), ckpt_path=word)
         except (ValueError, RuntimeError) as error:
             return type(error).__name__, str(error)
     return str(own.ckpt_path), sum("skips a checkpoint" in str(w.message) for w in caught)
@@ -361,7 +366,7 @@ def two(root, word):
 
 @pytest.mark.long
 def test_all_processes_get_rank_zeros_answer(tmp_path):
-    (first, zero), (second, one) = run(last_then_auto, 2, str(tmp_path))
+    (first, zero), (second, one) = run(validate_then_fit, 2, str(tmp_path))
     assert first[0] == "ValueError"
     assert second[0] == "PeerFailed"
     assert "rank 0 failed: ValueError: ckpt_path='last', but there is no intact checkpoint" in second[1]

@@ -347,6 +347,8 @@ def test_sanity_check_leaves_no_trace(tmp_path):
             logger=CSVLogger(tmp_path, str(steps), 0),
         )
         assert task.sane == batches
+        assert own.num_sanity_val_steps == (math.inf if steps == -1 else steps)
+        assert own.num_sanity_val_batches == [batches]
         rows = (tmp_path / str(steps) / "version_0" / "metrics.csv").read_text()
         results.append((weights(task).tolist(), torch.rand(1).item(), float(own.callback_metrics["val"]), rows))
     assert results[1:] == [results[0]] * 3
