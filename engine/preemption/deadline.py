@@ -63,7 +63,7 @@ class Deadline:
         following = threading.Thread(target=self._follow, daemon=True)
         following.start()
         if not self._over.wait(self._seconds):
-            number = signal.SIGTERM if first == _BY_OTHER_RANK or first == getattr(signal, "SIGUSR1", None) else first
+            number = signal.SIGTERM if first == _BY_OTHER_RANK or "SIGUSR" in signal.Signals(first).name else first
             write_stderr(
                 f"the grace period of {self._seconds:g} s after the signal is over, so the process ends now. Resume "
                 "from the latest checkpoint."

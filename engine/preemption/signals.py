@@ -40,8 +40,8 @@ class Preempted(SystemExit):
     """``SystemExit`` that ends the program after a signal, such as SIGTERM.
 
     If the signal arrives in the training loop of ``fit`` and a ModelCheckpoint saves full checkpoints, the Trainer
-    saves a full checkpoint before it raises this exception. The exit status is 143 for SIGTERM and SIGUSR1, and 129 for
-    SIGHUP.
+    saves a full checkpoint before it raises this exception. The exit status is 143 for SIGTERM, SIGUSR1 and SIGUSR2,
+    and 129 for SIGHUP.
 
     Examples:
         >>> from treadle.engine import Preempted
@@ -58,7 +58,8 @@ class Preemption:
 
     A signal does not interrupt a step or a save. If another rank has ended, however, the step raises `PeerFailed`,
     because it cannot finish. All ranks leave after the same step. In the context of `leaving_at_once`, a rank leaves
-    immediately. After ``requeue_signal`` (SLURM's ``--signal=USR1@90``), `leave` asks SLURM to requeue the job.
+    immediately. After ``requeue_signal`` (SLURM's ``--signal=USR1@90``), which may also be SIGUSR2, `leave` asks SLURM
+    to requeue the job.
 
     By default, Ctrl-C (SIGINT) immediately raises KeyboardInterrupt or calls the script's own handler. Inside
     `holding_interrupts`, KeyboardInterrupt is raised only after the save. Inside `catching_interrupts`, Ctrl-C is
@@ -94,6 +95,8 @@ class Preemption:
         self._agreement, self._world = accumulation.agreement, accumulation.world
         self._grace = grace
         self._requeue_signal = requeue_signal
+        # SIGUSR2 only on request, because programs also use it for other things, such as a dump of their stacks.
+        self._signals = (*_SIGNALS, *(number for number in _DEADLY if number == requeue_signal))
         self._deadline: Deadline | None = None
         self.caught: signal.Signals | None = None
         self._agreed: signal.Signals | None = None
@@ -123,7 +126,7 @@ class Preemption:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        for number in _SIGNALS:
+        for number in self._signals:
             handler = signal.getsignal(number)
             if handler is not None and handler is not signal.SIG_IGN:  # None: set by code other than Python's
                 self._replaced[number] = handler
@@ -328,9 +331,9 @@ class Preemption:
     def agree_on_signal(self) -> signal.Signals | None:
         """Return the signal that ends the run; None if no rank received one. Must be called on all ranks."""
         self._set_interruptible(False)
-        rating = torch.tensor(-1 if self.caught is None else _SIGNALS.index(self.caught), device="cpu")
+        rating = torch.tensor(-1 if self.caught is None else self._signals.index(self.caught), device="cpu")
         index = int(self._world.all_reduce(rating, "max"))
-        self._agreed = _SIGNALS[index] if index >= 0 else None
+        self._agreed = self._signals[index] if index >= 0 else None
         return self._agreed
 
     def leave(self) -> NoReturn:
@@ -346,7 +349,7 @@ class Preemption:
             raise KeyboardInterrupt
         if caught == self._requeue_signal and self._speaks:
             requeue_job()
-        raise Preempted(128 + (signal.SIGTERM if caught == _REQUEUE_SIGNAL else caught))
+        raise Preempted(128 + (signal.SIGTERM if "SIGUSR" in caught.name else caught))
 
 
 def _is_in_finalizer(frame: FrameType | None) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...common.validation import check_bool
 
-_NAMES = ("SIGUSR1", "SIGHUP", "SIGTERM")
+_NAMES = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGTERM")  # submitit's jobs get SIGUSR2
 
 
 class SLURMEnvironment:
@@ -18,7 +18,7 @@ class SLURMEnvironment:
 
     Args:
         auto_requeue: Ask SLURM to requeue the job. Default: True.
-        requeue_signal: The signal: ``signal.SIGUSR1``, ``SIGHUP`` or ``SIGTERM``. Default: SIGUSR1.
+        requeue_signal: The signal: ``signal.SIGUSR1``, ``SIGUSR2``, ``SIGHUP`` or ``SIGTERM``. Default: SIGUSR1.
 
     Raises:
         ValueError: If ``requeue_signal`` is another signal.
@@ -29,8 +29,8 @@ class SLURMEnvironment:
         allowed = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
         if requeue_signal is not None and requeue_signal not in allowed:
             raise ValueError(
-                f"requeue_signal={requeue_signal!r} must be signal.SIGUSR1, SIGHUP or SIGTERM. Change it here and in "
-                "sbatch --signal."
+                f"requeue_signal={requeue_signal!r} must be signal.SIGUSR1, SIGUSR2, SIGHUP or SIGTERM. Change it here "
+                "and in sbatch --signal."
             )
         default = getattr(signal, "SIGUSR1", None)  # Windows has none
         self.requeue_signal: signal.Signals | None = default if requeue_signal is None else requeue_signal

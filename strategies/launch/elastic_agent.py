@@ -27,9 +27,9 @@ from ..distributed import HUNG
 from ..processes import RankBoard, kill_session
 from .rendezvous import SIGNALS, Job, Place
 
-# Signals that make ranks save and leave.
-_PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
-_DEADLY = tuple(getattr(signal, name) for name in ("SIGUSR2",) if hasattr(signal, name))
+# Signals that make ranks save and leave; SIGUSR2 if their Trainer was told to.
+_SAVING = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
+_PREEMPTING = tuple(getattr(signal, name) for name in _SAVING if hasattr(signal, name))
 # Exit codes of ranks that were asked to leave; 1: SIGHUP. Python ends itself with SIGINT after a KeyboardInterrupt.
 _STOPPED = (128 + 1, 128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT)
 _POLL = 0.01  # seconds; the order of failures closer than this is unknown; a rank needs longer to end
@@ -410,7 +410,7 @@ def _protect_save(first: signal.Signals) -> None:
 
     A signal other than the first one is not its repetition: a scheduler's SIGTERM may follow a user's Ctrl-C.
     """
-    for number in (*_PREEMPTING, *_DEADLY):
+    for number in _PREEMPTING:
         signal.signal(number, signal.SIG_IGN)
     before = signal.getsignal(signal.SIGINT)
     if first is signal.SIGINT or before is signal.SIG_IGN:
@@ -541,8 +541,8 @@ def _convert_to_status(code: int) -> int:
 
 
 def _convert_signal(number: signal.Signals) -> int:
-    """Return the exit status for a signal, 128 + n. SIGUSR1 counts as a scheduler's early SIGTERM."""
-    return 128 + (signal.SIGTERM if number.name == "SIGUSR1" else number)
+    """Return the exit status for a signal, 128 + n. SIGUSR1 and SIGUSR2 count as a scheduler's early SIGTERM."""
+    return 128 + (signal.SIGTERM if "SIGUSR" in number.name else number)
 
 
 def _describe_ending(code: int) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ...common.validation import check_int, check_positive
 from ..processes import find_source_address, interface_of, is_named_loopback, open_datagram_socket
 
-SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # signals that end a run
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")  # signals that end a run
 GRACE = 30.0
 FAILURE_GRACE = 2.0
 _PORTS = {"c10d": 29400, "static": 29500}  # torchrun's defaults

@@ -47,9 +47,9 @@ def supervise(
 ) -> int:
     """Run a command in `nproc` processes of this machine, with torchrun's environment variables, and wait for them.
 
-    The calling process is a supervisor and not a rank. It forwards SIGTERM, SIGUSR1, SIGINT, SIGHUP and SIGQUIT to the
-    ranks, except signals that it ignores itself. When a rank fails, the other ranks are ended. If `OMP_NUM_THREADS` is
-    not set, the CPUs of this process are divided among the ranks.
+    The calling process is a supervisor and not a rank. It forwards SIGTERM, SIGUSR1, SIGUSR2, SIGINT, SIGHUP and
+    SIGQUIT to the ranks, except signals that it ignores itself. When a rank fails, the other ranks are ended. If
+    `OMP_NUM_THREADS` is not set, the CPUs of this process are divided among the ranks.
 
     Args:
         nproc: Number of ranks, at least 1.
@@ -62,7 +62,7 @@ def supervise(
 
     Returns:
         0 if the run succeeded. Otherwise, the status of the rank that failed first, or 128 + n if signal n killed it or
-        was sent to this process. SIGUSR1 counts as SIGTERM if it is sent to this process.
+        was sent to this process. SIGUSR1 and SIGUSR2 count as SIGTERM if they are sent to this process.
     """
     command = [] if argv is None else [str(part) for part in argv]
     run_id = run_id or uuid.uuid4().hex

@@ -35,8 +35,3 @@ def test_the_path_still_works(module):
     names = PATHS[module].split()
     home = importlib.import_module(module)
     assert [name for name in names if getattr(home, name, None) is None] == []
-
-
-def test_a_path_that_has_moved_is_answered():
-    with pytest.raises(ImportError, match=r"has moved. Import from treadle.tools.plan instead"):
-        importlib.import_module("treadle.engine.planning.simulation")

@@ -45,9 +45,6 @@ FULL_BY_NAME = {"callbacks"}
 # The whole public surface in one file, half of it docstrings.
 LONG_BY_DOCSTRINGS = {"engine.accelerator"}
 
-
-# A former path, whose import is answered with the present one.
-MOVED = {"engine.planning"}
 # Know what torch's strategies communicate, in place of the processes that a plan does not have.
 SIMULATED = {"tools.plan.simulated_world", "tools.plan.strategy_facts"}
 
@@ -131,7 +128,7 @@ def test_nothing_imports_the_tools():
     offenders += [
         module
         for module, path in files().items()
-        if room(module) != "tools" and module not in MOVED and "treadle.tools" in path.read_text(encoding="utf-8")
+        if room(module) != "tools" and "treadle.tools" in path.read_text(encoding="utf-8")
     ]
     assert offenders == []
 
@@ -248,7 +245,7 @@ def test_omegaconf_is_known_to_configurations_hyperparameters_and_stored_states_
 def test_no_folder_is_too_full():
     counted = {}
     for module in files():
-        if not is_package(module) and module not in MOVED:
+        if not is_package(module):
             counted[package_of(module)] = counted.get(package_of(module), 0) + 1
     # The files of compat are at the peers' module paths.
     ours = {package: count for package, count in counted.items() if room(package) != "compat"}

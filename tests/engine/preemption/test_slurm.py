@@ -82,6 +82,8 @@ def test_one_process_claims_a_name():
         ({"auto_requeue": False}, "SIGUSR1", "", 143),
         ({"requeue_signal": signal.SIGHUP}, "SIGHUP", "requeue 7\n", 129),
         ({"requeue_signal": signal.SIGHUP}, "SIGUSR1", "", 143),
+        ({"requeue_signal": signal.SIGUSR2}, "SIGUSR2", "requeue 7\n", 143),
+        ({"requeue_signal": signal.SIGUSR2}, "SIGTERM", "", 143),
     ],
 )
 def test_lightnings_plugin_sets_the_signal(tmp_path, monkeypatch, options, sent, calls, status):
@@ -105,5 +107,5 @@ def test_lightnings_plugin_sets_the_signal(tmp_path, monkeypatch, options, sent,
 def test_another_signal_is_refused():
     from treadle.compat.plugins.environments import SLURMEnvironment
 
-    with pytest.raises(ValueError, match=r"requeue_signal=.* must be signal.SIGUSR1, SIGHUP or SIGTERM"):
-        SLURMEnvironment(requeue_signal=signal.SIGUSR2)
+    with pytest.raises(ValueError, match=r"requeue_signal=.* must be signal.SIGUSR1, SIGUSR2, SIGHUP or SIGTERM"):
+        SLURMEnvironment(requeue_signal=signal.SIGINT)

@@ -143,4 +143,4 @@ def test_supervise_leaves_the_caller_as_it_was(capfd: pytest.CaptureFixture[str]
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-    assert capfd.readouterr().out == "mine SIGTERM,SIGINT,SIGQUIT,SIGUSR1\n"
+    assert capfd.readouterr().out == "mine SIGTERM,SIGINT,SIGQUIT,SIGUSR1,SIGUSR2\n"
