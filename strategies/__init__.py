@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from .distributed.world import World
     from .forward_router import BALLOT_SIZE, ballot_dtype
     from .fsdp.fsdp import FSDP
-    from .fsdp.fsdp import FSDP as FSDPStrategy
-    from .fsdp.fsdp import FSDP as ModelParallelStrategy
+    from .fsdp.lightning_strategy import FSDPStrategy
+    from .fsdp.lightning_strategy import FSDPStrategy as ModelParallelStrategy
     from .fsdp.recompute import Recompute
     from .model_init import built_in_place
     from .nested_data import apply_nested, iter_tensors

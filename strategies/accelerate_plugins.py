@@ -357,9 +357,9 @@ class FullyShardedDataParallelPlugin:
             if getattr(value, "name", value) not in accepted:
                 alternative = _ALTERNATIVES.get(name)
                 raise ValueError(f"{name}={value!r} is not supported. {alternative or 'Remove it'}.")
-        sharding = _choose_sharding("sharding_strategy", self.sharding_strategy)
+        sharding = choose_sharding("sharding_strategy", self.sharding_strategy)
         if isinstance(self.reshard_after_forward, str | Enum):
-            also = _choose_sharding("reshard_after_forward", self.reshard_after_forward)
+            also = choose_sharding("reshard_after_forward", self.reshard_after_forward)
             if sharding not in (None, also):
                 raise ValueError(
                     f"reshard_after_forward={self.reshard_after_forward!r} contradicts "
@@ -401,7 +401,7 @@ class FullyShardedDataParallelPlugin:
         Raises:
             ValueError, TypeError: If a setting is not supported.
         """
-        offload = _is_offload(self.cpu_offload)
+        offload = is_offload(self.cpu_offload)
         if self._sharding == "NO_SHARD":
             self._check_replicas(offload, parallelism)
             return ddp.DDP()
@@ -416,7 +416,7 @@ class FullyShardedDataParallelPlugin:
             activation_checkpointing_policy=True if self.activation_checkpointing else None,
             reshard_after_forward=reshard,
             cpu_offload=offload,
-            mixed_precision=_convert_mixed_precision(self.mixed_precision_policy),
+            mixed_precision=convert_mixed_precision(self.mixed_precision_policy),
             data_parallel_replicate=replicas if parallelism is None else parallelism.dp_replicate_size,
             tensor_parallel_size=1 if parallelism is None else parallelism.tp_size,
         )
@@ -441,20 +441,21 @@ class FullyShardedDataParallelPlugin:
                 )
 
 
-def _is_offload(value: Any) -> bool:
+def is_offload(value: Any) -> bool:
     """Return whether a value of ``cpu_offload`` enables offloading. torch's ``OffloadPolicy`` does not."""
     value = getattr(value, "offload_params", value)
     return bool(value) if isinstance(value, bool | None) else type(value).__name__ != "OffloadPolicy"
 
 
-def _choose_sharding(argument: str, value: Any) -> str | None:
+def choose_sharding(argument: str, value: Any) -> str | None:
     """Return the name of a sharding strategy in capitals, or None. ``value`` is a name or a member of torch's enum."""
     if value is None:
         return None
     return choose(argument, str(getattr(value, "name", value)).upper().lstrip("_"), _SHARDING)
 
 
-def _convert_mixed_precision(value: Any) -> Any:
+def convert_mixed_precision(value: Any) -> Any:
+    """Return torch's ``MixedPrecisionPolicy`` for it, for FSDP1's ``MixedPrecision``, or None."""
     if value is None or (hasattr(value, "cast_forward_inputs") and hasattr(value, "output_dtype")):
         return value
     from torch.distributed.fsdp import MixedPrecisionPolicy

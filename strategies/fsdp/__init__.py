@@ -8,8 +8,8 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .fsdp import FSDP
-    from .fsdp import FSDP as FSDPStrategy
-    from .fsdp import FSDP as ModelParallelStrategy
+    from .lightning_strategy import FSDPStrategy
+    from .lightning_strategy import FSDPStrategy as ModelParallelStrategy
     from .recompute import Recompute
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)
