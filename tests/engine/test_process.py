@@ -6,6 +6,7 @@ import pickle
 import time
 
 import pytest
+import torch
 from support.processes import run
 from torch import nn
 
@@ -77,3 +78,13 @@ def test_copies_and_pickles_of_an_accelerator():
     for state in (accelerator, treadle.PartialState()):
         with pytest.raises(TypeError, match=rf"{type(state).__name__} can't be pickled.* Create one in each process"):
             pickle.dumps(state)
+
+
+def who():
+    accelerator = treadle.Accelerator()  # neither cpu=True nor ACCELERATE_USE_CPU
+    return accelerator.num_processes, accelerator.process_index, accelerator.is_main_process
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="each process takes a GPU")
+def test_processes_of_a_launcher_are_one_run_on_the_cpu_too():
+    assert run(who, 2) == [(2, 0, True), (2, 1, False)]
