@@ -164,8 +164,7 @@ class StreamedBatches:
         self.source, self.planner, self.position, self.cursor = source, planner, position, cursor
         self.draws, self.draws_later, self.stateful, self.gap = draws, draws_later, stateful, gap
         self.compare: World | None = None
-        self.first_digest = ""
-        self._expected = ""  # the digest of the resumed epoch
+        self.first_digest = self._expected = ""  # the digests of the epoch, and of the one that is resumed
         self._pushed: deque[tuple[int, Any]] = deque()  # read for a comparison
         self._collate, self._split = collate, 1  # the number of pieces that each batch is split into
         self.counted = None if collate is None else collate.size
@@ -175,8 +174,7 @@ class StreamedBatches:
         self.seeded: SeededStream | None = None  # the dataset, if its workers outlive an epoch
         self.dataset_epoch = 0
         self.workers: dict[str, Any] | None = None  # the state that they were started from
-        self.sizes: deque[int] = deque()
-        self.pieces: deque[tuple[int, Any]] = deque()
+        self.sizes, self.pieces = deque[int](), deque[tuple[int, Any]]()
         self._ahead: deque[BatchAhead] = deque()
         self._outlooks: deque[Outlook | None] = deque()  # for the coming groups, the next one first
         self._begin(None)
