@@ -74,6 +74,10 @@ class PartialState(Process):
         if os.environ.get("ACCELERATE_DEBUG_MODE", "").lower() in ("1", "true", "yes", "y", "on", "t"):
             self.debug = True
 
+    def __reduce__(self) -> Any:
+        """Pickle as the state of the process that loads it. Training arguments hold one, and are saved with a model."""
+        return type(self), ()
+
     @property
     def default_device(self) -> torch.device:
         """Same as `device`."""

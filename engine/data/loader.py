@@ -211,9 +211,9 @@ class Loader:
 
     def _prepare_stream(self, source: DataLoader[Any], planner: GroupPlanner) -> None:
         settings, workers = self._view.__dict__, source.num_workers > 0
-        counted = source.batch_size
-        if counted is not None:
-            settings["collate_fn"] = Counted(source.collate_fn)
+        collate = None
+        if source.batch_size is not None:
+            settings["collate_fn"] = collate = Counted(source.collate_fn, source.batch_size)
         draws = Draws(self._stream, source, dataset=source.dataset)
         # A subclass's own __iter__ may draw the workers' seed late, or draw other numbers.
         draws_later = not workers or type(source).__iter__ is not DataLoader.__iter__
@@ -228,7 +228,7 @@ class Loader:
             warn(f"a run cannot resume exactly within an epoch of this stream, because {reason}.")
         cursor = self._cursor if not self.evaluation and may_read_ahead(source, knows) else None
         streamed = self._reader = self._plan = StreamedBatches(
-            source, counted, planner, draws, self._position, draws_later, knows, gap, cursor
+            source, collate, planner, draws, self._position, draws_later, knows, gap, cursor
         )
         if source.persistent_workers and not isinstance(source.dataset, IterDataPipe):
             settings["dataset"] = streamed.seeded = SeededStream(source.dataset)

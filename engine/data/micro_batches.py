@@ -70,6 +70,24 @@ def share(count: int, rank: int, size: int) -> slice:
     return slice(start, start + base + (rank < extra))
 
 
+def split_size(batch_size: int | None, size: int, unknown: str) -> int:
+    """Return each process's number of samples in a batch that ``split_batches`` splits over ``size`` processes.
+
+    ``unknown`` describes what the loader has instead of a batch size, if ``batch_size`` is None.
+
+    Raises:
+        ValueError: If the batch cannot be divided.
+    """
+    if batch_size is None or batch_size % size:
+        actual = unknown if batch_size is None else f"batch_size={batch_size}"
+        fix = "Pass a DataLoader with batch_size" if batch_size is None else "Change batch_size"
+        raise ValueError(
+            f"split_batches=True splits each batch over {size} processes, so DataLoader(batch_size=...) must be a "
+            f"multiple of {size}, but this dataloader has {actual}. {fix}, or remove split_batches."
+        )
+    return batch_size // size
+
+
 def avoid_rewind(iterator: Iterator[Any]) -> Iterator[Any]:
     """Wrap an iterator, unless it is built-in, so that its own ``__iter__`` is not called again.
 

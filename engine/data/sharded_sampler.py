@@ -23,7 +23,7 @@ from ...strategies import World
 from ..rng import Draw, RandomStream, are_equal, host_state, seed_at, seed_from, set_host_state
 from .dataset_check import digest, get_length, share_data, warn_order_changed
 from .epoch_position import EpochPosition
-from .micro_batches import GroupPlanner, Micro, avoid_rewind, share
+from .micro_batches import GroupPlanner, Micro, avoid_rewind, share, split_size
 from .rank_shares import RankShares, Share, compare_across_ranks
 from .sampler_rng import CopiedStream, Draws, preserve_loader_state
 from .seedable_sampler import SeedableRandomSampler
@@ -138,16 +138,8 @@ class ShardedBatches:
         Raises:
             ValueError: If the loader's batches cannot be divided.
         """
-        size = self.planner.size
-        if not self.plain or self.batch_size % size:
-            actual, fix = f"batch_size={self.batch_size}", "Change batch_size"
-            if not self.plain:
-                actual, fix = "a custom batch sampler", "Pass batch_size instead of the batch sampler"
-            raise ValueError(
-                f"split_batches=True splits each batch over {size} processes, so DataLoader(batch_size=...) must be a "
-                f"multiple of {size}, but this dataloader has {actual}. {fix}, or remove split_batches."
-            )
-        self.batch_size //= size
+        known = self.batch_size if self.plain else None
+        self.batch_size = split_size(known, self.planner.size, "a custom batch sampler")
 
     @property
     def draws_later(self) -> bool:

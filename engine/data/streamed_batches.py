@@ -21,7 +21,7 @@ from ...strategies import World
 from ..rng import Draw, State, seed_from
 from .dataset_check import digest, get_length
 from .epoch_position import EpochPosition
-from .micro_batches import Cursor, GroupPlanner, Micro, avoid_rewind
+from .micro_batches import Cursor, GroupPlanner, Micro, avoid_rewind, share, split_size
 from .rank_shares import Outlook, RankShares, Share, compare_across_ranks
 from .sampler_rng import CopiedStream, Draws, get_stateful
 from .source_libraries import copies_state, explain_split, split_over
@@ -29,14 +29,20 @@ from .workers import TORCH_SEEDED, SeededStream, begin_epoch, note_workers
 
 
 class Counted:
-    """Wrapper of the user's collate function that also returns the number of samples."""
+    """Wrapper of the user's collate function that splits each batch, and also returns the numbers of samples.
 
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
+    Attributes:
+        size: The number of samples in a full batch.
+        pieces: The number of pieces that each batch is split into.
+    """
 
-    def __call__(self, samples: Any) -> tuple[int, Any]:
-        """Return the number of samples and the collated batch."""
-        return len(samples), self.collate(samples)
+    def __init__(self, collate: Callable[[Any], Any], size: int) -> None:
+        self.collate, self.size, self.pieces = collate, size, 1
+
+    def __call__(self, samples: list[Any]) -> list[tuple[int, Any]]:
+        """Return the number of samples and the collated batch of each piece; an empty piece is collated of a sample."""
+        parts = [samples[share(len(samples), number, self.pieces)] for number in range(self.pieces)]
+        return [(len(part), self.collate(part or samples[:1])) for part in parts]
 
 
 def format_ordinal(number: int) -> str:
@@ -73,17 +79,21 @@ def _list_names(source: DataLoader[Any]) -> set[str]:
 
 
 class Unwrapped:
-    """Iterator that removes the sizes that `Counted` adds and appends them to ``sizes``."""
+    """Iterator over the pieces of the batches of `Counted`, which appends their sizes to ``sizes``.
 
-    def __init__(self, iterator: Iterator[Any], sizes: deque[int]) -> None:
-        self.iterator = iterator
-        self.sizes = sizes
+    ``pieces`` holds the rest of the batch that was read last.
+    """
+
+    def __init__(self, iterator: Iterator[Any], pieces: deque[tuple[int, Any]], sizes: deque[int]) -> None:
+        self.iterator, self.pieces, self.sizes = iterator, pieces, sizes
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        size, batch = next(self.iterator)
+        if not self.pieces:
+            self.pieces.extend(next(self.iterator))
+        size, batch = self.pieces.popleft()
         self.sizes.append(size)
         return batch
 
@@ -121,15 +131,18 @@ class StreamedBatches:
     A stream that is already split by rank is read unchanged: each rank trains on the batches of its own stream. A
     stream that is the same on all ranks is read completely by every rank, and its batches are dealt to the ranks in
     turn. The first batches are compared across ranks to determine which case applies, unless this is known. A rank
-    without a batch takes part with weight zero.
+    without a batch takes part with weight zero. `split` makes each batch a global one, of which every rank keeps a
+    piece.
 
-    ``counted`` is the number of samples in a full batch, or None if all batches have the same weight. ``draws_later``
-    means that this process reads the source itself, which then draws from the run's random stream. ``stateful`` is the
-    object that saves and restores the position of the source; if it is None, ``gap`` may hold the reason.
+    ``collate`` is None if all batches have the same weight. ``draws_later`` means that this process reads the source
+    itself, which then draws from the run's random stream. ``stateful`` is the object that saves and restores the
+    position of the source; if it is None, ``gap`` may hold the reason.
 
     Attributes:
         position: The position of the dataloader, which the loop advances.
         start: The position at which the current iteration began.
+        counted: The number of samples in a full batch, or in a full piece of it; None if all have the same weight.
+        pieces: The pieces of the batch that the source yielded last, unless they were read.
         sizes: The numbers of samples in the batches that the source has created but not yet yielded.
         compare: The ranks whose first batches have not been compared yet, if any.
         first_digest: Digest of the epoch's first batch, to check that a resume reads the same batches; "" if unchecked.
@@ -139,7 +152,7 @@ class StreamedBatches:
     def __init__(
         self,
         source: Any,
-        counted: int | None,
+        collate: Counted | None,
         planner: GroupPlanner,
         draws: Draws,
         position: EpochPosition,
@@ -148,33 +161,27 @@ class StreamedBatches:
         gap: str = "",
         cursor: Cursor | None = None,
     ) -> None:
-        self.gap = gap
-        self.cursor = cursor
+        self.source, self.planner, self.position, self.cursor = source, planner, position, cursor
+        self.draws, self.draws_later, self.stateful, self.gap = draws, draws_later, stateful, gap
         self.compare: World | None = None
-        self.first_digest = ""
-        self._expected = ""  # the digest of the resumed epoch
+        self.first_digest = self._expected = ""  # the digests of the epoch, and of the one that is resumed
         self._pushed: deque[tuple[int, Any]] = deque()  # read for a comparison
-        self.source = source
-        self.counted = counted
-        self.planner = planner
-        self.draws = draws
-        self.draws_later = draws_later
-        self.stateful = stateful
-        self.position = position
+        self._collate, self._split = collate, 1  # the number of pieces that each batch is split into
+        self.counted = None if collate is None else collate.size
         self._loaded_state: dict[str, Any] | None = None  # until the source is started
         self._copy: CopiedStream | None = None  # the source draws from it, and reads ahead of the loop
         self._copy_state: State | None = None  # the state with which it continues once the source is open
         self.seeded: SeededStream | None = None  # the dataset, if its workers outlive an epoch
         self.dataset_epoch = 0
         self.workers: dict[str, Any] | None = None  # the state that they were started from
-        self.sizes: deque[int] = deque()
+        self.sizes, self.pieces = deque[int](), deque[tuple[int, Any]]()
         self._ahead: deque[BatchAhead] = deque()
         self._outlooks: deque[Outlook | None] = deque()  # for the coming groups, the next one first
         self._begin(None)
 
     def _begin(self, limit: int | None) -> None:
         self.start, self.limit = replace(self.position), limit
-        for queue in (self.sizes, self._pushed, self._ahead, self._outlooks):
+        for queue in (self.sizes, self.pieces, self._pushed, self._ahead, self._outlooks):
             queue.clear()
         self._supply = _Supply.OPEN
         self._state_at_end: Any = None  # the source's state before its end
@@ -191,11 +198,8 @@ class StreamedBatches:
     def length(self, limit: int | None) -> int | None:
         """Return the number of batches that this process yields in an epoch, at most ``limit``; None if unknown."""
         shares = self.planner.shares
-        if shares is not None:
-            count = shares.batches
-        else:
-            count = get_length(self.source)
-            count = None if count is None else -(-count // self.planner.size)
+        count = get_length(self.source) if shares is None else shares.batches
+        count = None if count is None else -(-count * self._split // self.planner.size)
         return count if limit is None else limit if count is None else min(limit, count)
 
     def share(self) -> Share:
@@ -218,7 +222,16 @@ class StreamedBatches:
             self.compare = world
 
     def disable_sharding(self, world: World) -> None:
-        """Disable sharding, because the stream is already split by rank. Call it on all ranks."""
+        """Disable sharding, because the stream is already split by rank. Call it on all ranks.
+
+        Raises:
+            ValueError: If the batches are split.
+        """
+        if self._split > 1:
+            raise ValueError(
+                f"split_batches=True splits each batch over {world.size} processes, but each of them reads its own "
+                f"{self._name}. Remove split_batches, and divide batch_size by {world.size}."
+            )
         self.compare = None
         self.planner.disable_sharding()
         self.planner.shares.exchange_lengths(self.share(), world, self._name)  # type: ignore[union-attr]
@@ -234,7 +247,7 @@ class StreamedBatches:
     def batches_of(self, items: int) -> int:
         """Return the number of this process's batches that correspond to ``items`` items."""
         size, read, count = self.planner.size, -(-items // (self.counted or 1)), get_length(self.source)
-        if count is None or size < self.planner.world_size:
+        if count is None or size < self.planner.world_size or self._split > 1:
             return -(-read // self.planner.world_size)
         return -(-count // size) - -(-max(0, count - read) // size)
 
@@ -243,11 +256,13 @@ class StreamedBatches:
         return False
 
     def split(self) -> None:
-        """Raise a ValueError, because the batches of a stream cannot be split."""
-        raise ValueError(
-            "split_batches=True needs a dataset that can be indexed, because the batches of a stream are not split: "
-            "each batch goes to one process. Remove split_batches, and divide batch_size by the world size."
-        )
+        """Split each batch over the processes, instead of dealing the batches in turn.
+
+        Raises:
+            ValueError: If the loader's batches cannot be divided.
+        """
+        self.counted = split_size(self.counted, self.planner.size, "batches of unknown size")
+        self._split = self._collate.pieces = self.planner.size  # type: ignore[union-attr]  # they are counted
 
     def iterate(self, view: Iterable[Any], limit: int | None) -> Iterator[Any]:
         """Return an iterator over at most ``limit`` of this process's batches; their metadata is in ``micros``.
@@ -440,10 +455,9 @@ class StreamedBatches:
         if not compare_across_ranks(first, self._name, "batches", world):
             self.disable_sharding(world)
         elif isinstance(self.source, DataLoader):
-            announce(
-                f"each of the {world.size} ranks reads all of {self._name} and keeps every "
-                f"{format_ordinal(world.size)} batch. {explain_split(self.source.dataset, world.size)}"
-            )
+            kept = f"every {format_ordinal(world.size)} batch" if self._split == 1 else "its share of each batch"
+            split = explain_split(self.source.dataset, world.size)
+            announce(f"each of the {world.size} ranks reads all of {self._name} and keeps {kept}. {split}")
 
     def _compare_first(self, source: Iterator[Any]) -> None:
         """Record a digest of the epoch's first batch; warn if a resumed epoch begins with a different batch."""
@@ -470,7 +484,9 @@ class StreamedBatches:
         None, the current one.
         """
         state = {"source": self._read_state(drawn), "workers": self.workers, "sampler": None, "first_indices": None}
-        return state if self.position.order is None else {**state, "first_digest": self.first_digest}
+        if self.position.order is None:
+            return state
+        return {**state, "first_digest": self.first_digest, "pieces": self._split}
 
     def resume_at(self, state: dict[str, Any]) -> None:
         """Start the next iteration at a position returned by `describe_position`.
@@ -485,7 +501,8 @@ class StreamedBatches:
                 "samples to the ranks in turn."
             )
         self._loaded_state = state["source"] if self.stateful is not None else None
-        self._expected = state.get("first_digest", "")
+        # With another number of processes, the first piece of a batch has other samples.
+        self._expected = state.get("first_digest", "") if state.get("pieces", 1) == self._split else ""
         self.workers = state["workers"]
 
     def _read_state(self, drawn: Draw | None) -> dict[str, Any] | None:
@@ -547,8 +564,8 @@ class StreamedBatches:
                 "also needs torchdata's StatefulDataLoader."
             )
         with self._lend():
-            while (batches < done if presharded else passed < skip) and (read := self._read(source, 1)):
-                passed, batches, batch = passed + read[0][0], batches + 1, read[0][1]
+            while (batches < done if presharded else passed < skip) and (read := self._read(source, self._split)):
+                passed, batches, batch = passed + sum(size for size, _ in read), batches + 1, read[0][1]
         if presharded and batches < done:
             self._supply = _Supply.ENDED
         if batches:  # the process has followed the reader up to here
@@ -566,7 +583,7 @@ def follow_iterator(view: DataLoader[Any], plan: StreamedBatches) -> None:
         with plan.starting(live_view.persistent_workers):
             iterator = note_workers(live_view, type(live_view)._get_iterator(live_view))
         plan.opened()
-        return iterator if plan.counted is None else Unwrapped(iterator, plan.sizes)
+        return iterator if plan.counted is None else Unwrapped(iterator, plan.pieces, plan.sizes)
 
     view.__dict__["_get_iterator"] = get_iterator
 

@@ -311,8 +311,10 @@ def split_batches():
         accelerator.prepare(DataLoader(range(10), batch_size=3))
     with pytest.raises(ValueError, match="a custom batch sampler"):
         accelerator.prepare(DataLoader(range(4), batch_sampler=Own(SequentialSampler(range(4)), 2, False)))
-    with pytest.raises(ValueError, match="can be indexed"):
-        accelerator.prepare(DataLoader(Stream(range(4)), batch_size=4))
+    with pytest.raises(ValueError, match="multiple of 2, but this dataloader has batch_size=5"):
+        accelerator.prepare(DataLoader(Stream(range(4)), batch_size=5))
+    with pytest.raises(ValueError, match=r"batches of unknown size\. Pass a DataLoader with batch_size, or remove"):
+        accelerator.prepare(DataLoader(Stream(range(4)), batch_size=None))
     return found
 
 

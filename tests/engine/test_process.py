@@ -6,6 +6,7 @@ import pickle
 import time
 
 import pytest
+import torch
 from support.processes import run
 from torch import nn
 
@@ -74,6 +75,29 @@ def test_copies_and_pickles_of_an_accelerator():
     average = copy.deepcopy(model)
     assert average.accelerator is accelerator
     assert average.weight is not model.weight
-    for state in (accelerator, treadle.PartialState()):
-        with pytest.raises(TypeError, match=rf"{type(state).__name__} can't be pickled.* Create one in each process"):
-            pickle.dumps(state)
+    with pytest.raises(TypeError, match=r"Accelerator can't be pickled.* Create one in each process"):
+        pickle.dumps(accelerator)
+
+
+def pickle_state(folder):
+    state = treadle.PartialState(cpu=True)
+    if state.is_main_process:
+        (folder / "arguments.bin").write_bytes(pickle.dumps({"distributed_state": state}))
+    state.wait_for_everyone()
+    loaded = pickle.loads((folder / "arguments.bin").read_bytes())["distributed_state"]
+    return type(loaded).__name__, loaded.process_index, loaded.num_processes, str(loaded.device)
+
+
+def test_a_pickled_state_is_that_of_the_process_that_loads_it(tmp_path):
+    """`torch.save(trainer.args)` of transformers writes one, in each checkpoint."""
+    assert run(pickle_state, 2, tmp_path) == [("PartialState", rank, 2, "cpu") for rank in (0, 1)]
+
+
+def who():
+    accelerator = treadle.Accelerator()  # neither cpu=True nor ACCELERATE_USE_CPU
+    return accelerator.num_processes, accelerator.process_index, accelerator.is_main_process
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="each process takes a GPU")
+def test_processes_of_a_launcher_are_one_run_on_the_cpu_too():
+    assert run(who, 2) == [(2, 0, True), (2, 1, False)]

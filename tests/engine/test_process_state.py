@@ -9,7 +9,7 @@ import torch
 from support.models import take_step
 from support.processes import run
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from treadle.engine import AcceleratorState, GradientState, PartialState
 from treadle.state import is_initialized
 
@@ -106,6 +106,22 @@ def test_the_end_of_a_loader():
     seen = [(gradient.end_of_dataloader, gradient.remainder, gradient.active_dataloader is loader) for _ in loader]
     assert seen == [(False, -1, True), (False, -1, True), (True, 1, True)]
     assert not gradient.in_dataloader
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(5))
+
+
+def test_the_end_of_a_stream():
+    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(Stream(), batch_size=2))
+    gradient, seen = accelerator.gradient_state, []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            seen.append((accelerator.sync_gradients, gradient.end_of_dataloader, gradient.remainder))
+        assert accelerator.gather_for_metrics(batch).tolist() == batch.tolist()
+    assert seen == [(False, False, -1), (True, False, -1), (True, False, -1)]
 
 
 def test_wrong_arguments():
