@@ -126,8 +126,7 @@ def read_names(path: str) -> Mapping[str, str]:
     """Return the peers' names in one module, each with its path below ``treadle`` or an `Answer`."""
     below_fabric = _below_fabric(path)
     if below_fabric is not None:  # most of Fabric's modules are Lightning's
-        alike = read_names(below_fabric) if below_fabric else {}
-        return {**alike, **dict(_read_section("fabric", below_fabric))}
+        return {**(read_names(below_fabric) if below_fabric else {}), **dict(_read_section("fabric", below_fabric))}
     return {name: home for peer in ("lightning", "accelerate") for name, home in _read_section(peer, path)}
 
 

@@ -1,8 +1,11 @@
-"""Functions of ``lightning_utilities`` that act on rank zero only."""
+"""Functions of ``lightning_utilities`` that act on rank zero only, also in programs that import them from there."""
+
+import os
 
 from lightning_utilities.core.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
 
 __all__ = ["rank_zero_deprecation", "rank_zero_info", "rank_zero_only", "rank_zero_warn"]
 
-if getattr(rank_zero_only, "rank", None) is None:
-    rank_zero_only.rank = 0  # type: ignore[attr-defined]
+if getattr(rank_zero_only, "rank", None) is None:  # until a Trainer or an Accelerator knows it
+    _values = map(os.environ.get, ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"))
+    rank_zero_only.rank = next((int(text) for text in _values if text and text.isdigit()), 0)  # type: ignore[attr-defined]

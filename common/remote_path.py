@@ -248,8 +248,8 @@ class RemotePath:
     def _sends_checksums(self) -> bool:
         """Return whether botocore is configured to add checksums to uploads, which a few older stores reject."""
         self._store.connect()
-        config = self._store.s3.meta.config  # botocore before 1.36 does not have this option
-        return getattr(config, "request_checksum_calculation", "") == "when_supported"
+        # botocore before 1.36 does not have this option
+        return getattr(self._store.s3.meta.config, "request_checksum_calculation", "") == "when_supported"
 
     def upload_parts(self, pieces: Iterable[bytes | memoryview], size: int) -> None:
         """Upload content of ``size`` bytes while it is being produced. Requires `takes_parts`.

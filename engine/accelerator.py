@@ -783,8 +783,7 @@ class Accelerator(Prepared):
         """
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids = set(map(id, chosen))
-        optimizers = self.accumulation.optimizers
-        owners = [o for o in optimizers if not ids.isdisjoint(map(id, optim.list_parameters(o)))]
+        owners = [o for o in self.accumulation.optimizers if not ids.isdisjoint(map(id, optim.list_parameters(o)))]
         for owner in owners or (None,):
             self.unscale_gradients(owner)
         return chosen

@@ -321,20 +321,21 @@ class LightningCLI:
 
     def instantiate_classes(self) -> None:
         """Build the task, the data module and the Trainer."""
-        instantiators: list[Any] = []
-        if self.load_from_checkpoint_support:
-            model, data = self.model_class or TaskModule, self.datamodule_class or DataModule
-            instantiators = [
-                (self._make_instantiator("model"), model, self.subclass_mode_model),
-                (self._make_instantiator("data"), data, self.subclass_mode_data),
-            ]
-            # An object that a function builds saves its arguments.
-            instantiators = [entry for entry in instantiators if isinstance(entry[1], type)]
-        self.config_init = self.parser.instantiate(self.config, instantiators=instantiators)
+        instantiators = self._add_instantiators() if self.load_from_checkpoint_support else ()
+        self.config_init = self.parser.instantiate(self.config, instantiators=instantiators or ())
         self.datamodule = self._get(self.config_init, "data")
         self.model = self._get(self.config_init, "model")
         self._add_configure_optimizers_method_to_model(self.subcommand)
         self.trainer = self.instantiate_trainer()
+
+    def _add_instantiators(self) -> Any:
+        """Return what builds the task and the data module; a subclass that returns None lets them save arguments."""
+        model, data = self.model_class or TaskModule, self.datamodule_class or DataModule
+        instantiators = [
+            (self._make_instantiator("model"), model, self.subclass_mode_model),
+            (self._make_instantiator("data"), data, self.subclass_mode_data),
+        ]
+        return [entry for entry in instantiators if isinstance(entry[1], type)]  # a function's object saves arguments
 
     def _make_instantiator(self, key: str) -> Callable[..., Any]:
         """Return a function that builds the task or data module and passes it its settings as hyperparameters."""

@@ -185,7 +185,7 @@ class _Encoder:
         leaf = _LEAVES.get(type(value))
         if leaf is not None:
             return leaf(value)
-        if isinstance(value, (torch.Tensor, np.ndarray)):
+        if isinstance(value, (torch.Tensor, np.ndarray)) and getattr(value.dtype, "kind", "") not in ("U", "O"):
             return self._encode_array(value, path)
         if isinstance(value, np.generic):
             return self._encode_numpy_scalar(value, path)
@@ -218,6 +218,9 @@ class _Encoder:
         elif kind in (set, frozenset):
             # Sorted, because the order of a set of strings differs between Python processes.
             document = {f"${kind.__name__}": sorted((self._encode_key(item, path) for item in value), key=repr)}
+        elif kind is np.ndarray:  # of text or objects
+            items = [self.encode_value(item, (*path, str(i))) for i, item in enumerate(value.ravel().tolist())]
+            document = {"$object_array": [value.dtype.str, list(value.shape), *items]}
         elif is_config(value):
             document = self.encode_value(_convert_config(value, path), path)
         else:
@@ -369,6 +372,11 @@ class _Decoder:
         _require(str(tensor.dtype).removeprefix("torch.") in _NUMPY_ARRAYS, f"numpy has no dtype {tensor.dtype}")
         return tensor[...].cpu().numpy()
 
+    def _decode_object_array(self, content: Any, path: tuple[str, ...]) -> np.ndarray:
+        dtype, shape, *items = self._decode_items(content, path)
+        _require(np.dtype(_require_type(str, dtype)).kind in "UO", f"{dtype!r} is no dtype of text or objects")
+        return np.fromiter(items, dtype, len(items)).reshape(shape)
+
     def _decode_numpy_scalar(self, content: Any, path: tuple[str, ...]) -> np.generic:
         name, value = self._decode_items(content, path)
         _require(type(name) is str and name in _NUMPY_SCALARS, f"unknown numpy type {name!r}")
@@ -441,6 +449,7 @@ _READERS: dict[str, Callable[[_Decoder, Any, tuple[str, ...]], Any]] = {
     "$frozenset": lambda d, c, p: frozenset(_decode_set(d, c, p)),
     "$tensor": _Decoder._look_up_tensor,
     "$array": _Decoder._decode_numpy_array,
+    "$object_array": _Decoder._decode_object_array,
     "$numpy": _Decoder._decode_numpy_scalar,
     "$complex": _Decoder._decode_complex,
     "$int": lambda d, c, p: _parse_hex_int(c),

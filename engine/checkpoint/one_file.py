@@ -522,8 +522,7 @@ def write(path: Path, layout: Layout, files: Files, make_manifest: Any) -> None:
         for name, text in others[-2:]:
             writer.add(name, len(text), [text])
         entries = {file: _add_file(writer, file, content, keys) for file, content in files.items()}
-        records = Records(writer.records, writer.gaps, writer.end)
-        writer.close(MANIFEST_RECORD, make_manifest(entries, records))
+        writer.close(MANIFEST_RECORD, make_manifest(entries, Records(writer.records, writer.gaps, writer.end)))
 
     filesystem.write_stream(path, write_records)
 

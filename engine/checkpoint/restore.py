@@ -441,8 +441,7 @@ def compare_weights(model: nn.Module, opened: OpenCheckpoint, complete: bool) ->
     saved = part.unread()
     if opened.has(extra_part(0)):
         saved = saved | opened.read_part(extra_part(0))
-    left_out = model_check.read_frozen_note(part.notes, opened.path)
-    return model_check.list_differences(model, saved, complete, left_out)
+    return model_check.list_differences(model, saved, complete, model_check.read_frozen_note(part.notes, opened.path))
 
 
 # -- loading -------------------------------------------------------------------------------------------------------

@@ -330,8 +330,7 @@ class JointBatches:
             group = list(itertools.islice(read, width))
             if not group:
                 return
-            planned = self.planner.plan([sizes for _, sizes in group])
-            for micro, (batch, _) in zip(planned, group, strict=True):
+            for micro, (batch, _) in zip(self.planner.plan([sizes for _, sizes in group]), group, strict=True):
                 self.micros.append((micro, None, None))
                 yield batch
             remaining = None if remaining is None else remaining - len(group)

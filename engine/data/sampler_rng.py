@@ -297,8 +297,7 @@ def match_generators(generators: list[Any], states: list[Any]) -> bool:
 
 def warn_unrestored_generators(owner: Any, generators: list[Any], states: list[Any]) -> None:
     """Warn that the generators of ``owner`` are not restored, because the checkpoint's states do not fit them."""
-    difference = _describe_generators(type(owner).__name__, generators, states)
-    warn(f"{difference}, so the saved states are not restored.")
+    warn(f"{_describe_generators(type(owner).__name__, generators, states)}, so the saved states are not restored.")
 
 
 def _describe_generators(owner: str, generators: list[Any], states: list[Any]) -> str:

@@ -191,8 +191,7 @@ def _share_counts(metric: Any, place: str, every: list[Any], world: World) -> An
         return _copy_state(metric)
     states = {}
     for name, default in metric._defaults.items():
-        values = [part["states"][name] for part in every]
-        shared = _share_state(values, metric._reductions[name], world)
+        shared = _share_state([part["states"][name] for part in every], metric._reductions[name], world)
         if shared is None:
             problem = "has no reduction" if metric._reductions[name] is None else "can't be split over the ranks"
             raise _make_refusal(
@@ -342,8 +341,7 @@ class _ListState:
 
     def make_filler(self, device: Any) -> Tensor:
         """Return a tensor without rows, or a 0-d zero, that can be gathered with the tensors of other ranks."""
-        shape = () if self.row_shape is None else (0, *self.row_shape)
-        return torch.zeros(shape, dtype=self.dtype, device=device)
+        return torch.zeros(() if self.row_shape is None else (0, *self.row_shape), dtype=self.dtype, device=device)
 
 
 def _sync_dist(metric: Any, world: World, *args: Any, **kwargs: Any) -> None:

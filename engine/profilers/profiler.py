@@ -134,8 +134,7 @@ class Profiler:
         if self.filename is None:
             announce(text)
             return
-        path = self.path_for(".txt")
-        with path.open("a", encoding="utf-8") as file:
+        with self.path_for(".txt").open("a", encoding="utf-8") as file:
             file.write(text + "\n")
 
     # -- called by the Trainer -----------------------------------------------------------------------------------

@@ -438,10 +438,13 @@ class TaskModule(HyperparametersMixin, TaskHooks, Exports, nn.Module):
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer if there is only one, otherwise the list of all optimizers.
 
+        While a task without an optimizer is trained, this returns an optimizer whose steps change nothing.
+
         Args:
             use_pl_optimizer: Return the optimizers wrapped by the Trainer. False returns them unwrapped. Default: True.
         """
-        chosen = [o if use_pl_optimizer else o.optimizer for o in self.trainer.accelerator.optimizers]
+        prepared = self.trainer.accelerator.optimizers or getattr(self.trainer.steps, "idle", [])
+        chosen = [o if use_pl_optimizer else o.optimizer for o in prepared]
         return chosen[0] if len(chosen) == 1 else chosen
 
     def lr_schedulers(self) -> Any:

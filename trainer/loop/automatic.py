@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.utils.data import default_collate
 
 from ...engine import isolated_random_state
@@ -41,6 +41,8 @@ class Steps:
 
     Attributes:
         ends_epoch: Whether a hook requested the end of the epoch.
+        idle: An optimizer without effect that ``TaskModule.optimizers`` returns if ``configure_optimizers`` returned
+            none; otherwise empty.
         missing_losses: Number of batches for which ``training_step`` returned None.
     """
 
@@ -66,6 +68,7 @@ class Steps:
         self.agreement = self.accumulation.agreement
         self.cursor = trainer.accelerator.cursor
         self.optimizers = trainer.accelerator.optimizers
+        self.idle = [] if self.optimizers else [PreparedOptimizer(SGD([torch.zeros(1)]), self.accumulation, [])]
         self.reader = BatchReader(self) if takes_iterator(task.training_step) else None
         self.step = self._bind(trainer.accelerator.method(model, "training_step"))
         self.takes_index = self.reader is not None or count_positional(task.training_step) > 1

@@ -162,6 +162,5 @@ def check_closure(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``optimizer.step`` requires a closure."""
-    step = inspect.signature(type(optimizer).step)
-    closure = step.parameters.get("closure")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty

@@ -274,10 +274,8 @@ def wrap(trainer: Trainer, task: TaskModule) -> Any:
         trainer: Trainer of the run.
         task: The user's task.
     """
-    manual_optimization = not task.automatic_optimization
-    return trainer.accelerator.prepare_model(
-        task, step="training_step", manual_optimization=manual_optimization, by_parts=True
-    )
+    manual = not task.automatic_optimization
+    return trainer.accelerator.prepare_model(task, step="training_step", manual_optimization=manual, by_parts=True)
 
 
 def _check_steps(task: TaskModule) -> None:

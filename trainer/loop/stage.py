@@ -196,8 +196,7 @@ class Stage:
             for callback in trainer.callbacks:
                 callback._task = None
             if isinstance(self.failure, KeyboardInterrupt):
-                place = error_notes.place(trainer, self.name, self.failure)
-                RunSummary(trainer).announce_interrupt(self.name, place)
+                RunSummary(trainer).announce_interrupt(self.name, error_notes.place(trainer, self.name, self.failure))
 
     @name_phase("teardown", loop=True)
     def _clean_up(self) -> None:

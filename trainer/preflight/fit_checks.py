@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -94,10 +94,11 @@ def _iterate_hidden(place: str, value: Any, registered: set[int], depth: int) ->
         parameters: Iterable[nn.Parameter] = value.parameters() if isinstance(value, nn.Module) else [value]
         if any(p.requires_grad and id(p) not in registered for p in parameters):
             yield place
-    elif depth and isinstance(value, list | tuple | dict) and len(value) <= _LONGEST:
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
-            yield from _iterate_hidden(f"{place}[{key!r}]", item, registered, depth - 1)
+    for kind in cast(Any, (list, tuple, dict)) if depth else ():
+        # Through the builtin type, because a subclass such as e3nn's Irrep may refuse to be measured or iterated over.
+        if isinstance(value, kind) and kind.__len__(value) <= _LONGEST:
+            for key, item in dict.items(value) if kind is dict else enumerate(kind.__iter__(value)):
+                yield from _iterate_hidden(f"{place}[{key!r}]", item, registered, depth - 1)
 
 
 def check_monitors(trainer: Trainer, logged: Iterable[str] | None) -> None:

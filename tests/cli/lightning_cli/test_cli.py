@@ -248,6 +248,15 @@ def test_a_checkpoint_brings_the_objects_in_its_arguments():
     assert isinstance(kept.hparams.encoder, DeepEncoder)
 
 
+def test_a_subclass_without_instantiators_saves_the_arguments():
+    class Arguments(LightningCLI):
+        def _add_instantiators(self):
+            pass
+
+    kept = build("--model.encoder=DeepEncoder", model=Stored, cli=Arguments).model
+    assert isinstance(kept.hparams.encoder, DeepEncoder)
+
+
 def test_callbacks_from_everywhere():
     class Stopped(LightningCLI):
         def add_arguments_to_parser(self, parser):

@@ -115,5 +115,34 @@ def test_a_task_with_an_optimizer_of_its_own():
     assert run.global_step == 6
 
 
+class Counting(Lazy):
+    """Has no optimizer, and steps the one that `optimizers` returns in every other batch."""
+
+    def __init__(self):
+        super().__init__(lazy=False)
+        self.automatic_optimization = False
+        self.kinds = set()
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.kinds |= {type(optimizer), type(self.optimizers(use_pl_optimizer=False))}
+        if batch_idx % 2 == 0:
+            self.manual_backward(self.layers(batch[0]).mean())
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return None
+
+
+def test_a_task_without_an_optimizer_steps_one_that_changes_nothing():
+    task, run = Counting(), make_trainer(max_epochs=-1, max_steps=5)
+    weights = {name: value.clone() for name, value in task.state_dict().items()}
+    with pytest.warns(UserWarning, match="returned no optimizer"):
+        run.fit(task, loader())
+    assert (run.global_step, run.optimizers, len(task.kinds)) == (5, [], 2)
+    assert all(torch.equal(value, weights[name]) for name, value in task.state_dict().items())
+    assert all(issubclass(kind, torch.optim.Optimizer) for kind in task.kinds)
+
+
 def test_without_a_trainer_there_is_no_mesh():
     assert Lazy().device_mesh is None

@@ -10,7 +10,7 @@ from support.processes import run
 from support.trainers import NO_OUTPUT
 from torch import nn
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
-from treadle.trainer.preflight.fit_checks import _is_score
+from treadle.trainer.preflight.fit_checks import _is_score, hidden_modules
 
 import treadle
 
@@ -42,6 +42,22 @@ class Forgetful(Task):
         self.frozen = [nn.Linear(1, 1).requires_grad_(False), nn.ReLU()]
         self.alias = [self.net, *self.more]
         self.sizes = {"width": 2}
+
+
+class Sealed(tuple):
+    """A tuple that is not a sequence to its users, as e3nn's ``Irrep``."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+    def __iter__(self):
+        raise NotImplementedError
+
+
+def test_a_container_is_read_through_its_builtin_type():
+    task = Forgetful()
+    task.blocks = [Sealed(task.blocks)]
+    assert list(hidden_modules(task))[:2] == ["blocks[0][0]", "blocks[0][1]"]
 
 
 UNTRAINED = (
