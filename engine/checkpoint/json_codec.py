@@ -46,6 +46,7 @@ _NUMPY_ARRAYS = {"bool", "complex64"} | _INTEGERS | _FLOATS
 # Decimal text of a huge integer takes quadratic time, and Python refuses it beyond 4300 digits; hexadecimal text has no
 # limit.
 _PLAIN_INT_BITS = 256
+_WIDEST_TEXT = 2**8  # bytes of one text in an array of any width
 _HEX = re.compile(r"-?0x[0-9a-f]+")
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -374,8 +375,11 @@ class _Decoder:
 
     def _decode_object_array(self, content: Any, path: tuple[str, ...]) -> np.ndarray:
         dtype, shape, *items = self._decode_items(content, path)
-        _require(np.dtype(_require_type(str, dtype)).kind in "UO", f"{dtype!r} is no dtype of text or objects")
-        return np.fromiter(items, dtype, len(items)).reshape(shape)
+        array_type = np.dtype(_require_type(str, dtype))
+        _require(array_type.kind in "UO", f"{dtype!r} is no dtype of text or objects")
+        if array_type.itemsize > _WIDEST_TEXT:  # each text is padded to it, and a file could ask for 8 GB
+            array_type = np.dtype(f"U{max([1, *map(len, map(str, items))])}")
+        return np.fromiter(items, array_type, len(items)).reshape(shape)
 
     def _decode_numpy_scalar(self, content: Any, path: tuple[str, ...]) -> np.generic:
         name, value = self._decode_items(content, path)

@@ -277,6 +277,11 @@ def test_a_malformed_document_is_refused_by_its_place(document):
         decode({"run": [document]}, tensors)
 
 
+def test_a_document_cannot_ask_for_memory_by_the_width_of_its_texts():
+    texts = decode({"a": {"$object_array": ["<U500000000", [2, 1], "ab", ""]}}, {})["a"]  # 4 GB
+    assert (texts.tolist(), texts.dtype) == ([["ab"], [""]], np.dtype("U2"))
+
+
 @pytest.mark.parametrize("tag", [None, "$tuple", "$dict"])
 def test_a_bottomless_document_is_refused(tag):
     document: object = []
