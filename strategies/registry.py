@@ -101,7 +101,7 @@ def plan_function_launch(
 ) -> FunctionLaunch | None:
     """Return how processes that run a function are started; None if the run needs none.
 
-    It needs none if the strategy's name does not ask for them, if there is only one device, or in a process that a
+    It needs none if the strategy does not ask for them, if there is only one device, or in a process that a
     launcher has started.
 
     Args:
@@ -110,10 +110,13 @@ def plan_function_launch(
         devices: The devices in any form that the Trainer accepts.
         num_nodes: Number of machines.
     """
-    name = str(strategy).partition("_find_unused_parameters_")[0] if isinstance(strategy, str) else ""
-    if name not in _START_METHODS or strategy not in _FACTORIES or num_nodes != 1:
-        return None
-    if LaunchEnvironment.read() is not None:
+    if isinstance(strategy, str):
+        name = strategy
+        method = _START_METHODS.get(name.partition("_find_unused_parameters_")[0]) if name in _FACTORIES else None
+    else:
+        method = getattr(strategy, "start_method", None)
+        name = f"ddp_{method}"
+    if method is None or num_nodes != 1 or LaunchEnvironment.read() is not None:
         return None
     from .launch import FunctionLaunch
 
@@ -121,7 +124,7 @@ def plan_function_launch(
         kind = device_type(accelerator)
         indices = parse_devices(kind, devices)
         count = len(indices) if indices is not None else torch.cuda.device_count() if kind == "cuda" else 1
-    return FunctionLaunch(strategy, count, _START_METHODS[name]) if count > 1 else None
+    return FunctionLaunch(name, count, method) if count > 1 else None
 
 
 def resolve_strategy(strategy: str | Strategy, world: World) -> Strategy:

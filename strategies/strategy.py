@@ -40,6 +40,8 @@ class Strategy(StrategyAliases):
         device_mesh: Torch ``DeviceMesh`` of the processes, or None.
         requested_device: Device for which the strategy was created, or None.
         group_options: Options of the process group that were passed to the strategy.
+        start_method: How multiprocessing starts processes that run a function; None if the script runs in each process.
+        cluster_environment: A plugin of the Trainer that was passed to the strategy.
         world: Processes of the run. Set by `attach`.
         precision: Precision of the run. Set by `attach`.
         unreduced: In manual optimization, the parameters whose gradients are not averaged yet; see `reduce_gradients`.
@@ -69,6 +71,8 @@ class Strategy(StrategyAliases):
     device_mesh: DeviceMesh | None = None
     requested_device: torch.device | None = None
     group_options: Mapping[str, Any] = MappingProxyType({})
+    start_method: str | None = None
+    cluster_environment: Any = None
 
     precision: Precision
     backward_weight: float = 1.0

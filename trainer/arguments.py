@@ -245,15 +245,17 @@ class Plugged(NamedTuple):
     environment: preemption.SLURMEnvironment | strategies.LaunchEnvironment | None
 
 
-def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool) -> Plugged:
-    """Return what ``plugins`` and the flags ``precision`` and ``sync_batchnorm`` set."""
+def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool, strategy: Any = None) -> Plugged:
+    """Return what ``plugins``, the flags ``precision`` and ``sync_batchnorm``, and a plugin in the strategy set."""
     check_bool("sync_batchnorm", sync_batchnorm)
     writer: checkpointing.CheckpointIO = checkpointing.TorchCheckpointIO()
     environment: preemption.SLURMEnvironment | strategies.LaunchEnvironment | None = None
     if preemption.SLURMEnvironment.detect():
         environment = preemption.SLURMEnvironment()
     several = isinstance(plugins, Iterable) and not isinstance(plugins, str | Mapping)
-    for plugin in plugins if several else [] if plugins is None else [plugins]:
+    chosen = plugins if several else [] if plugins is None else [plugins]
+    added = getattr(strategy, "cluster_environment", None)
+    for plugin in [*chosen, *([] if added is None else [added])]:
         if isinstance(plugin, strategies.Precision):
             if precision is not None:
                 raise ValueError(

@@ -256,7 +256,7 @@ class Trainer(LightningAliases, Copyable):
         self.reload_dataloaders_every_n_epochs = arguments.check_int("reload_dataloaders_every_n_epochs", every, 0)
         self.detect_anomaly = arguments.check_bool("detect_anomaly", detect_anomaly)
         self.enable_autolog_hparams = arguments.check_bool("enable_autolog_hparams", enable_autolog_hparams)
-        self._plugged = arguments.unpack_plugins(plugins, precision, sync_batchnorm)
+        self._plugged = arguments.unpack_plugins(plugins, precision, sync_batchnorm, strategy)
         self.default_root_dir = arguments.check_directory("default_root_dir", default_root_dir)
         self.on_nonfinite = choose("on_nonfinite", on_nonfinite, ("raise", "skip", "ignore"))
         arguments.set_determinism(deterministic, benchmark)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ...common.messages import announce, nearest, read_text
-from ...common.validation import check_positive
+from ...common.validation import check_positive, choose
 from ..distributed import FixedTree, PartialSums, World, strip_compile_prefix
 from ..forward_router import Ballot, Router, ballot_dtype
 from ..precision import Precision
@@ -187,6 +187,9 @@ class DDP(Strategy):
             minutes, unless the Accelerator or an existing process group sets another limit.
         process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: NCCL for GPUs and gloo for host
             memory.
+        start_method: ``"spawn"`` or ``"fork"`` starts the processes for each stage, as ``strategy="ddp_spawn"`` and
+            ``"ddp_fork"`` do. None or ``"popen"`` runs the script in each process. Default: None.
+        cluster_environment: The same as in ``Trainer(plugins=...)``: a `SLURMEnvironment`, for example.
         other: Lightning's and Accelerate's names for some of these arguments, such as ``ddp_comm_hook``.
 
     Raises:
@@ -221,8 +224,13 @@ class DDP(Strategy):
         local_sgd_start: int = 0,
         timeout: Any = None,
         process_group_backend: str | None = None,
+        start_method: str | None = None,
+        cluster_environment: Any = None,
         **other: Any,
     ) -> None:
+        if start_method not in (None, "popen"):
+            self.start_method = choose("start_method", start_method, ("popen", "spawn", "fork"))
+        self.cluster_environment = cluster_environment
         self.group_options = make_group_options(timeout, process_group_backend)
         self.process_group_backend = process_group_backend
         arguments = {

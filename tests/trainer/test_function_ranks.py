@@ -80,7 +80,12 @@ def plain(steps=4):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "strategy", [pytest.param("ddp_spawn", marks=pytest.mark.exhaustive), "ddp_fork_find_unused_parameters_true"]
+    "strategy",
+    [
+        *(pytest.param("ddp_spawn", marks=pytest.mark.exhaustive), "ddp_fork_find_unused_parameters_true"),
+        *(DDP(start_method="spawn", gradient_as_bucket_view=True), DDP(start_method="fork")),
+    ],
+    ids=lambda strategy: strategy if isinstance(strategy, str) else f"DDP, {strategy.start_method}",
 )
 def test_the_state_comes_back(strategy, tmp_path) -> None:
     expected, last_loss = plain()  # also a backward pass in this process

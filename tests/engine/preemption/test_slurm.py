@@ -10,7 +10,7 @@ import pytest
 from support.processes import clean_environment, programs, python, run
 from support.trainers import make_trainer
 from treadle.compat.demos.boring_classes import BoringModel
-from treadle.strategies import open_world
+from treadle.strategies import DDP, open_world
 
 import treadle
 
@@ -75,6 +75,7 @@ def test_one_process_claims_a_name():
     assert [sorted(pair) for pair in zip(first, second, strict=True)] == [[False, True], [False, False], [False, True]]
 
 
+@pytest.mark.parametrize("where", ["plugins", "strategy"])
 @pytest.mark.parametrize(
     ("options", "sent", "calls", "status"),
     [
@@ -86,7 +87,7 @@ def test_one_process_claims_a_name():
         ({"requeue_signal": signal.SIGUSR2}, "SIGTERM", "", 143),
     ],
 )
-def test_lightnings_plugin_sets_the_signal(tmp_path, monkeypatch, options, sent, calls, status):
+def test_lightnings_plugin_sets_the_signal(tmp_path, monkeypatch, options, sent, calls, status, where):
     from treadle.compat.plugins.environments import SLURMEnvironment
 
     class Signaled(BoringModel):
@@ -98,8 +99,10 @@ def test_lightnings_plugin_sets_the_signal(tmp_path, monkeypatch, options, sent,
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
+    environment = SLURMEnvironment(**options)
+    flags = {"plugins": [environment], "strategy": DDP(cluster_environment=environment)}
     with pytest.raises(treadle.engine.Preempted) as left:
-        make_trainer(max_steps=5, plugins=[SLURMEnvironment(**options)]).fit(Signaled())
+        make_trainer(max_steps=5, **{where: flags[where]}).fit(Signaled())
     assert left.value.code == status
     assert (tmp_path / "calls").read_text() == calls
 
