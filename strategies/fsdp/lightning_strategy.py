@@ -49,6 +49,11 @@ class FSDPStrategy(FSDP, metaclass=_AnyFSDP):
 
     Raises:
         TypeError, ValueError: If an argument is invalid or not supported, or if arguments contradict each other.
+
+    Examples:
+        >>> from treadle.strategies import FSDPStrategy
+        >>> FSDPStrategy(sharding_strategy="SHARD_GRAD_OP", limit_all_gathers=True).reshard_after_forward
+        False
     """
 
     def __init__(
