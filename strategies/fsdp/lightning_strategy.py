@@ -39,7 +39,7 @@ class FSDPStrategy(FSDP, metaclass=_AnyFSDP):
         activation_checkpointing_policy: See `FSDP`.
         sharding_strategy: ``"FULL_SHARD"`` (default), ``"SHARD_GRAD_OP"``, which keeps gathered parameters for the
             backward pass, ``"HYBRID_SHARD"`` or ``"HYBRID_SHARD_ZERO2"``, which do the same with replicas (one for each
-            machine, unless ``device_mesh`` is set), or a member of torch's ``ShardingStrategy``.
+            machine, unless their number is set), or a member of torch's ``ShardingStrategy``.
         device_mesh: Numbers of replicas and of processes over which each is sharded, for hybrid sharding.
         cpu_offload: Keep the shards in host memory: a bool, or torch's ``CPUOffload``.
         mixed_precision: torch's ``MixedPrecision`` or ``MixedPrecisionPolicy``.
@@ -88,13 +88,13 @@ class FSDPStrategy(FSDP, metaclass=_AnyFSDP):
                 )
             classes = activation_checkpointing
             activation_checkpointing_policy = {classes} if isinstance(classes, type) else set(classes)
-        self._replicates = sharding.startswith("HYBRID") and device_mesh is None
         if sharding.endswith(("GRAD_OP", "ZERO2")):
             options.setdefault("reshard_after_forward", False)
         if device_mesh is not None:
             sizes = device_mesh.mesh.shape if isinstance(device_mesh, DeviceMesh) else device_mesh
             replicas, shards = sizes if len(sizes) == 2 else (1, *sizes)
             options |= {"data_parallel_replicate": replicas, "data_parallel_size": replicas * shards}
+        self._replicates = sharding.startswith("HYBRID") and "data_parallel_replicate" not in options
         super().__init__(
             auto_wrap_policy="auto" if auto_wrap_policy is None else auto_wrap_policy,
             activation_checkpointing_policy=activation_checkpointing_policy,
@@ -106,5 +106,5 @@ class FSDPStrategy(FSDP, metaclass=_AnyFSDP):
     def attach(self, world: World, precision: Precision) -> None:
         """See `Strategy.attach`."""
         if self._replicates:
-            self.layout = Layout("auto", world.size // world.local_size, self.layout.tensor)
+            self.layout = Layout(self.layout.data, world.size // world.local_size, self.layout.tensor)
         super().attach(world, precision)

@@ -51,6 +51,7 @@ PROGRAMS = {
         **{"activation_checkpointing": [Block], "forward_prefetch": True, "cpu_offload": CPUOffload(False)},
     },
     "hybrid": {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 1), "state_dict_type": "sharded"},
+    "replicas": {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate": 2},
     "machines": {"sharding_strategy": "HYBRID_SHARD", "use_orig_params": True, "sync_module_states": True},
 }
 
@@ -63,6 +64,8 @@ def fit(options, processes):
     trainer = make_trainer(max_epochs=2, precision="64-true", devices=processes, strategy=strategy)
     trainer.fit(task, DataLoader(data, 4 // processes))
     assert options is None or isinstance(trainer.strategy, FSDPStrategy)
+    if options in (PROGRAMS["hybrid"], PROGRAMS["replicas"]):
+        assert trainer.strategy.layout.replicate == 2
     return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in task.parameters()]
 
 
