@@ -1,4 +1,8 @@
-"""Functions of ``lightning_utilities`` that act on rank zero only, also in programs that import them from there."""
+"""Functions of ``lightning_utilities`` that act on rank zero only, also in programs that import them from there.
+
+Lightning sets their rank when it is imported. Here, the first use of one of its names does, as the package takes 0.035
+seconds to import, where Treadle takes 0.2.
+"""
 
 import os
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from .messages import join_words, name_type, nearest
@@ -48,7 +48,7 @@ def parse_truth(name: str, value: str) -> bool:
     return value.lower() in true
 
 
-def check_bool_or_word(name: str, value: Any, words: Iterable[str]) -> bool:
+def check_bool_or_word(name: str, value: Any, words: Collection[str]) -> bool:
     """Return True for True and for words that mean True, and False for False.
 
     Args:
@@ -59,7 +59,6 @@ def check_bool_or_word(name: str, value: Any, words: Iterable[str]) -> bool:
     Raises:
         ValueError: If the value is neither a bool nor one of the words.
     """
-    words = list(words)
     if isinstance(value, bool) or (isinstance(value, str) and value in words):
         return bool(value)
     valid = join_words(["True", "False", *map(repr, words)])

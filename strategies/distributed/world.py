@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...common.messages import describe_error, format_count
-from ...common.rank_zero import rank_zero_only  # sets its rank, which programs read from lightning_utilities
 from ...common.validation import check_int, choose
 from . import process_group
 from .launch_environment import DebugEnvironment
@@ -115,6 +114,8 @@ class World:
         if group is not None:
             self._note_carried_devices()
             return
+        from ...common.rank_zero import rank_zero_only  # here, as its package takes time to import
+
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
         if self.device.type == "cuda":
             process_group.let_segments_grow()
