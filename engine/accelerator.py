@@ -200,16 +200,16 @@ class Accelerator(Prepared):
         handlers = configuration.sort_handlers(kwargs_handlers)
         self.device_placement, self.step_scheduler_with_optimizer = device_placement, step_scheduler_with_optimizer
         self.dataloader_config = configuration.resolve_dataloader_config(dataloader_config, split_batches)
-        project = configuration.resolve_project(project_config, project_dir)
+        sources = tracker_sources(log_with, project := configuration.resolve_project(project_config, project_dir))
         plugin = configuration.resolve_accumulation(gradient_accumulation_plugin, gradient_accumulation_steps)
         self.dynamo_plugin = configuration.resolve_compilation(dynamo_plugin, dynamo_backend)
         precision, mixed_precision = configuration.resolve_precision(mixed_precision, handlers["autocast"])
-        self.fsdp_plugin, self.parallelism_config, self.on_nonfinite = fsdp_plugin, parallelism_config, on_nonfinite
-        self.profile_handler, sources = handlers["profile"], tracker_sources(log_with, project)
+        self.on_nonfinite, self.profile_handler = on_nonfinite, handlers["profile"]
         group = configuration.resolve_group(handlers["group"], limit := configuration.resolve_timeout(timeout))
         place = strategies.resolve_devices(strategy, configuration.resolve_device(accelerator, cpu), devices)
         world = strategies.open_world(*place, num_nodes, spread=spread, **configuration.merge_group(group, strategy))
-        chosen = strategies.choose_strategy(strategy, world, fsdp_plugin, parallelism_config, handlers["replicas"])
+        layout = fsdp_plugin, parallelism_config, handlers["replicas"]
+        chosen, self.fsdp_plugin, self.parallelism_config = strategies.choose_strategy(strategy, world, *layout)
         chosen.attach(world, precision)
         scaler = configuration.build_scaler(handlers["scaler"], precision, world.device)
         super().__init__(chosen, precision, mixed_precision, project, plugin, scaler, step_micro_batches)

@@ -398,14 +398,9 @@ class TorchDynamoPlugin(KwargsHandler):
         return torch.compile(function, **self._collect_arguments())  # type: ignore[no-any-return]
 
     def _collect_arguments(self) -> dict[str, Any]:
-        return {
-            "backend": self.backend,
-            "mode": self.mode,
-            "fullgraph": bool(self.fullgraph),
-            "dynamic": self.dynamic,
-            "options": self.options,
-            "disable": self.disable,
-        }
+        arguments = {**vars(self), "fullgraph": bool(self.fullgraph)}
+        del arguments["use_regional_compilation"]  # not an argument of torch.compile
+        return arguments
 
 
 class _Refused:
@@ -545,13 +540,15 @@ def refuse(unknown: Mapping[str, Any], valid: Iterable[str], **plugins: Any) -> 
         raise TypeError(f"Accelerator() has no argument {name!r}.{hint}")
     reasons = {
         "deepspeed_plugin": DeepSpeedPlugin.instead,
-        "deepspeed_plugins": DeepSpeedPlugin.instead,
         "megatron_lm_plugin": MegatronLMPlugin.instead,
         "torch_tp_plugin": TorchTensorParallelPlugin.instead,
     }
     for name, value in plugins.items():
         if value is not None:
-            raise ValueError(f"Accelerator({name}=...) is not supported. {reasons[name]}")
+            raise ValueError(f"Accelerator({name}=...) is not supported. {reasons[name.removesuffix('s')]}")
+    for name in ("deepspeed", "megatron_lm"):  # `accelerate launch` asks for them in a variable
+        if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "").lower() == "true":
+            raise ValueError(f"ACCELERATE_USE_{name.upper()}=true is not supported. {reasons[f'{name}_plugin']}")
 
 
 def resolve_timeout(timeout: Any) -> float | None:
@@ -629,6 +626,8 @@ def resolve_project(
 
 def resolve_precision(mixed_precision: Any, autocast: AutocastKwargs | None) -> tuple[Precision, str]:
     """Return the precision, and Accelerate's name for it: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``."""
+    if mixed_precision is None:
+        mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
     mixed_precision = getattr(mixed_precision, "value", mixed_precision)
     precision = Precision.parse(mixed_precision, "mixed_precision")
     word = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(precision.compute, "no")  # type: ignore[arg-type]

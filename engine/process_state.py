@@ -196,11 +196,8 @@ class AcceleratorState(PartialState):
         If the constructor received no precision, this is the Accelerator's precision. Without an Accelerator, it is the
         value of the environment variable ``ACCELERATE_MIXED_PRECISION`` or, if the variable is not set, ``"no"``.
         """
-        if self._mixed_precision is not None:
-            return self._mixed_precision
-        if self._accelerator is not None:
-            return self._accelerator.mixed_precision
-        return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        known = self._mixed_precision or getattr(self._accelerator, "mixed_precision", None)
+        return known or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
     @property
     def is_fsdp2(self) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import device_mesh
 
-from ..common.messages import format_count, name_type
+from ..common.messages import format_count
 from ..common.validation import check_int, check_optional_type, choose
 from . import ddp
 
@@ -37,7 +37,7 @@ class DDPCommunicationHookType(StrEnum):
 
 @dataclass
 class DistributedDataParallelKwargs:
-    """Accelerate's settings for replicated models, converted to a `DDP` strategy.
+    """Accelerate's settings for replicated models, converted to a `DDP` strategy. They do not apply to sharded models.
 
     Args:
         dim: Must be 0; torch no longer uses it.
@@ -170,10 +170,8 @@ class ParallelismConfig:
                 )
         self.device_mesh: device_mesh.DeviceMesh | None = None
         self.cp_backend, self.sp_backend = self.cp_backend or "torch", self.sp_backend or "deepspeed"
-        for name, accepted in (
-            *((name, None) for name in ("tp_handler", "cp_handler", "sp_handler")),
-            *(("cp_backend", "torch"), ("sp_backend", "deepspeed")),
-        ):
+        handlers = dict.fromkeys(("tp_handler", "cp_handler", "sp_handler"))
+        for name, accepted in {**handlers, "cp_backend": "torch", "sp_backend": "deepspeed"}.items():
             if getattr(self, name) != accepted:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not supported, because dp_replicate_size, dp_shard_size and "
@@ -259,62 +257,57 @@ class ParallelismConfig:
         return self.dp_shard_size > 1 or self.tp_size > 1
 
 
-_SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
-# Values that the sharding has by nature, so setting them changes nothing.
+# Settings with another value than these would change results, or need more memory than was asked for.
 _ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
-    "fsdp_version": (None, 1, 2),
-    "backward_prefetch": (None, "BACKWARD_PRE", "NO_PREFETCH"),
-    "limit_all_gathers": (None, True),
-    "use_orig_params": (None, True),
-    "sync_module_states": (None, True),
-    "forward_prefetch": (None, False),
-    "cpu_ram_efficient_loading": (None, False),
+    "fsdp_version": (1, 2),
     "activation_checkpointing_offload": (None, False),
     "ignored_modules": (None,),
-    "state_dict_type": (None,),
-    "state_dict_config": (None,),
-    "optim_state_dict_config": (None,),
     "param_init_fn": (None,),
 }
-_ALTERNATIVES = {
-    "cpu_ram_efficient_loading": "Remove it, build the model in accelerator.init_module() and load a checkpoint",
-    "param_init_fn": "Remove it, and build the model in accelerator.init_module()",
-    "state_dict_type": "Remove it: any strategy can load the output of save_state, save_model and get_state_dict",
-    "state_dict_config": "Remove it: any strategy can load the output of save_state, save_model and get_state_dict",
-    "optim_state_dict_config": "Remove it: any strategy can load the output of save_state",
-}
+# Fields for which ``accelerate launch`` sets a variable with another name, after ``FSDP_``.
+_VARIABLES = {"cpu_offload": "OFFLOAD_PARAMS", "transformer_cls_names_to_wrap": "TRANSFORMER_CLS_TO_WRAP"}
+
+
+def _read_variable(name: str) -> Any:
+    """Return the value of a variable: a bool, an int, a string, or None if it is not set."""
+    text = os.environ.get(name, "")
+    return {"": None, "true": True, "false": False}.get(text.lower(), int(text) if text.isdigit() else text)
 
 
 @dataclass
 class FullyShardedDataParallelPlugin:
     """Accelerate's settings for sharded models. Sharding always uses FSDP2.
 
+    A setting that is None is read from the variable that ``accelerate launch`` sets, such as ``FSDP_OFFLOAD_PARAMS``.
+
     Args:
-        fsdp_version: Must be 1, 2 or None; it has no effect.
+        fsdp_version: 1 (default) or 2. It selects the default of ``state_dict_type`` only.
         sharding_strategy: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``, ``"NO_SHARD"`` (replicas), ``"HYBRID_SHARD"`` or
-            ``"HYBRID_SHARD_ZERO2"`` (both shard within each machine), or a member of torch's ``ShardingStrategy``.
-            Default: ``"FULL_SHARD"``.
-        reshard_after_forward: A bool or a number, as in `FSDP`, or any value that ``sharding_strategy`` accepts.
+            ``"HYBRID_SHARD_ZERO2"`` (both shard within each machine), their number (1 to 5), or a member of torch's
+            ``ShardingStrategy``. Default: ``"FULL_SHARD"``.
+        reshard_after_forward: A bool or a number, as in `FSDP`, or any name that ``sharding_strategy`` accepts.
             Default: False for ``"SHARD_GRAD_OP"`` and ``"HYBRID_SHARD_ZERO2"``, otherwise True.
-        backward_prefetch: Must be ``"BACKWARD_PRE"``, ``"NO_PREFETCH"`` or None; it has no effect.
+        backward_prefetch: It has no effect.
         mixed_precision_policy: Torch's ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``).
         auto_wrap_policy: ``"transformer_based_wrap"``, ``"size_based_wrap"``, ``"no_wrap"``, or any non-string
             policy that `FSDP` accepts. Default: None, which uses ``transformer_cls_names_to_wrap`` if it is set,
             otherwise ``min_num_params`` if it is set, and otherwise wraps the repeated blocks.
         cpu_offload: Keep shards in host memory: a bool, or torch's ``CPUOffload`` or ``CPUOffloadPolicy``.
         ignored_modules: Must be None.
-        state_dict_type: Must be None.
-        state_dict_config: Must be None.
-        optim_state_dict_config: Must be None.
-        limit_all_gathers: Must be True or None.
-        use_orig_params: Must be True or None.
+        state_dict_type: ``"FULL_STATE_DICT"``, ``"SHARDED_STATE_DICT"``, ``"LOCAL_STATE_DICT"``, or a member of torch's
+            ``StateDictType``: the form of what Accelerate's ``save_fsdp_model`` and transformers' ``Trainer`` write.
+            Any strategy can load what `Accelerator` saves. Default: the first, or the second for version 2.
+        state_dict_config: It has no effect.
+        optim_state_dict_config: It has no effect.
+        limit_all_gathers: It has no effect.
+        use_orig_params: It has no effect.
         param_init_fn: Must be None.
-        sync_module_states: Must be True or None.
-        forward_prefetch: Must be False or None.
+        sync_module_states: It has no effect: rank zero's weights are always sent to the other ranks.
+        forward_prefetch: It has no effect.
         activation_checkpointing: Recompute the activations of each wrapped module in the backward pass.
         activation_checkpointing_offload: Must be False or None.
-        cpu_ram_efficient_loading: Must be False or None.
+        cpu_ram_efficient_loading: Let transformers' ``from_pretrained`` read weights on rank zero only.
         transformer_cls_names_to_wrap: Classes whose modules are each wrapped as one unit: a list of classes or their
             names, or a string of names separated by commas.
         min_num_params: Minimum number of parameters for a module to be wrapped as one unit.
@@ -325,7 +318,7 @@ class FullyShardedDataParallelPlugin:
     Examples:
         >>> import treadle
         >>> plugin = treadle.FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap="Block,Head")
-        >>> sorted(plugin.strategy(treadle.PartialState(cpu=True).world).auto_wrap_policy)
+        >>> sorted(plugin.strategy().auto_wrap_policy)
         ['Block', 'Head']
     """
 
@@ -352,11 +345,19 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def __post_init__(self) -> None:
+        self.fsdp_version = self.fsdp_version or _read_variable("FSDP_VERSION") or 1
+        unread = "sharding_strategy" if self.fsdp_version == 2 else "reshard_after_forward"
+        for name, value in vars(self).items():
+            if value is None and name != unread:
+                setattr(self, name, _read_variable(f"FSDP_{_VARIABLES.get(name, name.upper())}"))
         for name, accepted in _ACCEPTED_VALUES.items():
-            value = getattr(self, name)
-            if getattr(value, "name", value) not in accepted:
-                alternative = _ALTERNATIVES.get(name)
-                raise ValueError(f"{name}={value!r} is not supported. {alternative or 'Remove it'}.")
+            if (value := getattr(self, name)) not in accepted:
+                raise ValueError(f"{name}={value!r} is not supported. Remove it.")
+        self.set_state_dict_type()
+        if self.cpu_ram_efficient_loading:  # read by transformers
+            os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+        from .fsdp import choose_sharding
+
         sharding = choose_sharding("sharding_strategy", self.sharding_strategy)
         if isinstance(self.reshard_after_forward, str | Enum):
             also = choose_sharding("reshard_after_forward", self.reshard_after_forward)
@@ -369,12 +370,28 @@ class FullyShardedDataParallelPlugin:
         self._sharding = sharding or "FULL_SHARD"
         self._wrap = self._build_wrap_policy()
 
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Set the form of what ``save_fsdp_model`` and transformers' ``Trainer`` write; see the class.
+
+        Args:
+            state_dict_type: The form. Default: the current one, or that of the version.
+
+        Raises:
+            ValueError: If there is no such form.
+        """
+        from torch.distributed.fsdp import StateDictType
+
+        kind = self.state_dict_type if state_dict_type is None else state_dict_type
+        kind = kind or ("SHARDED_STATE_DICT" if self.fsdp_version == 2 else "FULL_STATE_DICT")
+        name = str(getattr(kind, "name", kind)).upper()
+        self.state_dict_type = StateDictType[choose("state_dict_type", name, StateDictType.__members__)]
+
     def _build_wrap_policy(self) -> Any:
         policy = self.auto_wrap_policy
-        if policy is not None and not isinstance(policy, str):
-            return policy  # torch's own policies are also accepted
-        if policy is not None:
+        if isinstance(policy, str):
             policy = choose("auto_wrap_policy", policy.lower(), _POLICIES)
+        elif policy is not None:
+            return policy  # torch's own policies are also accepted
         names = self.transformer_cls_names_to_wrap
         if policy in (None, "transformer_based_wrap") and names:
             listed = names.split(",") if isinstance(names, str) else names
@@ -390,38 +407,37 @@ class FullyShardedDataParallelPlugin:
             raise ValueError("auto_wrap_policy='size_based_wrap' needs min_num_params. Set min_num_params, too.")
         return (lambda _: False) if policy == "no_wrap" else "auto"
 
-    def strategy(self, world: World, parallelism: ParallelismConfig | None = None) -> Strategy:
+    def strategy(self, parallelism: ParallelismConfig | None = None) -> Strategy:
         """Return an `FSDP` strategy with these settings, or a plain `DDP` strategy for ``"NO_SHARD"``.
 
         Args:
-            world: Processes of the run.
             parallelism: Numbers of replicas, shards and tensor parallel ranks. Default: one replica, or one per machine
                 for the ``HYBRID`` sharding strategies.
 
         Raises:
             ValueError, TypeError: If a setting is not supported.
         """
-        offload = is_offload(self.cpu_offload)
         if self._sharding == "NO_SHARD":
-            self._check_replicas(offload, parallelism)
+            self._check_replicas(parallelism)
             return ddp.DDP()
-        from .fsdp import FSDP
+        from .fsdp import FSDPStrategy
 
-        reshard = self.reshard_after_forward
-        if reshard is None:
-            reshard = self._sharding not in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
-        replicas = world.size // world.local_size if self._sharding.startswith("HYBRID") else 1
-        return FSDP(
+        options = {} if self.reshard_after_forward is None else {"reshard_after_forward": self.reshard_after_forward}
+        if parallelism is not None:
+            options |= {
+                "data_parallel_replicate": parallelism.dp_replicate_size,
+                "tensor_parallel_size": parallelism.tp_size,
+            }
+        return FSDPStrategy(
             auto_wrap_policy=self._wrap,
             activation_checkpointing_policy=True if self.activation_checkpointing else None,
-            reshard_after_forward=reshard,
-            cpu_offload=offload,
-            mixed_precision=convert_mixed_precision(self.mixed_precision_policy),
-            data_parallel_replicate=replicas if parallelism is None else parallelism.dp_replicate_size,
-            tensor_parallel_size=1 if parallelism is None else parallelism.tp_size,
+            sharding_strategy=self._sharding,
+            cpu_offload=self.cpu_offload,
+            mixed_precision=self.mixed_precision_policy,
+            **options,
         )
 
-    def _check_replicas(self, offload: bool, parallelism: ParallelismConfig | None) -> None:
+    def _check_replicas(self, parallelism: ParallelismConfig | None) -> None:
         """Check that nothing is set that replicas do not have, for ``"NO_SHARD"``."""
         if parallelism is not None and parallelism.shards:
             raise ValueError(
@@ -429,8 +445,10 @@ class FullyShardedDataParallelPlugin:
                 f"dp_shard_size={parallelism.dp_shard_size} and tp_size={parallelism.tp_size}. Set "
                 "sharding_strategy='FULL_SHARD', or set both sizes to 1."
             )
+        from .fsdp import is_offload
+
         for name, is_set in {
-            "cpu_offload": offload,
+            "cpu_offload": is_offload(self.cpu_offload),
             "activation_checkpointing": bool(self.activation_checkpointing),
             "mixed_precision_policy": self.mixed_precision_policy is not None,
         }.items():
@@ -441,41 +459,14 @@ class FullyShardedDataParallelPlugin:
                 )
 
 
-def is_offload(value: Any) -> bool:
-    """Return whether a value of ``cpu_offload`` enables offloading. torch's ``OffloadPolicy`` does not."""
-    value = getattr(value, "offload_params", value)
-    return bool(value) if isinstance(value, bool | None) else type(value).__name__ != "OffloadPolicy"
-
-
-def choose_sharding(argument: str, value: Any) -> str | None:
-    """Return the name of a sharding strategy in capitals, or None. ``value`` is a name or a member of torch's enum."""
-    if value is None:
-        return None
-    return choose(argument, str(getattr(value, "name", value)).upper().lstrip("_"), _SHARDING)
-
-
-def convert_mixed_precision(value: Any) -> Any:
-    """Return torch's ``MixedPrecisionPolicy`` for it, for FSDP1's ``MixedPrecision``, or None."""
-    if value is None or (hasattr(value, "cast_forward_inputs") and hasattr(value, "output_dtype")):
-        return value
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    if hasattr(value, "param_dtype") and hasattr(value, "reduce_dtype"):  # it is FSDP1's
-        return MixedPrecisionPolicy(param_dtype=value.param_dtype, reduce_dtype=value.reduce_dtype)
-    raise TypeError(
-        f"mixed_precision_policy={value!r} must be a torch.distributed.fsdp.MixedPrecisionPolicy, not "
-        f"{name_type(value)}."
-    )
-
-
 def choose_strategy(
     strategy: str | Strategy,
     world: World,
     plugin: FullyShardedDataParallelPlugin | None = None,
     parallelism: ParallelismConfig | None = None,
     replicas: DistributedDataParallelKwargs | None = None,
-) -> Strategy:
-    """Return the strategy that the arguments describe.
+) -> tuple[Strategy, FullyShardedDataParallelPlugin | None, ParallelismConfig | None]:
+    """Return the strategy that the arguments describe, and the two plugins, which ``accelerate launch`` may have set.
 
     Args:
         strategy: Registry name, such as ``"auto"``, or a `Strategy`.
@@ -489,33 +480,29 @@ def choose_strategy(
     """
     check_optional_type("fsdp_plugin", plugin, FullyShardedDataParallelPlugin)
     check_optional_type("parallelism_config", parallelism, ParallelismConfig)
+    if world.size > 1 and strategy == "auto":
+        if plugin is None and _read_variable("ACCELERATE_USE_FSDP"):
+            plugin = FullyShardedDataParallelPlugin()
+        if parallelism is None and _read_variable("ACCELERATE_USE_PARALLELISM_CONFIG"):
+            parallelism = ParallelismConfig()
     if parallelism is not None:
         parallelism.check(world)
-    strategy_arguments = [
-        name
-        for name, value in (
-            ("strategy", None if isinstance(strategy, str) and strategy == "auto" else strategy),
-            (
-                "parallelism_config" if plugin is None else "fsdp_plugin",
-                plugin or (parallelism if parallelism and parallelism.shards else 0),
-            ),
-            ("DistributedDataParallelKwargs", replicas),
-        )
-        if value
-    ]
-    if replicas is not None and strategy == "ddp":
-        strategy_arguments.remove("strategy")
-    if len(strategy_arguments) > 1:
-        raise ValueError(
-            f"{', '.join(strategy_arguments[:-1])} and {strategy_arguments[-1]} each configure the layout of the "
-            "model. Pass only one of them."
-        )
-    if plugin is not None:
-        return plugin.strategy(world, parallelism)
-    if parallelism is not None and parallelism.shards:
-        return FullyShardedDataParallelPlugin().strategy(world, parallelism)
-    if replicas is not None:
-        return replicas.strategy()
+    layouts = {
+        "fsdp_plugin": plugin,
+        "parallelism_config": parallelism if parallelism and parallelism.shards else None,
+        "DistributedDataParallelKwargs": None if strategy == "ddp" else replicas,
+    }
+    for name, value in layouts.items():
+        if value is not None and strategy != "auto":
+            raise ValueError(
+                f"strategy={strategy!r} and {name} each configure the layout of the model. Pass only one of them."
+            )
     from .registry import resolve_strategy
 
-    return resolve_strategy(strategy, world)
+    if plugin is not None:
+        chosen = plugin.strategy(parallelism)
+    elif layouts["parallelism_config"] is not None:
+        chosen = FullyShardedDataParallelPlugin().strategy(parallelism)
+    else:
+        chosen = resolve_strategy(strategy, world) if replicas is None else replicas.strategy()
+    return chosen, plugin, parallelism

@@ -8,6 +8,6 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .signals import Preempted, Preemption, preemptible, requeue_job
-    from .slurm import SLURMEnvironment
+    from .slurm import LightningEnvironment, SLURMEnvironment
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

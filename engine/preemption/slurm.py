@@ -27,15 +27,25 @@ class SLURMEnvironment:
     def __init__(self, auto_requeue: bool = True, requeue_signal: Any = None) -> None:
         self.auto_requeue = check_bool("auto_requeue", auto_requeue)
         allowed = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
-        if requeue_signal is not None and requeue_signal not in allowed:
+        if requeue_signal not in (None, *allowed):
             raise ValueError(
                 f"requeue_signal={requeue_signal!r} must be signal.SIGUSR1, SIGUSR2, SIGHUP or SIGTERM. Change it here "
                 "and in sbatch --signal."
             )
-        default = getattr(signal, "SIGUSR1", None)  # Windows has none
-        self.requeue_signal: signal.Signals | None = default if requeue_signal is None else requeue_signal
+        # Windows has no SIGUSR1.
+        self.requeue_signal: signal.Signals | None = requeue_signal or getattr(signal, "SIGUSR1", None)
 
     @staticmethod
     def detect() -> bool:
         """Return whether SLURM has started this process as a task of a job."""
         return "SLURM_PROCID" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+
+
+class LightningEnvironment(SLURMEnvironment):
+    """Plugin that turns off requeueing in a SLURM job, for programs that pass it to keep Lightning from using SLURM.
+
+    Treadle starts processes itself in any job that has not started several with srun, so this changes nothing else.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(auto_requeue=False)

@@ -9,7 +9,7 @@ from enum import StrEnum
 import torch
 import torch.distributed as dist
 
-from ...common.validation import check_int, choose
+from ...common.validation import check_int, choose, parse_truth
 from ..launch import supervisor
 from ..processes import die_with_parent, open_scratch
 from .devices import Devices, device_of, device_type, parse_devices
@@ -82,9 +82,10 @@ def open_world(
 def _choose_device(accelerator: str, devices: Devices) -> tuple[str, torch.device | None]:
     """Return the kind of device, and the device that Accelerate's variable ``ACCELERATE_TORCH_DEVICE`` sets, or None.
 
-    An argument other than ``"auto"`` overrides the variable.
+    ``ACCELERATE_USE_CPU=true`` sets the kind. An argument other than ``"auto"`` overrides both variables.
     """
-    text = os.environ.get("ACCELERATE_TORCH_DEVICE") if accelerator == devices == "auto" else None
+    cpu = "cpu" * parse_truth("ACCELERATE_USE_CPU", os.environ.get("ACCELERATE_USE_CPU", "no"))
+    text = os.environ.get("ACCELERATE_TORCH_DEVICE", cpu) if accelerator == devices == "auto" else ""
     if not text:
         return device_type(accelerator), None
     choose("ACCELERATE_TORCH_DEVICE", text.partition(":")[0], ("cpu", "cuda", "mps"))

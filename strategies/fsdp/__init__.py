@@ -8,7 +8,7 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .fsdp import FSDP
-    from .lightning_strategy import FSDPStrategy
+    from .lightning_strategy import FSDPStrategy, choose_sharding, is_offload
     from .lightning_strategy import FSDPStrategy as ModelParallelStrategy
     from .recompute import Recompute
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...common.messages import nearest
+from ...common.messages import name_type, nearest
 from ...common.validation import choose
-from ..accelerate_plugins import choose_sharding, convert_mixed_precision, is_offload
 from ..distributed import Layout, World
 from ..precision import Precision
 from ..wrap_policy import Policy
 from .fsdp import FSDP
 
+_SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 # Options of torch's first FSDP and of ModelParallelStrategy that change the order of the communication or the form of
 # what is saved, and not the results.
 _WITHOUT_EFFECT = {
@@ -99,7 +99,7 @@ class FSDPStrategy(FSDP, metaclass=_AnyFSDP):
             auto_wrap_policy="auto" if auto_wrap_policy is None else auto_wrap_policy,
             activation_checkpointing_policy=activation_checkpointing_policy,
             cpu_offload=is_offload(cpu_offload),
-            mixed_precision=convert_mixed_precision(mixed_precision),
+            mixed_precision=_convert_mixed_precision(mixed_precision),
             **options,
         )
 
@@ -108,3 +108,31 @@ class FSDPStrategy(FSDP, metaclass=_AnyFSDP):
         if self._replicates:
             self.layout = Layout(self.layout.data, world.size // world.local_size, self.layout.tensor)
         super().attach(world, precision)
+
+
+def is_offload(value: Any) -> bool:
+    """Return whether a value of ``cpu_offload`` enables offloading. torch's ``OffloadPolicy`` does not."""
+    value = getattr(value, "offload_params", value)
+    return bool(value) if isinstance(value, bool | None) else type(value).__name__ != "OffloadPolicy"
+
+
+def choose_sharding(argument: str, value: Any) -> str | None:
+    """Return the name, in capitals, of a sharding strategy: a name, a number, a member of torch's enum, or None."""
+    if value is None:
+        return None
+    text = str(getattr(value, "name", value)).upper().lstrip("_")
+    return choose(argument, dict(zip("12345", _SHARDING, strict=True)).get(text, text), _SHARDING)
+
+
+def _convert_mixed_precision(value: Any) -> Any:
+    """Return torch's ``MixedPrecisionPolicy`` for it, for FSDP1's ``MixedPrecision``, or None."""
+    if value is None or (hasattr(value, "cast_forward_inputs") and hasattr(value, "output_dtype")):
+        return value
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if hasattr(value, "param_dtype") and hasattr(value, "reduce_dtype"):  # it is FSDP1's
+        return MixedPrecisionPolicy(param_dtype=value.param_dtype, reduce_dtype=value.reduce_dtype)
+    raise TypeError(
+        f"the sharding's mixed precision is {value!r}, {name_type(value)}, but must be a "
+        "torch.distributed.fsdp.MixedPrecisionPolicy."
+    )

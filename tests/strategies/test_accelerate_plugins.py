@@ -1,8 +1,11 @@
 """Accelerate's plugins become strategies, or say why not."""
 
+import os
+
 import pytest
 import torch
 from support.processes import run
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, ShardingStrategy, StateDictType
 
 import treadle
 from treadle import utils
@@ -18,7 +21,10 @@ OWN = {
     "context": (lambda: utils.ParallelismConfig(cp_size=2), "cp_size=2"),
     "init": (lambda: utils.InitProcessGroupKwargs(init_method="tcp://x"), "init_method"),
     "limit": (lambda: utils.ProjectConfiguration(total_limit=0), "total_limit=0"),
-    "format": (lambda: utils.FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT"), "save_model"),
+    "format": (
+        lambda: utils.FullyShardedDataParallelPlugin(state_dict_type="SHARD_STATE_DICT"),
+        "'SHARDED_STATE_DICT'",
+    ),
     "ignored": (lambda: utils.FullyShardedDataParallelPlugin(ignored_modules=[1]), "ignored_modules"),
     "two shardings": (
         lambda: utils.FullyShardedDataParallelPlugin(
@@ -42,7 +48,7 @@ def test_what_a_plugin_can_not_mean(case):
 def test_a_wrap_policy_in_any_case(spell):
     def policy(name, **options):
         plugin = utils.FullyShardedDataParallelPlugin(auto_wrap_policy=spell(name), **options)
-        return plugin.strategy(cpu().world).auto_wrap_policy
+        return plugin.strategy().auto_wrap_policy
 
     assert policy("no_wrap")(torch.nn.Linear(1, 1)) is False
     assert policy("size_based_wrap", min_num_params=7) == 7
@@ -56,7 +62,7 @@ NOT_OF_REPLICAS = {"cpu_offload": True, "activation_checkpointing": True, "mixed
 def test_no_shard_means_replicas_and_drops_no_setting(name):
     def strategy(parallelism=None, **options):
         plugin = utils.FullyShardedDataParallelPlugin(sharding_strategy="NO_SHARD", **options)
-        return plugin.strategy(cpu().world, parallelism)
+        return plugin.strategy(parallelism)
 
     assert strategy(cpu_offload=False, transformer_cls_names_to_wrap="Block").name == "ddp"
     assert strategy(utils.ParallelismConfig(dp_replicate_size=2)).name == "ddp"
@@ -69,7 +75,7 @@ def test_no_shard_means_replicas_and_drops_no_setting(name):
 @pytest.mark.parametrize(("policy", "offloads"), [("OffloadPolicy", False), ("CPUOffloadPolicy", True)])
 def test_torchs_offload_policies(policy, offloads):
     plugin = utils.FullyShardedDataParallelPlugin(cpu_offload=getattr(torch.distributed.fsdp, policy)())
-    assert plugin.strategy(cpu().world).cpu_offload is offloads
+    assert plugin.strategy().cpu_offload is offloads
 
 
 def mesh_ranks():
@@ -100,3 +106,68 @@ def test_a_grid_from_accelerates_variables(monkeypatch):
     with pytest.raises(ValueError, match="PARALLELISM_CONFIG_TP_SIZE=two must be an integer"):
         utils.ParallelismConfig()
     assert utils.ParallelismConfig(1, 1, 1).build_device_mesh("cpu") is None
+
+
+def test_settings_that_change_no_result_are_accepted():
+    plugin = utils.FullyShardedDataParallelPlugin(
+        state_dict_config=FullStateDictConfig(offload_to_cpu=True, rank0_only=False),
+        optim_state_dict_config=FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=False),
+        **{"backward_prefetch": "BACKWARD_POST", "forward_prefetch": True, "limit_all_gathers": False},
+        **{"use_orig_params": False, "sync_module_states": False},
+    )
+    assert plugin.strategy().reshard_after_forward is True
+    assert plugin.state_dict_type is StateDictType.FULL_STATE_DICT
+    plugin.set_state_dict_type("sharded_state_dict")
+    assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
+    assert utils.FullyShardedDataParallelPlugin(fsdp_version=2).state_dict_type is StateDictType.SHARDED_STATE_DICT
+    for second in (2, "2", "shard_grad_op", ShardingStrategy.SHARD_GRAD_OP):
+        assert utils.FullyShardedDataParallelPlugin(sharding_strategy=second).strategy().reshard_after_forward is False
+
+
+LAUNCHED = {
+    **{"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "True"},
+    **{"FSDP_VERSION": "1", "FSDP_SHARDING_STRATEGY": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"},
+    **{"FSDP_OFFLOAD_PARAMS": "false", "FSDP_MIN_NUM_PARAMS": "100000000", "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE"},
+    **{"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "Linear"},
+    **{"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT", "FSDP_ACTIVATION_CHECKPOINTING": "true"},
+    **{"FSDP_USE_ORIG_PARAMS": "true", "FSDP_SYNC_MODULE_STATES": "true", "FSDP_FORWARD_PREFETCH": "false"},
+}
+
+
+def launched(variables):
+    os.environ |= variables
+    accelerator = treadle.Accelerator()
+    strategy, plugin = accelerator.strategy, accelerator.state.fsdp_plugin
+    explicit = treadle.Accelerator(strategy="ddp", mixed_precision="no")
+    return (
+        *(accelerator.mixed_precision, strategy.name, accelerator.device.type, explicit.mixed_precision),
+        *(explicit.strategy.name, explicit.state.fsdp_plugin, plugin.state_dict_type.name),
+        *(strategy.reshard_after_forward, strategy.auto_wrap_policy, plugin.activation_checkpointing),
+    )
+
+
+def test_variables_of_accelerate_launch_shard_the_model():
+    seen = ("bf16", "fsdp", "cpu", "no", "ddp", None, "SHARDED_STATE_DICT", False, {"Linear"}, True)
+    assert run(launched, 2, LAUNCHED) == [seen] * 2
+
+
+def test_variables_of_accelerate_launch_in_one_process(monkeypatch):
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    assert treadle.Accelerator().strategy.name == "single"  # nothing to shard over
+    monkeypatch.setenv("FSDP_IGNORED_MODULES", "head.*")
+    with pytest.raises(ValueError, match="ignored_modules='head"):
+        utils.FullyShardedDataParallelPlugin()
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match=r"USE_DEEPSPEED=true is not supported\. .*strategy='fsdp'"):
+        treadle.Accelerator()
+
+
+def grid_and_replica_settings():
+    os.environ |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
+    accelerator = cpu(kwargs_handlers=[utils.DistributedDataParallelKwargs(find_unused_parameters=True)])
+    return accelerator.strategy.name, accelerator.parallelism_config.dp_shard_size
+
+
+def test_a_grid_of_accelerate_launch():
+    assert run(grid_and_replica_settings, 2) == [("fsdp", 2)] * 2

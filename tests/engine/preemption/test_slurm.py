@@ -81,6 +81,7 @@ def test_one_process_claims_a_name():
     [
         ({}, "SIGUSR1", "requeue 7\n", 143),
         ({"auto_requeue": False}, "SIGUSR1", "", 143),
+        (None, "SIGUSR1", "", 143),
         ({"requeue_signal": signal.SIGHUP}, "SIGHUP", "requeue 7\n", 129),
         ({"requeue_signal": signal.SIGHUP}, "SIGUSR1", "", 143),
         ({"requeue_signal": signal.SIGUSR2}, "SIGUSR2", "requeue 7\n", 143),
@@ -88,7 +89,7 @@ def test_one_process_claims_a_name():
     ],
 )
 def test_lightnings_plugin_sets_the_signal(tmp_path, monkeypatch, options, sent, calls, status, where):
-    from treadle.compat.plugins.environments import SLURMEnvironment
+    from treadle.compat.plugins.environments import LightningEnvironment, SLURMEnvironment
 
     class Signaled(BoringModel):
         def on_train_batch_end(self, *args):
@@ -99,7 +100,7 @@ def test_lightnings_plugin_sets_the_signal(tmp_path, monkeypatch, options, sent,
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
-    environment = SLURMEnvironment(**options)
+    environment = LightningEnvironment() if options is None else SLURMEnvironment(**options)
     flags = {"plugins": [environment], "strategy": DDP(cluster_environment=environment)}
     with pytest.raises(treadle.engine.Preempted) as left:
         make_trainer(max_steps=5, **{where: flags[where]}).fit(Signaled())
