@@ -903,7 +903,7 @@ class Accelerator(Prepared):
             output_dir: The checkpoint directory, or a URL such as ``s3://bucket/run/last``. An existing checkpoint in
                 the directory is replaced only once the new one is complete. Default: an automatically named directory,
                 if ``automatic_checkpoint_naming`` and ``project_dir`` are set.
-            safe_serialization: Must be True; there is no other format.
+            safe_serialization: False has no effect, with a warning, because there is no other format. Default: True.
             info: Plain data, such as numbers and names, that `load_state` returns.
             parts: Further states to save, by name.
             weights_only: Save only the models, ``parts`` and ``info``. Default: False.
@@ -957,6 +957,7 @@ class Accelerator(Prepared):
         input_dir: str | os.PathLike[str] | checkpoint.OpenCheckpoint | None = None,
         load_kwargs: Mapping[str, Any] | None = None,
         *,
+        map_location: Any = None,
         models: bool = True,
         state: bool = True,
         strict: bool | None = None,
@@ -970,7 +971,8 @@ class Accelerator(Prepared):
         Args:
             input_dir: Path or URL of a checkpoint, or an `OpenCheckpoint`. Default: the latest automatically named
                 checkpoint that can be loaded, if ``automatic_checkpoint_naming`` and ``project_dir`` are set.
-            load_kwargs: Must be empty; loading has no options.
+            load_kwargs: No effect, with a warning, because loading has no options.
+            map_location: No effect: a state is loaded onto the device of its object.
             models: Restore the models. Default: True.
             state: Restore everything else. Default: True.
             strict: If False, load only the entries that fit, and warn about the others. Default: the model's

@@ -119,8 +119,8 @@ class Checkpointer:
         out, a function that makes the `Save`. The caller has asked `explain_directory`.
         """
         if not safe_serialization:
-            raise ValueError(
-                "save_state(safe_serialization=False) is not supported: checkpoints are safetensors and JSON, never "
+            warn(
+                "save_state(safe_serialization=False) has no effect: checkpoints are safetensors and JSON, never "
                 "pickle. Remove the argument. For weights in torch's format, use "
                 "accelerator.save(accelerator.get_state_dict(model), 'weights.pt')."
             )
@@ -256,9 +256,7 @@ class Checkpointer:
         if not isinstance(input_dir, str | os.PathLike | RemotePath | OpenCheckpoint | None):
             raise TypeError(f"load_state(input_dir={input_dir!r:.100}) must be a path or a URL.")
         if load_kwargs:
-            raise ValueError(
-                f"load_state got load_kwargs={dict(load_kwargs)!r}, but loading has no options. Remove load_kwargs."
-            )
+            warn(f"load_state(load_kwargs={dict(load_kwargs)!r}) has no effect: loading has no options. Remove it.")
         if input_dir is None:
             opened, skipped = _find_newest(world, project, state)
             for text in skipped:

@@ -352,10 +352,19 @@ def test_without_names_a_directory_is_needed(tmp_path):
     for call in (cpu().save_state, cpu(project_dir=tmp_path).load_state):
         with pytest.raises(ValueError, match="automatic_checkpoint_naming=True"):
             call()
-    with pytest.raises(ValueError, match="never pickle"):
-        cpu().save_state(tmp_path / "c", safe_serialization=False)
-    with pytest.raises(ValueError, match="load_kwargs"):
-        cpu().load_state(tmp_path / "c", {"map_location": "cpu"})
+
+
+def test_options_of_other_formats_warn_and_nothing_is_lost(tmp_path):
+    accelerator = cpu()
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with pytest.warns(UserWarning, match="safe_serialization=False.* has no effect: .* never pickle"):
+        accelerator.save_state(tmp_path / "c", safe_serialization=False)
+    assert (tmp_path / "c" / "model.safetensors").is_file()
+    saved = model.weight.clone()
+    nn.init.zeros_(model.weight)
+    with pytest.warns(UserWarning, match="load_kwargs=.'weights_only': False.. has no effect"):
+        accelerator.load_state(tmp_path / "c", {"weights_only": False}, map_location="cpu")
+    assert torch.equal(model.weight, saved)
 
 
 def test_hooks(tmp_path):
