@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -75,6 +76,16 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
             "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())."
         )
     return accelerator.prepare_model(model)  # type: ignore[no-any-return]
+
+
+def get_parameters_from_modules(modules: Any, model: nn.Module, device: Any) -> set[nn.Parameter]:
+    """Return the parameters of ``modules``, an iterable or None.
+
+    A pattern stands for the model's modules whose whole names match it, which are moved to ``device``.
+    """
+    if isinstance(modules, str):
+        modules = [module.to(device) for name, module in model.named_modules() if re.fullmatch(modules, name)]
+    return {parameter for module in modules or () for parameter in module.parameters()}
 
 
 def save_fsdp_model(

@@ -10,13 +10,7 @@ from torch import Tensor
 from ..engine.optim.batch_size import is_out_of_memory as is_oom_error
 from ..strategies import apply_nested
 
-__all__ = [
-    "is_cuda_out_of_memory",
-    "is_cudnn_snafu",
-    "is_oom_error",
-    "is_out_of_cpu_memory",
-    "recursive_detach",
-]
+__all__ = ["is_cuda_out_of_memory", "is_cudnn_snafu", "is_oom_error", "is_out_of_cpu_memory", "recursive_detach"]
 
 
 def is_cuda_out_of_memory(exception: BaseException) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import attrgetter
+from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any
 from weakref import proxy, ref
 
@@ -379,6 +380,8 @@ class Accumulation:
             loss = loss * scale
         else:
             group.unweighted = not self.sync_gradients
+            if not self._groups and self._micro_batches > 1 and micro is not None:
+                self._note_taken(micro)
             follows_loader = micro is not None and self._factor is None and self.groups_end_with_loader
             scale = micro.scale if follows_loader else self._scale_of(micro)  # type: ignore[union-attr]
             if scale != 1.0:
@@ -388,12 +391,10 @@ class Accumulation:
         votes = self.sync_gradients and (self.always_agree or group.weight is not None)
         if votes and (not self.watches_gradients or self.strategy.votes_in_backward):
             self.agreement.vote(group.weight, self.missing)
+        run_backward: Callable[..., Any] = loss.backward if by is None else partial(by, loss)
         backward_marks = self.strategy.before_backward() if self._watches_backward and self.sync_gradients else None
         try:
-            if by is None:
-                loss.backward(*args, **kwargs)
-            else:
-                by(loss, *args, **kwargs)
+            run_backward(*args, **kwargs)
         except RuntimeError as error:
             explained = self.strategy.explain(error)
             if explained is error:
@@ -412,6 +413,12 @@ class Accumulation:
                 scale_gradients(self._iter_trained_parameters(group), self._correction)
                 self._factor, self._factor_number = scale * self._correction, self.cursor.number
                 self._correction = 1.0
+
+    def _note_taken(self, micro: Micro) -> None:
+        """Weigh all batches the same if a loop without `accumulate` takes several ahead: a loss may be of any."""
+        if micro.number and (self._entered is None or self._entered.last):
+            self._factor = 1.0 / self._micro_batches
+        self._entered, self._factor_number = micro, self.cursor.number
 
     def _check_sum(self, group: _Group, weight: float | Tensor | None) -> None:
         if group.added or self.cursor.micro is None or group.number != self.cursor.micro.number:
@@ -772,11 +779,7 @@ class PreparedOptimizer(Optimizer):
 
     def __reduce__(self) -> Any:
         # A copy has parameters of its own, which no Accelerator reduces or saves, so it is the user's optimizer only.
-        return _return_copy, (self.optimizer,)
-
-
-def _return_copy(optimizer: Optimizer) -> Optimizer:
-    return optimizer
+        return itemgetter(0), ((self.optimizer,),)
 
 
 def can_skip_on_device(optimizer: Any, not_finite: Tensor) -> bool:

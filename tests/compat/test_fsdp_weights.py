@@ -212,3 +212,12 @@ def test_what_transformers_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     fsdp_utils.disable_fsdp_ram_efficient_loading()
     assert (os.environ["ACCELERATE_USE_FSDP"], os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"]) == ("True", "False")
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
+
+
+def test_parameters_of_modules() -> None:
+    model = build()
+    assert fsdp_utils.get_parameters_from_modules(None, model, "cpu") == set()
+    assert fsdp_utils.get_parameters_from_modules([model[0]], model, "cpu") == {model[0].weight, model[0].bias}
+    found = fsdp_utils.get_parameters_from_modules("[12]", model, torch.float64)
+    assert found == {*model[1].parameters(), *model[2].parameters()}
+    assert [p.dtype for p in model.parameters()] == [torch.float32] * 2 + [torch.float64] * 4

@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -386,6 +387,39 @@ def test_batches_taken_within_the_context(world):
     for synced, found in run(take_within, world, count):
         assert synced == [False, True] * 3
         assert found == pytest.approx(weights(model), rel=1e-10)
+
+
+def take_ahead(steps):
+    """All batches of a step before its losses, whose sum over all its rows the loop itself divides by their number."""
+    accelerator, model, optimizer, loader = start(DataLoader(rows(11), 2), gradient_accumulation_steps=steps)
+    norms = []
+    for _ in range(EPOCHS):
+        batches = iter(loader)
+        for first in range(0, len(loader), steps):
+            taken = list(itertools.islice(batches, min(steps, len(loader) - first)))
+            count = accelerator.gather(torch.tensor(sum(map(len, taken)))).sum()
+            for x in taken:
+                loss = loss_of(model, x) * len(x) / count
+                with nullcontext() if x is taken[-1] else accelerator.no_sync(model):
+                    accelerator.backward(loss * steps * accelerator.num_processes)
+            norms.append(norm_of(model))
+            optimizer.step()
+            optimizer.zero_grad()
+    return norms, weights(model)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_batches_taken_ahead_without_the_context(world):
+    """The loop of Accelerate's guide for samples of different size, whose last steps have fewer and smaller batches."""
+    model, norms = build(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for x in rows(11).split(8) * EPOCHS:
+        loss_of(model, x).backward()
+        norms.append(norm_of(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run(take_ahead, world, 4 // world):
+        assert found == (pytest.approx(norms, rel=1e-10), pytest.approx(weights(model), rel=1e-10))
 
 
 def test_calls_for_the_only_batch_of_an_epoch(recwarn):
