@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 from weakref import proxy, ref
 
@@ -779,7 +779,11 @@ class PreparedOptimizer(Optimizer):
 
     def __reduce__(self) -> Any:
         # A copy has parameters of its own, which no Accelerator reduces or saves, so it is the user's optimizer only.
-        return itemgetter(0), ((self.optimizer,),)
+        return _return_copy, (self.optimizer,)
+
+
+def _return_copy(optimizer: Optimizer) -> Optimizer:
+    return optimizer
 
 
 def can_skip_on_device(optimizer: Any, not_finite: Tensor) -> bool:
