@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .hooks import TaskHooks
     from .hparams import AttributeDict
     from .loading import (
-        copy_added_objects,
+        add_objects,
         load_checkpoint,
         read_hook_entries,
         read_hyperparameters,

@@ -112,7 +112,7 @@ def build(
         if (saved := opened_source.checkpoint) is not None:
             opened_source = _edit_weights(task, opened_source, saved, entries)
         elif opened_source.file is not None:
-            entries |= copy_added_objects(_read_info(entries), opened_source.place)
+            entries = add_objects(entries, _read_info(entries), opened_source.place, None)
             task.on_load_checkpoint(entries)
             opened_source = Opened(opened_source.place, dict(entries["state_dict"]))  # as the hook left them
         load.load_opened(task, opened_source, task.strict_loading if strict is None else strict)
@@ -248,11 +248,16 @@ def read_weights(opened: OpenCheckpoint) -> dict[str, Any]:
     return weights | (opened.read_part(extra) if opened.has(extra) else {})
 
 
-def read_hook_entries(opened: OpenCheckpoint) -> HookDict:
-    """Return the entries that ``on_save_checkpoint`` hooks added to a checkpoint, and its epoch and step."""
+def read_hook_entries(opened: OpenCheckpoint, task: TaskModule | None = None) -> HookDict:
+    """Return the entries that ``on_save_checkpoint`` hooks added to a checkpoint, and its epoch and step.
+
+    Args:
+        opened: The checkpoint.
+        task: See `add_objects`.
+    """
     manifest = opened.manifest
-    entries = load_into_memory(open_added(opened), {}, {}) | copy_added_objects(manifest.info, opened.path)
-    return HookDict(entries | {"epoch": manifest.epoch, "global_step": manifest.step})
+    counters = {"epoch": manifest.epoch, "global_step": manifest.step}
+    return add_objects(load_into_memory(open_added(opened), {}, {}) | counters, manifest.info, opened.path, task)
 
 
 def remember(owner: Any, part: str, origin: str) -> None:
@@ -295,16 +300,31 @@ def read_left_out(info: Mapping[str, Any], part: str) -> dict[str, str]:
     return {str(name): str(words) for name, words in left_out.items()} if isinstance(left_out, dict) else {}
 
 
-def copy_added_objects(info: Mapping[str, Any], place: Any) -> dict[str, Any]:
-    """Return the objects that ``on_save_checkpoint`` hooks added, if a task of this process has them; else warn."""
+def add_objects(entries: dict[str, Any], info: Mapping[str, Any], place: Any, task: TaskModule | None) -> HookDict:
+    """Return the entries of a checkpoint with the objects that ``on_save_checkpoint`` hooks added to them.
+
+    They are copied from the task that was saved, if this process has it. A warning names the others.
+
+    Args:
+        entries: The entries that are stored.
+        info: The manifest's entries.
+        place: Path of the checkpoint.
+        task: The script's task, whose ``on_save_checkpoint`` is called for the other objects; None for no such task.
+    """
     lost = read_left_out(info, ADDED)
-    objects = copy_objects(info, HPARAMS, lost, added=True)
+    offered = HookDict(entries | copy_objects(info, HPARAMS, lost, added=True))
     if lost:
+        offered.lost, current = lost, HookDict(offered)
+        if task is not None:
+            current |= {"state_dict": task.state_dict(), "hyper_parameters": {**task.hparams}}
+            task.on_save_checkpoint(current)
+            offered |= {name: current[name] for name in lost if name in current}
+        fix = "This task's are used." if offered.keys() >= lost.keys() else "Create such objects in on_load_checkpoint."
         warn(
             f"{place} does not contain {_join_words(lost)}, which on_save_checkpoint added, because a checkpoint "
-            "stores only data. Create such objects in on_load_checkpoint."
+            f"stores only data. {fix}"
         )
-    return objects
+    return offered
 
 
 def _take_changed_hparams(document: dict[str, Any], hook_entries: dict[str, Any]) -> None:
@@ -385,9 +405,7 @@ def _read_tensors(file: TorchFile, value: Any) -> Any:
         return read_tensor(file.piece(value))
     if isinstance(value, dict):
         return {key: _read_tensors(file, item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_read_tensors(file, item) for item in value)
-    return value
+    return type(value)(_read_tensors(file, item) for item in value) if type(value) in (list, tuple) else value
 
 
 def _replace_hparams(values: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

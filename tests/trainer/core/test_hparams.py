@@ -388,9 +388,14 @@ def test_objects_come_back_as_copies_as_long_as_the_task_exists(tmp_path, plugin
     del task, data, again, resumed
     with (
         pytest.warns(UserWarning, match=r"does not contain metric \(L1Loss\), which on_save_checkpoint added"),
-        pytest.raises(KeyError, match="metric"),
+        pytest.raises(KeyError, match=r"added metric \(L1Loss\), which .* call treadle\.load_weights\(task, path\)"),
     ):
         in_another_process(HasObjects, path, arguments={"loss": loss}, layer=None)
+    resumed = HasObjects({"loss": loss}, Layer(4))
+    metric = resumed.metric
+    with pytest.warns(UserWarning, match=r"metric \(L1Loss\), .* stores only data\. This task's are used\."):
+        make_trainer(max_epochs=2, plugins=plugins).fit(resumed, loader(), ckpt_path=path)
+    assert (resumed.metric, resumed.words) == (metric, ["a"])
 
 
 def test_the_hooks_of_a_task_that_was_connected_after_another_are_called(tmp_path):
