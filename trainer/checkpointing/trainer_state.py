@@ -61,6 +61,7 @@ from ..core import (
     read_hook_entries,
     read_weights,
     remember,
+    replace_lost,
 )
 from ..loop import Hooks
 from . import run_identity
@@ -493,7 +494,8 @@ class TrainerCheckpointer:
         world = self._trainer.accelerator.world
         opened.verify(world)
         with world.failing_together():
-            checkpoint = read_hook_entries(opened, task)
+            checkpoint = read_hook_entries(opened)
+            replace_lost(checkpoint, opened.path, task)
             if hparams := self._get_hparams():
                 checkpoint["hyper_parameters"] = hparams | checkpoint.get("hyper_parameters", {})
             weights = HookedWeights(read_weights(opened))
@@ -570,7 +572,8 @@ class TrainerCheckpointer:
         progress = self._trainer.progress
         added = HookDict({"epoch": progress.epoch, "global_step": progress.step, **state["added"]})
         if self._trainer.hooks.on_load_checkpoint and (opened := self._trainer.opened_checkpoint) is not None:
-            added = add_objects(added, opened.manifest.info, opened.path, self._trainer.task)
+            added = add_objects(added, opened.manifest.info)
+            replace_lost(added, opened.path, self._trainer.task)
         if hparams := self._get_hparams():
             added["hyper_parameters"] = hparams | state["added"].get("hyper_parameters", {})
         if self._trainer.hooks.on_load_checkpoint and self._trainer.task is not None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         read_hyperparameters,
         read_weights,
         remember,
+        replace_lost,
         warn_of_code,
     )
     from .signatures import REQUIRED, Argument, Signature, described, signature
