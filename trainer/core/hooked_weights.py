@@ -22,8 +22,8 @@ class HookDict(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         if self.lost and key in self.lost:
             raise KeyError(
-                f"on_save_checkpoint added {self.lost[key]}, which the checkpoint does not contain, because it stores "
-                "only data. Build the task as the script that saved it did, and call treadle.load_weights(task, path)."
+                f"on_save_checkpoint added {self.lost[key]}, which a checkpoint cannot store. Pass the hyperparameters "
+                "that it lacks to load_from_checkpoint; or build the task yourself, and call treadle.load_weights."
             )
         raise KeyError(
             f"{key!r} is not in the checkpoint. on_load_checkpoint gets only 'state_dict', 'epoch', 'global_step', "

@@ -391,7 +391,7 @@ def test_objects_come_back_as_copies_as_long_as_the_task_exists(tmp_path, plugin
     with pytest.warns(UserWarning, match=r"metric \(L1Loss\), which on_save_checkpoint added, .* This task's are used"):
         again = in_another_process(HasObjects, path, arguments={"loss": loss}, layer=None)
     assert (type(again.metric), again.words) == (nn.L1Loss, ["a"])
-    fix = r"added metric \(L1Loss\), which .* call treadle\.load_weights\(task, path\)"
+    fix = r"added metric \(L1Loss\), which .* Pass the hyperparameters that it lacks to load_from_checkpoint"
     with pytest.warns(UserWarning, match="uses its default"), pytest.raises(KeyError, match=fix):
         in_another_process(HasObjects, path, arguments={"loss": loss})
     resumed = HasObjects({"loss": loss}, Layer(4))
