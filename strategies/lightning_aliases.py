@@ -29,7 +29,8 @@ class StrategyAliases:
 
     Attributes:
         prepared: The Accelerator's lists of prepared models and optimizers.
-        checkpoint_io: The object that the Trainer's checkpoints are written with, of Lightning's class `CheckpointIO`.
+        checkpoint_io: The Trainer's `CheckpointIO`: the user's plugin, which then writes the run's checkpoints, or a
+            `TorchCheckpointIO`.
     """
 
     checkpoint_io: Any = None
@@ -68,8 +69,7 @@ class StrategyAliases:
     @property
     def model(self) -> nn.Module | None:
         """The first prepared model, as training calls it; None before a model is prepared."""
-        models, _ = self.prepared
-        return models[0] if models else None
+        return next(iter(self.prepared[0]), None)
 
     def connect(self, model: nn.Module) -> None:
         """Make ``model`` the model of the run without training it, for example to save a checkpoint of its weights.
@@ -77,8 +77,7 @@ class StrategyAliases:
         Args:
             model: The user's model. It is moved to the device and cast to the storage dtype.
         """
-        models = self.prepared[0]
-        models[:] = [self.place(model)]
+        self.prepared[0][:] = [self.place(model)]
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -109,6 +108,35 @@ class StrategyAliases:
             for model in self.prepared[0]:
                 stack.enter_context(self.no_sync(model))
             yield
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint on rank zero, such as the dict that ``trainer._checkpoint_connector`` dumps.
+
+        Args:
+            checkpoint: The dict that is written.
+            filepath: The path to write to.
+            storage_options: Options of the Trainer's `CheckpointIO`.
+        """
+        if self.world.is_main:
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        """Read a checkpoint, and return its content as a dict, without loading it into the run.
+
+        Args:
+            checkpoint_path: The path to read from.
+            weights_only: As in ``torch.load``; False runs code in a file.
+        """
+        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint on rank zero.
+
+        Args:
+            filepath: The checkpoint's path.
+        """
+        if self.world.is_main:
+            self.checkpoint_io.remove_checkpoint(filepath)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until every process has reached this call.

@@ -204,8 +204,7 @@ class LightningAliases:
         return [min(self._trainer.num_sanity_val_steps, length) for length in lengths]
 
     def _get_lengths(self, kind: str) -> list[int | float]:
-        sources = self._trainer.sources
-        if sources is None:
+        if (sources := self._trainer.sources) is None:
             return []
         lengths = []
         for loader in sources.evaluation(kind):

@@ -68,8 +68,7 @@ class FitLoopView(LoopView):
 
     def setup_data(self) -> None:
         """Create the training dataloader, unless it already exists or no stage has begun."""
-        sources = self._trainer.sources
-        if sources is not None:
+        if (sources := self._trainer.sources) is not None:
             _ = sources.train
 
     @property
@@ -161,8 +160,7 @@ class EvaluationLoopView(LoopView):
 
     def setup_data(self) -> None:
         """Create the dataloaders, unless they already exist or no stage has begun."""
-        sources = self._trainer.sources
-        if sources is not None:
+        if (sources := self._trainer.sources) is not None:
             sources.evaluation(self._kind)
 
     @property

@@ -321,7 +321,7 @@ class Trainer(LightningAliases, Copyable):
         if self.accelerator.watchdog is not None:
             self.accelerator.watchdog.follow(self, locate, find_directory)
         arguments.set_sync_batchnorm(self.strategy, self.sync_batchnorm)
-        self.strategy.checkpoint_io = self._plugged.writer
+        self.strategy.checkpoint_io = self._plugged.writer or checkpointing.TorchCheckpointIO()
         accumulation, watchdog = self.accelerator.accumulation, self.accelerator.watchdog
         self.preemption = engine.Preemption(accumulation, watchdog, self.grace_seconds, self._plugged.requeue_signal)
         self.checkpointer = checkpointing.TrainerCheckpointer(self)
@@ -489,8 +489,7 @@ class Trainer(LightningAliases, Copyable):
         if self.function_ranks is not None:
             more = {"datamodule": datamodule, "ckpt_path": ckpt_path, "verbose": verbose}
             return self.function_ranks.run(self, stage, model, dataloaders=loaders, **more)
-        by_kind = {loop.KIND_OF_STAGE[stage]: loaders}
-        evaluation = loop.Stage(self, stage, model, by_kind, datamodule, ckpt_path)
+        evaluation = loop.Stage(self, stage, model, {loop.KIND_OF_STAGE[stage]: loaders}, datamodule, ckpt_path)
         with self.preemption.watching():
             metrics = evaluation.run(partial(self._evaluate, stage, False)).metrics
         if verbose:

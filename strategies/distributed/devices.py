@@ -17,9 +17,7 @@ def device_type(accelerator: str) -> str:
     """Return the kind of device for a value of ``accelerator``: ``"cpu"``, ``"cuda"`` or ``"mps"``."""
     choose("accelerator", accelerator, ACCELERATORS)
     if accelerator == "auto":
-        if torch.cuda.is_available():
-            return "cuda"
-        return "mps" if torch.backends.mps.is_available() else "cpu"
+        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     kind = "cuda" if accelerator == "gpu" else accelerator
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"accelerator={accelerator!r}, but torch sees no CUDA device. Use 'cpu' or 'auto'.")

@@ -107,9 +107,8 @@ class LaunchEnvironment:
         env = os.environ if environ is None else environ
         if any(name in env for name in _TORCHRUN):
             return _read_torchrun(env)
-        if is_ray_worker(env):  # in a cluster that may have been started by srun: its tasks are the machines
-            return None
-        return _read_mpi(env) or _read_slurm(env)
+        # In a Ray cluster that srun may have started, its tasks are the machines.
+        return None if is_ray_worker(env) else _read_mpi(env) or _read_slurm(env)
 
     @property
     def node_count(self) -> int:

@@ -87,9 +87,7 @@ class Attempts:
         Raises:
             PeerFailed: If a process reported an error.
         """
-        if self.size == 1:
-            return True
-        return RETRY not in self._gather_outcomes(timedelta(days=365))
+        return self.size == 1 or RETRY not in self._gather_outcomes(timedelta(days=365))
 
     def start_over(self) -> None:
         """Release the resources of the failed attempt, and reconnect the processes.

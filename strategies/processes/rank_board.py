@@ -276,9 +276,7 @@ class RankBoard:
         return f"{reason}; no other rank of this machine responds either; last seen {beat['where']}{place}"
 
     def _read(self, local_rank: int) -> bytes:
-        if self._descriptor is None:
-            return b""
-        return os.pread(self._descriptor, _RECORD, local_rank * _RECORD)
+        return b"" if self._descriptor is None else os.pread(self._descriptor, _RECORD, local_rank * _RECORD)
 
     def close(self) -> None:
         """Close the file after the ranks have ended."""

@@ -360,9 +360,7 @@ class CheckpointResolver:
             if is_main and stage == "fit":
                 self.report.steps_reached = _steps_reached(best.parent)
         best = self.world.broadcast(best)
-        if latest is not None and absolute(latest.path) == absolute(best):
-            return latest
-        return self._open(best)
+        return latest if latest is not None and absolute(latest.path) == absolute(best) else self._open(best)
 
     def _path_of_best(self, callback: ModelCheckpoint, latest: OpenCheckpoint | None) -> AnyPath:
         """Return the best checkpoint's path, from a ModelCheckpoint or from its state in the latest checkpoint."""

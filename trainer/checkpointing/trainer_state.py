@@ -56,11 +56,12 @@ from ..core import (
     HookDict,
     HookedWeights,
     TaskModule,
-    copy_added_objects,
+    add_objects,
     overrides,
     read_hook_entries,
     read_weights,
     remember,
+    replace_lost,
 )
 from ..loop import Hooks
 from . import run_identity
@@ -454,8 +455,7 @@ class TrainerCheckpointer:
         saved_counters = progress.state_dict()
         try:
             if opened is not None:
-                registered = self.restore_datamodule(opened)
-                progress.load_state_dict(registered.get("progress", {}))
+                progress.load_state_dict(self.restore_datamodule(opened).get("progress", {}))
             yield
         except BaseException:
             if opened is not None:
@@ -495,6 +495,7 @@ class TrainerCheckpointer:
         opened.verify(world)
         with world.failing_together():
             checkpoint = read_hook_entries(opened)
+            replace_lost(checkpoint, opened.path, task)
             if hparams := self._get_hparams():
                 checkpoint["hyper_parameters"] = hparams | checkpoint.get("hyper_parameters", {})
             weights = HookedWeights(read_weights(opened))
@@ -554,8 +555,7 @@ class TrainerCheckpointer:
             return random_state()
 
     def _is_strict(self) -> bool:
-        models = self._trainer.strategy.unwrapped_models
-        return all(getattr(model, "strict_loading", True) for model in models)
+        return all(getattr(model, "strict_loading", True) for model in self._trainer.strategy.unwrapped_models)
 
     def _load_callback_states(self, state: CallbackStates) -> None:
         """Load the callbacks' states and call their ``on_load_checkpoint``; `call_load_hook` has called the task's."""
@@ -571,9 +571,9 @@ class TrainerCheckpointer:
         assert self._trainer.hooks is not None
         progress = self._trainer.progress
         added = HookDict({"epoch": progress.epoch, "global_step": progress.step, **state["added"]})
-        if self._trainer.hooks.on_load_checkpoint and self._trainer.opened_checkpoint is not None:
-            opened = self._trainer.opened_checkpoint
-            added |= copy_added_objects(opened.manifest.info, opened.path)
+        if self._trainer.hooks.on_load_checkpoint and (opened := self._trainer.opened_checkpoint) is not None:
+            added = add_objects(added, opened.manifest.info)
+            replace_lost(added, opened.path, self._trainer.task)
         if hparams := self._get_hparams():
             added["hyper_parameters"] = hparams | state["added"].get("hyper_parameters", {})
         if self._trainer.hooks.on_load_checkpoint and self._trainer.task is not None:

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from .hooks import TaskHooks
     from .hparams import AttributeDict
     from .loading import (
-        copy_added_objects,
+        add_objects,
         load_checkpoint,
         read_hook_entries,
         read_hyperparameters,
         read_weights,
         remember,
+        replace_lost,
         warn_of_code,
     )
     from .signatures import REQUIRED, Argument, Signature, described, signature

@@ -134,8 +134,7 @@ class DataModule(HyperparametersMixin, DataHooks):
         return {**vars(self), "trainer": None}  # dataloader workers and copies need none, as with a task
 
     def __str__(self) -> str:
-        names = ("Train", "Validation", "Test", "Predict")
-        pairs = zip(names, LOADERS, strict=True)
+        pairs = zip(("Train", "Validation", "Test", "Predict"), LOADERS, strict=True)
         return "\n".join(f"{{{name} dataloader: {', '.join(_describe_sizes(self, method))}}}" for name, method in pairs)
 
     def on_exception(self, exception: BaseException) -> None:

@@ -11,9 +11,20 @@ from ...common.messages import name_type
 
 
 class HookDict(dict[str, Any]):
-    """Dict that checkpoint hooks receive. At a load, unlike Lightning's, it does not hold the whole checkpoint."""
+    """Dict that checkpoint hooks receive. At a load, unlike Lightning's, it does not hold the whole checkpoint.
+
+    Attributes:
+        lost: Entries that ``on_save_checkpoint`` added but that could not be stored: what each was, by name.
+    """
+
+    lost: Mapping[str, str] | None = None
 
     def __missing__(self, key: str) -> Any:
+        if self.lost and key in self.lost:
+            raise KeyError(
+                f"on_save_checkpoint added {self.lost[key]}, which a checkpoint cannot store. Pass the hyperparameters "
+                "that it lacks to load_from_checkpoint; or build the task yourself, and call treadle.load_weights."
+            )
         raise KeyError(
             f"{key!r} is not in the checkpoint. on_load_checkpoint gets only 'state_dict', 'epoch', 'global_step', "
             "'hyper_parameters' and the entries that hooks have added, because Treadle itself restores the states of "

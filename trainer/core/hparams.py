@@ -235,8 +235,7 @@ def _select_arguments(instance: Any, arguments: dict[str, Any] | None, names: tu
             f"save_hyperparameters was called outside of {type(instance).__name__}.__init__. Call it in __init__, or "
             "pass a dict of the hyperparameters."
         )
-    unknown = [name for name in names if name not in arguments]
-    if unknown:
+    if unknown := [name for name in names if name not in arguments]:
         raise ValueError(
             f"save_hyperparameters got {unknown[0]!r}, which is not an argument of {type(instance).__name__}.__init__. "
             f"The arguments are {', '.join(arguments) or 'none'}.{nearest(unknown[0], arguments)}"
@@ -604,8 +603,7 @@ class _Rebuilder:
                 return build_config(value)
             if not isinstance(value, dict) and issubclass(kind, enum.Enum):
                 names = [str(value), str(value).removeprefix(f"{kind.__name__}.")]
-                members = [member for member in kind if member.name in names or member.value == value]
-                if members:
+                if members := [member for member in kind if member.name in names or member.value == value]:
                     return members[0]
             if isinstance(value, str) and issubclass(kind, Path):
                 return Path(value)

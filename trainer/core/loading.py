@@ -7,6 +7,7 @@ import csv
 import inspect
 import json
 import os
+import pickle
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -109,10 +110,10 @@ def build(
             entries["hyper_parameters"] = file_hparams
         task = _construct(cls, opened_source.place, document, overrides)
         task.configure_model()
+        replace_lost(entries, opened_source.place, None if document.get("left_out") else task)
         if (saved := opened_source.checkpoint) is not None:
             opened_source = _edit_weights(task, opened_source, saved, entries)
         elif opened_source.file is not None:
-            entries |= copy_added_objects(_read_info(entries), opened_source.place)
             task.on_load_checkpoint(entries)
             opened_source = Opened(opened_source.place, dict(entries["state_dict"]))  # as the hook left them
         load.load_opened(task, opened_source, task.strict_loading if strict is None else strict)
@@ -188,6 +189,7 @@ def load_checkpoint(
     device = _resolve_device(map_location)
     with open_source(checkpoint_path, sha256) as opened_source:
         document, entries = _read_task(opened_source)
+        replace_lost(entries, opened_source.place, None)
         if opened_source.checkpoint is not None and document.get("hparams_name"):
             entries["hparams_name"] = document["hparams_name"]
         weights: dict[str, Any] = {}
@@ -198,7 +200,7 @@ def load_checkpoint(
     return {**entries, "state_dict": weights | opened_source.extras}
 
 
-def _read_task(source: Opened) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_task(source: Opened) -> tuple[dict[str, Any], HookDict]:
     """Return a task's hyperparameters, with what is known about them, and the dict that checkpoint hooks receive."""
     if (saved := source.checkpoint) is not None:
         document, hooked = _read_hparams(saved, HPARAMS), read_hook_entries(saved)
@@ -206,10 +208,11 @@ def _read_task(source: Opened) -> tuple[dict[str, Any], dict[str, Any]]:
         return document, hooked
     entries = {} if source.file is None else _read_document(source, source.file)
     info = _read_info(entries)
-    return {**entries, "left_out": read_left_out(info, HPARAMS), "find": partial(copy_objects, info, HPARAMS)}, entries
+    document = {**entries, "left_out": read_left_out(info, HPARAMS), "find": partial(copy_objects, info, HPARAMS)}
+    return document, add_objects(entries, info)
 
 
-def _construct(cls: type[Any], place: str, document: Mapping[str, Any], overrides: dict[str, Any]) -> Any:
+def _construct(cls: type[Any], place: str, document: dict[str, Any], overrides: dict[str, Any]) -> Any:
     """Build a task or data module from its saved hyperparameters and the caller's overrides."""
     settings = document.get("hyper_parameters")
     if isinstance(settings, Mapping) and INSTANTIATOR in settings and is_installed("jsonargparse"):
@@ -251,8 +254,8 @@ def read_weights(opened: OpenCheckpoint) -> dict[str, Any]:
 def read_hook_entries(opened: OpenCheckpoint) -> HookDict:
     """Return the entries that ``on_save_checkpoint`` hooks added to a checkpoint, and its epoch and step."""
     manifest = opened.manifest
-    entries = load_into_memory(open_added(opened), {}, {}) | copy_added_objects(manifest.info, opened.path)
-    return HookDict(entries | {"epoch": manifest.epoch, "global_step": manifest.step})
+    counters = {"epoch": manifest.epoch, "global_step": manifest.step}
+    return add_objects(load_into_memory(open_added(opened), {}, {}) | counters, manifest.info)
 
 
 def remember(owner: Any, part: str, origin: str) -> None:
@@ -279,7 +282,10 @@ def copy_objects(info: Any, part: str, lost: dict[str, str], added: bool = False
     objects = {} if owner is None else vars(owner).get("_added_objects", {}) if added else owner.hparams
     found = {name: objects[name] for name in lost if name in objects}
     try:
-        found = copy.deepcopy(found)
+        try:
+            found = copy.deepcopy(found)
+        except RuntimeError:  # deepcopy refuses tensors that are results of operations, such as a metric's state
+            found = pickle.loads(pickle.dumps(found))
     except Exception as error:  # whatever the __deepcopy__ of a user's class raises
         lost |= {name: f"{lost[name]}, which cannot be copied: {error}" for name in found}
         return {}
@@ -295,16 +301,40 @@ def read_left_out(info: Mapping[str, Any], part: str) -> dict[str, str]:
     return {str(name): str(words) for name, words in left_out.items()} if isinstance(left_out, dict) else {}
 
 
-def copy_added_objects(info: Mapping[str, Any], place: Any) -> dict[str, Any]:
-    """Return the objects that ``on_save_checkpoint`` hooks added, if a task of this process has them; else warn."""
+def add_objects(entries: dict[str, Any], info: Mapping[str, Any]) -> HookDict:
+    """Return the entries of a checkpoint with the objects that ``on_save_checkpoint`` hooks added to them.
+
+    They are copied from the task that was saved, if this process has it; see `replace_lost` for the others.
+
+    Args:
+        entries: The entries that are stored.
+        info: The manifest's entries.
+    """
     lost = read_left_out(info, ADDED)
-    objects = copy_objects(info, HPARAMS, lost, added=True)
-    if lost:
+    offered = HookDict(entries | copy_objects(info, HPARAMS, lost, added=True))
+    offered.lost = lost
+    return offered
+
+
+def replace_lost(entries: HookDict, place: Any, task: TaskModule | None) -> None:
+    """Replace the objects that a checkpoint could not store by those of a task, and warn.
+
+    Args:
+        entries: Result of `add_objects`.
+        place: Path of the checkpoint.
+        task: The task that has been built as the saved one, whose ``on_save_checkpoint`` is called; None if there is
+            no such task.
+    """
+    if lost := entries.lost:
+        if task is not None:
+            current = HookDict({**entries, "state_dict": task.state_dict(), "hyper_parameters": {**task.hparams}})
+            task.on_save_checkpoint(current)
+            entries |= {name: current[name] for name in lost if name in current}
+        fix = "This task's are used." if entries.keys() >= lost.keys() else "Create such objects in on_load_checkpoint."
         warn(
             f"{place} does not contain {_join_words(lost)}, which on_save_checkpoint added, because a checkpoint "
-            "stores only data. Create such objects in on_load_checkpoint."
+            f"stores only data. {fix}"
         )
-    return objects
 
 
 def _take_changed_hparams(document: dict[str, Any], hook_entries: dict[str, Any]) -> None:
@@ -385,9 +415,7 @@ def _read_tensors(file: TorchFile, value: Any) -> Any:
         return read_tensor(file.piece(value))
     if isinstance(value, dict):
         return {key: _read_tensors(file, item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_read_tensors(file, item) for item in value)
-    return value
+    return type(value)(_read_tensors(file, item) for item in value) if type(value) in (list, tuple) else value
 
 
 def _replace_hparams(values: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -395,10 +423,11 @@ def _replace_hparams(values: dict[str, Any], saved: Mapping[str, Any]) -> dict[s
     return {**whole, "hyper_parameters": values, "left_out": {}, "from_text": True}
 
 
-def _merge_arguments(
-    cls: type[Any], place: str, document: Mapping[str, Any], overrides: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the arguments of ``__init__``: the saved ones that it accepts, and the caller's overrides."""
+def _merge_arguments(cls: type[Any], place: str, document: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``__init__``: the saved ones that it accepts, and the caller's overrides.
+
+    In ``document``, those that have been found or passed are removed from ``left_out``.
+    """
     saved: dict[str, Any] = {}
     for name in (*_OLD_NAMES, "hyper_parameters"):
         section = document.get(name)
@@ -408,6 +437,7 @@ def _merge_arguments(
     names = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][1:]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     lost = {name: words for name, words in (document.get("left_out") or {}).items() if name not in overrides}
+    document["left_out"] = lost
     find: Callable[[dict[str, str]], dict[str, Any]] = document.get("find") or (lambda lost: {})
     whole = document.get("hparams_name")
     if isinstance(whole, str) and whole in names:  # save_hyperparameters(hparams): one argument that holds all
@@ -420,8 +450,7 @@ def _merge_arguments(
             warn(f"{place}: {whole} lacks {_join_words(lost)}, which cannot be stored. {_advise_passing(lost)}")
         lost = {}
     elif not takes_all:
-        unknown = [str(name) for name in saved if name not in names and name not in overrides]
-        if unknown:
+        if unknown := [str(name) for name in saved if name not in names and name not in overrides]:
             several = "s" * (len(unknown) > 1)
             more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
             warn(
@@ -433,7 +462,7 @@ def _merge_arguments(
             warn(f"{', '.join(ignored)}: ignored, because {cls.__name__} has no such argument.{hints}")
             overrides = {name: value for name, value in overrides.items() if name in names}
         saved = {name: value for name, value in saved.items() if name in names}
-        lost = {name: words for name, words in lost.items() if name in names}
+        lost = document["left_out"] = {name: words for name, words in lost.items() if name in names}
     saved, not_rebuilt = _rebuild_arguments(
         cls, {name: value for name, value in saved.items() if name not in {*lost, *overrides}}, document
     )

@@ -304,8 +304,7 @@ def predictions_in_order(evaluation: Evaluation, world: World) -> list[Any]:
     """
     loaders = []
     for predictions in evaluation.predictions:
-        every = world.gather_objects(predictions)
         # Each round of batches was dealt in rank order, so alternating between ranks restores the order.
-        rounds = itertools.zip_longest(*every, fillvalue=_NO_BATCH)
+        rounds = itertools.zip_longest(*world.gather_objects(predictions), fillvalue=_NO_BATCH)
         loaders.append([batch for dealt in rounds for batch in dealt if batch is not _NO_BATCH])
     return loaders[0] if len(loaders) == 1 else loaders

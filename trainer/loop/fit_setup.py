@@ -252,8 +252,7 @@ def place_and_load(trainer: Trainer, task: TaskModule, place: Callable[[], Any])
         task: The user's task.
         place: Function that moves and wraps the task.
     """
-    opened = trainer.opened_checkpoint
-    if opened is None:
+    if (opened := trainer.opened_checkpoint) is None:
         return place()
     weights = trainer.checkpointer.call_load_hook(task, opened)
     place()
@@ -318,8 +317,7 @@ def _warn_of_evaluation_mode(task: TaskModule) -> None:
     # A frozen module's parts without parameters, such as a dropout, are frozen too.
     frozen = {inner for part in task.modules() if not part.training and _is_frozen(part) for inner in part.modules()}
     parts = [(name, part) for name, part in task.named_modules() if not (part.training or part in frozen)]
-    names = [name or type(task).__name__ for name, part in parts]
-    if names:
+    if names := [name or type(task).__name__ for name, part in parts]:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         warn(
             f"{', '.join(names[:3])}{more} will be trained in evaluation mode (no dropout, fixed batch norm), because "

@@ -176,8 +176,7 @@ class RunSummary:
             if isinstance(callback, RunReport) and callback.path is not None:
                 lines.append(f"report: {_make_absolute(str(callback.path))}")
         lines += [_describe_best(callback) for callback in trainer.checkpoint_callbacks if callback.best_model_path]
-        values = list(trainer.logbook.callback_values.items())
-        if values:
+        if values := list(trainer.logbook.callback_values.items()):
             more = f" and {len(values) - _SHOWN} more" if len(values) > _SHOWN else ""
             lines.append("last metrics: " + ", ".join(f"{name} {value:.4g}" for name, value in values[:_SHOWN]) + more)
         if lines:

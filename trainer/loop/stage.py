@@ -255,8 +255,7 @@ def _last_task(trainer: Trainer, stage: str, ckpt_path: Any) -> tuple[TaskModule
         other = "" if stage == "fit" else ", or call fit first"
         raise ValueError(f"{stage} needs a model. Pass a TaskModule as model{other}.")
     saving = trainer.checkpoint_callback if trainer.checkpoint_callbacks else None
-    best = "" if saving is None else saving.best_model_path
-    return trainer.task, ckpt_path or (best or None)
+    return trainer.task, ckpt_path or (saving and saving.best_model_path) or None
 
 
 def uncompiled(task: Any) -> Any:

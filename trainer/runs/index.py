@@ -274,8 +274,7 @@ def environment(run: Run) -> dict[str, str]:
     Raises:
         ValueError: If the file with this record exists but cannot be read.
     """
-    entries: dict[str, Any] = _read_if_present(run, ENVIRONMENT, _read_json, {})
-    return {str(name): str(value) for name, value in entries.items()}
+    return {str(name): str(value) for name, value in _read_if_present(run, ENVIRONMENT, _read_json, {}).items()}
 
 
 def config(run: Run) -> str:

@@ -102,8 +102,7 @@ def _copy_trainer(trainer: Trainer, put_back: ExitStack) -> Trainer:
 
 def _copy_datamodule(trainer: Trainer) -> DataModule | None:
     """Copy the data module. The copy shares its data, and attributes that cannot be copied, such as open files."""
-    datamodule = trainer.datamodule
-    if datamodule is None:
+    if (datamodule := trainer.datamodule) is None:
         return None
     memo = _collect_shared(trainer, [datamodule])
     memo[id(trainer.task)] = trainer.task

@@ -60,6 +60,24 @@ def test_a_plugin_writes_all_checkpoints_and_a_resume_is_exact(wrap, tmp_path):
     assert os.path.getsize(last) < 1.5 * os.path.getsize(next((tmp_path / "whole").glob("last.ckpt")))
 
 
+@pytest.mark.parametrize("plugin", [None, Recording()], ids=["default", "plugin"])
+def test_a_strategy_writes_reads_and_removes_files(plugin, tmp_path):
+    path = str(tmp_path / "copy.ckpt")
+
+    class Copies(treadle.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.strategy.save_checkpoint(trainer._checkpoint_connector.dump_checkpoint(), path)
+
+    trainer = treadle.Trainer(max_epochs=1, callbacks=Copies(), plugins=plugin, **NO_OUTPUT)
+    trainer.fit(task := Task(), loader())
+    content = trainer.strategy.load_checkpoint(path)
+    assert (content["global_step"], content["hyper_parameters"]) == (trainer.global_step, task.hparams)
+    assert are_equal(Task.load_from_checkpoint(path), task)
+    trainer.strategy.remove_checkpoint(path)
+    assert os.listdir(tmp_path) == []
+    assert plugin is None or plugin.calls == [(call, "copy.ckpt") for call in ("save", "load", "remove")]
+
+
 def test_a_plugin_of_its_own_format(tmp_path):
     class InMemory(treadle.plugins.CheckpointIO):
         kept = {}
