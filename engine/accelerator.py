@@ -649,7 +649,7 @@ class Accelerator(Prepared):
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        self.accumulation.sync_gradients = value
+        self.accumulation.set_sync(value)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -724,7 +724,9 @@ class Accelerator(Prepared):
 
         Pass the unscaled mean loss. While `sync_gradients` is True, `backward` leaves the mean gradient of the step,
         except for the float16 loss scale. With a prepared dataloader, this is the mean over all samples of the group on
-        all processes. Without one, all micro-batches of a group have the same weight.
+        all processes. Without one, all micro-batches of a group have the same weight. So they have in a loop that takes
+        the batches of a step ahead, or sets `sync_gradients`, without `accumulate`, as transformers' ``Trainer`` does:
+        it divides its losses by the items on all processes itself.
 
         Args:
             loss: The mean loss of the micro-batch, as a 0-d tensor.

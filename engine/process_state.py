@@ -279,7 +279,7 @@ class GradientState:
         if accelerator is None:
             GradientState._sync_without_accelerator = value
         else:
-            accelerator.accumulation.sync_gradients = value
+            accelerator.accumulation.set_sync(value)
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients

@@ -84,6 +84,8 @@ class Accumulation:
 
     Attributes:
         sync_gradients: Whether the current micro-batch is the last of its group, after which the optimizer steps.
+        synced_by_loop: Whether a user-defined loop sets ``sync_gradients``. It then weighs its losses itself, too, as
+            transformers' ``Trainer`` does, which divides by the number of tokens on all processes.
         optimizer_step_was_skipped: Whether the last call of an optimizer's ``step`` at the end of a group skipped the
             step. A step that is skipped on the device alone does not count, because the host does not know of it.
         groups_end_with_loader: Whether the end of a loader ends a group.
@@ -128,6 +130,7 @@ class Accumulation:
         self.groups_end_with_loader = plugin.sync_with_dataloader
         self.counts_calls = False
         self.sync_gradients = True
+        self.synced_by_loop = False
         self.optimizer_step_was_skipped = False
         self.autocasts = strategy.precision.compute is not None
         self.missing = 0
@@ -380,7 +383,7 @@ class Accumulation:
             loss = loss * scale
         else:
             group.unweighted = not self.sync_gradients
-            if not self._groups and self._micro_batches > 1 and micro is not None:
+            if not self._groups and micro is not None and (self._micro_batches > 1 or self.synced_by_loop):
                 self._note_taken(micro)
             follows_loader = micro is not None and self._factor is None and self.groups_end_with_loader
             scale = micro.scale if follows_loader else self._scale_of(micro)  # type: ignore[union-attr]
@@ -415,8 +418,8 @@ class Accumulation:
                 self._correction = 1.0
 
     def _note_taken(self, micro: Micro) -> None:
-        """Weigh all batches the same if a loop without `accumulate` takes several ahead: a loss may be of any."""
-        if micro.number and (self._entered is None or self._entered.last):
+        """Weigh all losses the same in a loop without `accumulate` that weighs them, or that takes batches ahead."""
+        if self.synced_by_loop or (micro.number and (self._entered is None or self._entered.last)):
             self._factor = 1.0 / self._micro_batches
         self._entered, self._factor_number = micro, self.cursor.number
 
@@ -481,6 +484,10 @@ class Accumulation:
         """Finish the gradients before an optimizer step, and discard the weights."""
         self.finish_gradients()
         self.forget_weights()
+
+    def set_sync(self, value: bool) -> None:
+        """Set ``sync_gradients`` for a user-defined loop."""
+        self.sync_gradients, self.synced_by_loop = value, True
 
     def forget_weights(self) -> None:
         """Discard the weights of the current group, whose gradients were applied or discarded."""

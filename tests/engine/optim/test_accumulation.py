@@ -389,9 +389,10 @@ def test_batches_taken_within_the_context(world):
         assert found == pytest.approx(weights(model), rel=1e-10)
 
 
-def take_ahead(steps):
+def take_ahead(steps, sets_sync):
     """All batches of a step before its losses, whose sum over all its rows the loop itself divides by their number."""
-    accelerator, model, optimizer, loader = start(DataLoader(rows(11), 2), gradient_accumulation_steps=steps)
+    counted = 1 if sets_sync else steps
+    accelerator, model, optimizer, loader = start(DataLoader(rows(11), 2), gradient_accumulation_steps=counted)
     norms = []
     for _ in range(EPOCHS):
         batches = iter(loader)
@@ -400,8 +401,10 @@ def take_ahead(steps):
             count = accelerator.gather(torch.tensor(sum(map(len, taken)))).sum()
             for x in taken:
                 loss = loss_of(model, x) * len(x) / count
+                if sets_sync:
+                    accelerator.gradient_state._set_sync_gradients(x is taken[-1])
                 with nullcontext() if x is taken[-1] else accelerator.no_sync(model):
-                    accelerator.backward(loss * steps * accelerator.num_processes)
+                    accelerator.backward(loss * counted * accelerator.num_processes)
             norms.append(norm_of(model))
             optimizer.step()
             optimizer.zero_grad()
@@ -409,16 +412,20 @@ def take_ahead(steps):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_batches_taken_ahead_without_the_context(world):
-    """The loop of Accelerate's guide for samples of different size, whose last steps have fewer and smaller batches."""
+@pytest.mark.parametrize(("steps", "sets_sync"), [(4, False), (4, True), (2, True)])
+def test_batches_taken_ahead_without_the_context(world, steps, sets_sync):
+    """The loop of Accelerate's guide for samples of different size, whose last steps have fewer and smaller batches.
+
+    That of transformers' ``Trainer`` sets ``sync_gradients`` itself, and may take one batch per process.
+    """
     model, norms = build(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    for x in rows(11).split(8) * EPOCHS:
+    for x in rows(11).split(2 * steps) * EPOCHS:
         loss_of(model, x).backward()
         norms.append(norm_of(model))
         optimizer.step()
         optimizer.zero_grad()
-    for found in run(take_ahead, world, 4 // world):
+    for found in run(take_ahead, world, steps // world, sets_sync):
         assert found == (pytest.approx(norms, rel=1e-10), pytest.approx(weights(model), rel=1e-10))
 
 
