@@ -321,7 +321,7 @@ class Trainer(LightningAliases, Copyable):
         if self.accelerator.watchdog is not None:
             self.accelerator.watchdog.follow(self, locate, find_directory)
         arguments.set_sync_batchnorm(self.strategy, self.sync_batchnorm)
-        self.strategy.checkpoint_io = self._plugged.writer or checkpointing.TorchCheckpointIO()
+        self.strategy.checkpoint_io = self._plugged.writer
         accumulation, watchdog = self.accelerator.accumulation, self.accelerator.watchdog
         self.preemption = engine.Preemption(accumulation, watchdog, self.grace_seconds, self._plugged.requeue_signal)
         self.checkpointer = checkpointing.TrainerCheckpointer(self)

@@ -274,7 +274,7 @@ def environment(run: Run) -> dict[str, str]:
     Raises:
         ValueError: If the file with this record exists but cannot be read.
     """
-    return {str(name): str(value) for name, value in _read_if_present(run, ENVIRONMENT, _read_json, {}).items()}
+    return _read_if_present(run, ENVIRONMENT, lambda path: {key: str(v) for key, v in _read_json(path).items()}, {})
 
 
 def config(run: Run) -> str:
