@@ -649,7 +649,7 @@ class Accelerator(Prepared):
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        self.accumulation.set_sync(value)
+        self.gradient_state.sync_gradients = value
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

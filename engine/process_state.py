@@ -279,7 +279,8 @@ class GradientState:
         if accelerator is None:
             GradientState._sync_without_accelerator = value
         else:
-            accelerator.accumulation.set_sync(value)
+            accelerator.accumulation.sync_gradients = value
+            accelerator.accumulation.synced_by_loop = True
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients

@@ -84,14 +84,12 @@ class Accumulation:
 
     Attributes:
         sync_gradients: Whether the current micro-batch is the last of its group, after which the optimizer steps.
-        synced_by_loop: Whether a user-defined loop sets ``sync_gradients``. It then weighs its losses itself, too, as
-            transformers' ``Trainer`` does, which divides by the number of tokens on all processes.
+        synced_by_loop: Whether a user-defined loop sets ``sync_gradients``, and so weighs its losses itself, too.
         optimizer_step_was_skipped: Whether the last call of an optimizer's ``step`` at the end of a group skipped the
             step. A step that is skipped on the device alone does not count, because the host does not know of it.
         groups_end_with_loader: Whether the end of a loader ends a group.
         group: State of the group that the last call of `accumulate` belongs to.
-        counts_calls: Whether each call of `accumulate` is a micro-batch, because a loop has called it several times for
-            a batch.
+        counts_calls: Whether each call of `accumulate` is a micro-batch, as a loop has called it again for a batch.
         always_agree: Whether the processes exchange votes in every step; see `Agreement`.
         guard: Function that is called with the optimizer before each step and returns whether the step may be taken.
         unreduced: In manual optimization, the parameters whose gradients no backward pass has reduced.
@@ -247,10 +245,7 @@ class Accumulation:
     # -- one micro-batch -----------------------------------------------------------------------------------------
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
-        """Begin a micro-batch, and set whether its backward pass reduces the gradients of ``models``.
-
-        The returned context has no effect.
-        """
+        """Begin a micro-batch of ``models``: set whether its backward pass reduces gradients. The context is empty."""
         group = self.group = self._groups.get(models) or self._open_group(models)
         if group.total is not None:
             self.forget_weights()
@@ -484,10 +479,6 @@ class Accumulation:
         """Finish the gradients before an optimizer step, and discard the weights."""
         self.finish_gradients()
         self.forget_weights()
-
-    def set_sync(self, value: bool) -> None:
-        """Set ``sync_gradients`` for a user-defined loop."""
-        self.sync_gradients, self.synced_by_loop = value, True
 
     def forget_weights(self) -> None:
         """Discard the weights of the current group, whose gradients were applied or discarded."""
