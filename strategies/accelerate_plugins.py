@@ -494,9 +494,7 @@ def choose_strategy(
     }
     for name, value in layouts.items():
         if value is not None and strategy != "auto":
-            raise ValueError(
-                f"strategy={strategy!r} and {name} each configure the layout of the model. Pass only one of them."
-            )
+            raise ValueError(f"strategy and {name} each configure the layout of the model. Pass only one of them.")
     from .registry import resolve_strategy
 
     if plugin is not None:

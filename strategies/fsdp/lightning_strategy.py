@@ -113,7 +113,7 @@ class FSDPStrategy(FSDP, metaclass=_AnyFSDP):
 def is_offload(value: Any) -> bool:
     """Return whether a value of ``cpu_offload`` enables offloading. torch's ``OffloadPolicy`` does not."""
     value = getattr(value, "offload_params", value)
-    return bool(value) if isinstance(value, bool | None) else type(value).__name__ != "OffloadPolicy"
+    return bool(value) if isinstance(value, int | None) else type(value).__name__ != "OffloadPolicy"
 
 
 def choose_sharding(argument: str, value: Any) -> str | None:
