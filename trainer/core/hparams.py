@@ -3,7 +3,8 @@
 ``hparams`` holds the user's objects unchanged. The stored form holds only data: OmegaConf containers, dataclasses and
 enum members become a `Record` of their content. Reading this form imports no module that the data names. A dataclass is
 built only if an annotation contains that class or a base class of it, or if the default value has one of these
-classes. The constructor of such a class is the only code that a checkpoint can choose to run.
+classes. The constructor of such a class is the only code that a checkpoint can choose to run. It may name a class, for
+an argument that is one, only among the layers, optimizers and schedules of torch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 from numpy import ndarray
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from ...common.messages import add_article, name_type, nearest, warn
 from ...common.optional import is_config
@@ -350,10 +351,10 @@ def class_name(kind: type) -> str:
 
 
 def readable(value: Any) -> Any:
-    """Return a stored value in readable form: records are replaced by their content, and enum members by text."""
+    """Return a stored value in readable form: records become their content; enum members and classes become text."""
     if isinstance(value, Record):
         name = value.name.partition(":")[2]
-        return f"{name}.{value.content}" if value.kind == "enum" else readable(value.content)
+        return {"enum": f"{name}.{value.content}", "class": name}.get(value.kind) or readable(value.content)
     if type(value) is dict:
         return {_make_readable_key(key): readable(item) for key, item in value.items()}
     if type(value) in (list, tuple, set, frozenset):
@@ -427,6 +428,8 @@ class _Flattener:
             return kind([self.data(item, (*place, str(number))) for number, item in enumerate(value)])
         if kind in (set, frozenset):
             return _check(kind(self.data(item, place) for item in value))
+        if _is_torch_class(value):
+            return Record("class", class_name(value), None)
         return _check(value, f"class {value.__qualname__}" if isinstance(value, type) else kind.__qualname__)
 
     def _flatten_config(self, value: Any, place: tuple[str, ...]) -> Any:
@@ -551,6 +554,8 @@ class _Rebuilder:
             return self._find_member(record, allowed)
         if record.kind == "dataclass":
             return self._build_dataclass(record, allowed)
+        if record.kind == "class" and _is_torch_class(found := _look_up(*record.name.partition(":")[::2])):
+            return found
         content = self.value(record.content, allowed)
         if record.kind == "mapping" and type(content) is dict:
             return AttributeDict(content)
@@ -558,7 +563,8 @@ class _Rebuilder:
             return Namespace(**content)
         if record.kind in ("DictConfig", "ListConfig"):
             return build_config(content)
-        raise CannotRebuild(f"it is stored as {record.kind!r:.40}, which this version of Treadle does not support")
+        stored_as = f"{record.kind} {record.name}"
+        raise CannotRebuild(f"it is stored as {stored_as!r:.80}, which this version of Treadle or torch does not have")
 
     def _find_member(self, record: Record, allowed: tuple[type, ...]) -> Any:
         module, _, name = record.name.partition(":")
@@ -650,6 +656,12 @@ def _iterate_subclasses(kind: type) -> Iterator[type]:
     subclasses: list[type] = type.__subclasses__(kind)
     for subclass in subclasses:
         yield from _iterate_subclasses(subclass)
+
+
+def _is_torch_class(value: Any) -> bool:
+    """Return whether a value is a layer, an optimizer or a schedule of torch, which a checkpoint may name."""
+    named = isinstance(value, type) and value.__module__.startswith(("torch.nn.", "torch.optim."))
+    return named and issubclass(value, nn.Module | optim.Optimizer | optim.lr_scheduler.LRScheduler)
 
 
 def _look_up(module: str, name: str) -> Any:

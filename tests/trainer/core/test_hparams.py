@@ -150,10 +150,10 @@ def test_a_default_that_is_no_data_is_not_missed(tmp_path, recwarn):
 
 def test_a_dict_that_can_be_stored_in_part_is_logged_in_part_and_passed_whole(tmp_path):
     logger = CSVLogger(tmp_path, "logs", 0)
-    with pytest.warns(UserWarning, match=r"cannot store value\.activation \(class ReLU\)"):
-        path = fitted(Kept({"width": 3, "activation": nn.ReLU}), tmp_path, logger=logger)
+    with pytest.warns(UserWarning, match=r"cannot store value\.activation \(class Layer\)"):
+        path = fitted(Kept({"width": 3, "activation": Layer}), tmp_path, logger=logger)
     assert yaml.safe_load(Path(logger.log_dir, "hparams.yaml").read_text()) == {"value": {"width": 3}, "other": None}
-    with pytest.raises(TypeError, match=r"does not contain value\.activation \(class ReLU\), which Kept needs"):
+    with pytest.raises(TypeError, match=r"does not contain value\.activation \(class Layer\), which Kept needs"):
         in_another_process(Kept, path)
 
 
@@ -347,6 +347,34 @@ def test_an_entry_whose_key_cannot_be_stored_is_left_out(tmp_path):
     path = fitted(Whole({object: 1, "lr": 0.3, "nested": {object: 2, "depth": 4}}), tmp_path)
     with pytest.warns(UserWarning, match="cannot be stored"):
         assert in_another_process(Whole, path).settings == {"lr": 0.3, "nested": {"depth": 4}}
+
+
+class OfClasses(Task):
+    """Arguments that are classes, as libraries of forecasts take them; their own classes are not stored."""
+
+    def __init__(self, optimizer=torch.optim.SGD, activation=nn.ReLU, own=None):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_classes_of_torch_are_stored_by_name(tmp_path):
+    given = {"optimizer": torch.optim.Adam, "activation": [nn.Tanh, nn.Identity]}
+    path = fitted(OfClasses(**given), tmp_path)
+    assert {**in_another_process(OfClasses, path).hparams} == {**given, "own": None}
+    with pytest.warns(UserWarning, match="own.*class HasObjects"):
+        fitted(OfClasses(own=HasObjects), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["torch.optim.adam:Adamant", "torch.nn.functional:relu", "torch.hub:load", f"{__name__}:OfClasses", "os:x", ""],
+)
+def test_a_file_names_no_other_class(name):
+    from treadle.engine.checkpoint.json_codec import Record
+    from treadle.trainer.core.hparams import CannotRebuild, rebuild
+
+    with pytest.raises(CannotRebuild, match="does not have"):
+        rebuild(Record("class", name, None), type, None, __name__)
 
 
 class HasObjects(Task):
