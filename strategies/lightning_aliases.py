@@ -125,7 +125,8 @@ class StrategyAliases:
 
         Args:
             checkpoint_path: The path to read from.
-            weights_only: As in ``torch.load``; False runs code in a file.
+            weights_only: As in ``torch.load``, which the Trainer's own `CheckpointIO` reads with: True, or None, builds
+                no objects but those of ``torch.serialization.safe_globals``; False runs code in the file.
         """
         return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
 

@@ -178,6 +178,11 @@ DOORS = {
 READ_NOTHING = {
     **{f"Accelerator.{way}": "writes" for way in ("save(f)", "save_model(save_directory)", "save_state(output_dir)")},
     "Trainer.save_checkpoint(filepath)": "writes",
+    # The attack allows `eval` to torch.load, as a program might allow a class of its own, which torch then builds.
+    "StrategyAliases.load_checkpoint(checkpoint_path)": "is the CheckpointIO's, whose torch.load heeds safe_globals",
+    "StrategyAliases.save_checkpoint(checkpoint)": "is a dict",
+    "StrategyAliases.save_checkpoint(filepath)": "writes",
+    "StrategyAliases.remove_checkpoint(filepath)": "removes it unread",
     "TransformersTask.save_pretrained(folder)": "writes",
     "PredictionWriter.__init__(dirpath)": "writes",
     **dict.fromkeys(("RunReport.__init__(dirpath)", "RunReport.__init__(filename)"), "writes"),
