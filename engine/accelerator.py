@@ -105,7 +105,8 @@ class Accelerator(Prepared):
             the processes that a launcher started. Without a launcher, it uses one process, or one for each GPU if
             ``spread`` permits this. Default: ``"auto"``.
         num_nodes: Number of machines. Default: 1.
-        spread: Whether ``devices="auto"`` may start a process for each GPU; see `open_world`. Default: False.
+        spread: Whether ``devices="auto"`` may start a process for each GPU; see `open_world`. Trainer and Fabric do,
+            and leave the layout that ``accelerate launch`` sets unread. Default: False.
         timeout: Maximum time that a rank may go without progress: ``"DD:HH:MM:SS"``, a timedelta or a dict of its
             arguments. If a rank exceeds this time, Treadle writes the Python stacks of the ranks to files and ends the
             run with exit status 124. Default: slightly less than the timeout of collectives; this default applies only
@@ -208,7 +209,7 @@ class Accelerator(Prepared):
         group = configuration.resolve_group(handlers["group"], limit := configuration.resolve_timeout(timeout))
         place = strategies.resolve_devices(strategy, configuration.resolve_device(accelerator, cpu), devices)
         world = strategies.open_world(*place, num_nodes, spread=spread, **configuration.merge_group(group, strategy))
-        layout = fsdp_plugin, parallelism_config, handlers["replicas"]
+        layout = fsdp_plugin, parallelism_config, handlers["replicas"], not spread
         chosen, self.fsdp_plugin, self.parallelism_config = strategies.choose_strategy(strategy, world, *layout)
         chosen.attach(world, precision)
         scaler = configuration.build_scaler(handlers["scaler"], precision, world.device)

@@ -546,9 +546,6 @@ def refuse(unknown: Mapping[str, Any], valid: Iterable[str], **plugins: Any) -> 
     for name, value in plugins.items():
         if value is not None:
             raise ValueError(f"Accelerator({name}=...) is not supported. {reasons[name.removesuffix('s')]}")
-    for name in ("deepspeed", "megatron_lm"):  # `accelerate launch` asks for them in a variable
-        if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "").lower() == "true":
-            raise ValueError(f"ACCELERATE_USE_{name.upper()}=true is not supported. {reasons[f'{name}_plugin']}")
 
 
 def resolve_timeout(timeout: Any) -> float | None:

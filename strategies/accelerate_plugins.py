@@ -465,6 +465,7 @@ def choose_strategy(
     plugin: FullyShardedDataParallelPlugin | None = None,
     parallelism: ParallelismConfig | None = None,
     replicas: DistributedDataParallelKwargs | None = None,
+    launched: bool = True,
 ) -> tuple[Strategy, FullyShardedDataParallelPlugin | None, ParallelismConfig | None]:
     """Return the strategy that the arguments describe, and the two plugins, which ``accelerate launch`` may have set.
 
@@ -474,13 +475,17 @@ def choose_strategy(
         plugin: Accelerate's settings for sharded models.
         parallelism: The numbers of replicas, shards and tensor parallel ranks.
         replicas: Accelerate's settings for replicated models.
+        launched: Whether to read the variables of ``accelerate launch``.
 
     Raises:
         ValueError, TypeError: If an argument is invalid, or contradicts another argument or the world size.
     """
     check_optional_type("fsdp_plugin", plugin, FullyShardedDataParallelPlugin)
     check_optional_type("parallelism_config", parallelism, ParallelismConfig)
-    if world.size > 1 and strategy == "auto":
+    for name in ("DEEPSPEED", "MEGATRON_LM"):
+        if launched and _read_variable(f"ACCELERATE_USE_{name}") is True:
+            raise ValueError(f"ACCELERATE_USE_{name}=true is not supported. For a sharded model, use strategy='fsdp'.")
+    if launched and world.size > 1 and strategy == "auto":
         if plugin is None and _read_variable("ACCELERATE_USE_FSDP"):
             plugin = FullyShardedDataParallelPlugin()
         if parallelism is None and _read_variable("ACCELERATE_USE_PARALLELISM_CONFIG"):

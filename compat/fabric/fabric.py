@@ -89,7 +89,7 @@ class Fabric:
             "strategy": strategy,
             "devices": devices,
             "num_nodes": num_nodes,
-            "mixed_precision": precision,
+            "mixed_precision": "32-true" if precision is None else precision,
         }
         self._callbacks: list[Any] = _as_list(callbacks)
         self._loggers: list[Logger] = _as_list(loggers)

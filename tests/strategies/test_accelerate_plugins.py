@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.processes import run
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, ShardingStrategy, StateDictType
+from treadle.compat.fabric import Fabric
 
 import treadle
 from treadle import utils
@@ -139,6 +140,7 @@ def launched(variables):
     accelerator = treadle.Accelerator()
     strategy, plugin = accelerator.strategy, accelerator.state.fsdp_plugin
     explicit = treadle.Accelerator(strategy="ddp", mixed_precision="no")
+    assert treadle.Trainer(logger=False).strategy.name == "ddp"
     return (
         *(accelerator.mixed_precision, strategy.name, accelerator.device.type, explicit.mixed_precision),
         *(explicit.strategy.name, explicit.state.fsdp_plugin, plugin.state_dict_type.name),
@@ -161,6 +163,8 @@ def test_variables_of_accelerate_launch_in_one_process(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(ValueError, match=r"USE_DEEPSPEED=true is not supported\. .*strategy='fsdp'"):
         treadle.Accelerator()
+    for of_lightning in (treadle.Trainer(logger=False), Fabric()):  # Lightning reads none of them
+        assert (of_lightning.strategy.name, of_lightning.strategy.precision.compute) == ("single", None)
 
 
 def grid_and_replica_settings():
