@@ -106,11 +106,18 @@ class CountingEpochs(Sampler):
 class SayingEpochs(CountingEpochs):
     """The same, and says it."""
 
+    def __init__(self, n):
+        self.n, self.counts = n, {"epoch": 0}
+
+    def __iter__(self):
+        self.counts["epoch"] += 1
+        return iter(random.Random(self.counts["epoch"]).sample(range(self.n), self.n))
+
     def state_dict(self):
-        return vars(self)  # the very dict that changes
+        return self.counts  # the very dict that changes
 
     def load_state_dict(self, state):
-        vars(self).update(state)
+        self.counts.update(state)
 
 
 class OwnBatches(BatchSampler):
