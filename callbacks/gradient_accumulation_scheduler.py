@@ -46,10 +46,6 @@ class GradientAccumulationScheduler(Callback):
         self.scheduling = {0: 1, **scheduling}
         self.epochs = sorted(self.scheduling)
 
-    def going_to_accumulate_grad_batches(self) -> bool:
-        """Return whether any epoch accumulates gradients."""
-        return any(number > 1 for number in self.scheduling.values())
-
     def get_accumulate_grad_batches(self, epoch: int) -> int:
         """Return the number of micro-batches per optimizer step in an epoch.
 

@@ -143,11 +143,6 @@ class LearningRateMonitor(BestEffortCallback):
             if self.logging_interval is not None or due in (interval, "any"):
                 yield optimizer, name
 
-    @property
-    def lr_sch_names(self) -> list[str]:
-        """Names under which learning rates were logged."""
-        return list(self.lrs)
-
     def _extract_stats(self, trainer: Trainer, interval: str) -> dict[str, float]:
         """Return the values to log at an interval, by name. The interval ``"any"`` means both step and epoch."""
         rates, options = self._rates, self._options

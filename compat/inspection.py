@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.overrides import is_overridden as has_other_method
 from torch import nn
 
+from ..callbacks import Callback
+from ..common.messages import name_type
 from ..common.validation import check_int
+from ..trainer import DataModule, TaskModule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,3 +64,35 @@ def suggested_max_num_workers(local_world_size: int) -> int:
     check_int("local_world_size", local_world_size, 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // local_world_size - 1)
+
+
+def is_overridden(method_name: str, instance: object | None = None, parent: type[object] | None = None) -> bool:
+    """Return whether an object overrides a method of its base class, which is determined from the object by default."""
+    if instance is None:
+        return False
+    if parent is None:
+        parent = next((base for base in (TaskModule, DataModule, Callback) if isinstance(instance, base)), None)
+    if parent is None:
+        raise ValueError(
+            f"is_overridden got {name_type(instance)}, which is not a TaskModule, DataModule or Callback, so its base "
+            "class is unknown. Pass the base class as parent=..."
+        )
+    return bool(has_other_method(method_name, instance, parent))
+
+
+def is_param_in_hook_signature(
+    hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
+) -> bool:
+    """Return whether a method accepts a parameter. Keyword-only parameters and ``**kwargs`` are not considered.
+
+    Args:
+        hook_fx: Method whose first parameter is ``self``.
+        param: Name of the parameter.
+        explicit: Whether ``*args`` does not count as accepting the parameter. Default: False.
+        min_args: A method with at least this many parameters, not counting ``self``, is assumed to accept any
+            parameter. Default: None.
+    """
+    specification = inspect.getfullargspec(getattr(hook_fx, "__wrapped__", hook_fx))
+    names = specification.args[1:]
+    takes_any = not explicit and specification.varargs is not None
+    return param in names or takes_any or (isinstance(min_args, int) and len(names) >= min_args)

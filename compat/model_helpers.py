@@ -1,4 +1,4 @@
-"""Accelerate's helpers for models, their state dicts and their files."""
+"""The peers' helpers for models, their state dicts and their files."""
 
 from __future__ import annotations
 
@@ -116,3 +116,21 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 
 _NUMPY_TYPES = [kind for kind in vars(np.dtypes).values() if isinstance(kind, type)]
+
+
+def materialize_meta_tensors(module: nn.Module, device: Any) -> None:
+    """Create a module's tensors of the device ``"meta"`` on another device, and initialize their submodules.
+
+    Raises:
+        TypeError: If a submodule with such tensors has no method ``reset_parameters``.
+    """
+    for name, part in module.named_modules():
+        if not any(tensor.is_meta for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
+            continue
+        if not hasattr(part, "reset_parameters"):
+            raise TypeError(
+                f"{name or 'the module'} ({type(part).__name__}) has no method reset_parameters, so its tensors can't "
+                "be initialized. Define it, or build the model on the device."
+            )
+        part.to_empty(device=device, recurse=False)
+        part.reset_parameters()

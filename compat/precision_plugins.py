@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
+from importlib import import_module
 from typing import Any
 
 import torch
+from torch import nn
 
+from ..common.messages import nearest
+from ..common.optional import require
 from ..strategies import Precision
 
-__all__ = ["DoublePrecision", "FSDPPrecision", "HalfPrecision", "MixedPrecision"]
+__all__ = ["BitsandbytesPrecision", "DoublePrecision", "FSDPPrecision", "HalfPrecision", "MixedPrecision"]
+
+_MODES: dict[str, dict[str, Any]] = {  # arguments of Params4bit or Int8Params
+    "nf4": {"quant_type": "nf4", "compress_statistics": False, "requires_grad": False},
+    "nf4-dq": {"quant_type": "nf4", "compress_statistics": True, "requires_grad": False},
+    "fp4": {"quant_type": "fp4", "compress_statistics": False, "requires_grad": False},
+    "fp4-dq": {"quant_type": "fp4", "compress_statistics": True, "requires_grad": False},
+    "int8": {"has_fp16_weights": False, "requires_grad": False},
+    "int8-training": {"has_fp16_weights": True, "requires_grad": True},
+}
+_NAMES = {torch.float16: "16-true", torch.bfloat16: "bf16-true", torch.float32: "32-true"}
 
 
 class _Named(Precision):
@@ -28,8 +42,7 @@ class _Named(Precision):
                 "its own gradient scaler. Remove scaler, or use an Accelerator with "
                 "kwargs_handlers=[GradScalerKwargs(init_scale=...)]."
             )
-        for field in fields(Precision):
-            object.__setattr__(self, field.name, getattr(Precision.parse(precision), field.name))
+        vars(self).update(vars(Precision.parse(precision)))
 
     @property
     def precision(self) -> str:
@@ -64,7 +77,7 @@ class MixedPrecision(_Named):
 
     def __init__(self, precision: str, device: str, scaler: Any = None) -> None:
         super().__init__(precision, scaler)
-        object.__setattr__(self, "device", device)
+        vars(self).update(device=device)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the autocast context for ``device``."""
@@ -115,3 +128,94 @@ class FSDPPrecision(_Named):
 
     def __init__(self, precision: str, scaler: Any = None) -> None:
         super().__init__(precision, scaler)
+
+
+class BitsandbytesPrecision(HalfPrecision):
+    """Precision that stores the weights of linear layers in 4 or 8 bits, with the library bitsandbytes.
+
+    Each `torch.nn.Linear` becomes a layer of bitsandbytes. Its weight is not trained, except with ``"int8-training"``.
+    All other tensors are stored in ``dtype``. Weights loaded later into the model are quantized then.
+
+    Args:
+        mode: ``"nf4"``, ``"fp4"``, these with ``"-dq"`` (double quantization), ``"int8"``, or ``"int8-training"``,
+            which keeps weights in float16 and multiplies 8-bit copies of them.
+        dtype: Dtype of computations and of all other tensors. Default: bfloat16 if the GPU supports it and ``mode`` is
+            one of 4 bits, otherwise float16, the only one for 8 bits.
+        ignore_modules: Names of submodules, or their beginnings, in which linear layers are kept. Default: none.
+
+    Raises:
+        ModuleNotFoundError: If bitsandbytes is not installed.
+        ValueError: If ``mode`` or ``dtype`` is invalid.
+
+    Examples:
+        >>> import torch
+        >>> import treadle as tl
+        >>> from treadle.compat.plugins import BitsandbytesPrecision
+        >>> plugin = BitsandbytesPrecision("nf4", torch.bfloat16, ignore_modules={"head"})
+        >>> tl.Trainer(plugins=plugin, accelerator="cpu", logger=False).precision
+        'bf16-true'
+
+    Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (arXiv:2305.14314).
+    """
+
+    def __init__(
+        self, mode: str, dtype: torch.dtype | None = None, ignore_modules: Iterable[str] | None = None
+    ) -> None:
+        require("BitsandbytesPrecision", "bitsandbytes", extra="bitsandbytes")
+        if mode not in _MODES:
+            raise ValueError(f"mode={mode!r} is not one of {', '.join(_MODES)}.{nearest(str(mode), _MODES)}")
+        has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        dtype = dtype or (torch.bfloat16 if has_bf16 and not mode.startswith("int8") else torch.float16)
+        if dtype not in ((torch.float16,) if mode.startswith("int8") else _NAMES):
+            raise ValueError(f"mode={mode!r} only works with `dtype=torch.float16`, not {dtype}.")
+        Precision.__init__(self, name=_NAMES[dtype], storage=dtype)
+        vars(self).update(mode=mode, ignore_modules=tuple(ignore_modules or ()))
+
+    def cast_module(self, module: nn.Module) -> nn.Module:
+        """Replace linear layers by quantized ones, cast all else to ``dtype``, in place, and return the module."""
+        layers = [(name, layer) for name, layer in module.named_modules() if name and isinstance(layer, nn.Linear)]
+        if not layers:
+            raise TypeError(
+                f"{type(self).__name__}: {type(module).__name__} has no submodule of type torch.nn.Linear, so nothing "
+                "would be quantized. Use another precision."
+            )
+        for name, layer in layers:
+            if type(layer) is nn.Linear and not name.startswith(self.ignore_modules):
+                module.set_submodule(name, self._quantize(layer))
+        return super().cast_module(module)
+
+    def _quantize(self, linear: nn.Linear) -> nn.Module:
+        layers, sizes = import_module("bitsandbytes.nn"), (linear.in_features, linear.out_features)
+        with torch.device("meta"):
+            if self.mode.startswith("int8"):
+                layer = layers.Linear8bitLt(*sizes, has_fp16_weights=self.mode != "int8", threshold=6.0)
+            else:
+                layer = layers.Linear4bit(*sizes, compute_dtype=self.storage)
+        layer.weight, layer.bias = self._hold(layer, linear.weight), linear.bias
+        layer.register_load_state_dict_pre_hook(self._load)
+        return layer.train(linear.training)
+
+    def _hold(self, layer: Any, weight: torch.Tensor) -> nn.Parameter:
+        """Return a weight as a parameter, which its next ``to(device)`` quantizes."""
+        layers = import_module("bitsandbytes.nn")
+        weight = weight.detach().to("cpu", self.storage)  # bitsandbytes 0.50 quantizes int8 on its way from the CPU
+        if self.mode.startswith("int8"):
+            return layers.Int8Params(weight, **_MODES[self.mode])
+        return layers.Params4bit(weight, module=layer, **_MODES[self.mode])
+
+    def _load(self, layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Set the weight to that of a state dict, before torch copies the tensors of equal shapes."""
+        layers = import_module("bitsandbytes.nn")
+        name, device = f"{prefix}weight", layer.weight.device
+        weight, scales = state.get(name), state.get(f"{prefix}SCB")
+        statistics = {key: state.pop(key) for key in list(state) if key.startswith(f"{name}.")}
+        if statistics:
+            layer.weight = layers.Params4bit.from_prequantized(weight, statistics, device=device, module=layer)
+        elif scales is not None:
+            weight = weight.to(device)
+            layer.weight = layers.Int8Params(weight, requires_grad=False, CB=weight, SCB=scales.to(device))
+        elif weight is not None and weight.is_floating_point() and not layer.weight.is_floating_point():
+            layer.weight = self._hold(layer, weight).to(device)
+        else:
+            return
+        state[name] = layer.weight.data

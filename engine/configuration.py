@@ -632,7 +632,7 @@ def resolve_precision(mixed_precision: Any, autocast: AutocastKwargs | None) -> 
     if autocast is None:
         return precision, word
     compute = precision.compute if autocast.enabled else None
-    return replace(precision, compute=compute, cached=autocast.cache_enabled is not False), word
+    return precision.replace(compute=compute, cached=autocast.cache_enabled is not False), word
 
 
 def build_scaler(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any
@@ -76,6 +77,12 @@ class Precision:
             valid = ", ".join(_PRECISIONS)
             raise ValueError(f"{argument}={value!r} is not one of {valid}.{nearest(str(value), names)}")
         return _PRECISIONS[name]
+
+    def replace(self, **fields: Any) -> Precision:
+        """Return a copy with other values of some fields, also of a subclass whose constructor does not take them."""
+        other = copy(self)
+        vars(other).update(fields)
+        return other
 
     def context(self, device: torch.device) -> AbstractContextManager[Any] | None:
         """Return a reusable context to run the model in, or None if the model needs none.

@@ -13,7 +13,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.messages import write_stderr
-from ..processes import Dumps, explain_silence, fetch_stacks, identify_host, is_alive
+from ..processes import Dumps, explain_silence, fetch_stacks, format_stack, identify_host, is_alive
 from .tracebacks import silence_uncaught
 from .training_clock import TrainingClock, progress
 from .waiting_call import is_waiting
@@ -130,8 +129,8 @@ class HangReport:
         folder = self._resolve(folder_name or _name_folder())
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         text = "\n".join(
-            f"{names.get(ident, 'a thread of C code')}:\n{''.join(traceback.format_stack(frame))}"
-            for ident, frame in sys._current_frames().items()
+            f"{names.get(ident, 'a thread of C code')}:\n{format_stack(ident)}"
+            for ident in sys._current_frames()
             if ident != threading.get_ident()
         )
         with contextlib.suppress(OSError):  # the disk may be what hangs, or it may be full

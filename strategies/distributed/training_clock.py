@@ -6,7 +6,6 @@ while its stack, the count of steps and exchanges, and the position of the run a
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import weakref
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
+from ..processes import collect_frames
 from .tracebacks import find_owner
 from .waiting_call import is_users
 
@@ -121,12 +121,7 @@ class TrainingClock:
 
     def collect_frames(self) -> list[FrameType]:
         """Return the frames of the training thread, outermost first, or an empty list if the thread has ended."""
-        frame = sys._current_frames().get(self.thread.ident or 0) if self.thread.is_alive() else None
-        frames = []
-        while frame is not None:
-            frames.append(frame)
-            frame = frame.f_back
-        return frames[::-1]
+        return collect_frames(self.thread.ident)[::-1] if self.thread.is_alive() else []
 
     def read(self, frames: list[FrameType], now: float) -> float:
         """Return the seconds for which the training thread, whose frames are ``frames``, has made no progress."""

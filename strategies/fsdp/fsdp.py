@@ -268,6 +268,11 @@ class FSDP(Strategy):
         unbuilt = {(part, name): tensor for part in module.modules() for name, tensor in _iterate_tensors(part)}
         unbuilt = {place: tensor for place, tensor in unbuilt.items() if tensor.is_meta}
         blocks = self._choose_blocks(module, apart)
+        if type(self.precision).cast_module is not Precision.cast_module:
+            raise ValueError(
+                f"strategy={self.name!r} does not support {type(self.precision).__name__}, which replaces layers. Use "
+                "strategy='ddp', or another precision."
+            )
         check_parameters(module, blocks, self.precision.storage)
         self._start_alike(module)
         if self.layout.tensor > 1:
@@ -291,7 +296,7 @@ class FSDP(Strategy):
         self._build(module, unbuilt)
         # If activations are recomputed, autocast alone would keep a cast copy of the whole model until the backward
         # pass.
-        precision = self.precision if recompute is None else replace(self.precision, cached=False)
+        precision = self.precision if recompute is None else self.precision.replace(cached=False)
         router = ShardedRouter(module, precision.context(self.world.device), precision.compute is not None)
         router._is_apart = apart
         if not apart:

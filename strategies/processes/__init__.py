@@ -8,7 +8,7 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from . import os_process
-    from .exit_limit import end_at_once, limit_exit, postpone_exit_limit, run_briefly
+    from .exit_limit import collect_frames, end_at_once, format_stack, limit_exit, postpone_exit_limit, run_briefly
     from .network import (
         find_source_address,
         interface_of,

@@ -25,3 +25,15 @@ def test_fabrics_modules() -> None:
     assert (has_len([1]), sized_len(iter([1]))) == (True, None)
     with pytest.warns(UserWarning, match="length 0"):
         assert has_len([])
+
+
+def test_files_whose_tensors_are_read_when_used(tmp_path) -> None:
+    from treadle.compat.fabric.utilities.load import _lazy_load, _NotYetLoadedTensor
+
+    torch.save({"weight": torch.arange(3)}, tmp_path / "weights.pth")
+    weights = _lazy_load(tmp_path / "weights.pth")
+    assert weights["weight"].tolist() == [0, 1, 2]
+    assert "weights.pth" in Path("/proc/self/maps").read_text()  # the file is mapped, not read
+    assert not isinstance(weights["weight"], _NotYetLoadedTensor)
+    with pytest.raises(FileNotFoundError):
+        _lazy_load(tmp_path / "none.pth")

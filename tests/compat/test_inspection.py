@@ -1,4 +1,4 @@
-"""Lightning's queries about a module: norms of gradients."""
+"""Lightning's queries about a module: norms of gradients, what a class overrides, the parameters of a hook."""
 
 import pytest
 import torch
@@ -6,7 +6,10 @@ from support.processes import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from treadle.compat.demos.boring_classes import BoringModel
 from treadle.compat.inspection import grad_norm
+from treadle.compat.utilities.model_helpers import is_overridden
+from treadle.compat.utilities.signature_utils import is_param_in_hook_signature
 
 
 def measure(sharded: bool, order: float | str) -> dict[str, float]:
@@ -35,3 +38,17 @@ def test_sharded_gradients_beside_whole_ones(order: float | str) -> None:
 def test_an_order_that_is_not_above_zero(order: float | str) -> None:
     with pytest.raises(ValueError, match=f"norm_type={order!r} must be a number above 0"):
         grad_norm(nn.Linear(1, 1), order)
+
+
+def test_what_a_class_overrides() -> None:
+    assert is_overridden("training_step", BoringModel())
+    assert not is_overridden("on_fit_start", BoringModel())
+    assert not is_overridden("setup", None)
+    with pytest.raises(ValueError, match="is_overridden got an object"):
+        is_overridden("setup", object())
+
+
+def test_the_parameters_of_a_hook() -> None:
+    assert is_param_in_hook_signature(BoringModel().training_step, "batch")
+    assert not is_param_in_hook_signature(BoringModel().training_step, "dataloader_idx")
+    assert is_param_in_hook_signature(BoringModel().training_step, "other", min_args=2)

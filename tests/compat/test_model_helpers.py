@@ -69,3 +69,17 @@ def test_compiled_regions():
     torch.testing.assert_close(compiled(x), model(x))
     names = [name for name, _ in other.get_module_children_bottom_up(model, return_fqns=True)]
     assert names == ["layers.0", "layers.1", "layers", "head", ""]
+
+
+def test_tensors_of_the_meta_device():
+    from treadle.compat.fabric.utilities.init import _materialize_meta_tensors
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    _materialize_meta_tensors(model, torch.device("cpu"))
+    assert [tensor.device.type for tensor in model.state_dict().values()] == ["cpu"] * 7
+    assert model[1].weight.tolist() == [1, 1, 1]
+    assert model[0].weight.abs().max() <= 0.5**0.5  # nn.Linear's bound for 2 features
+    model.to("meta").own = nn.ParameterList([torch.empty(1, device="meta")])
+    with pytest.raises(TypeError, match=r"own \(ParameterList\) has no method reset_parameters"):
+        _materialize_meta_tensors(model, torch.device("cpu"))

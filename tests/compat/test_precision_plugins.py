@@ -2,11 +2,21 @@
 
 import pytest
 import torch
+from support.processes import run
 from support.trainers import NO_OUTPUT, make_trainer, says
 from torch import nn
 from treadle.compat.demos.boring_classes import BoringModel
-from treadle.compat.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from treadle.compat.fabric import Fabric
+from treadle.compat.plugins import (
+    BitsandbytesPrecision,
+    DoublePrecision,
+    FSDPPrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
 from treadle.compat.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
+from treadle.strategies import FSDPStrategy
 
 import treadle
 
@@ -52,3 +62,96 @@ def test_precisions_have_the_attributes_of_plugins() -> None:
     assert trainer.precision_plugin == Precision.parse("16-mixed")
     with_plugin = treadle.Trainer(plugins=plugin, accelerator="cpu", **NO_OUTPUT)
     assert isinstance(with_plugin.precision_plugin, MixedPrecision)
+
+
+def test_a_plugin_with_recomputed_activations() -> None:
+    strategy = FSDPStrategy(activation_checkpointing_policy={nn.Linear})
+    make_trainer(plugins=FSDPPrecision("bf16-mixed"), strategy=strategy, fast_dev_run=1).fit(BoringModel())
+
+
+MODES = {"nf4": torch.bfloat16, "nf4-dq": torch.bfloat16, "fp4": torch.float32, "fp4-dq": torch.float16, "int8": None}
+
+
+@pytest.mark.parametrize("mode", [*MODES, "int8-training"])
+def test_quantized_weights(mode) -> None:
+    """They come close to the model, and are the same from its weights, from their own, and after a forward pass."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64, bias=False), nn.LayerNorm(64))
+    weights, batch = {name: value.clone() for name, value in net.state_dict().items()}, torch.randn(4, 64)
+    expected = net(batch).detach()
+    plugin = BitsandbytesPrecision(mode, MODES.get(mode))
+    model = Fabric(accelerator="cpu", devices=1, plugins=plugin).setup_module(net)
+    assert net[0].weight.dtype is {"int8": torch.int8, "int8-training": torch.float16}.get(mode, torch.uint8)
+    assert net[0].weight.requires_grad is (mode == "int8-training")
+    assert net[0].bias.dtype is net[3].weight.dtype is plugin.storage
+    output = model(batch).detach()
+    assert 0 < (output - expected).abs().max() < (0.05 if mode.startswith("int8") else 1)
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    for state in (weights, own):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        model.load_state_dict(state)
+        assert torch.equal(model(batch), output)
+
+
+class Quantized(BoringModel):
+    """A body to quantize, and a head to train."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+
+    def forward(self, x):
+        return self.layer(self.body(x))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([parameter for parameter in self.parameters() if parameter.requires_grad], 0.05)
+
+
+def fit_quantized(
+    folder: str, mode: str, epochs: int, ckpt_path: str | None = None, **settings
+) -> dict[str, torch.Tensor]:
+    plugin, task = BitsandbytesPrecision(mode, MODES[mode], ignore_modules={"layer"}), Quantized()
+    trainer = make_trainer(plugins=plugin, max_epochs=epochs, limit_train_batches=4, limit_val_batches=0, **settings)
+    trainer.fit(task, ckpt_path=ckpt_path)
+    assert [type(layer).__name__ for layer in (task.body[0], task.layer)] == [
+        "Linear8bitLt" if mode == "int8" else "Linear4bit",
+        "Linear",
+    ]
+    trainer.save_checkpoint(f"{folder}/{epochs}.ckpt")
+    return {name: value.clone() for name, value in task.state_dict().items()}
+
+
+@pytest.mark.parametrize("mode", ["nf4", "fp4", "int8"])
+def test_a_run_with_quantized_layers_resumes(tmp_path, mode) -> None:
+    whole = fit_quantized(str(tmp_path), mode, 2)
+    fit_quantized(str(tmp_path), mode, 1)
+    resumed = fit_quantized(str(tmp_path), mode, 2, str(tmp_path / "1.ckpt"))
+    assert {name: torch.equal(value, whole[name]) for name, value in resumed.items()} == dict.fromkeys(whole, True)
+
+
+def test_quantized_layers_on_two_ranks(tmp_path) -> None:
+    first, second = run(fit_on_ranks, 2, str(tmp_path))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def fit_on_ranks(folder: str) -> dict[str, torch.Tensor]:
+    return fit_quantized(folder, "nf4", 1, strategy="ddp", devices=2)
+
+
+def test_quantizations_that_are_refused() -> None:
+    with says(
+        ValueError, "mode='nf5' is not one of nf4, nf4-dq, fp4, fp4-dq, int8, int8-training. Did you mean 'nf4'?"
+    ):
+        BitsandbytesPrecision("nf5")
+    with says(ValueError, "mode='int8' only works with `dtype=torch.float16`, not torch.bfloat16."):
+        BitsandbytesPrecision("int8", torch.bfloat16)
+    with says(TypeError, "BoringModel has no submodule of type torch.nn.Linear, so nothing would be quantized."):
+        task = BoringModel()
+        task.layer = nn.Conv1d(1, 1, 1)
+        make_trainer(plugins=BitsandbytesPrecision("nf4"), fast_dev_run=1).fit(task)
+    with says(ValueError, "strategy='fsdp' does not support BitsandbytesPrecision, which replaces layers."):
+        make_trainer(plugins=BitsandbytesPrecision("nf4"), strategy="fsdp", fast_dev_run=1).fit(BoringModel())

@@ -1,12 +1,16 @@
 """A process that does not end after its script is ended after the limit, whatever keeps it."""
 
+import gc
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 from support.processes import clean_environment, programs
+from treadle.strategies.processes import collect_frames, format_stack
 
 pytestmark = pytest.mark.guarantee
 
@@ -130,3 +134,36 @@ def test_one_of_two_ranks(tmp_path):
 @pytest.mark.parametrize("command", JOBS)
 def test_every_launcher(tmp_path, command):
     check([command], tmp_path)
+
+
+def wait_deep(depth: int, ready: threading.Event, end: threading.Event) -> None:
+    if depth:
+        wait_deep(depth - 1, ready, end)
+    else:
+        ready.set()
+        end.wait()
+
+
+def test_no_garbage_is_collected_while_the_frames_of_a_thread_are_read() -> None:
+    ready, end = threading.Event(), threading.Event()
+    thread = threading.Thread(target=wait_deep, args=(200, ready, end), daemon=True)
+    thread.start()
+    ready.wait()
+    phases, thresholds = [], gc.get_threshold()
+    gc.callbacks.append(note := lambda phase, details: phases.append(phase))
+    gc.set_threshold(1)
+    try:
+        frames = collect_frames(thread.ident)
+        assert gc.get_threshold()[0] == 1
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(note)
+    assert [frame.f_code.co_name for frame in frames].count("wait_deep") == 201
+    assert len(phases) < 10  # 2 for each of some hundred collections otherwise, with Python 3.11
+    assert format_stack(thread.ident).count("in wait_deep") > 1
+    if (pid := os.fork()) == 0:  # a fork waits for no lock that a walk has left
+        os._exit(0 if collect_frames(threading.get_ident()) else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    end.set()
+    thread.join()
+    assert (collect_frames(thread.ident), format_stack(thread.ident)) == ([], "")
