@@ -1,8 +1,10 @@
-"""Accelerate's enums."""
+"""The peers' enums."""
 
 from __future__ import annotations
 
 import enum
+
+from lightning_utilities.core.enums import StrEnum as LightningEnum
 
 
 class EnumWithContains(enum.EnumMeta):
@@ -127,3 +129,20 @@ class CustomDtype(enum.Enum):
     FP8 = "fp8"
     INT4 = "int4"
     INT2 = "int2"
+
+
+class GradClipAlgorithmType(LightningEnum):
+    """Values of ``Trainer(gradient_clip_algorithm=...)``."""
+
+    VALUE = "value"
+    NORM = "norm"
+
+    @staticmethod
+    def supported_type(val: str) -> bool:
+        """Return whether an algorithm with exactly this name exists."""
+        return val in GradClipAlgorithmType.supported_types()
+
+    @staticmethod
+    def supported_types() -> list[str]:
+        """Return the names of the algorithms."""
+        return [str(member.value) for member in GradClipAlgorithmType]

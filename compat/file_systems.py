@@ -22,6 +22,11 @@ def get_filesystem(path: str | Path, **kwargs: Any) -> AbstractFileSystem:
     return file_system
 
 
+def is_dir(fs: AbstractFileSystem, path: str | Path, strict: bool = False) -> bool:
+    """Return whether a path is a folder. ``strict`` is accepted and ignored."""
+    return bool(fs.isdir(str(path)))
+
+
 def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
     """Return the content of a ``torch.save`` file, or of a run's checkpoint directory.
 

@@ -77,15 +77,19 @@ class CSVLogger(DirectoryLogger):
         """Add one row.
 
         Args:
-            metrics: Numbers or tensors by name; a nested dict adds columns named ``name/key``.
-            step: Optimizer step of the values. Default: one more than the highest previous step.
+            metrics: Numbers or tensors by name; a nested dict adds columns named ``name/key``. A metric named ``step``
+                that differs from ``step`` gets the column ``step_metric``.
+            step: Optimizer step of the values. Default: the metric named ``step``, or one more than the highest
+                previous step.
 
         Raises:
             TypeError, ValueError: If a name, a value or the step is invalid.
         """
         row = dict(flatten(as_metrics(metrics, self._prefix)))
         if STEP in row:
-            raise ValueError(f"metric {STEP!r} has the name of the step column. Log it under another name.")
+            logged = row.pop(STEP)
+            step = int(logged) if step is None else step
+            row |= {f"{STEP}_metric": logged} if logged != step else {}
         self.experiment.log_metrics(row, self.next_step(step))
 
     def log_hyperparams(self, params: Params = None, metrics: dict[str, Any] | None = None) -> None:

@@ -28,6 +28,8 @@ from ...trainer.arguments import unpack_plugins
 from ...trainer.core import warn_of_code
 from .wrappers import FabricDataLoader, FabricModule, TaskTrainer, is_wrapped, unwrap
 
+_FabricOptimizer = PreparedOptimizer  # the name that public programs import from this module
+
 __all__ = ["Fabric", "is_wrapped", "seed_everything"]
 
 

@@ -26,7 +26,7 @@ from ...common.messages import name_type, nearest
 from ...engine import Accelerator, move_data_to_device
 from ...engine.data import shards_itself
 from ...engine.optim import PreparedOptimizer
-from ...strategies import World, cast_floating
+from ...strategies import World, apply_nested, cast_floating
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -322,3 +322,13 @@ class _WithOptimizers:
         if name == "_accelerator":
             raise AttributeError(name)  # it is being copied
         return getattr(self._accelerator, name)
+
+
+# -- private names of Lightning's that public programs import ------------------------------------------------------
+
+_FabricModule, _FabricDataLoader, _FabricOptimizer = FabricModule, FabricDataLoader, PreparedOptimizer
+
+
+def _unwrap_objects(collection: Any) -> Any:
+    """Return nested data with `unwrap` applied to each model, optimizer and dataloader."""
+    return apply_nested(collection, (nn.Module, PreparedOptimizer, FabricDataLoader), unwrap)

@@ -1,5 +1,7 @@
 """Accelerate's enums."""
 
+from support.trainers import make_trainer
+from treadle.compat.utilities.enums import GradClipAlgorithmType
 from treadle.utils.dataclasses import ComputeEnvironment, DynamoBackend, LoggerType, PrecisionType, RNGType
 
 import treadle
@@ -15,3 +17,8 @@ def test_enums():
     )
     assert accelerator.mixed_precision == "bf16"
     treadle.utils.synchronize_rng_states([RNGType.TORCH])
+
+
+def test_kinds_of_clipping() -> None:
+    assert GradClipAlgorithmType.supported_types() == ["value", "norm"]
+    assert make_trainer(gradient_clip_algorithm=GradClipAlgorithmType.NORM).gradient_clip_algorithm == "norm"

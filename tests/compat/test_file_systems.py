@@ -12,13 +12,14 @@ def test_fabrics_modules() -> None:
     from treadle.compat import loggers
     from treadle.compat.fabric.loggers import CSVLogger
     from treadle.compat.fabric.utilities import rank_zero_only
-    from treadle.compat.fabric.utilities.cloud_io import get_filesystem
+    from treadle.compat.fabric.utilities.cloud_io import _is_dir, get_filesystem
     from treadle.compat.fabric.utilities.data import has_len, sized_len
     from treadle.compat.fabric.utilities.types import _PATH, Optimizable
 
     assert issubclass(CSVLogger, loggers.CSVLogger)
     assert rank_zero_only.rank == 0
-    assert get_filesystem(ROOT).isdir(str(ROOT))
+    assert _is_dir(get_filesystem(ROOT), ROOT)
+    assert not _is_dir(get_filesystem(ROOT), ROOT / "README.md", strict=True)
     assert get_filesystem("memory://a").protocol == "memory"
     assert isinstance(ROOT, _PATH)
     assert isinstance(torch.optim.SGD([torch.zeros(1, requires_grad=True)]), Optimizable)

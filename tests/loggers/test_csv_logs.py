@@ -189,8 +189,16 @@ def test_prefix_and_the_name_of_the_step_column(tmp_path):
     logger.log_metrics({"loss": 1, "step": 3}, 0)
     logger.finalize("success")
     assert rows(tmp_path)[0] == ["step", "run-loss", "run-step"]
-    with pytest.raises(ValueError, match="metric 'step' has the name of the step column"):
-        CSVLogger(tmp_path).log_metrics({"step": 3}, 0)
+    logger = CSVLogger(tmp_path, name="", version="other")
+    for step in (0, 3, None):
+        logger.log_metrics({"step": 3, "loss": 1}, step)
+    logger.finalize("success")
+    assert rows(tmp_path / "other") == [
+        ["step", "loss", "step_metric"],
+        ["0", "1", "3"],
+        ["3", "1", ""],
+        ["3", "1", ""],
+    ]
 
 
 @pytest.mark.parametrize("value", [0, 2.5, True])

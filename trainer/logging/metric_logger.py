@@ -319,14 +319,17 @@ class Logbook:
 
         Args:
             row: Values by name.
-            step: Number of optimizer steps.
+            step: Number of optimizer steps, under which the loggers receive the row unless it has a value "step".
             epoch: Index of the epoch.
         """
         if not row:
             return
         self.logged_values.update(row)
         self.history.add(row, step)
-        self.call_loggers("log_metrics", {"epoch": epoch, **row}, step=step)
+        sent = {"epoch": epoch, **row}
+        if "step" in sent:  # the place on the x-axis, as in Lightning; many tasks log the epoch under this name
+            sent[EVALUATED_AT], step = step, int(sent.pop("step"))
+        self.call_loggers("log_metrics", sent, step=step)
 
     def call_loggers(self, method: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of the loggers that have not failed, on rank zero.

@@ -254,3 +254,21 @@ def test_samples_are_shared_as_in_lightning() -> None:
     first, second = run(shares, 2)
     assert first == [[0.0, 4.0], [0.0, 4.0], [0.0, 2.0], [0.0, 1.0, 2.0], [0, 2, 4, 6]]
     assert second == [[2.0, 6.0], [2.0, 6.0], [1.0, 0.0], [0.0, 1.0, 2.0], [1, 3, 5, 7]]
+
+
+def test_private_names_that_public_programs_import() -> None:
+    from treadle.compat.fabric.fabric import _FabricOptimizer
+    from treadle.compat.fabric.wrappers import _FabricDataLoader, _FabricModule, _unwrap_objects
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    net, loader = nn.Linear(2, 1), DataLoader(range(2))
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    batches = fabric.setup_dataloaders(loader)
+    assert isinstance(model, _FabricModule)
+    assert isinstance(optimizer, _FabricOptimizer)
+    assert isinstance(batches, _FabricDataLoader)
+    state = {"model": model, "optimizers": [optimizer], "loader": batches, "step": 3, "plain": net}
+    plain = _unwrap_objects(state)
+    assert plain["model"] is plain["plain"] is net
+    assert type(plain["optimizers"][0]) is torch.optim.SGD
+    assert (plain["loader"], plain["step"]) == (loader, 3)

@@ -82,6 +82,38 @@ def test_forms_and_names(tmp_path):
     assert ends[0]["both_epoch"] == pytest.approx(3.8)
 
 
+class Epochs(Base):
+    """Logs the epoch as the place on the x-axis."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("loss", loss := super().training_step(batch, batch_idx), on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", batch[0].mean())
+        self.log("batch", batch[0].mean(), on_step=True, on_epoch=False)
+        self.log("step", float(batch_idx), on_step=True, on_epoch=False)
+
+    def on_train_epoch_end(self):
+        self.log("step", self.current_epoch)
+
+    def on_validation_epoch_end(self):
+        self.log("step", self.current_epoch + 10)
+
+
+def test_a_value_logged_as_step_is_the_place_of_its_row(tmp_path):
+    own = make_trainer(logger=CSVLogger(tmp_path, "", 0), max_epochs=2, enable_checkpointing=True)
+    own.fit(Epochs(), numbers(1, 2, 3, batch_size=1), numbers(1, 2, batch_size=1))
+    written = rows(tmp_path / "version_0" / "metrics.csv")
+    assert [row["step"] for row in written if "loss" in row] == [0, 1]
+    assert [row["step"] for row in written if "val" in row] == [10, 11]
+    batches = [row for row in written if "batch" in row]
+    assert [(row["step"], row.get("step_metric", row["step"])) for row in batches] == [(1, 0), (2, 1), (3, 0), (4, 1)]
+    assert [row["evaluation/global_step"] for row in written if "loss" in row or "val" in row] == [3, 3, 6, 6]
+    assert own.history["loss"].steps == [3, 6]
+    assert own.checkpoint_callback.best_model_path.endswith("epoch=1-step=6.ckpt")
+
+
 ALLOWED = (
     *("on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_backward", "on_after_backward"),
     *("on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end", "on_train_epoch_end"),

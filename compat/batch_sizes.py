@@ -9,10 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from ...common.messages import name_type, warn
-from ...strategies import Strategy
-
-__all__ = ["extract_batch_size", "has_iterable_dataset", "has_len", "has_len_all_ranks", "sized_len"]
+from ..common.messages import name_type, warn
 
 _GIVE = "Compute the batch size yourself instead of calling extract_batch_size."
 
@@ -65,45 +62,12 @@ def sized_len(dataloader: object) -> int | None:
 
 def has_len(dataloader: object) -> bool:
     """Return whether a dataloader has a length. Warn about a length of 0 or that of an ``IterableDataset``."""
-    length = sized_len(dataloader)
+    length, name = sized_len(dataloader), type(dataloader).__name__
     if length == 0:
-        warn(
-            f"the {type(dataloader).__name__} has length 0, so it yields no batches. Check its dataset, batch_size and "
-            "drop_last."
-        )
-    return length is not None and _warn_of_claimed_length(dataloader)
-
-
-def _warn_of_claimed_length(dataloader: object) -> bool:
-    """Warn if the dataset is an ``IterableDataset``, whose length may be wrong, and return True."""
-    if has_iterable_dataset(dataloader):
-        name = type(dataloader).__name__
+        warn(f"the {name} has length 0, so it yields no batches. Check its dataset, batch_size and drop_last.")
+    if length is not None and has_iterable_dataset(dataloader):
         warn(
             f"the IterableDataset of the {name} has a length. With num_workers > 0, this length is correct only if "
             "each worker reads its own share of the samples."
         )
-    return True
-
-
-def has_len_all_ranks(
-    dataloader: object, strategy: Strategy, allow_zero_length_dataloader_with_multiple_devices: bool = False
-) -> bool:
-    """Return whether a dataloader has a length. Must be called on all ranks.
-
-    Raises:
-        RuntimeError: If this rank's dataloader is empty and that of another rank is not, unless this is allowed.
-    """
-    name = type(dataloader).__name__
-    length = sized_len(dataloader)
-    if length is None:
-        return False
-    if not strategy.world.any(length > 0):
-        warn(f"the {name} has no batches on any rank.")
-    elif not length:
-        if not allow_zero_length_dataloader_with_multiple_devices:
-            raise RuntimeError(
-                f"the {name} has no batches on rank {strategy.world.rank}. Provide at least one batch on every rank, "
-                "or pass allow_zero_length_dataloader_with_multiple_devices=True."
-            )
-        warn(f"the {name} has no batches on rank {strategy.world.rank}.")
-    return _warn_of_claimed_length(dataloader)
+    return length is not None
