@@ -11,7 +11,7 @@ from typing import Any
 from .values import check_step
 
 EVALUATED_AT = "evaluation/global_step"
-"""Metric that records the optimizer step in rows whose ``step`` is another number: a batch of an evaluation, or the user's."""
+"""Metric that records the optimizer step in rows whose ``step`` is that of a batch in an evaluation, or the task's own."""
 
 Params = Mapping[str, Any] | argparse.Namespace | None
 
@@ -164,7 +164,8 @@ class Logger(ABC):
         Args:
             metrics: Values by name.
             step: Optimizer step of the values. If ``metrics`` contains `EVALUATED_AT`, ``step`` counts evaluation
-                batches instead, or is what the task logged as ``"step"``. If None, the logger chooses the step. Default: None.
+                batches instead, or is what the task logged as ``"step"``. If None, the logger chooses the step.
+                Default: None.
         """
 
     @abstractmethod
