@@ -11,7 +11,7 @@ from typing import Any
 from .values import check_step
 
 EVALUATED_AT = "evaluation/global_step"
-"""Metric that records the optimizer step in rows whose ``step`` is that of a batch in an evaluation, or the task's own."""
+"""Metric with the optimizer step, in rows whose ``step`` is that of a batch in an evaluation, or the task's own."""
 
 Params = Mapping[str, Any] | argparse.Namespace | None
 
