@@ -1,6 +1,8 @@
 """Fabric's modules of file systems, data and types."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ def test_fabrics_modules() -> None:
     from treadle.compat.fabric.utilities.cloud_io import _is_dir, get_filesystem
     from treadle.compat.fabric.utilities.data import has_len, sized_len
     from treadle.compat.fabric.utilities.types import _PATH, Optimizable
+    from treadle.compat.utilities.types import _EVALUATE_OUTPUT, _PREDICT_OUTPUT
 
     assert issubclass(CSVLogger, loggers.CSVLogger)
     assert rank_zero_only.rank == 0
@@ -22,6 +25,7 @@ def test_fabrics_modules() -> None:
     assert not _is_dir(get_filesystem(ROOT), ROOT / "README.md", strict=True)
     assert get_filesystem("memory://a").protocol == "memory"
     assert isinstance(ROOT, _PATH)
+    assert [get_args(kind)[0] for kind in (_EVALUATE_OUTPUT, _PREDICT_OUTPUT)] == [Mapping[str, float], list[Any]]
     assert isinstance(torch.optim.SGD([torch.zeros(1, requires_grad=True)]), Optimizable)
     assert (has_len([1]), sized_len(iter([1]))) == (True, None)
     with pytest.warns(UserWarning, match="length 0"):
