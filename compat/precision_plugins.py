@@ -158,6 +158,9 @@ class BitsandbytesPrecision(HalfPrecision):
     Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (arXiv:2305.14314).
     """
 
+    mode: str
+    ignore_modules: tuple[str, ...]
+
     def __init__(
         self, mode: str, dtype: torch.dtype | None = None, ignore_modules: Iterable[str] | None = None
     ) -> None:
@@ -207,7 +210,8 @@ class BitsandbytesPrecision(HalfPrecision):
         """Set the weight to that of a state dict, before torch copies the tensors of equal shapes."""
         layers = import_module("bitsandbytes.nn")
         name, device = f"{prefix}weight", layer.weight.device
-        weight, scales = state.get(name), state.get(f"{prefix}SCB")
+        weight: Any = state.get(name)
+        scales = state.get(f"{prefix}SCB")
         statistics = {key: state.pop(key) for key in list(state) if key.startswith(f"{name}.")}
         if statistics:
             layer.weight = layers.Params4bit.from_prequantized(weight, statistics, device=device, module=layer)
