@@ -108,3 +108,10 @@ def test_modules_are_attributes_without_an_import_of_their_own():
     source = "\n".join(["import treadle.compat", *chains])
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_names_of_files_that_accelerates_utils_have() -> None:
+    from treadle.compat.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+
+    assert (SAFE_WEIGHTS_NAME, WEIGHTS_NAME) == ("model.safetensors", "pytorch_model.bin")
+    assert SAFE_WEIGHTS_INDEX_NAME == "model.safetensors.index.json"
