@@ -169,8 +169,9 @@ class BitsandbytesPrecision(HalfPrecision):
             raise ValueError(f"mode={mode!r} is not one of {', '.join(_MODES)}.{nearest(str(mode), _MODES)}")
         has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         dtype = dtype or (torch.bfloat16 if has_bf16 and not mode.startswith("int8") else torch.float16)
-        if dtype not in ((torch.float16,) if mode.startswith("int8") else _NAMES):
-            raise ValueError(f"mode={mode!r} only works with `dtype=torch.float16`, not {dtype}.")
+        allowed = (torch.float16,) if mode.startswith("int8") else tuple(_NAMES)
+        if dtype not in allowed:
+            raise ValueError(f"mode={mode!r} only works with `dtype={' or '.join(map(str, allowed))}`, not {dtype}.")
         Precision.__init__(self, name=_NAMES[dtype], storage=dtype)
         vars(self).update(mode=mode, ignore_modules=tuple(ignore_modules or ()))
 

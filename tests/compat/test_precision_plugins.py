@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.processes import run
+from support.processes import in_own_process, run
 from support.trainers import NO_OUTPUT, make_trainer, says
 from torch import nn
 from treadle.compat.demos.boring_classes import BoringModel
@@ -72,8 +72,13 @@ def test_a_plugin_with_recomputed_activations() -> None:
 MODES = {"nf4": torch.bfloat16, "nf4-dq": torch.bfloat16, "fp4": torch.float32, "fp4-dq": torch.float16, "int8": None}
 
 
-@pytest.mark.parametrize("mode", [*MODES, "int8-training"])
-def test_quantized_weights(mode) -> None:
+@in_own_process  # bitsandbytes has an AdamW of its own, so that the name in a configuration file would be ambiguous
+def test_quantized_weights() -> None:
+    for mode in (*MODES, "int8-training"):
+        check_quantized_weights(mode)
+
+
+def check_quantized_weights(mode) -> None:
     """They come close to the model, and are the same from its weights, from their own, and after a forward pass."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64, bias=False), nn.LayerNorm(64))
@@ -124,12 +129,14 @@ def fit_quantized(
     return {name: value.clone() for name, value in task.state_dict().items()}
 
 
-@pytest.mark.parametrize("mode", ["nf4", "fp4", "int8"])
-def test_a_run_with_quantized_layers_resumes(tmp_path, mode) -> None:
-    whole = fit_quantized(str(tmp_path), mode, 2)
-    fit_quantized(str(tmp_path), mode, 1)
-    resumed = fit_quantized(str(tmp_path), mode, 2, str(tmp_path / "1.ckpt"))
-    assert {name: torch.equal(value, whole[name]) for name, value in resumed.items()} == dict.fromkeys(whole, True)
+@in_own_process
+def test_a_run_with_quantized_layers_resumes(tmp_path) -> None:
+    for mode in ("nf4", "fp4", "int8"):
+        whole = fit_quantized(str(tmp_path), mode, 2)
+        fit_quantized(str(tmp_path), mode, 1)
+        resumed = fit_quantized(str(tmp_path), mode, 2, str(tmp_path / "1.ckpt"))
+        same = {name: torch.equal(value, whole[name]) for name, value in resumed.items()}
+        assert same == dict.fromkeys(whole, True), mode
 
 
 def test_quantized_layers_on_two_ranks(tmp_path) -> None:
@@ -149,6 +156,8 @@ def test_quantizations_that_are_refused() -> None:
         BitsandbytesPrecision("nf5")
     with says(ValueError, "mode='int8' only works with `dtype=torch.float16`, not torch.bfloat16."):
         BitsandbytesPrecision("int8", torch.bfloat16)
+    with says(ValueError, "with `dtype=torch.float16 or torch.bfloat16 or torch.float32`, not torch.float64."):
+        BitsandbytesPrecision("nf4", torch.float64)
     with says(TypeError, "BoringModel has no submodule of type torch.nn.Linear, so nothing would be quantized."):
         task = BoringModel()
         task.layer = nn.Conv1d(1, 1, 1)

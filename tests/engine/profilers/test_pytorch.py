@@ -12,7 +12,7 @@ from treadle.profilers import PyTorchProfiler
 
 def test_pytorch_writes_a_trace_with_steps_actions_and_parts(tmp_path, capsys):
     profiler = PyTorchProfiler(
-        tmp_path, filename="net", schedule=torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=1)
+        tmp_path, filename="net", row_limit=-1, schedule=torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=1)
     )
     task = Net()
     trainer_in(tmp_path, profiler=profiler).fit(task, loader())
