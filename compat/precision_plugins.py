@@ -211,13 +211,12 @@ class BitsandbytesPrecision(HalfPrecision):
         """Set the weight to that of a state dict, before torch copies the tensors of equal shapes."""
         layers = import_module("bitsandbytes.nn")
         name, device = f"{prefix}weight", layer.weight.device
-        weight: Any = state.get(name)
-        scales = state.get(f"{prefix}SCB")
+        weight, scales = state.get(name), state.get(f"{prefix}SCB")
         statistics = {key: state.pop(key) for key in list(state) if key.startswith(f"{name}.")}
         if statistics:
             layer.weight = layers.Params4bit.from_prequantized(weight, statistics, device=device, module=layer)
         elif scales is not None:
-            weight = weight.to(device)
+            weight = state[name].to(device)
             layer.weight = layers.Int8Params(weight, requires_grad=False, CB=weight, SCB=scales.to(device))
         elif weight is not None and weight.is_floating_point() and not layer.weight.is_floating_point():
             layer.weight = self._hold(layer, weight).to(device)
