@@ -127,19 +127,19 @@ def make_data():
     return TensorDataset(tokens[:, 0], tokens[:, 1])
 
 
-def train(root, strategy="auto", ranks=1, ckpt_path=None, clip=0.5):
+def train(root, strategy="auto", ranks=1, ckpt_path=None):
     """Train with clipping by one norm; return the trainer and its weights."""
     task = Language()
     saver = ModelCheckpoint(f"{root}/c", every_n_train_steps=1, save_top_k=-1, filename="{step}")
     trainer = make_trainer(
-        strategy=strategy, devices=ranks, gradient_clip_val=clip, enable_checkpointing=True, callbacks=[saver]
+        strategy=strategy, devices=ranks, gradient_clip_val=0.5, enable_checkpointing=True, callbacks=[saver]
     )
     trainer.fit(task, DataLoader(make_data(), SAMPLES // ranks), ckpt_path=ckpt_path)
     weights = trainer.accelerator.get_state_dict(task)  # of sharded tensors only on rank zero
     return trainer, {name: value.clone() for name, value in weights.items() if value is not None}
 
 
-def train_by_hand(clip=0.5):
+def train_by_hand():
     """The loop that a user would write with torch's optimizers."""
     model = Language()
     names = dict(model.named_parameters())
@@ -151,7 +151,10 @@ def train_by_hand(clip=0.5):
     adamw = torch.optim.AdamW(groups, lr=0.01)
     for batch in DataLoader(make_data(), SAMPLES):
         model.training_step(batch, 0).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        # In the order of the optimizers: another one may change the norm's last bit, and so one of Muon's roundings to
+        # bfloat16, which is 3.5e-4 of a matrix (seen on an Intel CPU).
+        ordered = (*muon.param_groups, *adamw.param_groups)
+        nn.utils.clip_grad_norm_([parameter for group in ordered for parameter in group["params"]], 0.5)
         for optimizer in (muon, adamw):
             optimizer.step()
             optimizer.zero_grad()
@@ -164,14 +167,8 @@ def measure_distance(weights, expected):
 
 
 def test_one_process_is_the_loop_by_hand(tmp_path):
-    # A norm that clips nothing: the last bits of a clipped gradient may change a rounding of Muon's to bfloat16.
-    _, weights = train(tmp_path, clip=1e6)
-    assert measure_distance(weights, train_by_hand(1e6)) < 1e-6
-    _, weights = train(tmp_path / "clipped")
-    expected = train_by_hand()
-    others = {name: value for name, value in expected.items() if name not in HIDDEN | {"mix.weight"}}
-    assert measure_distance(weights, others) < 1e-6
-    assert measure_distance(weights, expected) < 1e-3  # 3.5e-4 where one element is rounded to its other neighbor
+    _, weights = train(tmp_path)
+    assert measure_distance(weights, train_by_hand()) < 1e-6
 
 
 def train_on_two(root):
