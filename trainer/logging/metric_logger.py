@@ -327,7 +327,8 @@ class Logbook:
         self.logged_values.update(row)
         self.history.add(row, step)
         sent = {"epoch": epoch, **row}
-        if "step" in sent:  # the place on the x-axis, as in Lightning; many tasks log the epoch under this name
+        # A finite "step" is the place on the x-axis, as in Lightning. Many tasks log the epoch under this name.
+        if abs(sent.get("step", float("inf"))) < float("inf"):
             sent[EVALUATED_AT], step = step, int(sent.pop("step"))
         self.call_loggers("log_metrics", sent, step=step)
 

@@ -1,6 +1,7 @@
 """What `self.log` takes, what becomes of it, and who gets to see it."""
 
 import csv
+import math
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ class Epochs(Base):
         self.log("step", float(batch_idx), on_step=True, on_epoch=False)
 
     def on_train_epoch_end(self):
-        self.log("step", self.current_epoch)
+        self.log("step", self.current_epoch if self.current_epoch < 2 else math.nan)
 
     def on_validation_epoch_end(self):
         self.log("step", self.current_epoch + 10)
@@ -104,6 +105,9 @@ class Epochs(Base):
 def test_a_value_logged_as_step_is_the_place_of_its_row(tmp_path):
     own = make_trainer(logger=CSVLogger(tmp_path, "", 0), max_epochs=2, enable_checkpointing=True)
     own.fit(Epochs(), numbers(1, 2, 3, batch_size=1), numbers(1, 2, batch_size=1))
+    other = make_trainer(logger=CSVLogger(tmp_path, "", 1), max_epochs=3)
+    other.fit(Epochs(), numbers(1, 2, 3, batch_size=1))
+    assert [row["step"] for row in rows(tmp_path / "version_1" / "metrics.csv") if "loss" in row] == [0, 1, 9]
     written = rows(tmp_path / "version_0" / "metrics.csv")
     assert [row["step"] for row in written if "loss" in row] == [0, 1]
     assert [row["step"] for row in written if "val" in row] == [10, 11]
