@@ -91,11 +91,6 @@ def is_rocm_available() -> bool:
     return torch.version.hip is not None and torch.cuda.is_available()
 
 
-def is_weights_only_available() -> bool:
-    """Return True: every supported torch has it."""
-    return True
-
-
 def is_pippy_available() -> bool:
     """Return True: every supported torch has ``torch.distributed.pipelining``."""
     return True

@@ -34,14 +34,6 @@ class _TextEnum(enum.StrEnum):
     """Enum whose members are equal to their values and print as their values."""
 
 
-class SageMakerDistributedType(_TextEnum):
-    """Kinds of distributed training on SageMaker. Treadle supports none of them."""
-
-    NO = "NO"
-    DATA_PARALLEL = "DATA_PARALLEL"
-    MODEL_PARALLEL = "MODEL_PARALLEL"
-
-
 class FP8BackendType(_TextEnum):
     """Libraries for 8-bit training. Treadle uses torchao, the member ``AO``."""
 

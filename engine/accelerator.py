@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import strategies
 from ..common.messages import format_count, name_type, warn
 from ..common.remote_path import AnyPath
-from ..strategies.distributed import SHARD, TENSOR, Devices, Watchdog, watch
+from ..strategies.distributed import SHARD, Devices, Watchdog, watch
 from . import checkpoint, configuration, data, optim, preemption, profilers
 from .configuration import (
     AutocastKwargs,
@@ -1379,39 +1379,11 @@ class Accelerator(Prepared):
         return getattr(self.strategy, "device_mesh", None)
 
     @property
-    def is_composable_parallelism_enabled(self) -> bool:
-        """True if the strategy shards the model."""
-        return self.is_fsdp2
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Rank of this process among those that the data is sharded over."""
-        return self.data_world.rank
-
-    @property
     def data_parallel_shard_rank(self) -> int:
         """Rank of this process among those that hold the shards of one replica; 0 if the model is not sharded."""
-        return self._mesh_rank(SHARD)
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """Rank of this process in its tensor parallel group; 0 without tensor parallelism."""
-        return self._mesh_rank(TENSOR)
-
-    @property
-    def pipeline_parallel_rank(self) -> int:
-        """Always 0, because pipeline parallelism is not supported."""
-        return 0
-
-    @property
-    def context_parallel_rank(self) -> int:
-        """Always 0, because sequences are not split over processes."""
-        return 0
-
-    def _mesh_rank(self, dimension: str) -> int:
         mesh = self.torch_device_mesh
         names = () if mesh is None else mesh.mesh_dim_names or ()
-        return mesh.get_local_rank(dimension) if dimension in names else 0
+        return mesh.get_local_rank(SHARD) if SHARD in names else 0
 
     def _is_sharded(self) -> bool:
         return self.strategy.sharded

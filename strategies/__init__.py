@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .fsdp.lightning_strategy import FSDPStrategy
     from .fsdp.lightning_strategy import FSDPStrategy as ModelParallelStrategy
     from .fsdp.recompute import Recompute
+    from .launch.cluster_environment import ClusterEnvironment
     from .model_init import built_in_place
     from .nested_data import apply_nested, iter_tensors
     from .precision import Precision, cast_floating

@@ -235,6 +235,9 @@ def refuse_with_barebones(flags: Mapping[str, Any]) -> None:
             )
 
 
+_Environment = preemption.SLURMEnvironment | strategies.LaunchEnvironment | strategies.ClusterEnvironment
+
+
 class Plugged(NamedTuple):
     """Settings that come from ``plugins`` or from the flags of the same names."""
 
@@ -242,14 +245,14 @@ class Plugged(NamedTuple):
     sync_batchnorm: bool
     writer: checkpointing.CheckpointIO
     requeue_signal: int | None
-    environment: preemption.SLURMEnvironment | strategies.LaunchEnvironment | None
+    environment: _Environment | None
 
 
 def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool, strategy: Any = None) -> Plugged:
     """Return what ``plugins``, the flags ``precision`` and ``sync_batchnorm``, and a plugin in the strategy set."""
     check_bool("sync_batchnorm", sync_batchnorm)
     writer: checkpointing.CheckpointIO = checkpointing.TorchCheckpointIO()
-    environment: preemption.SLURMEnvironment | strategies.LaunchEnvironment | None = None
+    environment: _Environment | None = None
     if preemption.SLURMEnvironment.detect():
         environment = preemption.SLURMEnvironment()
     several = isinstance(plugins, Iterable) and not isinstance(plugins, str | Mapping)
@@ -268,7 +271,7 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool, strategy:
             sync_batchnorm = True
         elif isinstance(plugin, checkpointing.CheckpointIO):
             writer = plugin
-        elif isinstance(plugin, preemption.SLURMEnvironment | strategies.LaunchEnvironment):
+        elif isinstance(plugin, _Environment):
             environment = plugin  # the launcher is detected in any case
         else:
             raise TypeError(

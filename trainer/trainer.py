@@ -257,6 +257,8 @@ class Trainer(LightningAliases, Copyable):
         self.detect_anomaly = arguments.check_bool("detect_anomaly", detect_anomaly)
         self.enable_autolog_hparams = arguments.check_bool("enable_autolog_hparams", enable_autolog_hparams)
         self._plugged = arguments.unpack_plugins(plugins, precision, sync_batchnorm, strategy)
+        if isinstance(self._plugged.environment, strategies.ClusterEnvironment):
+            self._plugged.environment.export(accelerator, devices, num_nodes)
         self.default_root_dir = arguments.check_directory("default_root_dir", default_root_dir)
         self.on_nonfinite = choose("on_nonfinite", on_nonfinite, ("raise", "skip", "ignore"))
         arguments.set_determinism(deterministic, benchmark)

@@ -1,9 +1,8 @@
-"""Functions that save and load hyperparameters in YAML and CSV files."""
+"""Functions that save and load hyperparameters in YAML files."""
 
 from __future__ import annotations
 
 import ast
-import csv
 import os
 from argparse import Namespace
 from collections.abc import Mapping, MutableMapping
@@ -19,9 +18,7 @@ from ...trainer.core.hparams import make_config
 
 __all__ = [
     "convert",
-    "load_hparams_from_tags_csv",
     "load_hparams_from_yaml",
-    "save_hparams_to_tags_csv",
     "save_hparams_to_yaml",
     "update_hparams",
 ]
@@ -44,25 +41,6 @@ def convert(val: str) -> Any:
         return ast.literal_eval(val)
     except (ValueError, SyntaxError):
         return val
-
-
-def load_hparams_from_tags_csv(tags_csv: _File) -> dict[str, Any]:
-    """Return the hyperparameters that `save_hparams_to_tags_csv` wrote. If the file is missing, warn and return {}.
-
-    Python literals, such as ``0.1`` or ``True``, are converted; any other value is text.
-    """
-    if not os.path.isfile(tags_csv):
-        warn(f"the file {os.fspath(tags_csv)!r} does not exist, so there are no hyperparameters to load.")
-        return {}
-    with open(tags_csv, newline="", encoding="utf-8") as file:
-        return {row[0]: convert(row[1]) for row in list(csv.reader(file))[1:]}
-
-
-def save_hparams_to_tags_csv(tags_csv: _File, hparams: Mapping[str, Any] | Namespace) -> None:
-    """Write hyperparameters to a CSV file with the columns ``key`` and ``value``, in an existing folder."""
-    _check_folder(tags_csv)
-    with open(tags_csv, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("key", "value"), *_as_mapping(hparams).items()])
 
 
 def load_hparams_from_yaml(config_yaml: _File, use_omegaconf: bool = True) -> Any:

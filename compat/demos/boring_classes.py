@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
+from ...common.lazy_exports import lazy_exports
 from ...trainer import DataModule, TaskModule
 
 __all__ = [
     "BoringDataModule",
-    "BoringDataModuleNoLen",
     "BoringModel",
     "DemoModel",
-    "IterableBoringDataModule",
     "ManualOptimBoringModel",
     "Net",
     "RandomDataset",
-    "RandomDictDataset",
-    "RandomIterableDataset",
-    "RandomIterableDatasetWithLen",
 ]
 
 
@@ -39,31 +34,6 @@ class RandomDataset(Dataset[Tensor]):
 
     def __len__(self) -> int:
         return self.len
-
-
-class RandomDictDataset(RandomDataset):
-    """`RandomDataset` whose samples are dicts with the entries ``a`` and ``b = a + 2``."""
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:  # type: ignore[override]
-        return {"a": self.data[index], "b": self.data[index] + 2}
-
-
-class RandomIterableDataset(IterableDataset[Tensor]):
-    """Iterable dataset of ``count`` samples of ``size`` normally distributed numbers, drawn when they are read."""
-
-    def __init__(self, size: int, count: int) -> None:
-        self.size = size
-        self.count = count
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (torch.randn(self.size) for _ in range(self.count))
-
-
-class RandomIterableDatasetWithLen(RandomIterableDataset):
-    """`RandomIterableDataset` with a length."""
-
-    def __len__(self) -> int:
-        return self.count
 
 
 class BoringModel(TaskModule):
@@ -137,74 +107,36 @@ class ManualOptimBoringModel(BoringModel):
         return loss
 
 
-class _BoringData(DataModule):
-    """Data module with a dataloader for each dataset that `datasets` returns for a stage."""
+class BoringDataModule(DataModule):
+    """Data module with 64 samples of 32 numbers for each stage."""
 
     KINDS = ("train", "val", "test", "predict")
-    ATTRIBUTE = "random_{}"
-
-    def datasets(self, kind: str) -> Any:
-        """Return the dataset of a stage, or a list of datasets."""
-        raise NotImplementedError
-
-    def setup(self, stage: str) -> None:
-        """See `DataModule.setup`."""
-        for kind in {"fit": ("train", "val"), "validate": ("val",)}.get(stage, (stage,)):
-            self.__dict__[self.ATTRIBUTE.format(kind)] = self.datasets(kind)
-
-    def _make_loaders(self, kind: str) -> Any:
-        datasets = self.__dict__[self.ATTRIBUTE.format(kind)]
-        return [DataLoader(part) for part in datasets] if isinstance(datasets, list) else DataLoader(datasets)
-
-    def train_dataloader(self) -> Any:
-        """See `DataModule.train_dataloader`."""
-        return self._make_loaders("train")
-
-    def val_dataloader(self) -> Any:
-        """See `DataModule.val_dataloader`."""
-        return self._make_loaders("val")
-
-    def test_dataloader(self) -> Any:
-        """See `DataModule.test_dataloader`."""
-        return self._make_loaders("test")
-
-    def predict_dataloader(self) -> Any:
-        """See `DataModule.predict_dataloader`."""
-        return self._make_loaders("predict")
-
-
-class BoringDataModule(_BoringData):
-    """Data module with 64 samples of 32 numbers for each stage."""
 
     def __init__(self) -> None:
         super().__init__()
         self.random_full = RandomDataset(32, 64 * len(self.KINDS))
 
-    def datasets(self, kind: str) -> Any:
-        """Return the samples of the stage."""
-        start = 64 * self.KINDS.index(kind)
-        return Subset(self.random_full, range(start, start + 64))
+    def setup(self, stage: str) -> None:
+        """See `DataModule.setup`."""
+        for kind in {"fit": ("train", "val"), "validate": ("val",)}.get(stage, (stage,)):
+            start = 64 * self.KINDS.index(kind)
+            self.__dict__[f"random_{kind}"] = Subset(self.random_full, range(start, start + 64))
 
+    def train_dataloader(self) -> Any:
+        """See `DataModule.train_dataloader`."""
+        return DataLoader(self.random_train)
 
-class BoringDataModuleNoLen(_BoringData):
-    """Data module with iterable datasets without a length."""
+    def val_dataloader(self) -> Any:
+        """See `DataModule.val_dataloader`."""
+        return DataLoader(self.random_val)
 
-    COUNTS = {"train": 512, "val": 128, "test": 256, "predict": 64}
+    def test_dataloader(self) -> Any:
+        """See `DataModule.test_dataloader`."""
+        return DataLoader(self.random_test)
 
-    def datasets(self, kind: str) -> Any:
-        """Return an iterable dataset of samples of 32 numbers."""
-        return RandomIterableDataset(32, self.COUNTS[kind])
-
-
-class IterableBoringDataModule(_BoringData):
-    """Data module with two dataloaders for each stage, one of a map-style dataset and one of an iterable dataset."""
-
-    ATTRIBUTE = "{}_datasets"
-    COUNTS = {"train": 16, "val": 32, "test": 64, "predict": 128}
-
-    def datasets(self, kind: str) -> Any:
-        """Return two datasets of samples of 4 numbers."""
-        return [RandomDataset(4, self.COUNTS[kind]), RandomIterableDataset(4, self.COUNTS[kind])]
+    def predict_dataloader(self) -> Any:
+        """See `DataModule.predict_dataloader`."""
+        return DataLoader(self.random_predict)
 
 
 class DemoModel(TaskModule):
@@ -246,3 +178,6 @@ class Net(nn.Module):
         x = torch.relu(self.conv2(torch.relu(self.conv1(x))))
         x = self.dropout1(nn.functional.max_pool2d(x, 2)).flatten(1)
         return nn.functional.log_softmax(self.fc2(self.dropout2(torch.relu(self.fc1(x)))), dim=1)
+
+
+__getattr__ = lazy_exports(__name__)[0]  # the names that the tables have

@@ -20,7 +20,7 @@ from ...engine import Accelerator, collectives, move_data_to_device, seed_everyt
 from ...engine.optim import PreparedOptimizer
 from ...engine.weights import make_parent
 from ...loggers import Logger
-from ...strategies import Strategy, apply_nested, plan_function_launch
+from ...strategies import ClusterEnvironment, Strategy, apply_nested, plan_function_launch
 from ...strategies.distributed import Devices, LaunchEnvironment, cut_like, device_type, parse_devices
 from ...strategies.launch import FunctionLaunch, supervisor
 from ...trainer import TaskModule
@@ -57,7 +57,7 @@ class Fabric:
         num_nodes: Number of machines. More than one requires a launcher. Default: 1.
         precision: A name that `Precision` accepts, such as ``"bf16-mixed"``, or a `Precision`. Default: None, which
             means ``"32-true"``.
-        plugins: A precision plugin instead of ``precision``. A `LaunchEnvironment` is accepted and ignored.
+        plugins: A precision plugin instead of ``precision``. A `ClusterEnvironment` sets the ranks.
         callbacks: One or several objects whose methods `call` invokes. ``on_after_setup(fabric, module)`` and
             ``on_after_optimizer_step(strategy, optimizer)`` are called by this class.
         loggers: One or several loggers.
@@ -80,7 +80,9 @@ class Fabric:
         callbacks: Any = None,
         loggers: Logger | list[Logger] | None = None,
     ) -> None:
-        precision, sync_batchnorm, *_ = unpack_plugins(plugins, precision, False)
+        precision, sync_batchnorm, *_, environment = unpack_plugins(plugins, precision, False, strategy)
+        if isinstance(environment, ClusterEnvironment):
+            environment.export(accelerator, devices, num_nodes)
         if sync_batchnorm:
             raise ValueError(
                 "plugins=TorchSyncBatchNorm() is not supported, because the strategy converts the BatchNorm layers. "

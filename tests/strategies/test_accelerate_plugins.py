@@ -87,11 +87,11 @@ def mesh_ranks():
     with pytest.raises(ValueError, match="device_type='cuda' must be 'cpu'"):
         shards.get_device_mesh("cuda")
     names = [(mesh[name].size(), mesh[name].get_local_rank()) for name in ("dp_shard", "dp", "dp_shard_cp", "dp_cp")]
-    return accelerator.data_parallel_shard_rank, accelerator.is_composable_parallelism_enabled, names
+    return accelerator.data_parallel_shard_rank, names
 
 
 def test_ranks_within_a_grid():
-    assert run(mesh_ranks, 2) == [(rank, True, [(2, rank)] * 4) for rank in range(2)]
+    assert run(mesh_ranks, 2) == [(rank, [(2, rank)] * 4) for rank in range(2)]
 
 
 def test_a_grid_from_accelerates_variables(monkeypatch):

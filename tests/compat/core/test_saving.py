@@ -9,8 +9,6 @@ def test_files_of_hyperparameters(tmp_path) -> None:
     saving.save_hparams_to_yaml(tmp_path / "h.yaml", values)
     assert saving.load_hparams_from_yaml(tmp_path / "h.yaml") == values
     assert type(saving.load_hparams_from_yaml(tmp_path / "h.yaml", use_omegaconf=False)) is dict
-    saving.save_hparams_to_tags_csv(tmp_path / "h.csv", values)
-    assert saving.load_hparams_from_tags_csv(tmp_path / "h.csv") == values
     assert saving.convert("x y") == "x y"
     saving.update_hparams(values, {"deep": {"b": 3}, "new": 1})
     assert values["deep"] == {"a": [1, 2], "b": 3}

@@ -17,7 +17,7 @@ def test_the_boring_model_trains_as_in_lightning(tmp_path) -> None:
     assert model.layer.weight.sum().item() == pytest.approx(0.7426187992095947, rel=1e-5)
 
 
-@pytest.mark.parametrize("data", [boring.BoringDataModule, boring.BoringDataModuleNoLen, None])
+@pytest.mark.parametrize("data", [boring.BoringDataModule, None])
 @pytest.mark.parametrize("model", [boring.BoringModel, boring.ManualOptimBoringModel])
 def test_boring_classes_run(model, data) -> None:
     trainer = make_trainer(fast_dev_run=2)
@@ -26,7 +26,4 @@ def test_boring_classes_run(model, data) -> None:
 
 
 def test_the_other_demos() -> None:
-    data = boring.IterableBoringDataModule()
-    data.setup("fit")
-    assert [len(next(iter(loader))[0]) for loader in data.val_dataloader()] == [4, 4]
     assert boring.DemoModel()(torch.ones(2, 32)).shape == (2, 10)
