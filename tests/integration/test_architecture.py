@@ -106,6 +106,7 @@ def test_few_files_run(tmp_path):
         return set(run), made
 
     fresh, made = fit(1)
+    made.save_checkpoint(tmp_path / "first.ckpt")  # names that are imported on first use
     run.clear()
     watch(True)
     made.save_checkpoint(tmp_path / "c.ckpt")
