@@ -9,7 +9,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -32,18 +32,6 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
     """
     with variables_set({name.upper(): str(value) for name, value in kwargs.items()}):
         yield
-
-
-@contextmanager
-def clear_environment() -> Iterator[None]:
-    """Remove all environment variables within a ``with`` block, and restore them afterwards."""
-    before = dict(os.environ)
-    os.environ.clear()
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
@@ -95,17 +83,29 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     return bar(*args, **kwargs)
 
 
-def write_basic_config(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise RuntimeError, because Treadle does not have a machine-wide configuration file.
+def write_basic_config(mixed_precision: str = "no", save_location: str | None = None, use_xpu: bool = False) -> bool:
+    """Do nothing and return False, which in Accelerate means that no file was written.
+
+    Treadle has no machine-wide configuration file. Without one, `treadle launch` starts one process per GPU, as
+    Accelerate's file of defaults says.
 
     Args:
-        *args: Accepted and ignored.
-        **kwargs: Accepted and ignored.
+        mixed_precision: Must be ``"no"`` (default).
+        save_location: Must be None (default).
+        use_xpu: Accepted and ignored.
+
+    Raises:
+        RuntimeError: If an argument asks for what only a configuration file could hold.
     """
-    raise RuntimeError(
-        "write_basic_config is not supported: Treadle has no machine-wide configuration file. Pass the settings "
-        "to Accelerator(...), and the number of processes to torchrun or `treadle launch`."
-    )
+    if mixed_precision != "no" or save_location is not None:
+        asked = (
+            f"mixed_precision={mixed_precision!r}" if mixed_precision != "no" else f"save_location={save_location!r}"
+        )
+        raise RuntimeError(
+            f"write_basic_config({asked}) is not supported: Treadle has no machine-wide configuration file. Pass the "
+            "settings to Accelerator(...), and the number of processes to torchrun or `treadle launch`."
+        )
+    return False
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
@@ -180,12 +180,6 @@ def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[
 def recursive_getattr(obj: Any, attr: str) -> Any:
     """Return a nested attribute by its dotted name, such as ``"encoder.layer.weight"``."""
     return operator.attrgetter(attr)(obj)
-
-
-def get_pretty_name(obj: Any) -> str:
-    """Return the qualified name of a class or function, or of the class of any other object."""
-    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
-    return str(getattr(named, "__qualname__", None) or named.__name__)
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:

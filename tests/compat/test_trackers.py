@@ -54,14 +54,3 @@ def test_a_registered_class(tmp_path):
     assert (tracker.place, tracker.rows) == (("project", tmp_path, "round"), [({"loss": 1.0}, 3)])
     with pytest.raises(ValueError, match="GeneralTracker"):
         tracking.register_tracker_class(dict)
-
-
-def test_which_trackers_there_are(tmp_path):
-    assert LoggerType.TENSORBOARD in tracking.get_available_trackers()
-    names = ["tensorboard", LoggerType.TENSORBOARD]
-    assert tracking.filter_trackers(names, tmp_path) == [LoggerType.TENSORBOARD]
-    assert tracking.filter_trackers(None) == []
-    with pytest.raises(ValueError, match=r"project_dir|logging_dir"):
-        tracking.filter_trackers("tensorboard")
-    with pytest.raises(ValueError, match="log_with"):
-        tracking.filter_trackers("dvclive")

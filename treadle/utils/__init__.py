@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     )
     from ..compat.environment import (
         clear_device_cache,
-        clear_environment,
         patch_environment,
         release_memory,
         tqdm,
