@@ -91,11 +91,6 @@ def is_rocm_available() -> bool:
     return torch.version.hip is not None and torch.cuda.is_available()
 
 
-def is_pippy_available() -> bool:
-    """Return True: every supported torch has ``torch.distributed.pipelining``."""
-    return True
-
-
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
     """Return whether NumPy ``min_version`` or later is installed."""
     return _is_version_installed("numpy", min_version)

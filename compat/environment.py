@@ -7,7 +7,7 @@ import operator
 import os
 import socket
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -122,11 +122,6 @@ def parse_flag_from_env(key: str, default: Any = False) -> bool:
 def parse_choice_from_env(key: str, default: Any = "no") -> str:
     """Return the value of an environment variable, or ``default`` as text if the variable is not set."""
     return os.environ.get(key, str(default))
-
-
-def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the value of the first environment variable with a number of at least 0, or ``default``."""
-    return next((number for key in env_keys if (number := int(os.environ.get(key, -1))) >= 0), default)
 
 
 def get_gpu_info() -> tuple[list[str], int]:

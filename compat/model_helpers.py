@@ -67,11 +67,6 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
     return [pair if return_fqns else pair[1] for pair in reversed(ordered)]
 
 
-def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """Return the class of the first module whose class has this name, or None."""
-    return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
-
-
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict that contains each tensor once, for a safetensors file.
 

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import strategies
 from ..common.messages import format_count, name_type, warn
 from ..common.remote_path import AnyPath
-from ..strategies.distributed import SHARD, Devices, Watchdog, watch
+from ..strategies.distributed import Devices, Watchdog, watch
 from . import checkpoint, configuration, data, optim, preemption, profilers
 from .configuration import (
     AutocastKwargs,
@@ -53,6 +53,7 @@ _UNSUPPORTED = {
     "fp8_backend": "Treadle always uses torchao for float8.",
     "megatron_lm_plugin": "Treadle does not use Megatron-LM.",
     "build_parallelism_config": "Use Accelerator(parallelism_config=...) instead.",
+    **{f"{kind}_parallel_rank": "Use torch_device_mesh.get_local_rank(name) instead." for kind in ("data", "tensor")},
 }
 
 
@@ -1377,13 +1378,6 @@ class Accelerator(Prepared):
     def torch_device_mesh(self) -> Any:
         """Device mesh of the strategy, or None."""
         return getattr(self.strategy, "device_mesh", None)
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """Rank of this process among those that hold the shards of one replica; 0 if the model is not sharded."""
-        mesh = self.torch_device_mesh
-        names = () if mesh is None else mesh.mesh_dim_names or ()
-        return mesh.get_local_rank(SHARD) if SHARD in names else 0
 
     def _is_sharded(self) -> bool:
         return self.strategy.sharded

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ast
+import io
 import os
 from argparse import Namespace
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from ...common.lazy_exports import lazy_exports
 from ...common.messages import name_type, warn
 from ...loggers import plain
+from ...trainer import TaskModule
 from ...trainer.core.hparams import make_config
 
 __all__ = [
@@ -68,6 +71,21 @@ def save_hparams_to_yaml(
     _check_folder(config_yaml)
     text = yaml.safe_dump(plain(_as_mapping(hparams)), sort_keys=False, allow_unicode=True)
     Path(config_yaml).write_text(text, encoding="utf-8")
+
+
+def _load_from_checkpoint(cls: type[TaskModule], checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return ``cls.load_from_checkpoint(...)`` as Treadle defines it, for classes that override the method."""
+    return vars(TaskModule)["load_from_checkpoint"].__func__(cls, checkpoint_path, *args, **kwargs)
+
+
+def _load_state(
+    cls: type[TaskModule], checkpoint: Mapping[str, Any], strict: bool | None = None, **cls_kwargs_new: Any
+) -> Any:
+    """Return the task in the content of a checkpoint. ``cls_kwargs_new`` override the saved hyperparameters."""
+    buffer = io.BytesIO()
+    torch.save(dict(checkpoint), buffer)
+    buffer.seek(0)
+    return _load_from_checkpoint(cls, buffer, strict=strict, **cls_kwargs_new)
 
 
 def _as_mapping(hparams: Any) -> Mapping[str, Any]:

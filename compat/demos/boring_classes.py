@@ -124,19 +124,19 @@ class BoringDataModule(DataModule):
 
     def train_dataloader(self) -> Any:
         """See `DataModule.train_dataloader`."""
-        return DataLoader(self.random_train)
+        return DataLoader(self.__dict__["random_train"])
 
     def val_dataloader(self) -> Any:
         """See `DataModule.val_dataloader`."""
-        return DataLoader(self.random_val)
+        return DataLoader(self.__dict__["random_val"])
 
     def test_dataloader(self) -> Any:
         """See `DataModule.test_dataloader`."""
-        return DataLoader(self.random_test)
+        return DataLoader(self.__dict__["random_test"])
 
     def predict_dataloader(self) -> Any:
         """See `DataModule.predict_dataloader`."""
-        return DataLoader(self.random_predict)
+        return DataLoader(self.__dict__["random_predict"])
 
 
 class DemoModel(TaskModule):

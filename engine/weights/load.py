@@ -62,8 +62,8 @@ def load_weights(
             Lightning's ``.ckpt``), an index of several such files (``.index.json``), a folder in Hugging Face's format,
             or any other folder with a single index or weights file. A file saved with ``torch.save`` must contain a
             state dict at the top level or under ``"state_dict"``, ``"model_state_dict"`` or ``"model"``. An ``http``,
-            ``https`` or ``file`` URL must name a single file. If an index is in an object
-            store, such as S3, pass the URL of its folder.
+            ``https`` or ``file`` URL must name a single file. If an index is in an object store, such as S3, pass the
+            URL of its folder. A binary file object is read to its end.
         strict: Require that the weights of the source and the model have the same names and shapes. For a tied
             parameter, one of its names is sufficient. If False, the weights that fit are loaded, and a warning
             describes the differences. Default: True.

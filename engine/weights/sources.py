@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ...common.messages import abbreviate, name_type
 from ...common.remote_path import AnyPath
@@ -30,7 +32,7 @@ from ..checkpoint import (
 from .download import check_digest, fetch, fetch_from_store, find_in_store, is_url
 from .torch_files import TorchFile, View
 
-Source = str | os.PathLike[str]
+Source = str | os.PathLike[str] | IO[bytes]
 
 _STATE_KEYS = ("state_dict", "model_state_dict", "model")
 _USUAL = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
@@ -66,15 +68,25 @@ class Opened:
 def open_source(source: Source, sha256: str | None = None) -> Iterator[Opened]:
     """Return a context in which a source of weights is open; see `load_weights`.
 
-    Downloads are deleted when the context ends.
+    Downloads are deleted when the context ends. A file object is read from its position to its end.
 
     Raises:
         ValueError: If the source is missing, damaged or not supported, or if ``sha256`` is not its digest.
-        TypeError: If ``source`` is neither a path nor a URL.
+        TypeError: If ``source`` is neither a path nor a URL nor a binary file object.
         OSError: If the source cannot be downloaded.
     """
     if not isinstance(source, str | os.PathLike):
-        raise TypeError(f"source={source!r:.100} must be a path or a URL, not {name_type(source)}.")
+        if isinstance(source, io.TextIOBase) or not hasattr(source, "read"):
+            raise TypeError(f"source={source!r:.100} must be a path, a URL or a binary file, not {name_type(source)}.")
+        with tempfile.TemporaryDirectory(prefix="treadle-") as folder:
+            with open(os.path.join(folder, type(source).__name__), "wb") as copy:
+                shutil.copyfileobj(source, copy)
+                if not copy.tell():
+                    raise ValueError(f"source={source!r:.100} has no bytes after its position. Call seek(0) first.")
+            opened_source = _open(Path(copy.name), sha256)
+            opened_source.place = str(getattr(source, "name", source))
+            yield opened_source
+        return
     if not is_url(source):
         yield _open(Path(source), sha256)
         return

@@ -4,7 +4,7 @@ import os
 
 import pytest
 from torch import nn
-from treadle.utils.environment import get_int_from_env, parse_flag_from_env, str_to_bool
+from treadle.utils.environment import parse_flag_from_env, str_to_bool
 from treadle.utils.launch import PrepareForLaunch
 from treadle.utils.memory import should_reduce_batch_size
 
@@ -13,10 +13,8 @@ from treadle.utils import other
 
 def test_reading_the_environment(monkeypatch):
     monkeypatch.setenv("ACCELERATE_A", "yes")
-    monkeypatch.setenv("B", "7")
     assert (str_to_bool("On"), str_to_bool("f", to_bool=True)) == (1, False)
     assert (parse_flag_from_env("ACCELERATE_A"), parse_flag_from_env("NOT_SET", True)) == (True, True)
-    assert (get_int_from_env(["NOT_SET", "B"], 1), get_int_from_env(["NOT_SET"], 1)) == (7, 1)
     with pytest.raises(ValueError, match="'maybe' must be one of y, yes"):
         str_to_bool("maybe")
 

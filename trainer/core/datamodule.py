@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -206,7 +206,7 @@ class DataModule(HyperparametersMixin, DataHooks):
     @classmethod
     def load_from_checkpoint(
         cls,
-        checkpoint_path: str | os.PathLike[str],
+        checkpoint_path: str | os.PathLike[str] | IO[bytes],
         map_location: Any = None,
         hparams_file: str | Path | None = None,
         weights_only: bool | None = None,

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -455,7 +455,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, Exports, nn.Module):
     @classmethod
     def load_from_checkpoint(
         cls,
-        checkpoint_path: str | os.PathLike[str],
+        checkpoint_path: str | os.PathLike[str] | IO[bytes],
         map_location: Any = None,
         hparams_file: str | Path | None = None,
         strict: bool | None = None,

@@ -116,8 +116,8 @@ def test_models_without_memory_are_refused(tmp_path):
         treadle.load_weights(empty, path)
     with pytest.raises(TypeError, match="not a dict"):
         treadle.load_weights({}, path)
-    with pytest.raises(TypeError, match="a path or a URL"):
-        treadle.load_weights(net(), path.open("rb"))
+    with pytest.raises(TypeError, match="a path, a URL or a binary file"):
+        treadle.load_weights(net(), 5)
 
 
 # -- prepared models -------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Every kind of source of weights, and what has none."""
 
+import io
 import warnings
 
 import numpy as np
@@ -30,6 +31,21 @@ def test_every_kind_of_source(kind, tmp_path):
     done = treadle.load_weights(model, SOURCES[kind](saved, state, tmp_path))
     assert same(model, state)
     assert (sorted(done.names), done.missing, done.unexpected, done.reshaped) == (sorted(state), (), (), ())
+
+
+@pytest.mark.parametrize("kind", ["opened", "in memory"])
+def test_file_objects(kind, tmp_path):
+    saved, model = filled(), net()
+    path = pt(saved.state_dict(), tmp_path)
+    with open(path, "rb") if kind == "opened" else io.BytesIO(path.read_bytes()) as file:
+        treadle.load_weights(model, file)
+        assert same(model, saved.state_dict())
+        with pytest.raises(ValueError, match=r"has no bytes after its position. Call seek\(0\) first"):
+            treadle.load_weights(model, file)
+    with pytest.raises(TypeError, match="must be a path, a URL or a binary file, not a StringIO"):
+        treadle.load_weights(model, io.StringIO("w"))
+    with pytest.raises(ValueError, match="BytesIO has an unknown format"):
+        treadle.load_weights(model, io.BytesIO(b"none"))
 
 
 def scripted(path):
