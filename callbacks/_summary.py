@@ -18,6 +18,10 @@ from ..strategies.distributed import get_original_class, is_sharded, local
 
 _UNKNOWN = "?"
 _WIDTH = 80  # of a terminal
+_LIGHTNINGS_HEADS = {
+    **{"name": "Name", "type": "Type", "parameters": "Params", "per device": "Params per Device", "mode": "Mode"},
+    **{"in": "In sizes", "out": "Out sizes"},
+}
 
 
 @dataclass
@@ -136,6 +140,11 @@ class Summary:
             columns.append(("in", [str(row.in_size) for row in rows]))
             columns.append(("out", [str(row.out_size) for row in rows]))
         return columns
+
+    def _get_summary_data(self) -> list[tuple[str, list[str]]]:  # Lightning's name, which public projects read
+        columns = self.columns()
+        index = list(map(str, range(len(columns[0][1]))))
+        return [(" ", index), *((_LIGHTNINGS_HEADS.get(head, head), cells) for head, cells in columns)]
 
     def totals(self) -> str:
         """Return the totals below the table, in lines of at most 80 characters unless the numbers are huge."""

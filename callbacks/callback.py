@@ -88,18 +88,19 @@ class Callback:
         """
         self._get_attached_task().log(name, value, *args, **kwargs)
 
-    def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log each value of a dictionary, all with the same keyword arguments.
 
         Args:
             dictionary: Values to log, by name.
+            args: Positional arguments of `log` after the value.
             kwargs: Keyword arguments of `log`.
 
         Raises:
             RuntimeError: If no stage with this callback is running.
             ValueError, TypeError: If an argument is invalid.
         """
-        self._get_attached_task().log_dict(dictionary, **kwargs)
+        self._get_attached_task().log_dict(dictionary, *args, **kwargs)
 
     def _get_attached_task(self) -> TaskModule:
         if self._task is None:

@@ -97,19 +97,19 @@ class DeviceStatsMonitor(BestEffortCallback):
             self._ended = step
             self._safely(self._write, trainer, "on_train_batch_end", step)
 
-    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Log the statistics if they are due."""
         self._write_evaluation(trainer, "on_validation_batch_start")
 
-    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Log the statistics if they are due."""
         self._write_evaluation(trainer, "on_validation_batch_end")
 
-    def on_test_batch_start(self, trainer: Trainer, *_: Any) -> None:
+    def on_test_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Log the statistics if they are due."""
         self._write_evaluation(trainer, "on_test_batch_start")
 
-    def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_test_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Log the statistics if they are due."""
         self._write_evaluation(trainer, "on_test_batch_end")
 

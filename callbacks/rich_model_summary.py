@@ -29,7 +29,7 @@ class RichModelSummary(ModelSummary):
     def __init__(self, max_depth: int = 1, header_style: str = "bold magenta") -> None:
         require("RichModelSummary", "rich", extra="rich")
         super().__init__(max_depth)
-        self.header_style = header_style
+        self.header_style = self._summarize_kwargs["header_style"] = header_style
 
     def show(self, summary: Summary) -> None:
         """Print the table and the line of totals to standard error.

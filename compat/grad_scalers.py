@@ -18,8 +18,3 @@ def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.Gr
         return ShardedGradScaler(**kwargs)
     current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return torch.amp.GradScaler("cuda" if current is None else current.type, **kwargs)
-
-
-def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
-    """Return torch's ``GradScaler(**kwargs)``, as Accelerate does for FSDP2."""
-    return torch.amp.GradScaler(**kwargs)

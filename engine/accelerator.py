@@ -458,7 +458,7 @@ class Accelerator(Prepared):
 
     def prepare_data_loader(
         self,
-        loader: Iterable[Any],
+        data_loader: Iterable[Any],
         device_placement: bool | None = None,
         *,
         shard: bool = True,
@@ -469,7 +469,7 @@ class Accelerator(Prepared):
         """Shard a dataloader over the processes.
 
         Args:
-            loader: A ``DataLoader``, a `CombinedLoader`, or another iterable of batches.
+            data_loader: A ``DataLoader``, a `CombinedLoader`, or another iterable of batches.
             device_placement: Whether to move batches to the device. Default: the Accelerator's setting.
             shard: If False, each process gets all batches of its own dataloader. Default: True.
             evaluation: Do not group batches for gradient accumulation; see `Loader`. Default: False.
@@ -480,15 +480,15 @@ class Accelerator(Prepared):
             The prepared dataloader.
 
         Raises:
-            TypeError: If ``loader`` is not iterable, or is already sharded.
+            TypeError: If ``data_loader`` is not iterable, or is already sharded.
             ValueError: If dataloaders or settings differ between ranks, or are not supported.
         """
-        if isinstance(loader, data.Loader):
-            return loader
-        if getattr(type(loader), "is_sharded", False):  # by the function prepare_data_loader, without an Accelerator
+        if isinstance(data_loader, data.Loader):
+            return data_loader
+        if getattr(type(data_loader), "is_sharded", False):  # by the function of this name, without an Accelerator
             raise TypeError(
-                f"prepare got {name_type(loader)}, which is already sharded over the processes. Pass the "
-                f"original DataLoader, or use the {type(loader).__name__} without preparing it."
+                f"prepare got {name_type(data_loader)}, which is already sharded over the processes. Pass the "
+                f"original DataLoader, or use the {type(data_loader).__name__} without preparing it."
             )
         if self.stream is None:
             self.compare_settings()
@@ -496,9 +496,9 @@ class Accelerator(Prepared):
         if move is None and (self.device_placement if device_placement is None else device_placement):
             move = data.choose_mover(self.device, self.precision)
         if self.use_seedable_sampler:
-            loader = self._replace_random_samplers(loader, shard)
-        prepared = (data.JointLoader if isinstance(loader, data.CombinedLoader) else data.Loader)(
-            loader,
+            data_loader = self._replace_random_samplers(data_loader, shard)
+        prepared = (data.JointLoader if isinstance(data_loader, data.CombinedLoader) else data.Loader)(
+            data_loader,
             world=self.data_world,
             cursor=self.cursor,
             stream=self.stream,  # type: ignore[arg-type]  # it has started
@@ -511,7 +511,7 @@ class Accelerator(Prepared):
             tree=self._tree if in_tree else None,
         )
         if shard:
-            check_loaders_match(loader, self.data_world)
+            check_loaders_match(data_loader, self.data_world)
         prepared.decide_sharding(self.data_world)
         prepared.dispatch_batches = self.dispatch_batches
         self.loaders.append(prepared)

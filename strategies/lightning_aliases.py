@@ -31,15 +31,29 @@ class StrategyAliases:
         prepared: The Accelerator's lists of prepared models and optimizers.
         checkpoint_io: The Trainer's `CheckpointIO`: the user's plugin, which then writes the run's checkpoints, or a
             `TorchCheckpointIO`.
+        cluster_environment: The plugin of this kind that was passed to the strategy.
+        requested_accelerator: The Trainer's ``accelerator`` that was passed to the strategy, or None.
+        plugins: The Trainer's plugins that were passed to the strategy.
     """
 
     checkpoint_io: Any = None
+    cluster_environment: Any = None
+    requested_accelerator: str | None = None
+    plugins: Sequence[Any] = ()
 
     world: World = unattached_world(torch.device("cpu"))
     unwrap: Callable[[nn.Module], nn.Module]  # the strategy's method
     no_sync: Callable[[nn.Module], AbstractContextManager[None]]  # the strategy's method
     place: Callable[[nn.Module], nn.Module]  # the strategy's method
     prepared: tuple[list[nn.Module], Sequence[Any]] = ([], ())
+
+    def take_flags(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Keep the arguments that act like flags and plugins of the Trainer, and return the other arguments."""
+        names = ("accelerator", "cluster_environment", "checkpoint_io", "precision_plugin")
+        self.requested_accelerator, *plugins = (options.pop(name, None) for name in names)
+        self.cluster_environment, *_ = plugins
+        self.plugins = [plugin for plugin in plugins if plugin is not None]
+        return options
 
     @property
     def root_device(self) -> torch.device:

@@ -78,6 +78,13 @@ def resolve_devices(strategy: Any, accelerator: str, devices: Devices) -> tuple[
     Raises:
         ValueError: If the strategy's device contradicts ``accelerator`` or ``devices``.
     """
+    wanted = getattr(strategy, "requested_accelerator", None)
+    if wanted is not None and accelerator not in ("auto", wanted):
+        raise ValueError(
+            f"strategy={type(strategy).__name__}(accelerator={wanted!r}) contradicts accelerator={accelerator!r}. "
+            "Remove one of the two."
+        )
+    accelerator = wanted or accelerator
     device = getattr(strategy, "requested_device", None)
     if device is None:
         return accelerator, devices

@@ -41,7 +41,6 @@ class Strategy(StrategyAliases):
         requested_device: Device for which the strategy was created, or None.
         group_options: Options of the process group that were passed to the strategy.
         start_method: How multiprocessing starts processes that run a function; None if the script runs in each process.
-        cluster_environment: A plugin of the Trainer that was passed to the strategy.
         world: Processes of the run. Set by `attach`.
         precision: Precision of the run. Set by `attach`.
         unreduced: In manual optimization, the parameters whose gradients are not averaged yet; see `reduce_gradients`.
@@ -72,7 +71,6 @@ class Strategy(StrategyAliases):
     requested_device: torch.device | None = None
     group_options: Mapping[str, Any] = MappingProxyType({})
     start_method: str | None = None
-    cluster_environment: Any = None
 
     precision: Precision
     backward_weight: float = 1.0
@@ -551,6 +549,8 @@ class SingleDevice(Strategy):
     Args:
         device: The device, such as ``"cuda:1"``, or the index of a GPU. Default: selected by the Trainer or
             Accelerator.
+        accelerator: Acts like the Trainer's ``accelerator``.
+        checkpoint_io, precision_plugin: Act like the Trainer's ``plugins``.
 
     Raises:
         RuntimeError, TypeError: If torch does not accept the device.
@@ -564,7 +564,16 @@ class SingleDevice(Strategy):
 
     name = "single"
 
-    def __init__(self, device: torch.device | str | int | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        accelerator: str | None = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+    ) -> None:
+        self.take_flags(
+            {"accelerator": accelerator, "checkpoint_io": checkpoint_io, "precision_plugin": precision_plugin}
+        )
         self.requested_device = None if device is None else torch.device(device)
         if self.requested_device is not None:
             self.world = unattached_world(self.requested_device)

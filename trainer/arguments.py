@@ -257,8 +257,7 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool, strategy:
         environment = preemption.SLURMEnvironment()
     several = isinstance(plugins, Iterable) and not isinstance(plugins, str | Mapping)
     chosen = plugins if several else [] if plugins is None else [plugins]
-    added = getattr(strategy, "cluster_environment", None)
-    for plugin in [*chosen, *([] if added is None else [added])]:
+    for plugin in [*chosen, *getattr(strategy, "plugins", ())]:
         if isinstance(plugin, strategies.Precision):
             if precision is not None:
                 raise ValueError(

@@ -296,7 +296,7 @@ class DrawnBar(ProgressBar):
         """Start the bar of the prediction."""
         self._begin(trainer, "predict", self.predict_description)
 
-    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Redraw, if this is due."""
         if time.monotonic() >= self._due:
             self._safely(self._draw_evaluation, trainer)

@@ -16,7 +16,6 @@ __all__ = [
     "BoringDataModule",
     "BoringModel",
     "DemoModel",
-    "ManualOptimBoringModel",
     "Net",
     "RandomDataset",
 ]
@@ -88,23 +87,6 @@ class BoringModel(TaskModule):
     def predict_dataloader(self) -> Any:
         """See `TaskModule.predict_dataloader`."""
         return DataLoader(RandomDataset(32, 64))
-
-
-class ManualOptimBoringModel(BoringModel):
-    """`BoringModel` with manual optimization."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """See `TaskModule.training_step`."""
-        optimizer = self.optimizers()
-        loss = self.step(batch)
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return loss
 
 
 class BoringDataModule(DataModule):

@@ -189,8 +189,9 @@ class DDP(Strategy):
             memory.
         start_method: ``"spawn"`` or ``"fork"`` starts the processes for each stage, as ``strategy="ddp_spawn"`` and
             ``"ddp_fork"`` do. None or ``"popen"`` runs the script in each process. Default: None.
-        cluster_environment: The same as in ``Trainer(plugins=...)``: a `SLURMEnvironment`, for example.
-        other: Lightning's and Accelerate's names for some of these arguments, such as ``ddp_comm_hook``.
+        other: ``accelerator``, ``cluster_environment``, ``checkpoint_io`` and ``precision_plugin``, which act like the
+            Trainer's ``accelerator`` and ``plugins``, and Lightning's and Accelerate's names for some of the arguments
+            above, such as ``ddp_comm_hook``.
 
     Raises:
         TypeError, ValueError: If an argument is invalid, or if arguments contradict each other.
@@ -225,12 +226,10 @@ class DDP(Strategy):
         timeout: Any = None,
         process_group_backend: str | None = None,
         start_method: str | None = None,
-        cluster_environment: Any = None,
         **other: Any,
     ) -> None:
         if start_method not in (None, "popen"):
             self.start_method = choose("start_method", start_method, ("popen", "spawn", "fork"))
-        self.cluster_environment = cluster_environment
         self.group_options = make_group_options(timeout, process_group_backend)
         self.process_group_backend = process_group_backend
         arguments = {
@@ -239,7 +238,7 @@ class DDP(Strategy):
             "comm_wrapper": comm_wrapper,
             "local_sgd_steps": local_sgd_steps,
         }
-        _resolve_aliases(arguments, other)
+        _resolve_aliases(arguments, self.take_flags(other))
         if bucket_cap_mb is not None:
             check_positive("bucket_cap_mb", bucket_cap_mb, "or None for torch's default")
         self.options: dict[str, Any] = {

@@ -44,8 +44,9 @@ class FSDPStrategy(FSDP, metaclass=_AnyFSDP):
         cpu_offload: Keep the shards in host memory: a bool, or torch's ``CPUOffload``.
         mixed_precision: torch's ``MixedPrecision`` or ``MixedPrecisionPolicy``.
         state_dict_type: ``"full"`` or ``"sharded"``. It has no effect, because any strategy can load a checkpoint.
-        cluster_environment: The same as in ``Trainer(plugins=...)``: a `SLURMEnvironment`, for example.
-        kwargs: Further arguments of `FSDP`. Options of torch's first FSDP that do not change results have no effect.
+        kwargs: ``accelerator``, ``cluster_environment``, ``checkpoint_io`` and ``precision_plugin``, which act like the
+            Trainer's ``accelerator`` and ``plugins``, and further arguments of `FSDP`. Options of torch's first FSDP
+            that do not change results have no effect.
 
     Raises:
         TypeError, ValueError: If an argument is invalid or not supported, or if arguments contradict each other.
@@ -67,11 +68,9 @@ class FSDPStrategy(FSDP, metaclass=_AnyFSDP):
         cpu_offload: Any = None,
         mixed_precision: Any = None,
         state_dict_type: str = "full",
-        cluster_environment: Any = None,
         **kwargs: Any,
     ) -> None:
-        self.cluster_environment = cluster_environment
-        options = {name: value for name, value in kwargs.items() if name not in _WITHOUT_EFFECT}
+        options = {name: value for name, value in self.take_flags(kwargs).items() if name not in _WITHOUT_EFFECT}
         known = list(FSDP.__init__.__kwdefaults__ or ())
         for name in options:
             if name not in known:

@@ -22,6 +22,34 @@ def test_the_table_is_printed_when_fit_begins(tmp_path, capsys):
     assert "12  [3, 2]  [3, 1]" in capsys.readouterr().err
 
 
+def test_lightnings_method_of_a_subclass_prints(tmp_path, capsys):
+    from treadle.callbacks import RichModelSummary
+
+    class Own(RichModelSummary):
+        @staticmethod
+        def summarize(
+            summary_data,
+            total_parameters,
+            trainable_parameters,
+            model_size,
+            total_training_modes,
+            total_flops,
+            **options,
+        ):
+            found.append((summary_data, total_parameters, trainable_parameters, model_size, total_training_modes))
+            found.append((total_flops, options))
+
+    found = []
+    fit(tmp_path, Own(2, "bold"), task=Example(), max_steps=1)
+    assert "trainable" not in capsys.readouterr().err
+    columns, *totals = found[0]
+    assert [head for head, _ in columns] == [" ", "Name", "Type", "Params", "Mode", "FLOPs", "In sizes", "Out sizes"]
+    assert {len(cells) for _, cells in columns} == {1}
+    assert (dict(columns)["Type"], dict(columns)["Out sizes"]) == (["Linear"], ["[3, 1]"])
+    assert totals == [3, 3, 1.2e-05, {"train": 1, "eval": 0}]
+    assert found[1] == (12, {"header_style": "bold"})
+
+
 def test_whatever_fails_in_it_does_not_end_the_run(tmp_path):
     class Bad(ModelSummary):
         def show(self, summary):

@@ -1,13 +1,8 @@
 """Accelerate's scalers of gradients."""
 
-from treadle.compat.utils.fsdp_utils import get_fsdp2_grad_scaler
 from treadle.compat.utils.modeling import get_grad_scaler
 
 from treadle.utils import DistributedType
-
-
-def test_a_scaler_takes_torchs_arguments() -> None:
-    assert get_fsdp2_grad_scaler(device="cpu", init_scale=4.0).get_scale() == 4.0
 
 
 def test_scalers() -> None:

@@ -4,7 +4,7 @@ import torch
 from support.trainers import make_trainer
 from treadle.compat.core.hooks import DataHooks, ModelHooks
 from treadle.compat.core.optimizer import LightningOptimizer
-from treadle.compat.demos.boring_classes import BoringModel, ManualOptimBoringModel
+from treadle.compat.demos.boring_classes import BoringModel
 
 import treadle
 from treadle import LightningDataModule, LightningModule
@@ -17,10 +17,13 @@ def test_roots() -> None:
 
 
 def test_the_optimizer_of_a_step_is_a_lightning_optimizer() -> None:
-    class Task(ManualOptimBoringModel):
+    class Task(BoringModel):
+        automatic_optimization = False
+
         def training_step(self, batch, batch_idx):
             assert isinstance(self.optimizers(), LightningOptimizer)
             assert type(self.optimizers().optimizer) is torch.optim.SGD
-            return super().training_step(batch, batch_idx)
+            self.manual_backward(self.step(batch))
+            self.optimizers().step()
 
     make_trainer(fast_dev_run=1).fit(Task())

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from support.trainers import NO_OUTPUT
-from treadle.strategies import SingleDevice, resolve_devices
+from treadle.compat.plugins import TorchCheckpointIO
+from treadle.strategies import DDP, FSDPStrategy, Precision, SingleDevice, resolve_devices
 
 import treadle
 
@@ -14,6 +15,20 @@ def test_a_strategy_built_for_a_device_runs_there(device):
     assert treadle.Accelerator(strategy=SingleDevice(device=device), devices=1).device == torch.device("cpu")
     assert resolve_devices(SingleDevice("cuda:1"), "auto", "auto") == ("cuda", [1])
     assert resolve_devices(SingleDevice(), "gpu", 2) == resolve_devices("ddp", "gpu", 2) == ("gpu", 2)
+
+
+@pytest.mark.parametrize("kind", [SingleDevice, DDP, FSDPStrategy])
+def test_flags_of_the_trainer_that_lightnings_strategies_take(kind):
+    writer, precision = TorchCheckpointIO(), Precision.parse("64-true")
+    strategy = kind(accelerator="cpu", checkpoint_io=writer, precision_plugin=precision)
+    assert resolve_devices(strategy, "auto", 1) == ("cpu", 1)
+    if kind is not FSDPStrategy:  # needs more than one process
+        trainer = treadle.Trainer(strategy=strategy, devices=1, **NO_OUTPUT)
+        assert (trainer.strategy.checkpoint_io, trainer.precision) == (writer, "64-true")
+    with pytest.raises(ValueError, match=r"\(accelerator='cpu'\) contradicts accelerator='cuda'"):
+        resolve_devices(strategy, "cuda", 1)
+    with pytest.raises(ValueError, match="both set the precision"):
+        treadle.Trainer(strategy=kind(precision_plugin=precision), precision=32)
 
 
 @pytest.mark.parametrize(("flags", "words"), [

@@ -305,11 +305,12 @@ class TaskModule(HyperparametersMixin, TaskHooks, Exports, nn.Module):
             return
         metrics.log(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx)
 
-    def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log every item of a mapping or ``torchmetrics.MetricCollection`` with the same arguments.
 
         Args:
             dictionary: Values by name.
+            args: Positional arguments of `log` after the value.
             kwargs: Keyword arguments of `log`.
         """
         if self._metrics is None and self.fabric is not None:
@@ -318,7 +319,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, Exports, nn.Module):
         # By default, items() of a MetricCollection copies shared states, such as all predictions of an epoch.
         shared = {"copy_state": False} if isinstance(getattr(dictionary, "compute_groups", None), dict) else {}
         for name, value in dictionary.items(**shared):
-            self.log(name, value, **kwargs)
+            self.log(name, value, *args, **kwargs)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank zero, without disturbing the progress bar. Without a Trainer, every process prints.

@@ -18,10 +18,9 @@ def test_the_boring_model_trains_as_in_lightning(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("data", [boring.BoringDataModule, None])
-@pytest.mark.parametrize("model", [boring.BoringModel, boring.ManualOptimBoringModel])
-def test_boring_classes_run(model, data) -> None:
+def test_boring_classes_run(data) -> None:
     trainer = make_trainer(fast_dev_run=2)
-    trainer.fit(model(), datamodule=None if data is None else data())
+    trainer.fit(boring.BoringModel(), datamodule=None if data is None else data())
     assert trainer.global_step == 2
 
 
