@@ -147,20 +147,30 @@ class BatchSizeFinder(Callback):
             return (best + worst) // 2
         return min(2 * best, limit) if best else worst // 2
 
+    def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Search, if a subclass overrides this hook and calls it. Otherwise, the search precedes this hook."""
+        if self.starts_search:
+            self.scale_batch_size(trainer, pl_module)
+
+    @property
+    def starts_search(self) -> bool:
+        """Whether a subclass overrides `on_fit_start`, so that the search does not precede ``fit``."""
+        return type(self).on_fit_start is not BatchSizeFinder.on_fit_start
+
     def scale_batch_size(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Raise a RuntimeError. To search again, use ``Tuner.scale_batch_size``.
+        """Search beside the model that is being trained, and create the training dataloader again.
+
+        Call it in ``on_train_epoch_start`` of a run with a single process. After an epoch's first batch, and so in an
+        epoch that is resumed there, this does nothing.
 
         Args:
-            trainer: Ignored.
-            pl_module: Ignored.
+            trainer: The Trainer.
+            pl_module: The task.
 
         Raises:
-            RuntimeError: Always.
+            ValueError: If there are several processes, or the search cannot run.
         """
-        raise RuntimeError(
-            f"{type(self).__name__}.scale_batch_size cannot be called: the search runs before a stage, not within it. "
-            "To search again, end this stage and call treadle.tuner.Tuner(trainer).scale_batch_size(task)."
-        )
+        trainer._search_again(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a dict with the result of the search; empty before the search."""

@@ -200,7 +200,8 @@ class LearningRateFinder(Callback):
     runs. Create the optimizer with this attribute as its learning rate. If no rate can be suggested, for example
     because the loss does not fall by more than its noise, a warning is issued and the attribute does not change. With
     several parameter groups, the ratios between their rates stay the same. The suggested rate is that of the group with
-    the highest rate. A run that is resumed from a checkpoint does not search again.
+    the highest rate. A run that is resumed from a checkpoint does not search again. As in Lightning, a subclass can
+    override ``on_fit_start`` to omit this search, and call `lr_find` in ``on_train_epoch_start``.
 
     Args:
         min_lr: The first rate to try. Default: 1e-8.
@@ -268,20 +269,31 @@ class LearningRateFinder(Callback):
         self.attr_name = attr_name
         self.optimal_lr: _LRFinder | None = None
 
+    def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        """Search, if a subclass overrides this hook and calls it. Otherwise, the search precedes this hook."""
+        if self.starts_search:
+            self.lr_find(trainer, pl_module)
+
+    @property
+    def starts_search(self) -> bool:
+        """Whether a subclass overrides `on_fit_start`, so that the search does not precede the run."""
+        return type(self).on_fit_start is not LearningRateFinder.on_fit_start
+
     def lr_find(self, trainer: Trainer, pl_module: TaskModule) -> None:
-        """Raise a RuntimeError. To search again, use ``Tuner.lr_find``.
+        """Search with the current weights, and also set the rate of the optimizers.
+
+        Call it in ``on_train_epoch_start``. The run then continues as if the search had not taken place, but for the
+        rate, which a scheduler may change. After an epoch's first batch, and so in an epoch that is resumed there, this
+        does nothing.
 
         Args:
-            trainer: Ignored.
-            pl_module: Ignored.
+            trainer: The Trainer.
+            pl_module: The task.
 
         Raises:
-            RuntimeError: Always.
+            ValueError: If the search cannot run, for example because the model is sharded.
         """
-        raise RuntimeError(
-            f"{type(self).__name__}.lr_find cannot be called: the search runs before the first step of fit, not within "
-            "a run. To search again, end this fit and call treadle.tuner.Tuner(trainer).lr_find(task)."
-        )
+        trainer._search_again(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the result of the search, if any."""

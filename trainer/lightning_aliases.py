@@ -30,6 +30,11 @@ class LightningAliases:
         """This object, typed as a Trainer."""
         return cast("Trainer", self)
 
+    def _search_again(self, finder: callbacks.LearningRateFinder | callbacks.BatchSizeFinder) -> None:
+        from .tuning import search_again  # imported here, because it takes 10 ms
+
+        search_again(self._trainer, finder)
+
     # -- processes -----------------------------------------------------------------------------------------------
 
     @property

@@ -14,6 +14,7 @@ from treadle.data_loader import (
     get_sampler,
     prepare_data_loader,
 )
+from treadle.engine import process_state
 from treadle.state import GradientState
 
 import treadle
@@ -47,7 +48,8 @@ def test_each_process_gets_its_batches():
     assert stream == [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]
 
 
-def test_the_state_of_the_iteration():
+def test_the_state_of_the_iteration(monkeypatch):
+    monkeypatch.setattr(process_state, "_accelerators", [])  # of earlier tests, not collected yet
     loader, state = shard(DataLoader(range(7), 2), 0), GradientState()
     seen = [
         (state.end_of_dataloader, state.remainder, state.in_dataloader, state.active_dataloader is loader)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -16,6 +16,9 @@ from ...engine import Accelerator, CombinedLoader, JointLoader, Loader, check_va
 from ...engine.data import has_user_iter, is_collection
 from .. import arguments
 from ..core import DataHooks, DataModule, TaskModule, has_own
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
 
 KINDS = ("train", "val", "test", "predict")
 KIND_OF_STAGE = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
@@ -37,6 +40,7 @@ class Sources:
 
     Attributes:
         prepared_train: The training dataloader; None before its first use.
+        outdated: Whether a search within the run has changed the batch size since the dataloaders were created.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Sources:
         self._warned: set[str] = set()
         self._watch: Callable[[str, Any], None] | None = None
         self.prepared_train: Loader | None = None
+        self.outdated = False
         self._evaluation: dict[str, list[Loader]] = {}
         self._empty: dict[str, list[Loader]] = {}
         self._evaluation_source: dict[str, Any] = {}
@@ -159,18 +164,17 @@ class Sources:
         for loader in self.hook_loaders(kind):
             loader.set_epoch(epoch)
 
-    def for_another(
-        self, task: TaskModule, datamodule: DataModule | None, watch: Callable[[str, Any], None]
-    ) -> Sources:
+    def for_another(self, trainer: Trainer, watch: Callable[[str, Any], None]) -> Sources:
         """Return sources for copies of the task and the data module.
 
         Args:
-            task: Copy of the task.
-            datamodule: Copy of the data module.
+            trainer: Trainer with these copies and with the accelerator that prepares the dataloaders.
             watch: Function that is called with each kind and dataloader.
         """
         other = copy.copy(self)
-        other.task, other.datamodule, other._watch = task, datamodule, watch
+        assert trainer.task is not None
+        other.task, other.datamodule, other._accelerator = trainer.task, trainer.datamodule, trainer.accelerator
+        other._watch = watch
         other._warned, other.prepared_train, other._evaluation, other._empty = set(self._warned), None, {}, {}
         other._evaluation_source = {}
         return other

@@ -220,7 +220,7 @@ class FitLoop:
     def _reload(self) -> None:
         sources = self.trainer.sources
         assert sources is not None
-        self.progress.loaded = self.progress.epoch
+        self.progress.loaded, sources.outdated = self.progress.epoch, False
         sources.reload("train", self.progress.epoch)
         self.loader = sources.train
         self.total = self.loader.length
@@ -286,6 +286,9 @@ class FitLoop:
     # -- validation and schedulers -------------------------------------------------------------------------------
 
     def _iterate_groups(self) -> Iterator[Iterable[Any]]:
+        if self.trainer.sources.outdated:  # type: ignore[union-attr]
+            self._reload()
+            self.loader.tell_epoch()
         groups = self.loader.groups()
         if self.steps.reader is not None:
             self.steps.reader.groups = groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ...callbacks import Callback
 from ...common.messages import describe_error, name_type, nearest
-from ...engine import CombinedLoader, isolated_random_state
+from ...engine import Accelerator, CombinedLoader, isolated_random_state, register_accelerator
 from ...engine.data import preserve_loader_state
 from ...engine.profilers import PassThroughProfiler
 from ...loggers import Logger
@@ -24,6 +24,7 @@ from ...strategies.distributed import is_sharded
 from ..checkpointing import TrainerCheckpointer
 from ..logging import History, Logbook, SilentLogger
 from ..loop import LOADER_NAMES, FitLoop, Hooks, Phase, prepare_training
+from ..watched import find_directory, locate
 
 if TYPE_CHECKING:
     from ..core import DataModule, TaskModule
@@ -41,12 +42,15 @@ def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
     Raises:
         ValueError: If the task cannot be copied, or a dataloader can be read only once.
     """
-    accelerator = trainer.accelerator
+    accelerator, within_run = trainer.accelerator, bool(trainer.accelerator.models)
+    if within_run:  # its prepared objects stay as they are
+        accelerator = trainer.build_accelerator(strategy=copy.copy(accelerator.strategy))
     loss_scale = accelerator.accumulation.loss_scale
     scaler = None if loss_scale is None else loss_scale.state_dict()
     accumulate = accelerator.gradient_accumulation_steps
-    with isolated_random_state(), ExitStack() as put_back, _in_host_memory(trainer.task):
-        inner = _copy_trainer(trainer, put_back)
+    host_memory = nullcontext() if within_run else _in_host_memory(trainer.task)
+    with isolated_random_state(), ExitStack() as put_back, host_memory:
+        inner = _copy_trainer(trainer, accelerator, put_back)
         for name, value in settings.items():
             set_attribute(inner, name, value)
         try:
@@ -59,6 +63,10 @@ def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
             accelerator.gradient_accumulation_steps = accumulate
             if loss_scale is not None and scaler is not None:
                 loss_scale.load_state_dict(scaler)
+            if within_run:
+                register_accelerator(trainer.accelerator)
+                if accelerator.watchdog is not None:
+                    accelerator.watchdog.follow(trainer, locate, find_directory)
 
 
 def _preserve(put_back: ExitStack, kind: str, source: Any) -> None:
@@ -72,8 +80,9 @@ def _preserve(put_back: ExitStack, kind: str, source: Any) -> None:
         put_back.enter_context(preserve_loader_state(loader))
 
 
-def _copy_trainer(trainer: Trainer, put_back: ExitStack) -> Trainer:
-    inner, accelerator, sources = copy.copy(trainer), trainer.accelerator, trainer.sources
+def _copy_trainer(trainer: Trainer, accelerator: Accelerator, put_back: ExitStack) -> Trainer:
+    inner, sources = copy.copy(trainer), trainer.sources
+    inner.accelerator = accelerator
     assert trainer.task is not None
     assert sources is not None
     silent: list[Logger] = [SilentLogger()] if trainer.loggers else []
@@ -96,7 +105,7 @@ def _copy_trainer(trainer: Trainer, put_back: ExitStack) -> Trainer:
     if inner.datamodule is not None:
         inner.datamodule.trainer = inner
     inner.hooks = Hooks(inner, task, [])
-    inner.sources = sources.for_another(task, inner.datamodule, partial(_preserve, put_back))
+    inner.sources = sources.for_another(inner, partial(_preserve, put_back))
     return inner
 
 

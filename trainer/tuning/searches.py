@@ -41,9 +41,36 @@ def run_searches(trainer: Trainer) -> None:
         if trainer.fast_dev_run:
             announce(f"{type(search.finder).__name__} does not search with fast_dev_run")
         elif trainer.stage != "fit" or trainer.opened_checkpoint is None:
-            search.run()
+            if trainer.stage != "fit" or not search.finder.starts_search:
+                search.run()
         elif _restore(search.finder, trainer.opened_checkpoint):
             search.apply()
+
+
+def search_again(trainer: Trainer, finder: LearningRateFinder | BatchSizeFinder) -> None:
+    """Search within ``fit``, in a hook before an epoch's first batch, and apply the result to the rest of the run.
+
+    Raises:
+        ValueError: If the search cannot run.
+    """
+    if trainer.opened_checkpoint is not None or trainer.fast_dev_run:  # the result is about to be restored
+        return
+    if trainer.progress.batch:  # also in an epoch that is resumed, whose settings the checkpoint has restored
+        announce(f"{type(finder).__name__} searches only before an epoch's first batch, so the settings stay")
+    elif isinstance(finder, BatchSizeFinder):
+        if trainer.world_size > 1:
+            raise ValueError(
+                f"scale_batch_size within a run needs a single process, not {trainer.world_size}: processes that run "
+                "out of memory have to connect again. Let the search precede the run, or use devices=1."
+            )
+        BatchSizeSearch(trainer, finder).run()
+        assert trainer.sources is not None
+        trainer.sources.outdated = True
+    elif (rate := LRSearch(trainer, finder).run()) is not None:
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        highest = max(float(group["lr"]) for group in groups)
+        for group in groups:
+            _set_rate(group, rate * (float(group["lr"]) / highest if highest else 1.0))
 
 
 def _restore(finder: Callback, opened: OpenCheckpoint) -> bool:
@@ -118,9 +145,10 @@ class BatchSizeSearch:
     def apply(self) -> None:
         """Set the batch size that the search found or that was restored from a checkpoint."""
         trainer, finder = self.trainer, self.finder
+        if finder.optimal_batch_size is None:  # a checkpoint of a run that had not searched yet
+            return
         if trainer.stage == "fit" and finder.accumulate is not None:
             trainer.accelerator.gradient_accumulation_steps = finder.accumulate
-        assert finder.optimal_batch_size is not None
         set_attribute(trainer, finder.batch_arg_name, finder.optimal_batch_size)
         more = "" if finder.accumulate is None else f", accumulate_grad_batches={finder.accumulate}"
         announce(f"BatchSizeFinder: {finder.batch_arg_name}={finder.optimal_batch_size}{more}")
@@ -229,8 +257,8 @@ class LRSearch:
         self.trainer = trainer
         self.finder = finder
 
-    def run(self) -> None:
-        """Find a learning rate and set it.
+    def run(self) -> float | None:
+        """Find a learning rate and set it. Return it, if there is one that is to be set.
 
         Raises:
             ValueError: If the settings do not fit the task, or a copy of the task cannot be trained.
@@ -249,15 +277,17 @@ class LRSearch:
             finder.optimal_lr = curve
             if name is not None:
                 _check_rate_is_used(inner, name, finder.max_lr)
-        self.apply()
+        return self.apply()
 
-    def apply(self) -> None:
-        """Set the learning rate that the search found or that was restored from a checkpoint."""
-        assert self.finder.optimal_lr is not None
+    def apply(self) -> float | None:
+        """Set the learning rate that the search found or that was restored from a checkpoint, and return it."""
+        if self.finder.optimal_lr is None:  # a checkpoint of a run that had not searched yet
+            return None
         rate, name = self.finder.optimal_lr.suggestion(), self._choose_attribute_name()
         if rate is not None and name is not None:
             set_attribute(self.trainer, name, rate)
         self.finder.announce_result(rate, name)
+        return None if name is None else rate
 
     def _choose_attribute_name(self) -> str | None:
         """Return the name of the attribute to set; None if ``update_attr`` is False."""
@@ -343,11 +373,7 @@ class _RangeTest(Trial):
             base = [_get_base_rate(group) for group in groups]
             self._shares = [group_rate / max(base) if max(base) > 0 else 1.0 for group_rate in base]
         for group, share in zip(groups, self._shares, strict=True):
-            rate = self._curve.rate(self.done) * share
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+            _set_rate(group, self._curve.rate(self.done) * share)
 
     def _take_loss(self, trainer: Trainer) -> float | None:
         """Return the mean loss since the last call; None if no process had a loss. Call it on all processes."""
@@ -357,6 +383,13 @@ class _RangeTest(Trial):
         total, weight = trainer.accelerator.data_world.all_reduce(both).tolist()
         self._sum = self._weight = 0.0
         return total / weight if weight else None
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 def _get_base_rate(group: dict[str, Any]) -> float:

@@ -3,9 +3,13 @@
 import threading
 
 import pytest
-from support.searched_runs import QUIET_ON_CPU, Plain, Task, dataset
+import torch
+from support.processes import run
+from support.searched_runs import QUIET_ON_CPU, Plain, Task, check, dataset, trace
 from torch.utils.data import DataLoader
 from treadle.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
+from treadle.engine.process_state import get_latest_accelerator
+from treadle.trainer.watched import locate
 
 import treadle
 from treadle.tuner import Tuner
@@ -76,18 +80,137 @@ def test_arguments_that_can_not_be(make, text):
         make()
 
 
-def test_no_search_within_a_run_and_none_with_fast_dev_run():
-    class Later(LearningRateFinder):
-        def on_train_epoch_start(self, trainer, task):
-            self.lr_find(trainer, task)
-
-    loader = DataLoader(dataset(), 8)
-    with pytest.raises(RuntimeError, match="before the first step of fit"):
-        treadle.Trainer(**QUIET_ON_CPU, max_epochs=1, callbacks=[Later(num_training_steps=12)]).fit(Plain(), loader)
+def test_no_search_with_fast_dev_run():
     finders = [LearningRateFinder(), BatchSizeFinder(batch_arg_name="learning_rate")]
     trainer = treadle.Trainer(**QUIET_ON_CPU, fast_dev_run=True, callbacks=finders)
-    trainer.fit(Plain(), loader)
+    trainer.fit(Plain(), DataLoader(dataset(), 8))
     assert [finders[0].optimal_lr, finders[1].optimal_batch_size] == [None, None]
+
+
+# -- within a run ----------------------------------------------------------------------------------------------------
+
+
+class LaterRate(LearningRateFinder):
+    """Searches at the beginning of the second epoch, as in Lightning's documentation."""
+
+    def on_fit_start(self, trainer, task):
+        self.at_start = self.optimal_lr
+
+    def on_train_epoch_start(self, trainer, task):
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, task)
+            assert get_latest_accelerator() is trainer.accelerator
+            if (watchdog := trainer.accelerator.watchdog) is not None:  # of several processes
+                assert watchdog.clock.locate() == locate(trainer)
+
+
+class LaterSize(BatchSizeFinder):
+    def on_fit_start(self, *args):
+        pass
+
+    def on_train_epoch_start(self, trainer, task):
+        if trainer.current_epoch == 1:
+            self.scale_batch_size(trainer, task)
+
+
+def without_the_result(flags):
+    found = trace([LaterRate(num_training_steps=20, update_attr=False)], **flags)
+    check(trace([], **flags), found)
+    return found["weights"]
+
+
+@pytest.mark.parametrize("flags", [{}, {"accumulate_grad_batches": 3, "precision": "bf16-mixed"}])
+def test_a_search_within_a_run_leaves_nothing_else(flags):
+    without_the_result(flags)
+
+
+def test_a_search_within_a_run_on_two_processes():
+    first, second = run(without_the_result, 2, {"devices": 2, "strategy": "ddp"})
+    check(first, second)
+
+
+class Rates(Plain):
+    """Has a rate for each of two groups, and a scheduler that multiplies the current rate."""
+
+    def configure_optimizers(self):
+        groups = [{"params": [self.net.weight]}, {"params": [self.net.bias], "lr": self.learning_rate / 10}]
+        optimizer = torch.optim.SGD(groups, lr=self.learning_rate)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 30)]
+
+
+def resumed_rates(folder, stop, finder):
+    def fit(max_steps, **options):
+        treadle.seed_everything(0)
+        task, own = Rates(), finder()
+        trainer = treadle.Trainer(**QUIET_ON_CPU, max_epochs=3, max_steps=max_steps, callbacks=[own])
+        trainer.fit(task, DataLoader(dataset(), 8, shuffle=True), **options)
+        trainer.save_checkpoint(folder / "c.ckpt")
+        rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+        return {"rates": rates, "attribute": task.learning_rate, "weights": task.state_dict()}, own
+
+    expected, own = fit(-1)
+    assert own.at_start is None
+    fit(stop)
+    check(expected, fit(-1, ckpt_path=folder / "c.ckpt")[0])
+    return expected, own
+
+
+@pytest.mark.parametrize("stop", [2, 4, 6, 9])  # of 4 steps per epoch: before, at, after and long after the search
+def test_a_rate_found_within_a_run_is_used_and_resumed(tmp_path, stop):
+    expected, finder = resumed_rates(tmp_path, stop, lambda: LaterRate(1e-4, 10.0, 60))
+    assert expected["rates"] == pytest.approx([expected["attribute"], expected["attribute"] / 10])
+    assert expected["attribute"] == finder.optimal_lr.suggestion() != 0.1
+
+
+def test_a_subclass_that_calls_the_hook_searches_when_fit_starts():
+    class Own(LearningRateFinder):
+        def on_fit_start(self, trainer, task):
+            super().on_fit_start(trainer, task)
+            assert task.learning_rate == trainer.optimizers[0].param_groups[0]["lr"] == self.optimal_lr.suggestion()
+
+    trainer = treadle.Trainer(**QUIET_ON_CPU, max_epochs=1, callbacks=[Own(1e-4, 10.0, 60)])
+    trainer.fit(Plain(), DataLoader(dataset(), 8))
+    assert trainer.callbacks[0].optimal_lr is not None
+
+
+class Sizes(Plain):
+    def __init__(self):
+        super().__init__()
+        self.batch_size, self.sizes = 4, []
+
+    def training_step(self, batch):
+        self.sizes.append(len(batch[0]))
+        return super().training_step(batch)
+
+    def train_dataloader(self):
+        return DataLoader(dataset(), self.batch_size, shuffle=True)
+
+
+@pytest.mark.parametrize("stop", [7, 8, 9])  # before, at and after the search
+def test_a_batch_size_found_within_a_run(tmp_path, stop):
+    def fit(max_steps, **options):
+        treadle.seed_everything(0)
+        task = Sizes()
+        finder = LaterSize(init_val=4, max_trials=2)
+        trainer = treadle.Trainer(**QUIET_ON_CPU, max_epochs=2, max_steps=max_steps, callbacks=[finder])
+        trainer.fit(task, **options)
+        trainer.save_checkpoint(tmp_path / "c.ckpt")
+        return {"weights": task.state_dict(), "size": task.batch_size}, task.sizes
+
+    expected, sizes = fit(-1)
+    assert sizes == [4] * 8 + [8] * 4
+    assert expected["size"] == 8
+    fit(stop)
+    check(expected, fit(-1, ckpt_path=tmp_path / "c.ckpt")[0])
+
+
+def search_size_on_two():
+    with pytest.raises(ValueError, match="scale_batch_size within a run needs a single process, not 2"):
+        trace([LaterSize()], devices=2, strategy="ddp")
+
+
+def test_a_batch_size_on_two_processes_is_found_before_the_run():
+    run(search_size_on_two, 2)
 
 
 def test_no_trial_and_one_rate():
