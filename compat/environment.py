@@ -7,7 +7,7 @@ import operator
 import os
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -160,16 +160,6 @@ def convert_bytes(size: float) -> str:
             return f"{round(size, 2)} {unit}"
         size /= 1024
     return f"{round(size, 2)} PB"
-
-
-def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
-    """Merge ``source`` into ``destination``, nested dicts item by item, and return ``destination``."""
-    for key, value in source.items():
-        if isinstance(value, dict):
-            merge_dicts(value, destination.setdefault(key, {}))
-        else:
-            destination[key] = value
-    return destination
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .optim.batch_size import find_executable_batch_size
     from .optim.local_sgd import LocalSGD
     from .preemption.signals import Preempted, Preemption
-    from .process_state import AcceleratorState, GradientState, PartialState, register_accelerator
+    from .process_state import AcceleratorState, GradientState, PartialState
     from .rank_consistency import check_values_match
     from .rng import RandomStream, isolated_random_state, random_state, seed_everything, set_random_state
     from .run_environment import environment

@@ -230,9 +230,13 @@ class Accelerator(Prepared):
         self.checkpointer = checkpoint.Checkpointer(self)
         self.tracking = trackers
         self.dataloader_config.announce_differences()
+        self._make_current()
+
+    def _make_current(self) -> None:
+        """Let `GradientState()` and the watchdog's reports describe this Accelerator, also after a newer one."""
         register_accelerator(self)
-        if watchdog is not None:
-            watchdog.follow(self, _locate, _find_directory)
+        if self.watchdog is not None:
+            self.watchdog.follow(self, _locate, _find_directory)
 
     # -- preparing -----------------------------------------------------------------------------------------------
 

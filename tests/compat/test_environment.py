@@ -21,7 +21,6 @@ def test_reading_the_environment(monkeypatch):
 
 def test_small_helpers():
     assert [other.convert_bytes(n) for n in (12, 2048, 5 * 1024**3)] == ["12 bytes", "2.0 KB", "5.0 GB"]
-    assert other.merge_dicts({"a": {"b": 1}, "c": 2}, {"a": {"d": 3}}) == {"a": {"d": 3, "b": 1}, "c": 2}
     assert other.recursive_getattr(nn.ModuleDict({"head": nn.Linear(4, 1)}), "head.weight").shape == (1, 4)
     assert not other.is_port_in_use(other.get_free_port())
     assert should_reduce_batch_size(RuntimeError("CUDA out of memory. Tried to allocate"))

@@ -15,6 +15,7 @@ from ..core import TaskModule
 
 if TYPE_CHECKING:
     from ...callbacks import EarlyStopping, ModelCheckpoint
+    from ...strategies import Strategy
     from ..trainer import Trainer
 
 _SHOWN = 3
@@ -33,6 +34,34 @@ _LOWER_IS_BETTER = frozenset((
     *("cost", "deviation", "dist", "distance", "divergence", "drop", "entropy", "err", "error", "gap", "loss"),
     *("mae", "mse", "nll", "perplexity", "rmse", "std", "time", "variance"),
 ))  # fmt: skip
+
+
+# Methods of Lightning's strategies that Treadle's do not have. Without the first ones, a run would differ.
+_LOST_IN_STRATEGY = {
+    **dict.fromkeys(("backward", "optimizer_step", "training_step"), "override the task's method of this name"),
+    **{"setup_optimizers": "use configure_optimizers", "process_dataloader": "use train_dataloader"},
+}
+_UNUSED_IN_STRATEGY = frozenset((
+    *("_setup_model", "configure_ddp", "model_to_device", "post_backward", "pre_backward", "predict_step", "setup"),
+    *("setup_environment", "teardown", "test_step", "validation_step"),
+))  # fmt: skip
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Check the methods that a user's class adds: raise a ValueError or warn if Lightning calls them, but Treadle not.
+
+    Args:
+        strategy: Strategy of the run.
+    """
+    kind = type(strategy)
+    for name in dir(kind):
+        if name in _LOST_IN_STRATEGY:
+            raise ValueError(
+                f"{kind.__name__}.{name} is a method that Treadle's strategies do not have, so it would never be "
+                f"called. Instead, {_LOST_IN_STRATEGY[name]}."
+            )
+        if name in _UNUSED_IN_STRATEGY:
+            warn(f"{kind.__name__}.{name} is never called. Override the methods of treadle.strategies.Strategy.")
 
 
 def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:

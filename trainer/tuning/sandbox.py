@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ...callbacks import Callback
 from ...common.messages import describe_error, name_type, nearest
-from ...engine import Accelerator, CombinedLoader, isolated_random_state, register_accelerator
+from ...engine import Accelerator, CombinedLoader, isolated_random_state
 from ...engine.data import preserve_loader_state
 from ...engine.profilers import PassThroughProfiler
 from ...loggers import Logger
@@ -64,7 +64,7 @@ def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
             if loss_scale is not None and scaler is not None:
                 loss_scale.load_state_dict(scaler)
             if within_run:
-                register_accelerator(trainer.accelerator)
+                trainer.accelerator._make_current()
                 if accelerator.watchdog is not None:
                     accelerator.watchdog.follow(trainer, locate, find_directory)
 

@@ -10,6 +10,7 @@ from support.processes import run
 from support.trainers import NO_OUTPUT
 from torch import nn
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
+from treadle.strategies import SingleDevice
 from treadle.trainer.preflight.fit_checks import _is_score, hidden_modules
 
 import treadle
@@ -199,3 +200,20 @@ def test_a_forgotten_mode_is_named_once(tmp_path):
     (said,) = fit(Scored(), callbacks=callbacks, enable_checkpointing=True)  # the scheduler's
     assert "EarlyStopping" not in said
     assert "ModelCheckpoint" not in said
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("optimizer_step", r"override the task's method of this name"),
+    ("setup_optimizers", r"use configure_optimizers"),
+])  # fmt: skip
+def test_methods_of_lightnings_strategies_without_which_a_run_would_differ(name, text):
+    kind = type("Own", (SingleDevice,), {name: lambda self, *args: None})
+    with pytest.raises(ValueError, match=rf"Own\.{name} is a method that Treadle's strategies do not have.*{text}"):
+        fit(Task(), strategy=kind("cpu"))
+
+
+def test_other_methods_of_lightnings_strategies_are_said():
+    kind = type("Own", (SingleDevice,), {"model_to_device": lambda self: None, "helper": lambda self: None})
+    assert [text for text in fit(Task(), strategy=kind("cpu")) if "Own." in text] == [
+        "Own.model_to_device is never called. Override the methods of treadle.strategies.Strategy."
+    ]
