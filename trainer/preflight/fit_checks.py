@@ -15,7 +15,6 @@ from ..core import TaskModule
 
 if TYPE_CHECKING:
     from ...callbacks import EarlyStopping, ModelCheckpoint
-    from ...strategies import Strategy
     from ..trainer import Trainer
 
 _SHOWN = 3
@@ -36,32 +35,41 @@ _LOWER_IS_BETTER = frozenset((
 ))  # fmt: skip
 
 
-# Methods of Lightning's strategies that Treadle's do not have. Without the first ones, a run would differ.
-_LOST_IN_STRATEGY = {
-    **dict.fromkeys(("backward", "optimizer_step", "training_step"), "override the task's method of this name"),
-    **{"setup_optimizers": "use configure_optimizers", "process_dataloader": "use train_dataloader"},
+# Methods of Lightning's strategies and precision plugins that Treadle never calls. Without the first, a run differs.
+_OF_TASK = dict.fromkeys(("backward", "optimizer_step", "training_step"), "override the task's method of this name")
+_LOST = {
+    "strategy": {
+        **{**_OF_TASK, "setup_optimizers": "use configure_optimizers", "process_dataloader": "use train_dataloader"},
+    },
+    "precision": {
+        **{**_OF_TASK, "convert_module": "override cast_module(module)", "convert_input": "override cast(batch)"},
+        **dict.fromkeys(("forward_context", "autocast_context_manager"), "override context(device)"),
+        **dict.fromkeys(("clip_gradients", "clip_grad_by_norm"), "override the task's configure_gradient_clipping"),
+    },
 }
-_UNUSED_IN_STRATEGY = frozenset((
+_UNUSED = frozenset((
     *("_setup_model", "configure_ddp", "model_to_device", "post_backward", "pre_backward", "predict_step", "setup"),
     *("setup_environment", "teardown", "test_step", "validation_step"),
 ))  # fmt: skip
 
 
-def check_strategy(strategy: Strategy) -> None:
-    """Check the methods that a user's class adds: raise a ValueError or warn if Lightning calls them, but Treadle not.
+def check_overrides(trainer: Trainer) -> None:
+    """Check what a user's strategy and precision add: raise a ValueError or warn if only Lightning would call it.
 
     Args:
-        strategy: Strategy of the run.
+        trainer: The Trainer.
     """
-    kind = type(strategy)
-    for name in dir(kind):
-        if name in _LOST_IN_STRATEGY:
-            raise ValueError(
-                f"{kind.__name__}.{name} is a method that Treadle's strategies do not have, so it would never be "
-                f"called. Instead, {_LOST_IN_STRATEGY[name]}."
-            )
-        if name in _UNUSED_IN_STRATEGY:
-            warn(f"{kind.__name__}.{name} is never called. Override the methods of treadle.strategies.Strategy.")
+    for role, owner in (("strategy", trainer.strategy), ("precision", trainer.accelerator.precision)):
+        bases = [base for base in type(owner).__mro__ if not base.__module__.startswith("treadle.")]
+        for name in (name for base in bases for name in vars(base)):
+            place = f"{type(owner).__name__}.{name}"
+            if name in _LOST[role]:
+                raise ValueError(
+                    f"{place} overrides a method of Lightning's that Treadle would never call. Instead, "
+                    f"{_LOST[role][name]}."
+                )
+            if name in _UNUSED:
+                warn(f"{place} is never called. Override a method of treadle.strategies.{role.capitalize()}.")
 
 
 def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
