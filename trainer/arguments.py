@@ -275,7 +275,7 @@ def unpack_plugins(plugins: Any, precision: Any, sync_batchnorm: bool, strategy:
         else:
             raise TypeError(
                 f"plugins={plugin!r:.100} must be a treadle.plugins.Precision, TorchSyncBatchNorm() or CheckpointIO. "
-                "Remove it. Treadle detects the cluster."
+                "Remove it. Treadle detects the cluster; for another launcher, pass a ClusterEnvironment."
             )
     slurm = environment if isinstance(environment, preemption.SLURMEnvironment) else preemption.SLURMEnvironment()
     return Plugged(precision, sync_batchnorm, writer, slurm.requeue_signal if slurm.auto_requeue else None, environment)

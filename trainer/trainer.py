@@ -120,7 +120,8 @@ class Trainer(LightningAliases, Copyable):
         profiler: Profile the actions of the loop, such as hooks, with ``"simple"``, ``"advanced"``, ``"pytorch"``,
             ``"events"`` or a `Profiler`. Default: no profiling.
         compile: Compile the model's modules; a dict sets arguments of ``torch.compile``. Default: False.
-        plugins: A `Precision`, `CheckpointIO`, `SLURMEnvironment`, ``TorchSyncBatchNorm()``, or a list. Default: none.
+        plugins: A `Precision`, `CheckpointIO`, `SLURMEnvironment`, `ClusterEnvironment`, ``TorchSyncBatchNorm()``, or a
+            list. Default: none.
         enable_autolog_hparams: Send hyperparameters to the loggers when ``fit`` begins. Default: True.
         default_root_dir: Folder for logs and checkpoints for which no other folder is set. Default: the working
             directory.
