@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 # Lightning methods that Treadle never calls, with replacements.
 _SAVE = "Override _save_checkpoint(trainer, filepath) or check_monitor_top_k instead."
-_FORMAT = "Override format_checkpoint_name instead."
 _NEVER_CALLED = {
     "_save_topk_checkpoint": _SAVE,
     "_save_last_checkpoint": _SAVE,
@@ -49,8 +48,7 @@ _NEVER_CALLED = {
     "_save_none_monitor_checkpoint": _SAVE,
     "_save_model": _SAVE,
     "_should_skip_saving_checkpoint": _SAVE,
-    "_get_metric_interpolated_filepath_name": _FORMAT,
-    "_format_checkpoint_name": _FORMAT,
+    "_get_metric_interpolated_filepath_name": "Override format_checkpoint_name instead.",
     "_del_model": "Override _remove_checkpoint instead.",
 }
 
@@ -656,9 +654,9 @@ class ModelCheckpoint(Checkpoint):
         Raises:
             ValueError: If a value cannot be written in its field's format.
         """
-        equals = self.CHECKPOINT_EQUALS_CHAR if self.auto_insert_metric_name else None
         suffix = "" if ver is None else f"{self.CHECKPOINT_JOIN_CHAR}v{ver}"
-        name = f"{fill_in(filename or self._template, metrics, equals)}{suffix}{self.FILE_EXTENSION}"
+        stem = self._format_checkpoint_name(filename, metrics, auto_insert_metric_name=self.auto_insert_metric_name)
+        name = f"{stem}{suffix}{self.FILE_EXTENSION}"
         return name if self.dirpath is None else str(as_path(self.dirpath) / name)
 
     def _agree_on_path(self, trainer: Trainer, values: dict[str, Any], replaced: str, last: bool = False) -> str:
@@ -688,6 +686,17 @@ class ModelCheckpoint(Checkpoint):
         return path
 
     # -- private names of Lightning's that subclasses in public projects use or override --------------------------
+
+    def _format_checkpoint_name(
+        self,
+        filename: str | None,
+        metrics: dict[str, Any],
+        prefix: str | None = None,
+        auto_insert_metric_name: bool = True,
+    ) -> str:
+        equals = self.CHECKPOINT_EQUALS_CHAR if auto_insert_metric_name else None
+        name = fill_in(filename or self._template, metrics, equals)
+        return name if prefix is None else f"{prefix}{self.CHECKPOINT_JOIN_CHAR}{name}"
 
     @property
     def _every_n_train_steps(self) -> int:

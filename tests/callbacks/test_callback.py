@@ -83,3 +83,12 @@ def test_the_result_of_no_search_is_none():
     for finder in (LearningRateFinder(), BatchSizeFinder()):
         finder.load_state_dict(finder.state_dict())
         assert finder.state_dict() == {}
+
+
+def test_lightnings_helper_for_the_key_of_a_state():
+    class Own(Callback):
+        @property
+        def state_key(self):
+            return self._generate_state_key(monitor="loss", every=2)
+
+    assert Own().state_key.endswith("Own{'monitor': 'loss', 'every': 2}")

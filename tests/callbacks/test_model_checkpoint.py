@@ -703,3 +703,20 @@ def test_last_is_saved_at_the_end_if_no_trigger_has_fired(tmp_path, arguments, v
 def test_annotations_are_resolved_by_type_hints():
     assert inspect.signature(ModelCheckpoint).parameters["save_last"].annotation == "bool | str | None"
     assert typing.get_type_hints(ModelCheckpoint.__init__)["save_last"] == bool | str | None
+
+
+def test_names_from_lightnings_helper(tmp_path):
+    class Own(ModelCheckpoint):
+        def format_checkpoint_name(self, metrics, filename=None, ver=None):
+            name = self._format_checkpoint_name(filename or self.filename, metrics, auto_insert_metric_name=False)
+            return str(tmp_path / f"{name}.own")
+
+    values = {"epoch": 1, "step": 2, "loss": 0.25}
+    assert Own(filename="{epoch}-{loss:.1f}").format_checkpoint_name(values) == str(tmp_path / "1-0.2.own")
+    assert Own()._format_checkpoint_name(None, values, prefix="best") == "best-epoch=1-step=2"
+
+    class Upper(ModelCheckpoint):
+        def _format_checkpoint_name(self, *args, **kwargs):
+            return super()._format_checkpoint_name(*args, **kwargs).upper()
+
+    assert Upper(filename="{epoch}").format_checkpoint_name(values) == "EPOCH=1.ckpt"
