@@ -154,7 +154,7 @@ class BatchSizeFinder(Callback):
 
     @property
     def starts_search(self) -> bool:
-        """Whether a subclass overrides `on_fit_start`, so that the search does not precede ``fit``."""
+        """True if a subclass overrides `on_fit_start`, so that the search does not precede ``fit``."""
         return type(self).on_fit_start is not BatchSizeFinder.on_fit_start
 
     def scale_batch_size(self, trainer: Trainer, pl_module: TaskModule) -> None:

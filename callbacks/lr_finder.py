@@ -276,7 +276,7 @@ class LearningRateFinder(Callback):
 
     @property
     def starts_search(self) -> bool:
-        """Whether a subclass overrides `on_fit_start`, so that the search does not precede the run."""
+        """True if a subclass overrides `on_fit_start`, so that the search does not precede the run."""
         return type(self).on_fit_start is not LearningRateFinder.on_fit_start
 
     def lr_find(self, trainer: Trainer, pl_module: TaskModule) -> None:

@@ -65,10 +65,18 @@ class ClusterEnvironment:
         return self._detected("node_rank").node_rank
 
     def set_world_size(self, size: int) -> None:
-        """Receive the number of processes that ``devices`` and ``num_nodes`` request, if ``devices`` is a number."""
+        """Receive the number of processes that ``devices`` and ``num_nodes`` request, if ``devices`` is a number.
+
+        Args:
+            size: ``devices * num_nodes``.
+        """
 
     def set_global_rank(self, rank: int) -> None:
-        """Receive the rank that follows from `node_rank`, `local_rank` and ``devices``, if ``devices`` is a number."""
+        """Receive the rank of this process, if ``devices`` is a number.
+
+        Args:
+            rank: ``node_rank() * devices + local_rank()``.
+        """
 
     def export(self, accelerator: str = "auto", devices: Devices = "auto", num_nodes: int = 1) -> None:
         """Set torchrun's environment variables, unless a detected launcher gives the same ranks and address.

@@ -185,6 +185,7 @@ READ_NOTHING = {
     "StrategyAliases.remove_checkpoint(filepath)": "removes it unread",
     "TransformersTask.save_pretrained(folder)": "writes",
     "PredictionWriter.__init__(dirpath)": "writes",
+    "SingleDevice.__init__(checkpoint_io)": "is a plugin",
     **dict.fromkeys(("RunReport.__init__(dirpath)", "RunReport.__init__(filename)"), "writes"),
     **dict.fromkeys((f"{one}.__init__(default_root_dir)" for one in ("Trainer", "TrainerSettings")), "writes"),
     "Accelerator.__init__(project_dir)": "writes; reading is ProjectConfiguration's",
