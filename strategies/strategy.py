@@ -550,7 +550,8 @@ class SingleDevice(Strategy):
         device: The device, such as ``"cuda:1"``, or the index of a GPU. Default: selected by the Trainer or
             Accelerator.
         accelerator: Acts like the Trainer's ``accelerator``.
-        checkpoint_io, precision_plugin: Act like the Trainer's ``plugins``.
+        checkpoint_io: Acts like a `CheckpointIO` in the Trainer's ``plugins``.
+        precision_plugin: Acts like a precision plugin in the Trainer's ``plugins``.
 
     Raises:
         RuntimeError, TypeError: If torch does not accept the device.
