@@ -18,10 +18,7 @@ from ..strategies.distributed import get_original_class, is_sharded, local
 
 _UNKNOWN = "?"
 _WIDTH = 80  # of a terminal
-_LIGHTNINGS_HEADS = {
-    **{"name": "Name", "type": "Type", "parameters": "Params", "per device": "Params per Device", "mode": "Mode"},
-    **{"in": "In sizes", "out": "Out sizes"},
-}
+_LIGHTNINGS_HEADS = {"parameters": "Params", "per device": "Params per Device", "in": "In sizes", "out": "Out sizes"}
 
 
 @dataclass
@@ -144,7 +141,8 @@ class Summary:
     def _get_summary_data(self) -> list[tuple[str, list[str]]]:  # Lightning's name, which public projects read
         columns = self.columns()
         index = list(map(str, range(len(columns[0][1]))))
-        return [(" ", index), *((_LIGHTNINGS_HEADS.get(head, head), cells) for head, cells in columns)]
+        heads = [_LIGHTNINGS_HEADS.get(head, head[0].upper() + head[1:]) for head, _ in columns]
+        return [(" ", index), *zip(heads, (cells for _, cells in columns), strict=True)]
 
     def totals(self) -> str:
         """Return the totals below the table, in lines of at most 80 characters unless the numbers are huge."""

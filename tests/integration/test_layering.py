@@ -37,7 +37,7 @@ OWNERS = {"TaskModule", "Trainer"}
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_MODULES = 800, 60, 15
 # Lines of code in each room. They may only fall; lower a figure when a room has become smaller.
 MOST_CODE = {
-    **{"common": 908, "strategies": 7701, "engine": 17382, "loggers": 1547, "callbacks": 5518, "trainer": 9666},
+    **{"common": 908, "strategies": 7701, "engine": 17382, "loggers": 1547, "callbacks": 5516, "trainer": 9664},
     **{"integrations": 629, "cli": 3588, "tools": 4717, "compat": 4034, "": 791},
 }
 # One file for each public callback, at the path that Lightning gives it.

@@ -38,11 +38,9 @@ _LOWER_IS_BETTER = frozenset((
 # Methods of Lightning's strategies and precision plugins that Treadle never calls. Without the first, a run differs.
 _OF_TASK = dict.fromkeys(("backward", "optimizer_step", "training_step"), "override the task's method of this name")
 _LOST = {
-    "strategy": {
-        **{**_OF_TASK, "setup_optimizers": "use configure_optimizers", "process_dataloader": "use train_dataloader"},
-    },
+    "strategy": dict(_OF_TASK, setup_optimizers="use configure_optimizers", process_dataloader="use train_dataloader"),
     "precision": {
-        **{**_OF_TASK, "convert_module": "override cast_module(module)", "convert_input": "override cast(batch)"},
+        **dict(_OF_TASK, convert_module="override cast_module(module)", convert_input="override cast(batch)"),
         **dict.fromkeys(("forward_context", "autocast_context_manager"), "override context(device)"),
         **dict.fromkeys(("clip_gradients", "clip_grad_by_norm"), "override the task's configure_gradient_clipping"),
     },
