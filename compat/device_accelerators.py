@@ -19,6 +19,7 @@ __all__ = [
     "CPUAccelerator",
     "CUDAAccelerator",
     "MPSAccelerator",
+    "XLAAccelerator",
     "find_usable_cuda_devices",
     "get_cpu_stats",
 ]
@@ -128,6 +129,12 @@ class MPSAccelerator(Accelerator):
     """Device type of Apple's GPU."""
 
     kind = "mps"
+
+
+class XLAAccelerator(Accelerator):
+    """Device type of TPUs, which Treadle does not support: `is_available` returns False."""
+
+    kind = "tpu"
 
 
 class AcceleratorConnector:

@@ -3,7 +3,14 @@
 import pytest
 import torch
 from support.trainers import make_trainer
-from treadle.compat.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, find_usable_cuda_devices
+from treadle.compat.accelerators import (
+    Accelerator,
+    CPUAccelerator,
+    CUDAAccelerator,
+    XLAAccelerator,
+    find_usable_cuda_devices,
+)
+from treadle.compat.fabric.accelerators import TPUAccelerator
 from treadle.compat.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 
@@ -24,6 +31,12 @@ def test_kinds_of_devices_as_objects() -> None:
     assert "cpu_percent" in CPUAccelerator().get_device_stats("cpu")
     with pytest.raises(ValueError, match="device='cuda:0' must be of type 'cpu' for CPUAccelerator"):
         CPUAccelerator().setup_device(torch.device("cuda", 0))
+    # imported by test helpers that many projects copy, to skip tests on TPUs
+    assert TPUAccelerator is XLAAccelerator
+    assert (XLAAccelerator.is_available(), XLAAccelerator.auto_device_count()) == (False, 0)
+    assert not isinstance(trainer.accelerator, XLAAccelerator)
+    with pytest.raises(ValueError, match="accelerator='tpu' is not one of"):
+        make_trainer(accelerator=XLAAccelerator())
     assert find_usable_cuda_devices(0) == []
     with pytest.raises(ValueError, match="num_devices=99"):
         find_usable_cuda_devices(99)
