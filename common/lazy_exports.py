@@ -32,6 +32,8 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
     }
 
     def __getattr__(name: str) -> Any:
+        if package == "treadle":
+            from . import rank_zero  # noqa: F401  # programs call functions of lightning_utilities, which need a rank
         if name not in homes:
             # The import system asks here first in `from . import name`; the peers' tables take time to read.
             folder = os.path.dirname(file)

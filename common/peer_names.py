@@ -74,8 +74,6 @@ def find_peer_name(module: str, name: str, valid: Any = ()) -> Any:
             hint = _find_in_packages(name) if module == "treadle" else ""
             _refuse(module, name, f"module {module!r} has no attribute {name!r}.{hint or nearest(name, valid)}")
         return submodule
-    from . import rank_zero  # noqa: F401  # a program of the peers may import these functions from lightning_utilities
-
     path, _, inner = home.rpartition(".")
     return getattr(importlib.import_module(f"treadle.{path}".rstrip(".")), inner)
 

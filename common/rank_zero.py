@@ -1,7 +1,7 @@
 """Functions of ``lightning_utilities`` that act on rank zero only, also in programs that import them from there.
 
-Lightning sets their rank when it is imported. Here, the first use of one of its names does, as the package takes 0.035
-seconds to import, where Treadle takes 0.2.
+Lightning sets their rank when it is imported. Here, the first use of a name of ``treadle`` does, and the import of
+``treadle.compat``, as the package takes 0.01 seconds to import, and without torch 0.1, which commands save.
 """
 
 import os

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..common import rank_zero as _  # programs call functions of lightning_utilities, which need a rank
 from ..common.lazy_exports import lazy_exports
 from ..common.peer_finder import add_peer_modules
 

@@ -7,16 +7,22 @@ import sys
 import pytest
 
 READ = """
-import treadle
-treadle.LightningModule
+{}
 from lightning_utilities.core.rank_zero import rank_zero_only
 print(rank_zero_only.rank)
 """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("variables", "rank"), [({}, 0), ({"RANK": "1", "LOCAL_RANK": "0"}, 1), ({"RANK": "x"}, 0)])
-def test_the_rank_is_known_once_a_name_of_lightning_is_used(variables, rank):
+@pytest.mark.parametrize(
+    ("variables", "rank", "imports"),
+    [
+        ({}, 0, "from treadle import Callback"),
+        ({"RANK": "1", "LOCAL_RANK": "0"}, 1, "import treadle.compat as pl"),
+        ({"RANK": "x"}, 0, "from treadle.compat.callbacks import EarlyStopping"),
+    ],
+)
+def test_the_rank_is_known_once_a_name_of_treadle_is_used(variables, rank, imports):
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "SLURM_PROCID")}
-    read = subprocess.run([sys.executable, "-c", READ], env={**env, **variables}, capture_output=True, text=True)
+    read = subprocess.run([sys.executable, "-c", READ.format(imports)], env={**env, **variables}, capture_output=True, text=True)
     assert (read.stdout, read.stderr) == (f"{rank}\n", "")
