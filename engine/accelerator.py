@@ -1364,8 +1364,8 @@ class Accelerator(Prepared):
 
     def _get_batch_size(self) -> int | None:
         loader = self.gradient_state.active_dataloader
-        if getattr(loader, "batch_size", None) is None:  # a user-defined batch sampler decides
-            return None
+        if getattr(loader, "batch_size", None) is None:  # a user-defined batch sampler decides, and may have a size
+            return getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
         return loader.total_batch_size // self.data_world.size
 
     @property

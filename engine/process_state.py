@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,6 +25,7 @@ def register_accelerator(accelerator: Prepared) -> None:
     """Make `GradientState()` and `AcceleratorState()` describe ``accelerator``, without keeping it alive."""
     _accelerators[:] = [reference for reference in _accelerators if reference() is not None]
     _accelerators.append(weakref.ref(accelerator))
+    PartialState._shared_state["device"] = accelerator.device
 
 
 def get_latest_accelerator() -> Prepared | None:
@@ -58,6 +59,10 @@ class PartialState(Process):
         ['A', 'B']
     """
 
+    # Empty until this process has a state or an Accelerator: transformers' losses for object detection look at it
+    # before they sum the number of boxes over the ranks.
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         options = {name: kwargs.pop(name) for name in ("backend", "timeout") if name in kwargs}
         if kwargs:
@@ -71,6 +76,7 @@ class PartialState(Process):
             super().__init__(distributed.current_world())
         else:
             super().__init__(strategies.open_world("cpu" if cpu else "auto", spread=False, **options))
+        self._shared_state["device"] = self.device
         if os.environ.get("ACCELERATE_DEBUG_MODE", "").lower() in ("1", "true", "yes", "y", "on", "t"):
             self.debug = True
 
@@ -115,6 +121,7 @@ class PartialState(Process):
     def _reset_state() -> None:
         """Reset the state that all instances share."""
         collectives.debug_mode.enabled = False
+        PartialState._shared_state.clear()
 
     def __repr__(self) -> str:
         lines = {

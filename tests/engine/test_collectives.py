@@ -14,7 +14,7 @@ from support.models import SGDTask, Stream
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
-from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Subset, TensorDataset
 from treadle.engine.collectives import split
 
 import treadle
@@ -70,12 +70,16 @@ def metrics(evaluation, n):
     return found
 
 
-def repeated(evaluation, n, batch_size):
+class OwnBatches(BatchSampler):
+    """A user's batch sampler, as those of sentence-transformers."""
+
+
+def repeated(evaluation, n, batch_size, own=False):
     """Gather each batch's mean as often as a full batch has samples, and rows of the same count that are no means."""
     accelerator = treadle.Accelerator(cpu=True)
-    loader = accelerator.prepare_data_loader(
-        DataLoader(torch.arange(float(n)), batch_size=batch_size), evaluation=evaluation
-    )
+    samples = torch.arange(float(n))
+    batches = {"batch_sampler": OwnBatches(range(n), batch_size, False)} if own else {"batch_size": batch_size}
+    loader = accelerator.prepare_data_loader(DataLoader(samples, **batches), evaluation=evaluation)
     means, tokens, counts, sums = [], [], [], []
     for batch in loader:
         output = {"loss": batch.mean().repeat(batch_size), "ids": batch}
@@ -90,14 +94,17 @@ def repeated(evaluation, n, batch_size):
     return sum(means) / len(means), tokens, counts, sums
 
 
-REPEATED = ((False, 20, 8), (True, 20, 8), (False, 9, 2), (False, 13, 4), (False, 5, 1), (False, 1, 4))
+REPEATED = (
+    *((False, 20, 8), (True, 20, 8), (False, 9, 2), (False, 13, 4), (False, 5, 1), (False, 1, 4)),
+    *((True, 20, 8, True), (False, 13, 4, True)),
+)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_mean_repeated_for_a_full_batch_weighs_the_samples_of_a_short_one(found, world):
     for by_rank in found[world]:
-        for (_, n, batch_size), (mean, tokens, counts, sums) in zip(REPEATED, by_rank["repeated"], strict=True):
+        for (_, n, batch_size, *_), (mean, tokens, counts, sums) in zip(REPEATED, by_rank["repeated"], strict=True):
             assert mean == pytest.approx((n - 1) / 2)
             # Other rows are left: all that the ranks with samples have.
             assert tokens == counts

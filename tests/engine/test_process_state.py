@@ -135,7 +135,9 @@ def test_states_without_an_accelerator_follow_the_newest():
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     assert not is_initialized()
+    assert PartialState._shared_state == {}
     state = PartialState(cpu=True)
+    assert PartialState._shared_state  # read by transformers, on the class
     state.set_device()
     assert (state.num_processes, state.fork_launched, state.debug) == (1, False, False)
     assert AcceleratorState().mixed_precision == "no"
