@@ -81,23 +81,18 @@ class RayTrainReportCallback(_ReportedCheckpoint):
     ``CheckpointConfig`` decides which checkpoints are kept. Ray's checkpoint contains Treadle's checkpoint as
     ``checkpoint.ckpt``.
 
-    By default, all ranks write their shards directly to Ray's storage if it is a shared file system, S3 (with the extra
-    ``s3``) or Google Cloud Storage (with the extra ``gs``). A checkpoint is reported once it is complete.
+    All ranks write their shards directly to Ray's storage if it is a shared file system, S3 (with the extra ``s3``) or
+    Google Cloud Storage (with the extra ``gs``). A checkpoint is reported once it is complete. For any other storage,
+    the checkpoint is saved to a temporary folder and Ray copies it, so all workers must be on one machine.
 
     Args:
-        checkpoint_upload_mode: A ``ray.train.CheckpointUploadMode``. With SYNC or ASYNC, Treadle saves the checkpoint
-            to a temporary folder, and Ray copies it to the storage. All workers must then be on one machine. Default:
-            None, which writes directly to the storage types listed above and selects SYNC for any other storage.
-        validation: True or a ``ray.train.ValidationTaskConfig`` lets Ray validate each checkpoint; see
-            ``ray.train.report``. Default: False.
         every_n_train_steps: Number of optimizer steps between additional reports within an epoch. Default: None, which
             disables them.
 
     Raises:
         ModuleNotFoundError: If Ray or pyarrow is not installed.
         RuntimeError: If the process is not a Ray Train worker, or if ``num_workers=0`` disables Ray's storage.
-        ValueError: If ``every_n_train_steps`` is not a positive integer, or if ``checkpoint_upload_mode`` is NO_UPLOAD
-            and Treadle cannot write to the storage.
+        ValueError: If ``every_n_train_steps`` is not a positive integer.
 
     Examples:
         >>> from treadle.integrations import RayTrainReportCallback
@@ -111,32 +106,14 @@ class RayTrainReportCallback(_ReportedCheckpoint):
 
     CHECKPOINT_NAME = "checkpoint.ckpt"
 
-    def __init__(
-        self,
-        checkpoint_upload_mode: Any = None,
-        validation: Any = False,
-        *,
-        every_n_train_steps: int | None = None,
-    ) -> None:
+    def __init__(self, *, every_n_train_steps: int | None = None) -> None:
         require("RayTrainReportCallback", "ray", "pyarrow", extra="ray")
         super().__init__(self.CHECKPOINT_NAME)
-        self.checkpoint_upload_mode = checkpoint_upload_mode
-        self.validation = validation
         self.every_n_train_steps = (
             0 if every_n_train_steps is None else check_int("every_n_train_steps", every_n_train_steps, 1)
         )
         self._storage = _get_storage()
         self._reported_step = 0
-        if getattr(checkpoint_upload_mode, "name", None) == "NO_UPLOAD" and self._shared_root is None:
-            kind = self._storage.storage_filesystem.type_name
-            package = _WRITABLE.get(kind, ("", ""))[1]
-            problem, fix = (
-                (f" without {package}", f"Install {package}") if package else ("", "Remove checkpoint_upload_mode")
-            )
-            raise ValueError(
-                "checkpoint_upload_mode=NO_UPLOAD writes directly to Ray's storage, but Treadle cannot write to "
-                f"{kind!r}{problem}. {fix}."
-            )
 
     @property
     def state_key(self) -> str:
@@ -163,12 +140,8 @@ class RayTrainReportCallback(_ReportedCheckpoint):
     @property
     def _shared_root(self) -> str | None:
         """Path or URL of the run's folder in Ray's storage, if all ranks write there directly; otherwise None."""
-        from ray.train import CheckpointUploadMode
-
         scheme, package = _WRITABLE.get(self._storage.storage_filesystem.type_name, ("", ""))
-        if self.checkpoint_upload_mode not in (None, CheckpointUploadMode.NO_UPLOAD) or not is_installed(package):
-            return None
-        return f"{scheme}{self._storage.experiment_fs_path}"
+        return f"{scheme}{self._storage.experiment_fs_path}" if is_installed(package) else None
 
     def _get_checkpoint(self) -> ray.train.Checkpoint | None:
         import ray.train
@@ -188,15 +161,15 @@ class RayTrainReportCallback(_ReportedCheckpoint):
             place = (storage.build_checkpoint_path_from_name(name), storage.storage_filesystem)
             self._hand_over(metrics, place, name, CheckpointUploadMode.NO_UPLOAD)
             return
-        mode = self.checkpoint_upload_mode or CheckpointUploadMode.SYNC
         # In the folder of Ray's session, because a worker that is killed here may leave files behind.
         session = storage.local_working_directory
         folder = world.broadcast(tempfile.mkdtemp(prefix="treadle-", dir=session) if is_main else "")
         try:
             trainer.save_checkpoint(os.path.join(folder, self.CHECKPOINT_NAME))
-            self._hand_over(metrics, (folder, LocalFileSystem()) if is_main else None, name, mode)
+            place = (folder, LocalFileSystem()) if is_main else None
+            self._hand_over(metrics, place, name, CheckpointUploadMode.SYNC)
         finally:
-            if is_main and mode is not CheckpointUploadMode.ASYNC:  # in that mode Ray removes it
+            if is_main:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _hand_over(
@@ -210,13 +183,8 @@ class RayTrainReportCallback(_ReportedCheckpoint):
         """
         import ray.train
 
-        ray.train.report(
-            metrics,
-            checkpoint=None if place is None else ray.train.Checkpoint(*place),
-            checkpoint_dir_name=name,
-            checkpoint_upload_mode=mode,
-            validation=self.validation if place is not None else False,
-        )
+        checkpoint = None if place is None else ray.train.Checkpoint(*place)
+        ray.train.report(metrics, checkpoint, checkpoint_dir_name=name, checkpoint_upload_mode=mode)
 
     def _choose_name(self, trainer: Trainer) -> str:
         from pyarrow.fs import FileType

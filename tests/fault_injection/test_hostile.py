@@ -251,7 +251,6 @@ READ_NOTHING = {
     "WeightAveraging.on_save_checkpoint(checkpoint)": "is a dict",
     **{f"{kind}Logger.after_save_checkpoint(checkpoint_callback)": "is a callback" for kind in ("", "Uploading")},
     **{f"SwanLabLogger.__init__({name})": "writes" for name in ("save_dir", "log_dir")},
-    "RayTrainReportCallback.__init__(checkpoint_upload_mode)": "is given to ray",
     "TuneReportCheckpointCallback.__init__(filename)": "writes",
 }
 

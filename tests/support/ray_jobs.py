@@ -118,8 +118,9 @@ def train_worker(config):
     prepare_trainer(
         treadle.Trainer(accelerator="cpu", logger=False, strategy=RayDDPStrategy(), plugins=[RayLightningEnvironment()])
     )
-    upload = config["upload"] and ray.train.CheckpointUploadMode[config["upload"]]
-    report = RayTrainReportCallback(every_n_train_steps=4, checkpoint_upload_mode=upload)
+    if config["copied"]:
+        RayTrainReportCallback._shared_root = None
+    report = RayTrainReportCallback(every_n_train_steps=4)
     trainer = fit(folder, [Note(folder, config["kill"]), report], enable_checkpointing=False)  # as Ray's documents do
     context = ray.train.get_context()
     facts = {
@@ -134,13 +135,13 @@ def train_worker(config):
     (folder / f"facts-{trainer.global_rank}").write_text(json.dumps(facts))
 
 
-def train(folder, rank, upload=None, storage=None):
+def train(folder, rank, copied=False, storage=None):
     """Train with two workers, of which one is killed, and restarted by Ray.
 
     Args:
         folder: for the notes.
         rank: which one is killed.
-        upload: the name of a CheckpointUploadMode.
+        copied: treat the storage as one that Treadle cannot write to.
         storage: a URL; None: a folder.
     """
     from pyarrow.fs import FileSelector, FileType
@@ -149,7 +150,7 @@ def train(folder, rank, upload=None, storage=None):
 
     result = TorchTrainer(
         train_worker,
-        train_loop_config={"folder": str(folder), "kill": (rank, 11), "upload": upload},
+        train_loop_config={"folder": str(folder), "kill": (rank, 11), "copied": copied},
         torch_config=TorchConfig(timeout_s=300),
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(
