@@ -9,8 +9,9 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -266,8 +267,6 @@ def _is_folder(path: AnyPath) -> bool:
     return not (path / MANIFEST).exists()
 
 
-Value = TypeVar("Value")
-
 # Entries of a ModelCheckpoint's saved state about the kept checkpoints, with Lightning's names.
 STATE = ("best_model_path", "best_model_score", "best_k_models", "last_model_path", "current_score")
 
@@ -395,28 +394,13 @@ class TopKCheckpoints:
             setattr(self, name, value)
 
 
-class Recorded(Generic[Value]):
-    """Descriptor that forwards a callback's attribute to its `TopKCheckpoints`.
+def recorded(name: str) -> Any:
+    """Return a property that forwards a callback's attribute to its `TopKCheckpoints`.
 
     Args:
-        owner: Name of the callback's attribute that holds the `TopKCheckpoints`.
+        name: Name of the attribute.
     """
-
-    def __init__(self, owner: str) -> None:
-        self._owner = owner
-
-    def __set_name__(self, callback_class: type, name: str) -> None:
-        self._name = name
-
-    @overload
-    def __get__(self, callback: None, callback_class: type) -> Recorded[Value]: ...
-    @overload
-    def __get__(self, callback: object, callback_class: type) -> Value: ...
-    def __get__(self, callback: object | None, callback_class: type) -> Any:
-        return self if callback is None else getattr(getattr(callback, self._owner), self._name)
-
-    def __set__(self, callback: object, value: Value) -> None:
-        setattr(getattr(callback, self._owner), self._name, value)
+    return property(attrgetter(f"_top_k.{name}"), lambda callback, value: setattr(callback._top_k, name, value))
 
 
 def find_best_path(scores: Mapping[str, Tensor], mode: str, worst: bool = False) -> str:

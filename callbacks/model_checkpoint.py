@@ -20,7 +20,6 @@ from ..engine.checkpoint import store as checkpoint
 from ._checkpointing import (
     STATE,
     AgreedInterval,
-    Recorded,
     TopKCheckpoints,
     check_place,
     check_triggers,
@@ -30,6 +29,7 @@ from ._checkpointing import (
     folders,
     is_abandoned,
     is_taken,
+    recorded,
     relocate,
     remove,
 )
@@ -150,14 +150,14 @@ class ModelCheckpoint(Checkpoint):
     FILE_EXTENSION = ".ckpt"
     STARTING_VERSION = 1
 
-    monitor = Recorded[str | None]("_top_k")
-    mode = Recorded[str]("_top_k")
-    save_top_k = Recorded[int]("_top_k")
-    best_model_path = Recorded[str]("_top_k")
-    best_model_score = Recorded[Tensor | None]("_top_k")
-    best_k_models = Recorded[dict[str, Tensor]]("_top_k")
-    last_model_path = Recorded[str]("_top_k")
-    current_score = Recorded[Tensor | None]("_top_k")
+    monitor: str | None = recorded("monitor")
+    mode: str = recorded("mode")
+    save_top_k: int = recorded("save_top_k")
+    best_model_path: str = recorded("best_model_path")
+    best_model_score: Tensor | None = recorded("best_model_score")
+    best_k_models: dict[str, Tensor] = recorded("best_k_models")
+    last_model_path: str = recorded("last_model_path")
+    current_score: Tensor | None = recorded("current_score")
 
     def __init__(
         self,
