@@ -98,21 +98,14 @@ def check_triggers(steps: int | None, interval: timedelta | None, epochs: int | 
         raise ValueError(f"{' and '.join(active_triggers)} can't be combined. Use one ModelCheckpoint for each.")
 
 
-# Number of tensors of a parameter's size that torch's optimizers create in their first step, and the options that
-# add one. Other optimizers count as 0, because an estimate that is too high would end a run without need.
-_STATES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "Adadelta": (2, ()),
-    "Adagrad": (1, ()),
-    "Adam": (2, ("amsgrad",)),
-    "AdamW": (2, ("amsgrad",)),
-    "Adamax": (2, ()),
-    "ASGD": (1, ()),
-    "NAdam": (2, ()),
-    "RAdam": (2, ()),
-    "RMSprop": (1, ("momentum", "centered")),
-    "Rprop": (2, ()),
-    "SGD": (0, ("momentum",)),
+# Number of tensors of a parameter's size that torch's optimizers create in their first step; each of the options adds
+# one. Other optimizers count as 0, because an estimate that is too high would end a run without need.
+_STATES = {
+    **dict.fromkeys(("Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Rprop"), 2),
+    **dict.fromkeys(("ASGD", "Adagrad", "RMSprop"), 1),
+    **dict.fromkeys(("Muon", "SGD"), 0),
 }
+_STATE_OPTIONS = ("amsgrad", "centered", "momentum")
 
 
 def estimate_checkpoint_bytes(trainer: Trainer, weights_only: bool, trainable_only: bool = False) -> int:
@@ -139,9 +132,10 @@ def _count_optimizer_bytes(optimizer: Optimizer) -> int:
     if state_bytes:
         return state_bytes
     kind = next((c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim.")), "")
-    always, options = _STATES.get(kind, (0, ()))
+    if kind not in _STATES:
+        return 0
     return sum(
-        (always + sum(bool(group.get(option)) for option in options)) * _count_bytes(parameter)
+        (_STATES[kind] + sum(bool(group.get(option)) for option in _STATE_OPTIONS)) * _count_bytes(parameter)
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter.requires_grad
