@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..common.messages import warn
-from ..common.remote_path import as_path
 from ..common.validation import check_int, check_number, choose
 from ..strategies.distributed import count_shards, is_sharded, local
 from .callback import Callback
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
 
 _WATCHED = ("loss", "grad_norm")
-_ACTIONS = ("warn", "stop", "save", "raise")
+_ACTIONS = ("warn", "stop", "raise")
 _DEVIATION = 1.4826  # standard deviation of a normal distribution in median absolute deviations
 
 
@@ -39,8 +37,7 @@ class SpikeWatch(Callback):
     Args:
         monitor: ``"loss"``, the mean over the step's micro-batches, or ``"grad_norm"``, the norm of all gradients
             before clipping. Default: ``"loss"``.
-        action: ``"warn"`` only warns. ``"stop"`` warns and stops the run. ``"save"`` warns and saves a checkpoint at
-            the next check, which may be several steps after the spike. ``"raise"`` raises an error. Default:
+        action: ``"warn"`` only warns. ``"stop"`` warns and stops the run. ``"raise"`` raises an error. Default:
             ``"warn"``.
         window: Maximum number of values in the window. Must be at least 3. Default: 100.
         warmup: Number of values that the window must contain before a finite value can be a spike. Must be from 2 to
@@ -49,8 +46,6 @@ class SpikeWatch(Callback):
         rise: Fraction of the median by which a spike must also exceed the median. Default: 0.1.
         every_n_steps: Number of optimizer steps between checks. The remaining values are checked at the end of each
             epoch. Default: 50.
-        dirpath: Path or URL of the directory for the checkpoints of ``action="save"``. Default: ``spikes`` in the run's
-            folder.
 
     Attributes:
         spikes: The detected spikes, each a pair of the optimizer step and the value.
@@ -82,7 +77,6 @@ class SpikeWatch(Callback):
         threshold: float = 8.0,
         rise: float = 0.1,
         every_n_steps: int = 50,
-        dirpath: str | Path | None = None,
     ) -> None:
         self.monitor = choose("monitor", monitor, _WATCHED)
         self.action = choose("action", action, _ACTIONS)
@@ -96,11 +90,6 @@ class SpikeWatch(Callback):
         self.threshold = check_number("threshold", threshold, 0.0)
         self.rise = check_number("rise", rise, 0.0)
         self.every_n_steps = check_int("every_n_steps", every_n_steps, 1)
-        if dirpath is not None and action != "save":
-            raise ValueError(
-                f"dirpath={str(dirpath)!r} has no effect with action={action!r}. Remove it, or use action='save'."
-            )
-        self.dirpath = dirpath
         self.spikes: list[tuple[int, float]] = []
         self._window_values: list[float] = []
         self._new: dict[int, Tensor] = {}  # values since the last check by step, on the device
@@ -224,10 +213,6 @@ class SpikeWatch(Callback):
         warn(text)
         if self.action == "stop":
             trainer.should_stop = True
-        elif self.action == "save":
-            run = trainer.logbook.agree_on_directory(trainer.default_root_dir)
-            folder = self.dirpath or as_path(run) / "spikes"  # type: ignore[attr-defined]
-            trainer.save_checkpoint(str(as_path(folder) / f"step={trainer.progress.step}.ckpt"))
 
 
 def _compute_squared_norm(gradients: list[Tensor], sharded: bool) -> Tensor:

@@ -230,7 +230,6 @@ READ_NOTHING = {
     **{f"Exports.{way}(input_sample)": "is a batch" for way in ("to_onnx", "to_torch_export")},
     "OnExceptionCheckpoint.__init__(dirpath)": "writes",
     "OnExceptionCheckpoint.__init__(filename)": "is a pattern of names",
-    "SpikeWatch.__init__(dirpath)": "writes",
     "claim_version(root_dir)": "writes",
     "DirectoryLogger.__init__(save_dir)": "writes",
     "folders(directory)": "lists names",

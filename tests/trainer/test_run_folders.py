@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.models import LoggedLine, loader
 from support.processes import run
-from treadle.callbacks import RunReport, SpikeWatch
+from treadle.callbacks import RunReport
 from treadle.loggers import CSVLogger, Logger
 
 import treadle
@@ -127,18 +127,3 @@ def test_two_processes_are_one_run(tmp_path):
     first, second = run(at_once, 2, str(tmp_path))
     assert first == second
     assert first[0] == str(tmp_path / "Users_me_digits" / "version_0")
-
-
-def test_a_spike_is_saved_in_the_runs_folder(tmp_path):
-    class Leaps(LoggedLine):
-        def training_step(self, batch, batch_idx):
-            loss = self.net(batch[0]).square().mean() * 0 + (1000.0 if batch_idx == 30 else 1.0 + batch_idx % 3 / 10)
-            self.log("loss", loss)
-            return loss
-
-    for number in range(2):
-        spikes = SpikeWatch("loss", action="save")
-        with pytest.warns(UserWarning, match="loss spiked"):
-            fit(tmp_path, CSVLogger(tmp_path), task=Leaps(), samples=80, callbacks=[spikes])
-        assert os.listdir(tmp_path / "treadle_logs" / f"version_{number}" / "spikes") != []
-    assert os.listdir(tmp_path) == ["treadle_logs"]
