@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import prune
 
 from ..common.messages import announce, name_type
@@ -54,9 +53,7 @@ class ModelPruning(Callback):
         make_pruning_permanent: Replace weights and masks with the pruned weights when ``fit`` ends. Default: True.
         use_lottery_ticket_hypothesis: Reset the remaining weights to their initial values after each pruning. May be a
             function of the epoch's index. Default: True.
-        resample_parameters: With ``use_lottery_ticket_hypothesis``, reset the remaining weights to new random values
-            from the layer's ``reset_parameters``. Layers without this method are reset to their initial values.
-            Default: False.
+        resample_parameters: Must be False; accepted for compatibility with Lightning. Default: False.
         pruning_dim: Dimension along which structured pruning removes slices. Required for structured pruning. Default:
             None.
         pruning_norm: Order of the norm by which ``"ln_structured"`` compares slices. Required for
@@ -128,7 +125,11 @@ class ModelPruning(Callback):
         self._apply = _check_decision("apply_pruning", apply_pruning)
         self._permanent = check_bool("make_pruning_permanent", make_pruning_permanent)
         self._lottery = _check_decision("use_lottery_ticket_hypothesis", use_lottery_ticket_hypothesis)
-        self._resample = check_bool("resample_parameters", resample_parameters)
+        if check_bool("resample_parameters", resample_parameters):
+            raise ValueError(
+                "resample_parameters=True is not supported. Remove it to reset the remaining weights to their initial "
+                "values, or override apply_lottery_ticket_hypothesis to reset them to others."
+            )
         self._verbose = verbose
         self._at_epoch_end = check_bool("prune_on_train_epoch_end", prune_on_train_epoch_end)
         self._pruned: list[PrunedParameter] = []
@@ -304,18 +305,10 @@ class ModelPruning(Callback):
 
     @torch.no_grad()
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Reset the remaining weights to their initial values or to new random values."""
-        fresh: dict[int, nn.Module] = {}
+        """Reset the remaining weights to their initial values. Override this method to reset them to others."""
         for pruned in self._pruned:
-            value: Tensor | None = pruned.first
-            if self._resample and hasattr(pruned.module, "reset_parameters"):
-                if id(pruned.module) not in fresh:
-                    fresh[id(pruned.module)] = _resample_layer(
-                        pruned.module, [o for o in self._pruned if o.module is pruned.module]
-                    )
-                value = fresh[id(pruned.module)]._parameters[pruned.name]
-            if value is not None:
-                pruned.parameter.copy_(value)
+            if pruned.first is not None:
+                pruned.parameter.copy_(pruned.first)
 
     def _run(self, trainer: Trainer) -> None:
         epoch = trainer.progress.epoch
@@ -364,17 +357,3 @@ def _check_decision(name: str, value: Any) -> bool | Callable[[int], bool]:
 
 def _evaluate_decision(decision: bool | Callable[[int], bool], epoch: int) -> bool:
     return bool(decision(epoch)) if callable(decision) else decision
-
-
-def _resample_layer(module: nn.Module, pruned: list[PrunedParameter]) -> nn.Module:
-    pruned_values = {parameter.name: parameter.parameter for parameter in pruned}
-    twin = copy.copy(module)
-    other_values = {name: value for name, value in module._parameters.items() if not name.endswith("_orig")}
-    twin._parameters = {  # type: ignore[assignment]
-        name: None if value is None else nn.Parameter(torch.empty_like(value))
-        for name, value in {**other_values, **pruned_values}.items()
-    }
-    for name in pruned_values:
-        twin.__dict__.pop(name, None)
-    twin.reset_parameters()  # type: ignore[operator]
-    return twin

@@ -86,7 +86,7 @@ def test_as_torch_does_it(tmp_path, lottery, whole):
     "arguments",
     [
         pytest.param({"pruning_fn": "random_unstructured", "amount": 0.3}, marks=pytest.mark.exhaustive),
-        {"pruning_fn": "l1_unstructured", "amount": lambda epoch: 1 + epoch, "resample_parameters": True},
+        {"pruning_fn": "l1_unstructured", "amount": lambda epoch: 1 + epoch},
         pytest.param(
             {"pruning_fn": "l1_unstructured", "prune_on_train_epoch_end": False}, marks=pytest.mark.exhaustive
         ),
@@ -101,7 +101,7 @@ def test_as_torch_does_it(tmp_path, lottery, whole):
             "use_lottery_ticket_hypothesis": lambda epoch: False,
         },
     ],
-    ids=["random", "resample", "validation", "structured"],
+    ids=["random", "growing", "validation", "structured"],
 )
 def test_a_run_that_goes_on_is_the_one_that_never_stopped(tmp_path, arguments):
     treadle.seed_everything(5)
@@ -255,6 +255,8 @@ def test_what_is_refused(tmp_path):
     ):
         with pytest.raises(error, match=words):
             ModelPruning(*wrong)
+    with pytest.raises(ValueError, match=r"resample_parameters=True is not supported\. Remove it"):
+        ModelPruning("l1_unstructured", resample_parameters=True)
 
 
 def in_a_world(root):
