@@ -11,22 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from ..common.optional import is_installed, require
-from .logger import Params, process_rank, rank_zero_experiment
-from .service_logger import UploadingLogger, Uploads, undisturbed
-from .values import as_mapping, as_metrics, flatten, plain
+from .service_logger import ServiceLogger
+from .values import flatten
 
 FILES = "file:"
 DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
 METRICS_AT_ONCE, PARAMS_AT_ONCE = 1000, 100  # limits of one request to MLflow
 WRITES_AT_ONCE = 100  # limit of pending writes with synchronous=False
-END = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"}
 NAME_TAG = "mlflow.runName"
 
 
-class MLFlowLogger(UploadingLogger):
+class MLFlowLogger(ServiceLogger):
     """Logger that sends metrics, hyperparameters and checkpoints to MLflow (``pip install mlflow``).
 
-    Rank zero begins a run on first use. Later fits continue the same run.
+    Rank zero begins a run on first use. Later fits continue the same run. ``experiment`` is an ``MlflowClient``.
+
+    Characters that MLflow does not accept are removed from names. MLflow never changes a parameter, so a new value for
+    an existing one is ignored with a warning.
 
     Args:
         experiment_name: Experiment of the run; created if missing. Default: ``"treadle_logs"``.
@@ -73,43 +74,26 @@ class MLFlowLogger(UploadingLogger):
     ) -> None:
         require("MLFlowLogger", "mlflow", extra="mlflow")
         texts = {"experiment_name": experiment_name, "run_name": run_name, "tracking_uri": tracking_uri}
-        super().__init__({**texts, "run_id": run_id}, prefix, log_model, strict)
+        texts["run_id"] = run_id
+        super().__init__(experiment_name, run_id, texts, prefix=prefix, log_model=log_model, strict=strict)
         if run_name is not None and (tags or {}).get(NAME_TAG, run_name) != run_name:
             raise ValueError(f"run_name={run_name!r} contradicts tags[{NAME_TAG!r}]={tags[NAME_TAG]!r}. Remove one.")  # type: ignore[index]
         directory = os.path.expandvars(os.path.expanduser(os.fspath(save_dir or "./mlruns")))
         self._tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or FILES + directory
         _check_store(self._tracking_uri)
-        self._experiment_name = experiment_name
         self._experiment_id: str | None = None
         self._run_name = run_name
-        self._version = run_id
         self.tags = tags
         self._artifact_location = artifact_location
         self._wait = {} if synchronous is None else {"synchronous": synchronous}
-        self._client: Any = None
-        self._reset()
-
-    def _reset(self) -> None:
-        self._client = None
         self._running = False
-        self._last_step = -1
         self._params: dict[str, str] = {}
         self._writes: list[Any] = []
-        self._uploads = Uploads(self._log_model)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy, which reopens the run by its ID."""
         self.save()
-        return {name: value for name, value in self.__dict__.items() if name not in ("_client", "_writes", "_uploads")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
-
-    @property
-    def name(self) -> str:
-        """Name of the experiment."""
-        return self._experiment_name
+        return super().__getstate__()
 
     @property
     def save_dir(self) -> str | None:
@@ -128,21 +112,22 @@ class MLFlowLogger(UploadingLogger):
         _ = self.experiment
         return self._experiment_id
 
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        """The ``MlflowClient``; a `NullExperiment` on nonzero ranks. The first access begins or loads the run."""
-        if self._client is None:
-            with undisturbed():
-                from mlflow.tracking import MlflowClient
+    def _find_open_run(self) -> Any:
+        return self._experiment  # a client, of which each logger has its own
 
-                client = MlflowClient(self._tracking_uri)
-                if self._version is None:
-                    self._begin(client)
-                else:
-                    self._continue(client)
-                self._client = client
-        return self._client
+    def _end(self, failed: bool) -> None:
+        if self._experiment is not None:  # the client stays, because it holds no resources
+            self._close(self._experiment, failed)
+
+    def _open(self) -> Any:
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(self._tracking_uri)
+        if self._version is None:
+            self._begin(client)
+        else:
+            self._continue(client)
+        return client
 
     def _begin(self, client: Any) -> None:
         from mlflow.tracking.context.registry import resolve_tags
@@ -157,18 +142,18 @@ class MLFlowLogger(UploadingLogger):
         """Return the ID of the experiment, which is created if missing."""
         from mlflow.exceptions import MlflowException
 
-        experiment = client.get_experiment_by_name(self._experiment_name)
+        experiment = client.get_experiment_by_name(self._name)
         if experiment is None:
             try:
-                return str(client.create_experiment(self._experiment_name, artifact_location=self._artifact_location))
+                return str(client.create_experiment(self._name, artifact_location=self._artifact_location))
             except MlflowException:
-                experiment = client.get_experiment_by_name(self._experiment_name)
+                experiment = client.get_experiment_by_name(self._name)
                 if experiment is None:  # otherwise another job created it in between
                     raise
         if self._artifact_location not in (None, experiment.artifact_location):
             warnings.warn(
                 f"artifact_location={self._artifact_location!r} is ignored, because experiment "
-                f"{self._experiment_name!r} already exists and stores its artifacts in {experiment.artifact_location}. "
+                f"{self._name!r} already exists and stores its artifacts in {experiment.artifact_location}. "
                 "Remove artifact_location, or pass another experiment_name.",
                 stacklevel=4,
             )
@@ -177,14 +162,13 @@ class MLFlowLogger(UploadingLogger):
     def _continue(self, client: Any) -> None:
         run = client.get_run(self._version)
         self._experiment_id = run.info.experiment_id
-        self._params = dict(run.data.params)
+        self._params, self._running = dict(run.data.params), False
         for key, value in (self.tags or {}).items():
             client.set_tag(self._version, key, value)
         if self._run_name is not None:
             client.update_run(self._version, name=self._run_name)
 
-    def _write(self, **batch: list[Any]) -> None:
-        client = self.experiment
+    def _write(self, client: Any, **batch: list[Any]) -> None:
         if not self._running:
             client.update_run(self._version, status="RUNNING")
             self._running = True
@@ -194,58 +178,32 @@ class MLFlowLogger(UploadingLogger):
             if len(self._writes) >= WRITES_AT_ONCE:
                 self.save()
 
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Record metrics. Characters that MLflow does not accept are removed from metric names.
-
-        Args:
-            metrics: Numbers or tensors by name. The entries of a nested dict are recorded as ``name/key``.
-            step: Optimizer step of the values. Default: one more than the highest previous step.
-
-        Raises:
-            TypeError, ValueError: If a name, a value or the step is invalid.
-        """
-        row = list(flatten(as_metrics(metrics, self._prefix)))
-        step = self.next_step(step)
-        if process_rank() != 0:
-            return
+    def _write_row(self, run: Any, row: dict[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
         timestamp = int(time.time() * 1000)
-        entries = [Metric(_drop_forbidden_characters(name), float(value), timestamp, step) for name, value in row]
+        entries = [
+            Metric(_drop_forbidden_characters(name), float(value), timestamp, step) for name, value in row.items()
+        ]
         for start in range(0, len(entries), METRICS_AT_ONCE):
-            self._write(metrics=entries[start : start + METRICS_AT_ONCE])
+            self._write(run, metrics=entries[start : start + METRICS_AT_ONCE])
 
-    def log_hyperparams(self, params: Params, metrics: dict[str, Any] | None = None) -> None:
-        """Record hyperparameters and, if passed, metrics at step 0.
+    def _write_params(self, run: Any, params: dict[str, Any]) -> None:
+        from mlflow.entities import Param
 
-        MLflow never changes a parameter, so a new value for an existing one is ignored with a warning.
-
-        Args:
-            params: Settings by name, nested or not.
-            metrics: Initial values of metrics. Default: none.
-
-        Raises:
-            TypeError, ValueError: If an argument is invalid.
-        """
-        flat = {_drop_forbidden_characters(name): str(value) for name, value in flatten(plain(as_mapping(params)))}
-        if process_rank() == 0 and flat:
-            from mlflow.entities import Param
-
-            _ = self.experiment  # a continued run has parameters already
-            for name in flat.keys() & self._params.keys():
-                if flat[name] != self._params[name]:
-                    warnings.warn(
-                        f"{name}={flat[name]} is ignored, because run {self._version} already has "
-                        f"{name}={self._params[name]}, and MLflow never changes a parameter. Use a new run for another "
-                        "value.",
-                        stacklevel=2,
-                    )
-            entries = [Param(name, value) for name, value in flat.items() if name not in self._params]
-            for start in range(0, len(entries), PARAMS_AT_ONCE):
-                self._write(params=entries[start : start + PARAMS_AT_ONCE])
-            self._params = flat | self._params
-        if metrics:
-            self.log_metrics(metrics, step=0)
+        flat = {_drop_forbidden_characters(name): str(value) for name, value in flatten(params)}
+        for name in flat.keys() & self._params.keys():
+            if flat[name] != self._params[name]:
+                warnings.warn(
+                    f"{name}={flat[name]} is ignored, because run {self._version} already has "
+                    f"{name}={self._params[name]}, and MLflow never changes a parameter. Use a new run for another "
+                    "value.",
+                    stacklevel=3,
+                )
+        entries = [Param(name, value) for name, value in flat.items() if name not in self._params]
+        for start in range(0, len(entries), PARAMS_AT_ONCE):
+            self._write(run, params=entries[start : start + PARAMS_AT_ONCE])
+        self._params = flat | self._params
 
     def _write_checkpoint(self, run: Any, path: str, aliases: list[str], facts: dict[str, Any]) -> None:
         import yaml
@@ -264,19 +222,12 @@ class MLFlowLogger(UploadingLogger):
         for write in writes:
             write.wait()
 
-    def finalize(self, status: str = "success") -> None:
-        """Upload the pending checkpoints and set the run's status. Later logging continues the run.
-
-        Args:
-            status: ``"success"``, ``"failed"``, or an MLflow run status such as ``"KILLED"``. Default: ``"success"``.
-        """
+    def _close(self, run: Any, failed: bool) -> None:
         try:
             self.save()
-            self._upload_waiting()
         finally:
-            if self._client is not None:
-                self._running = False
-                self._client.set_terminated(self._version, END.get(status, status))
+            self._running = False
+            run.set_terminated(self._version, "FAILED" if failed else "FINISHED")
 
 
 def _check_store(uri: str) -> None:

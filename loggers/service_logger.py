@@ -150,56 +150,6 @@ class Uploads:
             self._uploaded_times[path] = written
 
 
-class UploadingLogger(Logger):
-    """Base class of loggers that upload checkpoints to a service, as their argument ``log_model`` specifies.
-
-    Args:
-        texts: Arguments to check, by name. Each must be a string or None.
-        prefix: Text before every metric's name; None for no prefix.
-        separator: Text between the prefix and the name. Default: ``"-"``.
-        log_model: Upload checkpoints: True uploads the kept checkpoints at the end of a fit, or each one when it is
-            saved with ``ModelCheckpoint(save_top_k=-1)``; ``"all"`` uploads each one when it is saved; False uploads
-            none. Checkpoints at a URL are skipped.
-        strict: Raise the logger's errors. If False, the first error becomes a warning, and the run continues without
-            this logger.
-    """
-
-    def __init__(
-        self, texts: dict[str, Any], prefix: str | None, log_model: bool | str, strict: bool, separator: str = "-"
-    ) -> None:
-        self.strict = check_bool("strict", strict)
-        for argument, value in {**texts, "prefix": prefix}.items():
-            if value is not None:
-                check_text(argument, value)
-        check_bool_or_word("log_model", log_model, ("all",))
-        self._log_model = log_model
-        self._prefix = f"{prefix}{separator}" if prefix else ""
-        self._uploads = Uploads(log_model)
-
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Upload the kept checkpoints immediately, leave them to `finalize`, or do nothing; see ``log_model``.
-
-        Args:
-            checkpoint_callback: The callback that saved the checkpoint.
-        """
-        self._upload(self._uploads.collect_after_save(checkpoint_callback))
-
-    def _upload_waiting(self) -> None:
-        self._upload(self._uploads.collect_at_end())
-
-    def _upload(self, checkpoints: Iterable[tuple[str, Any, dict[str, Any]]]) -> None:
-        if process_rank() != 0:
-            return
-        for path, callback, facts in checkpoints:
-            aliases = ["latest", "best"] if path == callback.best_model_path else ["latest"]
-            with undisturbed():
-                self._write_checkpoint(self.experiment, path, aliases, facts)
-
-    @abstractmethod
-    def _write_checkpoint(self, run: Any, path: str, aliases: list[str], facts: dict[str, Any]) -> None:
-        """Upload a checkpoint, which is a file or a folder, with its aliases and its metadata (``facts``)."""
-
-
 def make_id(length: int) -> str:
     """Return an ID of lowercase letters and digits from the system's RNG, which training does not use."""
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(length))
@@ -209,7 +159,7 @@ def make_id(length: int) -> str:
 _open_runs: WeakValueDictionary[tuple[type, str | None, Any], Any] = WeakValueDictionary()
 
 
-class ServiceLogger(UploadingLogger):
+class ServiceLogger(Logger):
     """Base class of loggers that write to one run of a tracking service, opened on first use and reopened by its ID.
 
     A subclass implements the abstract methods, and does not store objects of the service. Only rank zero opens the run.
@@ -217,35 +167,58 @@ class ServiceLogger(UploadingLogger):
     Args:
         name: Name of the experiment or project; None for the service's default.
         version: ID of the run to continue; None for a new run or, in some loggers, the service's active run.
-        texts: See `UploadingLogger`.
-        options: Further arguments of `UploadingLogger`.
+        texts: Arguments to check, by name. Each must be a string or None.
+        prefix: Text before every metric's name; None for no prefix.
+        log_model: Upload checkpoints: True uploads the kept checkpoints at the end of a fit, or each one when it is
+            saved with ``ModelCheckpoint(save_top_k=-1)``; ``"all"`` uploads each one when it is saved; False uploads
+            none. Checkpoints at a URL are skipped.
+        strict: Raise the logger's errors. If False, the first error becomes a warning, and the run continues without
+            this logger.
+        separator: Text between the prefix and the name. Default: ``"-"``.
     """
 
     _version: Any = None
     closes_with_stage = True
     """True if the run is closed at the end of each stage. Otherwise, only a failed stage and `finish` close it."""
 
-    def __init__(self, name: str | None, version: str | None, texts: dict[str, Any], **options: Any) -> None:
-        super().__init__(texts, **options)
+    def __init__(
+        self,
+        name: str | None,
+        version: str | None,
+        texts: dict[str, Any],
+        *,
+        prefix: str | None,
+        log_model: bool | str,
+        strict: bool,
+        separator: str = "-",
+    ) -> None:
+        self.strict = check_bool("strict", strict)
+        for argument, value in {**texts, "prefix": prefix}.items():
+            if value is not None:
+                check_text(argument, value)
+        check_bool_or_word("log_model", log_model, ("all",))
+        self._log_model = log_model
+        self._prefix = f"{prefix}{separator}" if prefix else ""
+        self._uploads = Uploads(log_model)
         self._name: Any = name
         self._version = version
-        self._run: Any = None  # keeps the run in `_open_runs`
+        self._experiment: Any = None  # keeps the run in `_open_runs`
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy, which reopens the run by its ID."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_run", "_uploads")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_experiment", "_uploads")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._run, self._uploads = None, Uploads(self._log_model)
+        self._experiment, self._uploads = None, Uploads(self._log_model)
 
     @abstractmethod
     def _open(self) -> Any:
         """Begin a run, or continue the run ``self._version``. Set ``self._version``, and return the run object."""
 
-    @abstractmethod
     def _is_closed(self, run: Any) -> bool:
         """Return whether a run was closed, by a logger, by the user or because another run began."""
+        return False
 
     @abstractmethod
     def _write_row(self, run: Any, row: dict[str, float], step: int) -> None:
@@ -258,6 +231,10 @@ class ServiceLogger(UploadingLogger):
     @abstractmethod
     def _close(self, run: Any, failed: bool) -> None:
         """Write all buffered data, and end the run as successful or, if ``failed`` is True, as failed."""
+
+    @abstractmethod
+    def _write_checkpoint(self, run: Any, path: str, aliases: list[str], facts: dict[str, Any]) -> None:
+        """Upload a checkpoint, which is a file or a folder, with its aliases and its metadata (``facts``)."""
 
     @property
     def name(self) -> str | None:
@@ -272,12 +249,8 @@ class ServiceLogger(UploadingLogger):
         if run is None:
             with undisturbed():
                 run = self._open()
-        self._adopt(run)
+        _open_runs[type(self), self.name, self._version] = self._experiment = run
         return run
-
-    def _adopt(self, run: Any) -> None:
-        """Use an open run with the ID ``self._version`` for this logger and its copies."""
-        _open_runs[type(self), self.name, self._version] = self._run = run
 
     def _is_of_a_logger(self, run: Any) -> bool:
         """Return whether a logger opened the run. A new logger uses an active run only if the user began it."""
@@ -325,19 +298,40 @@ class ServiceLogger(UploadingLogger):
         if metrics:
             self.log_metrics(metrics, step=0)
 
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Upload the kept checkpoints immediately, leave them to `finalize`, or do nothing; see ``log_model``.
+
+        Args:
+            checkpoint_callback: The callback that saved the checkpoint.
+        """
+        self._upload(self._uploads.collect_after_save(checkpoint_callback))
+
+    def _upload_waiting(self) -> None:
+        self._upload(self._uploads.collect_at_end())
+
+    def _upload(self, checkpoints: Iterable[tuple[str, Any, dict[str, Any]]]) -> None:
+        if process_rank() != 0:
+            return
+        for path, callback, facts in checkpoints:
+            aliases = ["latest", "best"] if path == callback.best_model_path else ["latest"]
+            with undisturbed():
+                self._write_checkpoint(self.experiment, path, aliases, facts)
+
     def finalize(self, status: str = "success") -> None:
         """Upload the pending checkpoints. Close the run if the stage failed or `closes_with_stage` is True.
 
         Later logging continues the run.
 
         Args:
-            status: ``"success"`` or ``"failed"``. Default: ``"success"``.
+            status: ``"success"`` or ``"finished"`` if the stage succeeded, any other word if it failed. Default:
+                ``"success"``.
         """
+        failed = status not in ("success", "finished")
         try:
             self._upload_waiting()
         finally:
-            if self.closes_with_stage or status == "failed":
-                self._end(failed=status == "failed")
+            if self.closes_with_stage or failed:
+                self._end(failed)
             else:
                 self.save()
 
@@ -347,9 +341,9 @@ class ServiceLogger(UploadingLogger):
 
     def _end(self, failed: bool) -> None:
         run = self._find_open_run()
-        if run is None and failed and self._run is not None:  # another run closed it, as ended well
+        if run is None and failed and self._experiment is not None:  # another run closed it, as ended well
             run = self.experiment
-        self._run = None
+        self._experiment = None
         if run is not None:
             with undisturbed():
                 self._close(run, failed)

@@ -248,7 +248,7 @@ READ_NOTHING = {
     },
     "ModelPruning.on_save_checkpoint(checkpoint)": "is a dict",
     "WeightAveraging.on_save_checkpoint(checkpoint)": "is a dict",
-    **{f"{kind}Logger.after_save_checkpoint(checkpoint_callback)": "is a callback" for kind in ("", "Uploading")},
+    **{f"{kind}Logger.after_save_checkpoint(checkpoint_callback)": "is a callback" for kind in ("", "Service")},
     **{f"SwanLabLogger.__init__({name})": "writes" for name in ("save_dir", "log_dir")},
     "TuneReportCheckpointCallback.__init__(filename)": "writes",
 }

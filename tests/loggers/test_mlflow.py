@@ -119,8 +119,9 @@ def test_names_that_mlflow_refuses(tmp_path):
 def test_a_run_is_continued_by_its_id(tmp_path):
     first = MLFlowLogger(save_dir=tmp_path)
     first.log_metrics({"x": 1}, 1)
-    first.finalize("failed")
-    assert status(tmp_path, first.version) == FAILED
+    for end in ("failed", "KILLED"):
+        first.finalize(end)
+        assert status(tmp_path, first.version) == FAILED
     first.log_metrics({"x": 2}, 2)
     assert status(tmp_path, first.version) == RUNNING
     for twin in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
