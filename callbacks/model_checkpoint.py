@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -366,36 +367,18 @@ class ModelCheckpoint(Checkpoint):
         finally:
             self._save_last(trainer, exception)
 
-    def save_now(self, trainer: Trainer) -> str:
-        """Save the run as ``last.ckpt`` if one is kept, otherwise as ``preempted.ckpt``, and return the path.
-
-        Must be called on all ranks.
+    def save_now(self, trainer: Trainer, preempted: bool) -> str:
+        """Save the run as ``last.ckpt`` if one is kept, and return the path. Must be called on all ranks.
 
         Args:
             trainer: The Trainer.
+            preempted: Otherwise, save the run as ``preempted.ckpt`` (True) or under a name from ``filename`` (False).
         """
         self._complete_job(trainer, wait=True)
-        path = os.path.join(self._directory, self.CHECKPOINT_NAME_PREEMPTED + self.FILE_EXTENSION)
-        return self._save_as(path, trainer)
-
-    def save_interrupted(self, trainer: Trainer) -> str:
-        """Save the run as ``last.ckpt`` if one is kept, otherwise under a name from ``filename``, and return the path.
-
-        Must be called on all ranks.
-
-        Args:
-            trainer: The Trainer.
-        """
-        self._complete_job(trainer, wait=True)
-        return self._save_as(None, trainer)
-
-    def _save_as(self, path: str | None, trainer: Trainer) -> str:
-        """Save the run as ``last.ckpt`` if one is kept, otherwise at ``path``, and return the path of the checkpoint.
-
-        If ``path`` is None, the name is formed from the template.
-        """
         progress = trainer.progress
-        if self.save_last or path is None:
+        if preempted and not self.save_last:
+            path = os.path.join(self._directory, self.CHECKPOINT_NAME_PREEMPTED + self.FILE_EXTENSION)
+        else:
             values = {self.monitor or "": float("nan"), **trainer.logbook.callback_values}
             values |= {"epoch": progress.epoch, "step": progress.step}
             replaced = self.last_model_path if self.save_last else ""
@@ -698,25 +681,10 @@ class ModelCheckpoint(Checkpoint):
         name = fill_in(filename or self._template, metrics, equals)
         return name if prefix is None else f"{prefix}{self.CHECKPOINT_JOIN_CHAR}{name}"
 
-    @property
-    def _every_n_train_steps(self) -> int:
-        return self.every_n_train_steps
-
-    @property
-    def _every_n_epochs(self) -> int:
-        return self.every_n_epochs
-
-    @property
-    def _train_time_interval(self) -> timedelta | None:
-        return self.train_time_interval
-
-    @property
-    def _last_global_step_saved(self) -> int:
-        return self._top_k.saved_step
-
-    @_last_global_step_saved.setter
-    def _last_global_step_saved(self, step: int) -> None:
-        self._top_k.saved_step = step
+    _every_n_train_steps = property(attrgetter("every_n_train_steps"))
+    _every_n_epochs = property(attrgetter("every_n_epochs"))
+    _train_time_interval = property(attrgetter("train_time_interval"))
+    _last_global_step_saved: int = recorded("saved_step")
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
         progress = trainer.progress

@@ -25,10 +25,10 @@ def save_and_leave(trainer: Trainer) -> NoReturn:
     step = trainer.progress.step
     callbacks = trainer.checkpoint_callbacks
     if caught is signal.SIGINT:
-        paths = [callback.save_interrupted(trainer) for callback in callbacks if callback.save_on_exception]
+        paths = [callback.save_now(trainer, preempted=False) for callback in callbacks if callback.save_on_exception]
     else:
         saving = [callback for callback in callbacks if callback.saves and not callback.save_weights_only]
-        paths = [callback.save_now(trainer) for callback in saving[:1]]
+        paths = [callback.save_now(trainer, preempted=True) for callback in saving[:1]]
     for path in paths:
         announce(
             f"{caught.name}: the run is saved as {path} (optimizer step {step}). To resume it, pass ckpt_path='auto'."
