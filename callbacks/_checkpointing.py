@@ -22,6 +22,7 @@ from ..common.remote_path import AnyPath, as_path, lexists
 from ..common.validation import check_int
 from ..engine.checkpoint import MANIFEST, atomic_swap, filesystem, is_checkpoint, read_manifest, store
 from ..strategies import iter_tensors
+from ..strategies.distributed import split_tied
 from .monitored_metric import is_better
 
 if TYPE_CHECKING:
@@ -120,9 +121,10 @@ def estimate_checkpoint_bytes(trainer: Trainer, weights_only: bool, trainable_on
     """
     assert trainer.task is not None
     frozen = {name for name, p in trainer.task.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    saved = {n: t for n, t in trainer.task.state_dict().items() if isinstance(t, Tensor)}
-    sizes = {_identify_storage(t): _count_bytes(t) for n, t in saved.items() if not (trainable_only and n in frozen)}
-    needed = sum(sizes.values())
+    # The size of a lazy tensor is unknown before its layer's first batch.
+    tensors = {n: t for n, t in trainer.task.state_dict().items() if isinstance(t, Tensor) and not is_lazy(t)}
+    distinct, _ = split_tied(tensors)
+    needed = sum(_count_bytes(t) for n, t in distinct.items() if not (trainable_only and n in frozen))
     return needed if weights_only else needed + sum(map(_count_optimizer_bytes, trainer.optimizers))
 
 
@@ -138,21 +140,12 @@ def _count_optimizer_bytes(optimizer: Optimizer) -> int:
         (_STATES[kind] + sum(bool(group.get(option)) for option in _STATE_OPTIONS)) * _count_bytes(parameter)
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if parameter.requires_grad
+        if parameter.requires_grad and not is_lazy(parameter)
     )
 
 
 def _count_bytes(tensor: Tensor) -> int:
-    # The full size of a sharded tensor; the size of a lazy one is unknown before its layer's first batch.
-    return 0 if is_lazy(tensor) else tensor.numel() * tensor.element_size()
-
-
-def _identify_storage(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key that is the same for tied tensors."""
-    try:
-        return tensor.device, tensor.data_ptr() or id(tensor), tensor.shape
-    except (RuntimeError, NotImplementedError, ValueError):  # a subclass without its own memory, or a lazy tensor
-        return (id(tensor),)
+    return tensor.numel() * tensor.element_size()  # the full size of a sharded tensor
 
 
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
