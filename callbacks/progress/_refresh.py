@@ -103,41 +103,33 @@ class DrawnBar(ProgressBar):
     def _can_draw(self) -> bool:
         return is_terminal(sys.stderr) or "ipykernel" in sys.modules
 
+    # Nothing is drawn unless a subclass overrides these methods.
     def _open_epoch(self, text: str, done: int, total: int | None) -> None:
         """Draw the bar of a new epoch."""
-        raise NotImplementedError
 
     def _show_epoch(self, done: int, values: dict[str, Any]) -> None:
         """Redraw the epoch's bar."""
-        raise NotImplementedError
 
     def _close_epoch(self) -> None:
         """Close the epoch's bar, but leave it on the screen."""
-        raise NotImplementedError
 
     def _open_evaluation(self, kind: str, text: str, total: int | None) -> None:
         """Draw an evaluation's bar. ``kind`` is ``"sanity"``, ``"validation"``, ``"test"`` or ``"predict"``."""
-        raise NotImplementedError
 
     def _show_evaluation(self, done: int) -> None:
         """Redraw the evaluation's bar."""
-        raise NotImplementedError
 
     def _close_evaluation(self, done: int) -> None:
         """Close the evaluation's bar."""
-        raise NotImplementedError
 
     def _clear(self) -> None:
         """Erase the bars until the next redraw."""
-        raise NotImplementedError
 
     def _come_back(self) -> None:
         """Redraw the bars that `_clear` erased."""
-        raise NotImplementedError
 
     def _close(self) -> None:
         """Leave the last bars on the screen and release them."""
-        raise NotImplementedError
 
     # -- the run -------------------------------------------------------------------------------------------------
 
