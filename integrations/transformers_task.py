@@ -421,45 +421,41 @@ def _needs_mask(model: Any, device: torch.device, implementation: str) -> bool:
 
 
 def _check_head(model: Any) -> None:
-    """Raise an error unless the model's loss is the cross-entropy of a linear head on the last hidden states.
+    """Raise an error unless the model's loss is the cross-entropy of a linear head on the last hidden states."""
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    if reason := _explain_head(model, base):
+        raise ValueError(
+            f"loss='chunked' can't replace the loss of {type(base).__name__}, which {reason}. Use loss='model'."
+        )
+
+
+def _explain_head(model: Any, base: Any) -> str:
+    """Return why the loss is not the cross-entropy of a linear head on the last hidden states; otherwise ``""``.
 
     The model runs with two tokens and random numbers in place of the head's results. Large numbers show what is done
     with logits, such as a limit, also in a model that was not trained yet.
     """
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    reason = ""
     if not _predicts_next_token(model) or "logits_to_keep" not in inspect.signature(base.forward).parameters:
-        reason = "is not a causal language model with the argument logits_to_keep"
-    elif not isinstance(head, nn.Linear):
-        kind = type(head)
-        reason = f"has {kind.__module__}.{kind.__qualname__} as its head, not nn.Linear"
-    elif not any(parameter.is_meta for parameter in model.parameters()):
-        seen: list[Tensor] = []
+        return "is not a causal language model with the argument logits_to_keep"
+    if not isinstance(head, nn.Linear):
+        return f"has {type(head).__module__}.{type(head).__qualname__} as its head, not nn.Linear"
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return ""
+    seen: list[Tensor] = []
 
-        def replace(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            seen[:] = inputs[0], torch.linspace(-99, 99, output.numel()).reshape(output.shape).to(output)
-            return seen[1]
+    def replace(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        seen[:] = inputs[0], torch.linspace(-99, 99, output.numel()).reshape(output.shape).to(output)
+        return seen[1]
 
-        tokens, was_training = torch.zeros(1, 2, dtype=torch.int64, device=head.weight.device), model.training
-        hook = head.register_forward_hook(replace)
-        try:
-            with torch.no_grad():
-                outputs = model.eval()(input_ids=tokens, **_WITHOUT_LOGITS)
-                if not (
-                    torch.equal(outputs.hidden_states[-1][:, -1:], seen[0]) and torch.equal(outputs.logits, seen[1])
-                ):
-                    reason = "computes more than the head's product from the last hidden state"
-                loss = model(input_ids=tokens, labels=tokens).loss.float()
-                if not torch.allclose(loss, nn.functional.cross_entropy(seen[1][0, :1].float(), tokens[0, :1])):
-                    reason = reason or "adds to the cross-entropy of its logits"
-        finally:
-            hook.remove()
-            model.train(was_training)
-    if reason:
-        raise ValueError(
-            f"loss='chunked' can't replace the loss of {type(base).__name__}, which {reason}. Use loss='model'."
-        )
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=head.weight.device)
+    with head.register_forward_hook(replace), torch.no_grad(), evaluation_mode(model):
+        outputs = model(input_ids=tokens, **_WITHOUT_LOGITS)
+        if not (torch.equal(outputs.hidden_states[-1][:, -1:], seen[0]) and torch.equal(outputs.logits, seen[1])):
+            return "computes more than the head's product from the last hidden state"
+        loss = model(input_ids=tokens, labels=tokens).loss.float()
+        expected_loss = nn.functional.cross_entropy(seen[1][0, :1].float(), tokens[0, :1])
+    return "" if torch.allclose(loss, expected_loss) else "adds to the cross-entropy of its logits"
 
 
 def _load_model(name: str | os.PathLike[str], auto_class: str | None, options: dict[str, Any]) -> Any:
