@@ -106,14 +106,10 @@ class BaseFinetuning(Callback):
         Args:
             modules: A module or a (possibly nested) list of modules.
         """
-        if isinstance(modules, nn.ModuleDict):
-            modules = modules.values()
-        if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList | nn.Sequential):
+        if isinstance(modules, nn.Module):
             nested_modules: Iterable[nn.Module] = modules.modules()
         else:
-            nested_modules = [part for module in modules for part in BaseFinetuning.flatten_modules(module)]  # type: ignore[union-attr]
-            if isinstance(modules, nn.Module):
-                nested_modules = [*nested_modules, modules]
+            nested_modules = [part for module in modules for part in BaseFinetuning.flatten_modules(module)]
         return [
             part for part in dict.fromkeys(nested_modules) if not any(True for _ in part.children()) or part._parameters
         ]
