@@ -242,24 +242,20 @@ class EarlyStopping(Callback):
             self._forget_stop()
 
     def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
-        reason = self._find_stopping_reason(current.item())
-        if reason is None:
-            return False, None
-        self.stopping_reason, message = reason
-        return True, message
-
-    def _find_stopping_reason(self, value: float) -> tuple[EarlyStoppingReason, str] | None:
-        """Update the best value and the wait count. Return the reason to stop, if any."""
-        reason = self._find_exceeded_limit(value, 0)
-        if reason is not None:
-            return reason
-        if is_better(value, self.best_score.item(), self.mode, abs(self.min_delta)):
+        """Update the best value and the wait count. Return whether to stop, and why."""
+        current = torch.tensor(current.item(), dtype=torch.float64, device="cpu")
+        exceeded = self._find_exceeded_limit(current.item(), 0)
+        if exceeded is None and is_better(current.item(), self.best_score.item(), self.mode, abs(self.min_delta)):
             if self.verbose:
-                announce(self._improvement_message(torch.tensor(value, dtype=torch.float64, device="cpu")))
-            self.best_score, self.wait_count = torch.tensor(value, dtype=torch.float64, device="cpu"), 0
-            return None
-        self.wait_count += 1
-        return self._find_exceeded_limit(None, self.wait_count)
+                announce(self._improvement_message(current))
+            self.best_score, self.wait_count = current, 0
+        elif exceeded is None:
+            self.wait_count += 1
+            exceeded = self._find_exceeded_limit(None, self.wait_count)
+        if exceeded is None:
+            return False, None
+        self.stopping_reason, message = exceeded
+        return True, message
 
     def _find_exceeded_limit(self, value: float | None, waited: int) -> tuple[EarlyStoppingReason, str] | None:
         if value is not None:
