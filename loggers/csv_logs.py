@@ -6,6 +6,7 @@ import contextlib
 import csv
 import io
 import math
+import mmap
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -254,12 +255,9 @@ def _drop_torn_row(path: str) -> None:
     """Truncate the file after its last line break, because a crash may leave a partial row."""
     with open(path, "rb+") as file:
         end = file.seek(0, os.SEEK_END)
-        position, block = end, b""
-        while position > 0 and b"\n" not in block:
-            start = max(0, position - 65536)
-            file.seek(start)
-            block = file.read(position - start)
-            position = start
-        keep = position + block.rfind(b"\n") + 1
+        if not end:  # which can't be mapped
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            keep = content.rfind(b"\n") + 1
         if keep < end:
             file.truncate(keep)
