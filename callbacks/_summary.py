@@ -75,10 +75,8 @@ class Summary:
         self.total_flops = total_flops
         self.measured = measured
         parameters = list(module.parameters())
-        self._total_count, self._trainable_count = (
-            _count_elements(parameters),
-            _count_elements(p for p in parameters if p.requires_grad),
-        )
+        self._total_count = _count_elements(parameters)
+        self._trainable_count = _count_elements(p for p in parameters if p.requires_grad)
         self._frozen_count = _count_elements(p for p in parameters if not p.requires_grad)
         self.total_parameters, self.trainable_parameters = self._total_count[0], self._trainable_count[0]
         self.model_size = sum(p.numel() * p.element_size() for p in parameters if not is_lazy(p)) / 1e6
@@ -265,10 +263,8 @@ def _watch(part: nn.Module, row: Part, flops: Callable[[], int], stack: ExitStac
         row.flops = (row.flops or 0) + flops() - flops_at_start.pop()
         if row.in_size == _UNKNOWN:
             inputs = (*args, *kwargs.values())
-            row.in_size, row.out_size = (
-                _collect_shapes(inputs[0] if len(inputs) == 1 else inputs),
-                _collect_shapes(output),
-            )
+            row.in_size = _collect_shapes(inputs[0] if len(inputs) == 1 else inputs)
+            row.out_size = _collect_shapes(output)
 
     row.flops = 0
     stack.callback(part.register_forward_pre_hook(record_start).remove)

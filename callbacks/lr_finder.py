@@ -250,10 +250,8 @@ class LearningRateFinder(Callback):
         attr_name: str = "",
     ) -> None:
         self.mode = choose("mode", mode.lower() if isinstance(mode, str) else mode, MODES)
-        self.min_lr, self.max_lr = (
-            float(check_number("min_lr", min_lr, 0.0)),
-            float(check_number("max_lr", max_lr, 0.0)),
-        )
+        self.min_lr = float(check_number("min_lr", min_lr, 0.0))
+        self.max_lr = float(check_number("max_lr", max_lr, 0.0))
         if not self.min_lr < self.max_lr < math.inf or (self.mode == "exponential" and not self.min_lr):
             raise ValueError(
                 f"min_lr={min_lr!r}, max_lr={max_lr!r}: min_lr must be smaller than max_lr and, with "

@@ -329,10 +329,8 @@ class ModelPruning(Callback):
             self._announce_counts(old_counts)
 
     def _announce_counts(self, old: list[int]) -> None:
-        new, sizes = (
-            [pruned.count_zeros() for pruned in self._pruned],
-            [pruned.parameter.numel() for pruned in self._pruned],
-        )
+        new = [pruned.count_zeros() for pruned in self._pruned]
+        sizes = [pruned.parameter.numel() for pruned in self._pruned]
         announce(f"pruned: {sum(old):,} -> {sum(new):,} of {sum(sizes):,} ({sum(new) / sum(sizes):.1%})")
         if self._verbose == 2:
             for pruned, old_count, new_count, size in zip(self._pruned, old, new, sizes, strict=True):
