@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ..common.messages import format_count
-from ..common.validation import check_bool
 from ..strategies import iter_tensors
 from ..strategies.distributed import local, strip_compile_prefix
 from .callback import Callback
@@ -22,16 +21,11 @@ class NonFiniteWatch(Callback):
     """Callback that raises an error naming the first checked tensor that contains NaN or infinity.
 
     The callback is for debugging only, because it slows training down. It checks the outputs of the task's submodules,
-    the gradients of these outputs and the gradients of the parameters. Outputs that are computed with gradients
-    disabled are not checked. With automatic optimization, the error is raised on all ranks.
-
-    Args:
-        outputs: Check the outputs of modules, in the order of the forward pass. Default: True.
-        gradients: Check the gradients of modules' outputs, in the order of the backward pass, and then those of
-            parameters. Disabled if a gradient scaler is used. Default: True.
+    in the order of the forward pass, the gradients of these outputs in the order of the backward pass, and then the
+    gradients of the parameters. Gradients are not checked if a gradient scaler is used, and outputs not if they are
+    computed with gradients disabled. With automatic optimization, the error is raised on all ranks.
 
     Raises:
-        ValueError, TypeError: If an argument is invalid or both checks are disabled.
         ValueError: During training, if a value is not finite. The error names the tensor and the step.
 
     Examples:
@@ -48,11 +42,7 @@ class NonFiniteWatch(Callback):
         ValueError: the output of layer (Linear) is the first tensor to contain NaN or infinity, ...
     """
 
-    def __init__(self, outputs: bool = True, gradients: bool = True) -> None:
-        self.outputs = check_bool("outputs", outputs)
-        self.gradients = check_bool("gradients", gradients)
-        if not (outputs or gradients):
-            raise ValueError("outputs=False and gradients=False disable both checks. Enable at least one.")
+    def __init__(self) -> None:
         self._handles: list[Any] = []
         self._scaled = False
         self._output_flags: list[tuple[str, Tensor]] = []
@@ -75,7 +65,7 @@ class NonFiniteWatch(Callback):
         reduced_names: list[str] = []
         flags = [[*self._output_flags, *self._gradient_flags], []]
         self._forget()
-        if self.gradients and not self._scaled:
+        if not self._scaled:
             for name, parameter in reversed(list(pl_module.named_parameters())):
                 if parameter.grad is not None:
                     finite = torch.isfinite(local(parameter.grad)).all()
@@ -118,9 +108,8 @@ class NonFiniteWatch(Callback):
         for tensor in iter_tensors(output):
             if not (tensor.is_floating_point() or tensor.is_complex()):
                 continue
-            if self.outputs:
-                self._output_flags.append((f"the output of {name}", local(torch.isfinite(tensor.detach()).all())))
-            if self.gradients and not self._scaled and tensor.requires_grad and tensor.grad_fn is not None:
+            self._output_flags.append((f"the output of {name}", local(torch.isfinite(tensor.detach()).all())))
+            if not self._scaled and tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(partial(self._look_back, f"the gradient of the output of {name}"))
 
     def _look_back(self, name: str, gradient: Tensor) -> None:
