@@ -40,7 +40,6 @@ class CometLogger(ServiceLogger):
             True uploads the kept checkpoints at the end of the fit or, with ``ModelCheckpoint(save_top_k=-1)``, each
             checkpoint when it is saved. Default: False.
         strict: Raise errors from the logger instead of disabling it with a warning. Default: False.
-        experiment_config: A ``comet_ml.ExperimentConfig``, instead of ``kwargs``. Default: built from ``kwargs``.
         **kwargs: Arguments of ``comet_ml.ExperimentConfig``, such as ``name``, ``tags`` and ``offline_directory``.
 
     Raises:
@@ -68,7 +67,6 @@ class CometLogger(ServiceLogger):
         prefix: str | None = None,
         log_model: bool | str = False,
         strict: bool = False,
-        experiment_config: Any = None,
         **kwargs: Any,
     ) -> None:
         require("CometLogger", "comet_ml", extra="comet")
@@ -81,11 +79,6 @@ class CometLogger(ServiceLogger):
         kwargs.pop("rest_api_key", None)  # Comet's own key is used for both
         if online is not None:
             check_bool("online", online)
-        if experiment_config is not None and kwargs:
-            names = ", ".join(kwargs)
-            raise ValueError(
-                f"experiment_config=... can't be combined with {names}. Set {names} in experiment_config instead."
-            )
         texts = {"api_key": api_key, "workspace": workspace, "project": project, "mode": mode}
         texts["experiment_key"] = experiment_key
         key = experiment_key or os.environ.get("COMET_EXPERIMENT_KEY")
@@ -94,7 +87,6 @@ class CometLogger(ServiceLogger):
         check_options("comet_ml.ExperimentConfig", kwargs)
         self._start: dict[str, Any] = {"api_key": api_key, "workspace": workspace, "online": online}
         self._mode = mode
-        self._config = experiment_config
         self._config_options = {"display_summary_level": 0, **kwargs}
 
     @property
@@ -107,7 +99,7 @@ class CometLogger(ServiceLogger):
         _set_up_import(offline=self._start["online"] is False)
         import comet_ml
 
-        config = self._config or comet_ml.ExperimentConfig(**self._config_options)
+        config = comet_ml.ExperimentConfig(**self._config_options)
         key = str(self._version or "") or secrets.token_hex(16)
         running = comet_ml.get_running_experiment()
         if running is not None and running.get_key() != key:

@@ -34,8 +34,6 @@ def test_older_names_of_arguments(tmp_path):
 
 
 def test_arguments_that_contradict(monkeypatch):
-    with pytest.raises(ValueError, match=r"experiment_config=\.\.\. can't be combined with tags"):
-        CometLogger(experiment_config=object(), tags=["a"])
     with pytest.raises(TypeError, match="online='no' must be True or False"):
         CometLogger(online="no")
     monkeypatch.setenv("COMET_EXPERIMENT_KEY", "k" * 32)
