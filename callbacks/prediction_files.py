@@ -19,7 +19,7 @@ from ..common.remote_path import AnyPath, RemotePath, as_path
 from ..common.validation import check_int, check_path
 from ..engine import move_data_to_device
 from ..engine.checkpoint import decode, encode, filesystem, read_safetensors
-from .prediction_writer import BasePredictionWriter
+from .prediction_writer import BasePredictionWriter, get_loaders
 
 if TYPE_CHECKING:
     from ..trainer import TaskModule, Trainer
@@ -72,14 +72,16 @@ class PredictionWriter(BasePredictionWriter):
         self.dirpath = None if dirpath is None else as_path(check_path("dirpath", dirpath))
         self.shard_bytes = check_int("shard_mib", shard_mib, 1) * _MEBIBYTE
         self.folder: AnyPath | None = None
-        self._shards: dict[int, _Shards] = {}
+        self._shards: list[_Shards] = []  # of each dataloader
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Choose the folder."""
         super().on_predict_start(trainer, pl_module)
         wanted = self.dirpath or as_path(trainer.default_root_dir) / "predictions"
         chosen = _make_free_folder(wanted) if trainer.is_global_zero else None
-        self.folder, self._shards = trainer.accelerator.world.broadcast(chosen), {}
+        self.folder = folder = trainer.accelerator.world.broadcast(chosen)
+        stems = (f"loader{loader}-rank{trainer.global_rank:05}" for loader in range(len(get_loaders(trainer))))
+        self._shards = [_Shards(local_folder(folder), stem, self.shard_bytes) for stem in stems]
 
     def write_on_batch_end(
         self,
@@ -102,38 +104,31 @@ class PredictionWriter(BasePredictionWriter):
             batch_idx: Index of the batch on this process.
             dataloader_idx: Index of the dataloader.
         """
-        if prediction is None:
-            return
-        shards = self._shards.get(dataloader_idx)
-        if shards is None:
-            assert self.folder is not None
-            stem = f"loader{dataloader_idx}-rank{trainer.global_rank:05}"
-            shards = self._shards[dataloader_idx] = _Shards(local_folder(self.folder), stem, self.shard_bytes)
-        # Each round of batches is dealt in rank order.
-        shards.add(batch_idx * trainer.world_size + trainer.global_rank, batch_indices, prediction)
+        if prediction is not None:
+            # Each round of batches is dealt in rank order.
+            number = batch_idx * trainer.world_size + trainer.global_rank
+            self._shards[dataloader_idx].add(number, batch_indices, prediction)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Write the remaining batches and the index of all files."""
-        written = {}
-        for loader, shards in self._shards.items():
+        for shards in self._shards:
             shards.flush()
-            written[loader] = {"batches": shards.count, "files": shards.files}
         assert self.folder is not None
         flush(self.folder)
-        every = trainer.accelerator.world.gather_objects(written)
+        every = trainer.accelerator.world.gather_objects([(shards.count, shards.files) for shards in self._shards])
         if trainer.is_global_zero:
             _write_index(local_folder(self.folder), every)
             flush(self.folder)
         trainer.accelerator.world.barrier()  # so that a reader on any rank finds the index
-        if not any(every):
-            self.folder = None
-        else:
+        if any(count for written in every for count, _ in written):
             announce(f"predictions saved in {self.folder}; treadle.read_predictions(path) reads them in order")
+        else:
+            self.folder = None
 
     def teardown(self, trainer: Trainer, pl_module: TaskModule, stage: str) -> None:
         """Discard batches that have not been written."""
         super().teardown(trainer, pl_module, stage)
-        self._shards = {}
+        self._shards = []
 
 
 class _Shards:
@@ -196,20 +191,17 @@ def _make_free_folder(wanted: AnyPath) -> AnyPath:
     raise AssertionError
 
 
-def _write_index(folder: Path, every: list[dict[int, dict[str, Any]]]) -> None:
-    loaders = sorted({loader for written in every for loader in written})
+def _write_index(folder: Path, every: list[list[tuple[int, list[str]]]]) -> None:
+    """Write the index of all ranks' batches and files, or remove the folder if there are none."""
+    loaders = {}
+    for loader, written in enumerate(zip(*every, strict=True)):
+        if batches := sum(count for count, _ in written):
+            loaders[loader] = {"batches": batches, "ranks": [files for _, files in written]}
     if not loaders:
         folder.rmdir()
         return
-    of_loader = {
-        loader: {
-            "batches": sum(written[loader]["batches"] for written in every if loader in written),
-            "ranks": [written[loader]["files"] for written in every if loader in written],
-        }
-        for loader in loaders
-    }
     part = folder / f".{_INDEX}.part"
-    filesystem.write_bytes(part, json.dumps({"format": 1, "loaders": of_loader}).encode())
+    filesystem.write_bytes(part, json.dumps({"format": 1, "loaders": loaders}).encode())
     filesystem.replace(part, folder / _INDEX)
 
 

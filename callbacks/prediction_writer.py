@@ -114,14 +114,14 @@ class BasePredictionWriter(Callback):
 
     def on_predict_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Discard predictions of an earlier stage."""
-        loaders = _get_loaders(trainer)
+        loaders = get_loaders(trainer)
         self._predictions, self._indices = [[] for _ in loaders], [[] for _ in loaders]
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Write or collect the predictions of the batch."""
-        indices = batch_indices(_get_loaders(trainer)[dataloader_idx])
+        indices = batch_indices(get_loaders(trainer)[dataloader_idx])
         if not trainer.accelerator.cursor.micro.samples:  # type: ignore[union-attr]
             return  # a placeholder batch, which keeps the ranks in step: its sample belongs to another process
         if self.interval.on_batch:
@@ -143,6 +143,7 @@ class BasePredictionWriter(Callback):
         self._predictions, self._indices = [], []
 
 
-def _get_loaders(trainer: Trainer) -> Any:
+def get_loaders(trainer: Trainer) -> Any:
+    """Return the prepared dataloaders of ``predict``."""
     assert trainer.sources is not None
     return trainer.sources.evaluation("predict")
