@@ -114,11 +114,6 @@ class Summary:
         """Shapes of the modules' outputs."""
         return [part.out_size for part in self.layers]
 
-    @property
-    def flop_counts(self) -> dict[str, int]:
-        """Number of FLOPs of each row, by name."""
-        return {part.name: part.flops or 0 for part in self.layers}
-
     def columns(self) -> list[tuple[str, list[str]]]:
         """Return the columns of the table: pairs of a header and its cells."""
         rows = self.layers
