@@ -166,8 +166,7 @@ class RayTrainReportCallback(_ReportedCheckpoint):
         folder = world.broadcast(tempfile.mkdtemp(prefix="treadle-", dir=session) if is_main else "")
         try:
             trainer.save_checkpoint(os.path.join(folder, self.CHECKPOINT_NAME))
-            place = (folder, LocalFileSystem()) if is_main else None
-            self._hand_over(metrics, place, name, CheckpointUploadMode.SYNC)
+            self._hand_over(metrics, (folder, LocalFileSystem()) if is_main else None, name, CheckpointUploadMode.SYNC)
         finally:
             if is_main:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -356,11 +356,11 @@ class WandbLogger(ServiceLogger):
             wandb_artifact = wandb.Api().artifact(artifact, type=artifact_type)
         return str(wandb_artifact.download(root=None if save_dir is None else os.fspath(save_dir)))
 
-    def finalize(self, status: str) -> None:
+    def finalize(self, status: str = "success") -> None:
         """Upload the pending checkpoints if the stage succeeded. The run stays open; see `finish`.
 
         Args:
-            status: ``"success"`` or ``"failed"``.
+            status: ``"success"`` or ``"failed"``. Default: ``"success"``.
         """
         if status == "success":
             self._upload_waiting()
