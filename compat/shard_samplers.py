@@ -13,8 +13,13 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 from ..engine.rng import read_common_seed
 
 
-def check_multiple(batch_size: int, num_processes: int) -> None:
-    """Raise a ValueError if a batch cannot be split evenly among the processes."""
+def _check_split(batch_size: int | None, num_processes: int, owner: str) -> None:
+    """Raise a ValueError if batches cannot be split evenly among the processes."""
+    if batch_size is None:
+        raise ValueError(
+            f"split_batches=True needs a batch size, but {owner} has no batch_size. Set batch_size, or pass "
+            "split_batches=False."
+        )
     if batch_size % num_processes:
         valid = num_processes * math.ceil(batch_size / num_processes)
         raise ValueError(
@@ -80,13 +85,8 @@ class BatchSamplerShard(BatchSampler):
         self.even_batches = even_batches
         self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = getattr(batch_sampler, "drop_last", False)
-        if split_batches and self.batch_size is None:
-            raise ValueError(
-                f"split_batches=True needs a batch size, but {type(batch_sampler).__name__} has no batch_size. Set "
-                "batch_size, or pass split_batches=False."
-            )
         if split_batches:
-            check_multiple(self.batch_size, num_processes)  # type: ignore[arg-type]
+            _check_split(self.batch_size, num_processes, type(batch_sampler).__name__)
 
     @property
     def total_length(self) -> int:
@@ -185,7 +185,7 @@ class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
         split_batches: bool = False,
     ) -> None:
         if split_batches:
-            check_multiple(batch_size, num_processes)
+            _check_split(batch_size, num_processes, "the DataLoader")
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
@@ -12,14 +12,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from ..common.optional import is_installed
 from ..engine import GradientState, Loader, PartialState
 from ..engine.data.skip_batches import SkippedLoader
-from ..engine.nested import concatenate, find_batch_size, send_to_device, slice_tensors
+from ..engine.nested import send_to_device
 from .operations import synchronize_rng_states
 from .shard_samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
     SeedableRandomSampler,
     SkipBatchSampler,
-    check_multiple,
 )
 
 _SETTINGS = (
@@ -35,10 +34,7 @@ _SETTINGS = (
     "pin_memory_device",
     "in_order",
 )
-_OWN_SETTINGS = {
-    "DataLoaderShard": ("device", "rng_types", "synchronized_generator"),
-    "DataLoaderDispatcher": ("split_batches", "slice_fn"),
-}
+_END = object()
 
 
 def get_sampler(dataloader: Any) -> Any:
@@ -94,53 +90,10 @@ class DataLoaderStateMixin(metaclass=_KindOfLoader):
         self.gradient_state._remove_dataloader(self)
 
 
-class _ShardedLoader(DataLoader[Any], DataLoaderStateMixin):
-    is_sharded = True  # which the Accelerator refuses to shard again
-
-    def __init__(self, dataset: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> None:
-        if use_stateful_dataloader:
-            raise ValueError(
-                "use_stateful_dataloader=True is not supported without an Accelerator. Prepare the DataLoader with "
-                "treadle.Accelerator instead; its dataloaders have state_dict() in any case."
-            )
-        super().__init__(dataset, **kwargs)
-        self.gradient_state = GradientState()
-
-    def get_sampler(self) -> Any:
-        """See the function `get_sampler`."""
-        return get_sampler(self)
-
-    def set_sampler(self, sampler: Any) -> None:
-        """Replace the sampler that draws the indices."""
-        holder = self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
-        _set_in_batch_sampler(holder, sampler)
-
-    def skip_first_batches(self, num_batches: int) -> Any:
-        """Return a dataloader like this one without its first batches, for `treadle.skip_first_batches`."""
-        loader: Any = self
-        settings = _copy_settings(loader)
-        names = ("iteration", "_drop_last", "_non_blocking", *_OWN_SETTINGS.get(type(loader).__name__, ()))
-        settings |= {name: loader.__dict__[name] for name in names if name in loader.__dict__}
-        if isinstance(loader.dataset, IterableDataset):
-            settings |= {"drop_last": loader.drop_last, "batch_size": loader.batch_size}
-            settings["skip_batches"] = num_batches + loader.skip_batches
-        elif isinstance(loader.sampler, BatchSampler):
-            settings |= {"sampler": SkipBatchSampler(loader.sampler, num_batches), "batch_size": None}
-        else:
-            settings["batch_sampler"] = SkipBatchSampler(loader.batch_sampler, num_batches)
-        return type(loader)(loader.dataset, **settings)
-
-
 def _set_in_batch_sampler(holder: Any, sampler: Any) -> None:
     holder.sampler = sampler
     if hasattr(holder, "batch_sampler"):  # a batch sampler of Treadle's around the user's
         _set_in_batch_sampler(holder.batch_sampler, sampler)
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    loader.iteration = epoch
-    if not _set_sampler_epoch(loader.batch_sampler, epoch) and hasattr(loader.dataset, "set_epoch"):
-        loader.dataset.set_epoch(epoch)
 
 
 def _set_sampler_epoch(sampler: Any, epoch: int) -> bool:
@@ -154,7 +107,7 @@ def _set_sampler_epoch(sampler: Any, epoch: int) -> bool:
     return (within is not None and _set_sampler_epoch(within, epoch)) or found
 
 
-class DataLoaderShard(_ShardedLoader):
+class DataLoaderShard(DataLoader[Any], DataLoaderStateMixin):
     """Dataloader that yields one rank's batches, moved to ``device`` unless it is None.
 
     Args:
@@ -167,6 +120,8 @@ class DataLoaderShard(_ShardedLoader):
         torch_device_mesh: Accepted and ignored.
         iteration: Number of the first epoch. Default: 0.
     """
+
+    is_sharded = True  # which the Accelerator refuses to shard again
 
     def __init__(
         self,
@@ -182,7 +137,13 @@ class DataLoaderShard(_ShardedLoader):
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        if use_stateful_dataloader:
+            raise ValueError(
+                "use_stateful_dataloader=True is not supported without an Accelerator. Prepare the DataLoader with "
+                "treadle.Accelerator instead; its dataloaders have state_dict() in any case."
+            )
+        super().__init__(dataset, **kwargs)
+        self.gradient_state = GradientState()
         self.device = device
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
@@ -212,7 +173,33 @@ class DataLoaderShard(_ShardedLoader):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass and of the samplers, or of the dataset if no sampler has ``set_epoch``."""
-        _set_epoch(self, epoch)
+        self.iteration = epoch
+        if not _set_sampler_epoch(self.batch_sampler, epoch) and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def get_sampler(self) -> Any:
+        """See the function `get_sampler`."""
+        return get_sampler(self)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Replace the sampler that draws the indices."""
+        holder = self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
+        _set_in_batch_sampler(holder, sampler)
+
+    def skip_first_batches(self, num_batches: int) -> Any:
+        """Return a dataloader like this one without its first batches, for `treadle.skip_first_batches`."""
+        loader: Any = self
+        settings = _copy_settings(loader)
+        own = ("device", "rng_types", "synchronized_generator", "_drop_last", "_non_blocking", "iteration")
+        settings |= {name: getattr(loader, name) for name in own}
+        if isinstance(loader.dataset, IterableDataset):
+            settings |= {"drop_last": loader.drop_last, "batch_size": loader.batch_size}
+            settings["skip_batches"] = num_batches + loader.skip_batches
+        elif isinstance(loader.sampler, BatchSampler):
+            settings |= {"sampler": SkipBatchSampler(loader.sampler, num_batches), "batch_size": None}
+        else:
+            settings["batch_sampler"] = SkipBatchSampler(loader.batch_sampler, num_batches)
+        return type(loader)(loader.dataset, **settings)
 
     @property
     def total_batch_size(self) -> int:
@@ -228,133 +215,22 @@ class DataLoaderShard(_ShardedLoader):
         return dataset.total_length if hasattr(dataset, "total_length") else len(dataset)
 
 
-_END = object()
-_NOTHING: tuple[Any, ...] = ()
+class DataLoaderDispatcher(DataLoaderStateMixin):
+    """Class of which a dataloader of `treadle.Accelerator` is an instance if Accelerate would dispatch its batches.
 
-
-class DataLoaderDispatcher(_ShardedLoader):
-    """Dataloader that reads on rank zero only and broadcasts each global batch. Each rank yields its share of the rows.
-
-    All ranks must iterate together.
-
-    Args:
-        dataset, kwargs: Arguments of torch's ``DataLoader``.
-        use_stateful_dataloader: Must be False.
-        split_batches: Whether to split each batch of the dataloader among the ranks. Otherwise, one batch per rank is
-            concatenated and the result is split. Default: False.
-        skip_batches: Number of batches to skip in each pass. Default: 0.
-        slice_fn: ``slice_fn(batch, slice, process_index=, num_processes=)`` returns rows of a batch. Default:
-            `slice_tensors`.
-        torch_device_mesh: Device mesh of the ranks, without a dimension ``"tp"`` or ``"cp"``. Default: None.
-        iteration: Number of the first epoch. Default: 0.
+    It cannot be created, because every rank reads the data itself.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        split_batches: bool = False,
-        skip_batches: int = 0,
-        use_stateful_dataloader: bool = False,
-        _drop_last: bool = False,
-        _non_blocking: bool = False,
-        slice_fn: Callable[..., Any] | None = None,
-        torch_device_mesh: Any = None,
-        iteration: int = 0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
-        if torch_device_mesh is not None and {"tp", "cp"} & set(torch_device_mesh.mesh_dim_names or ()):
-            raise ValueError(
-                "dispatch_batches=True splits each batch among all processes, but with tensor or context parallelism, "
-                "several processes need the same samples. Pass dispatch_batches=False."
-            )
-        self.split_batches = split_batches
-        self.skip_batches = skip_batches
-        self.state = PartialState()
-        self.slice_fn = slice_tensors if slice_fn is None else slice_fn
-        self.iteration = iteration
-        self._drop_last = _drop_last
-        self._non_blocking = _non_blocking
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _refuse_dispatch()
 
-    def _read_global_batch(self, batches: Iterator[Any]) -> Any:
-        wanted = 1 if self.split_batches else self.state.num_processes
-        parts = []
-        for _ in range(wanted):
-            part = next(batches, _END)
-            if part is _END:
-                break
-            parts.append(part)
-        if not parts or (len(parts) < wanted and self._drop_last):
-            return _END
-        try:
-            return parts[0] if len(parts) == 1 else concatenate(parts, dim=0)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"dispatch_batches=True joins {wanted} batches of the dataloader, but their shapes differ ({error}). "
-                "Pass split_batches=True to split one batch among the processes, or dispatch_batches=False."
-            ) from error
 
-    def _receive_global_batch(self, batches: Iterator[Any]) -> Any:
-        message: tuple[Any, str | None] = (_NOTHING, None)
-        failure: Exception | None = None
-        if self.state.is_main_process:
-            try:
-                batch = self._read_global_batch(batches)
-                message = (_NOTHING if batch is _END else (batch,), None)
-            except Exception as error:  # sent to the other ranks, which wait for the batch
-                failure = error
-                message = (_NOTHING, f"{type(error).__name__}: {error}")
-        batch, text = self.state.world.broadcast(message, 0)
-        if failure is not None:
-            raise failure
-        if text is not None:
-            raise RuntimeError(f"rank zero failed to read a batch: {text}")
-        return send_to_device(batch[0], self.state.device, non_blocking=self._non_blocking) if batch else _END
-
-    def __iter__(self) -> Any:
-        self.begin()
-        self.set_epoch(self.iteration)
-        count, rank = self.state.num_processes, self.state.process_index
-        cut = {"process_index": rank, "num_processes": count}
-        batches = super().__iter__() if rank == 0 else iter(())
-        batch, index, first_rows = self._receive_global_batch(batches), 0, None
-        while batch is not _END:
-            if first_rows is None:
-                first_rows = self.slice_fn(batch, slice(0, count), **cut)
-            following = self._receive_global_batch(batches)
-            rows = find_batch_size(batch) or 0
-            share, rest = divmod(rows, count)
-            if following is _END:
-                self.end_of_dataloader, self.remainder = True, rows
-                if rest and not self._drop_last:
-                    batch, share = concatenate([batch, first_rows], dim=0), share + 1
-            if index >= self.skip_batches:
-                yield self.slice_fn(batch, slice(rank * share, (rank + 1) * share), **cut)
-            batch, index = following, index + 1
-        self.iteration += index > 0
-        self.end()
-
-    def set_epoch(self, epoch: int) -> None:
-        """See `DataLoaderShard.set_epoch`."""
-        _set_epoch(self, epoch)
-
-    def __len__(self) -> int:
-        length = super().__len__()
-        if self.split_batches:
-            return length
-        return (math.floor if self._drop_last else math.ceil)(length / self.state.num_processes)
-
-    @property
-    def total_batch_size(self) -> int:
-        """Global batch size."""
-        batches: Any = self if self.batch_sampler is None else self.batch_sampler
-        size = batches.batch_size
-        return int(size * (1 if self.split_batches else self.state.num_processes))
-
-    @property
-    def total_dataset_length(self) -> int:
-        """Number of samples in the dataset."""
-        return len(self.dataset)  # type: ignore[arg-type]
+def _refuse_dispatch() -> NoReturn:
+    raise ValueError(
+        "rank zero does not read batches for the other ranks, as it does in Accelerate with dispatch_batches=True, the "
+        "default for a stream that is put on a device. Prepare the DataLoader with treadle.Accelerator or, if the "
+        "stream is the same on all ranks, pass dispatch_batches=False to prepare_data_loader."
+    )
 
 
 def prepare_data_loader(
@@ -367,7 +243,7 @@ def prepare_data_loader(
     rng_types: Sequence[Any] | None = None,
     dispatch_batches: bool | None = None,
     even_batches: bool = True,
-    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    slice_fn_for_dispatch: Any = None,
     use_seedable_sampler: bool = False,
     data_seed: int | None = None,
     non_blocking: bool = False,
@@ -386,11 +262,12 @@ def prepare_data_loader(
         num_processes: Number of ranks that share the batches, unless a mesh is set. Default: the world size.
         process_index: Rank whose share is read. Default: the rank of this process.
         split_batches: Whether the dataloader's batch size is the global one. Default: False.
-        put_on_device: Whether to move batches to ``device``, or to this process's device if rank zero reads the data.
+        put_on_device: Whether to move batches to ``device``.
         rng_types: RNG states that all ranks copy from rank zero before each pass; see `synchronize_rng_states`.
-        dispatch_batches: Whether only rank zero reads data. Default: only for a stream that is put on a device.
+        dispatch_batches: Whether only rank zero reads the data, which is not supported with several ranks. Default:
+            True for a stream that is put on a device, otherwise False.
         even_batches: Whether to fill the last batches of an indexed dataset from its beginning. Default: True.
-        slice_fn_for_dispatch: See `DataLoaderDispatcher`.
+        slice_fn_for_dispatch: Accepted and ignored.
         use_seedable_sampler: Whether to draw a random order with `SeedableRandomSampler`. Default: False.
         data_seed: Seed of the `SeedableRandomSampler`. Default: the seed of torch's generator.
         non_blocking: Whether to move batches without waiting for the copy. Default: False.
@@ -400,20 +277,17 @@ def prepare_data_loader(
     Raises:
         ValueError: If an argument does not fit the dataloader, the number of ranks or the other arguments.
     """
-    dispatches = _decide_dispatch(dataloader, dispatch_batches, put_on_device)
     rank, count = _place(num_processes, process_index, torch_device_mesh)
-    if split_batches:
-        _check_split(dataloader, count)
+    if dispatch_batches is None:
+        dispatch_batches = put_on_device and isinstance(dataloader.dataset, IterableDataset)
+    if dispatch_batches and count > 1:
+        _refuse_dispatch()
     sampler = _choose_sampler(dataloader, use_seedable_sampler, data_seed)
     settings = _copy_settings(dataloader) | {"drop_last": dataloader.drop_last, "_drop_last": dataloader.drop_last}
     settings |= {"_non_blocking": non_blocking, "use_stateful_dataloader": use_stateful_dataloader}
-    if dispatches:
-        settings |= {"slice_fn": slice_fn_for_dispatch, "torch_device_mesh": torch_device_mesh}
-        prepared = _make_dispatcher(dataloader, split_batches, settings)
-    else:
-        settings |= {"device": device if put_on_device else None, "rng_types": rng_types}
-        order = None if use_seedable_sampler else sampler
-        prepared = _make_shard(dataloader, count, rank, split_batches, even_batches, order, settings)
+    settings |= {"device": device if put_on_device else None, "rng_types": rng_types}
+    order = None if use_seedable_sampler else sampler
+    prepared = _make_shard(dataloader, count, rank, split_batches, even_batches, order, settings)
     if isinstance(sampler, SeedableRandomSampler) and use_seedable_sampler:
         prepared.set_sampler(sampler)
     return prepared
@@ -428,31 +302,18 @@ def _choose_sampler(dataloader: Any, use_seedable_sampler: bool, data_seed: int 
     )
 
 
-def _decide_dispatch(dataloader: Any, dispatch_batches: bool | None, put_on_device: bool) -> bool:
-    if dispatch_batches is None:
-        return put_on_device and isinstance(dataloader.dataset, IterableDataset)
-    if dispatch_batches and not put_on_device:
-        raise ValueError(
-            "dispatch_batches=True requires put_on_device=True, because each rank receives its batches on its own "
-            "device. Pass put_on_device=True."
-        )
-    return dispatch_batches
-
-
 def _place(num_processes: int | None, process_index: int | None, mesh: Any) -> tuple[int, int]:
     """Return the rank's index among the ranks that share the batches, and their number."""
     state = PartialState()
     count = state.num_processes if num_processes is None else num_processes
     rank = state.process_index if process_index is None else process_index
-    return _place_in_mesh(mesh, rank) if mesh else (rank, count)
+    if not mesh:
+        return rank, count
 
+    def measure(*names: str) -> int:
+        return math.prod(mesh[name].size() for name in names if name in mesh.mesh_dim_names)
 
-def _make_dispatcher(dataloader: Any, split_batches: bool, settings: dict[str, Any]) -> Any:
-    settings |= {"split_batches": split_batches, "generator": None}
-    if isinstance(dataloader.dataset, IterableDataset) or dataloader.batch_sampler is None:
-        return DataLoaderDispatcher(dataloader.dataset, batch_size=dataloader.batch_size, **settings)
-    del settings["drop_last"]  # an argument of the batch sampler
-    return DataLoaderDispatcher(dataloader.dataset, batch_sampler=dataloader.batch_sampler, **settings)
+    return rank // measure("tp", "cp"), measure("dp_replicate", "dp_shard")
 
 
 def _make_shard(
@@ -496,29 +357,6 @@ def _select_rng_types(rng_types: Sequence[Any] | None, generator: torch.Generato
 
 def _copy_settings(dataloader: Any) -> dict[str, Any]:
     return {name: getattr(dataloader, name) for name in _SETTINGS if hasattr(dataloader, name)}
-
-
-def _place_in_mesh(mesh: Any, rank: int) -> tuple[int, int]:
-    def measure(*names: str) -> int:
-        return math.prod(mesh[name].size() for name in names if name in mesh.mesh_dim_names)
-
-    return rank // measure("tp", "cp"), measure("dp_replicate", "dp_shard")
-
-
-def _check_split(dataloader: Any, count: int) -> None:
-    size = dataloader.batch_size
-    if size is None:
-        size = getattr(dataloader.batch_sampler, "batch_size", None)
-    if size is None:
-        sampler = dataloader.batch_sampler
-        found = (
-            "the DataLoader has batch_size=None" if sampler is None else f"{type(sampler).__name__} has no batch_size"
-        )
-        raise ValueError(
-            f"split_batches=True needs a batch size, but {found}. Set batch_size, or pass split_batches=False."
-        )
-    if size > 1:
-        check_multiple(size, count)
 
 
 def _shard_stream(dataloader: Any, count: int, rank: int, split_batches: bool) -> tuple[Any, torch.Generator | None]:

@@ -1,7 +1,6 @@
 """Accelerate's loaders without an Accelerator; expected batches are what accelerate 1.15 gives for the same calls."""
 
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +17,6 @@ from treadle.engine import process_state
 from treadle.state import GradientState
 
 import treadle
-
-
-class BrokenStream(Numbers):
-    def __iter__(self):
-        yield from range(2)
-        raise OSError("disk gone")
 
 
 def batches(loader):
@@ -46,6 +39,8 @@ def test_each_process_gets_its_batches():
     assert split == [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]
     stream = [batches(shard(DataLoader(Numbers(7), 2), rank)) for rank in (0, 1)]
     assert stream == [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]
+    placed = prepare_data_loader(DataLoader(Numbers(3), 2), "cpu", 1, 0, put_on_device=True)
+    assert batches(placed) == [[0, 1], [2]]
 
 
 def test_the_state_of_the_iteration(monkeypatch):
@@ -95,8 +90,13 @@ def test_a_copy_is_of_the_same_kind():
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match="put_on_device=True"):
-        prepare_data_loader(DataLoader(range(4)), dispatch_batches=True)
+    for loader, dispatches in (DataLoader(range(4)), True), (DataLoader(Numbers(4)), None):
+        with pytest.raises(ValueError, match="pass dispatch_batches=False to prepare_data_loader"):
+            shard(loader, 0, put_on_device=True, dispatch_batches=dispatches)
+    with pytest.raises(ValueError, match=r"Prepare the DataLoader with treadle\.Accelerator"):
+        DataLoaderDispatcher(range(4))
+    with pytest.raises(ValueError, match="the DataLoader has no batch_size"):
+        shard(DataLoader(Numbers(4), None), 0, split_batches=True)
     with pytest.raises(ValueError, match="batch_size=3 must be a multiple of num_processes=2"):
         shard(DataLoader(range(9), 3), 0, split_batches=True)
     with pytest.raises(ValueError, match=r"Prepare the DataLoader with treadle\.Accelerator instead"):
@@ -107,18 +107,6 @@ def test_what_is_refused():
 
 def read_on_two():
     accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    dispatched = {}
-    for split, drop, length in [
-        (False, False, 7),
-        (False, True, 7),
-        (True, False, 7),
-        (True, True, 7),
-        (False, False, 5),
-    ]:
-        loader = DataLoader(Numbers(length), 2, drop_last=drop)
-        loader = prepare_data_loader(loader, put_on_device=True, split_batches=split)
-        assert type(loader) is DataLoaderDispatcher
-        dispatched[split, drop, length] = batches(loader)
     rows, ends = [], []
     for batch in prepare_data_loader(DataLoader(range(11), 2)):
         rows += accelerator.gather_for_metrics(batch).tolist()
@@ -127,26 +115,14 @@ def read_on_two():
     torch.manual_seed(accelerator.process_index)
     shuffled = prepare_data_loader(DataLoader(range(8), 2, shuffle=True), rng_types=["torch", "generator"])
     drawn = accelerator.gather(torch.cat(list(shuffled)))
-    broken = prepare_data_loader(DataLoader(BrokenStream(8), 1), put_on_device=True)
-    with pytest.raises((OSError, RuntimeError), match="disk gone"):
-        batches(broken)
-    return dispatched, rows, ends, sorted(drawn.tolist())
+    return rows, ends, sorted(drawn.tolist())
 
 
 def test_two_processes():
     first, second = run(read_on_two, 2)
-    assert [*first[0].values()] == [[[0, 1], [4, 5]], [[0, 1]], [[0], [2], [4], [6]], [[0], [2], [4]], [[0, 1], [4]]]
-    assert [*second[0].values()] == [[[2, 3], [6, 0]], [[2, 3]], [[1], [3], [5], [0]], [[1], [3], [5]], [[2, 3], [0]]]
-    assert first[1:] == second[1:]
+    assert first == second
     # The repeated sample is gathered once, and the loader's end ends a group of micro-batches.
-    assert first[1:] == ([*range(11)], [False, True, True], [*range(8)])
-
-
-@pytest.mark.parametrize("dimension", ["tp", "cp"])
-def test_rank_zero_does_not_split_rows_that_several_ranks_need(dimension):
-    mesh = SimpleNamespace(mesh_dim_names=("dp_shard", dimension))
-    with pytest.raises(ValueError, match=r"several processes need the same samples. Pass dispatch_batches=False"):
-        DataLoaderDispatcher(range(4), torch_device_mesh=mesh)
+    assert first == ([*range(11)], [False, True, True], [*range(8)])
 
 
 def test_the_accelerators_step_without_a_loader_of_its_own():
