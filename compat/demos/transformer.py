@@ -6,15 +6,14 @@ import math
 import os
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from ...trainer import TaskModule
+from ...common.lazy_exports import lazy_exports
 
-__all__ = ["Dictionary", "LightningTransformer", "PositionalEncoding", "Transformer", "WikiText2", "tokenize"]
+__all__ = ["Dictionary", "PositionalEncoding", "Transformer", "WikiText2", "tokenize"]
 
 _URL = "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2/train.txt"
 
@@ -162,31 +161,4 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
         part.replace(destination)  # in one operation, because another process may look for the file
 
 
-class LightningTransformer(TaskModule):
-    """Task that trains a `Transformer`."""
-
-    def __init__(self, vocab_size: int = 33278) -> None:
-        super().__init__()
-        self.model = Transformer(vocab_size=vocab_size)
-
-    def forward(self, inputs: Tensor, target: Tensor) -> Tensor:
-        """See `Transformer.forward`."""
-        output: Tensor = self.model(inputs, target)
-        return output
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the negative log-likelihood of the target words."""
-        inputs, target = batch
-        return nn.functional.nll_loss(self(inputs, target), target.view(-1))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """See `TaskModule.configure_optimizers`."""
-        return torch.optim.SGD(self.model.parameters(), lr=0.1)
-
-    def prepare_data(self) -> None:
-        """Download WikiText-2's training text, unless the file exists."""
-        WikiText2(download=True)
-
-    def train_dataloader(self) -> Any:
-        """Return a dataloader of WikiText-2 with a batch size of one block."""
-        return DataLoader(WikiText2())
+__getattr__ = lazy_exports(__name__)[0]  # the names that the tables have
