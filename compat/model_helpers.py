@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -14,47 +13,6 @@ from ..common.messages import warn
 from ..engine.process_state import PartialState
 from ..engine.weights import save_object
 from ..strategies.distributed import split_tied
-
-
-def _is_list_of_blocks(module: nn.Module) -> bool:
-    """Return whether a module is a non-empty ``ModuleList`` whose items are all instances of the first item's class."""
-    return isinstance(module, nn.ModuleList) and len(module) > 0 and all(isinstance(m, type(module[0])) for m in module)
-
-
-def _has_list_of_blocks(module: nn.Module) -> bool:
-    """Return whether a module is, or contains, a list of blocks for which `_is_list_of_blocks` is True."""
-    return any(_is_list_of_blocks(part) for part in module.modules())
-
-
-def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Return a copy of the model that shares its parameters and has each repeated block compiled separately.
-
-    The repeated blocks are the items of lists for which `_is_list_of_blocks` is True. Each remaining submodule is
-    compiled as a whole. Blocks of one class can share compiled code; see torch's tutorial on regional compilation.
-
-    Args:
-        module: The model. Without repeated blocks, it is compiled as a whole.
-        **compile_kwargs: Arguments of ``torch.compile``.
-    """
-    compiled = _compile_parts(module, compile_kwargs)
-    compiled.__dict__.setdefault("_orig_mod", module)  # in __dict__, so that it is not registered as a second child
-    return compiled
-
-
-def _compile_parts(module: nn.Module, options: dict[str, Any]) -> nn.Module:
-    if _is_list_of_blocks(module):
-        return nn.ModuleList(torch.compile(block, **options) for block in module)  # type: ignore[misc, attr-defined]
-    if not _has_list_of_blocks(module):
-        return torch.compile(module, **options)  # type: ignore[return-value]
-    compiled = module.__class__.__new__(module.__class__)
-    compiled.__dict__.update(module.__dict__)
-    for name, value in module.__dict__.items():
-        if isinstance(value, MethodType) and value.__self__ is module:
-            compiled.__dict__[name] = MethodType(value.__func__, compiled)
-    compiled._modules = {}
-    for name, child in module.named_children():
-        compiled.add_module(name, _compile_parts(child, options))
-    return compiled
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
