@@ -76,13 +76,6 @@ def build_parser(program: str = "treadle plan") -> argparse.ArgumentParser:
     add("--samples", type=_parse_count, metavar="N", help="samples per epoch")
     add("--max-epochs", type=_parse_count, metavar="N", help="epochs")
     add("--max-steps", type=_parse_count, metavar="N", help="optimizer steps")
-    add(
-        "--lr",
-        type=_parse_positive,
-        metavar="X",
-        help="for --model: peak learning rate of a warm-up and a cosine decay",
-    )
-    add("--warmup-steps", type=_parse_count, metavar="N", help="for --lr: steps of the warm-up. Default: 0")
     add("--no-advice", action="store_true", help="plan only the requested run, without advice")
     add("overrides", nargs="*", metavar="KEY=VALUE", help="for --config: values that override the files'")
     return parser
@@ -152,9 +145,8 @@ def _check_options(options: argparse.Namespace) -> None:
     if (options.model is None) == (not options.config):
         raise ValueError("pass either --config run.yaml or --model 7b, but not both. See `treadle plan --help`.")
     if options.config:
-        model_options = {"--length": options.length, "--lr": options.lr, "--warmup-steps": options.warmup_steps}
-        for name in (name for name, value in model_options.items() if value is not None):
-            raise ValueError(f"{name} applies to --model only. With --config, set it in the configuration.")
+        if options.length is not None:
+            raise ValueError("--length applies to --model only. With --config, set it in the configuration.")
     elif options.overrides:
         raise ValueError(
             f"the override {options.overrides[0]!r} needs --config. Remove it, or pass --config instead of --model."

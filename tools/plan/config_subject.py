@@ -6,7 +6,6 @@ import argparse
 import copy
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import SimpleNamespace
@@ -19,21 +18,17 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from ...cli.config import load
 from ...cli.config.instantiate import CheckedConfig, check
-from ...common.messages import name_type
+from ...common.messages import join_words, name_type
 from ...engine import CombinedLoader, JointLoader, Loader, RandomStream, random_state
 from ...engine.data import Cursor, get_length
 from ...strategies import FixedTree
 from ...trainer import Trainer
-from ...trainer.core import SchedulerConfig, TaskModule
+from ...trainer.core import TaskModule
 from ...trainer.loop import Sources, configure, count_positional, pass_by_keyword
 from .plan import Plan
 from .report import Schedule
 from .strategy_facts import facts_of
 from .subject import Subject, vary_strategy
-
-# About a second of stepping.
-_MOST_STEPS = 100_000
-_POINTS = 80
 
 # Flags that set the place and the hardware of the run, which a plan needs itself.
 _PLACE = ("strategy", "devices", "num_nodes", "precision", "gradient_clip_val", "compile", "sync_batchnorm")
@@ -263,34 +258,27 @@ class _PlannedRun:
     # -- the schedule --------------------------------------------------------------------------------------------
 
     def make_schedule(self, plan: Plan) -> Schedule:
-        """Return the run's number of steps, and its learning rates or a description of them."""
+        """Return the run's length, and a description of its learning rate."""
         steps = self.trainer.estimated_stepping_batches
-        total = None if steps == float("inf") else int(steps)
-        per_epoch = None if self.trainer.batches is None else -(-self.trainer.batches // plan.accumulate)
-        optimizer, schedulers = self._make_optimizer_and_schedulers()
-        words, rates = "", []
-        by_value = next((config for config in schedulers if config.reduce_on_plateau), None)
-        first = f"{float(optimizer.param_groups[0]['lr']):.3g}"
-        if not schedulers:
-            words = f"learning rate {first} throughout"
-        elif by_value is not None:
-            words = f"learning rate {first} at first, then depending on {by_value.monitor}"
-        elif per_epoch is None and any(config.interval == "epoch" for config in schedulers):
-            words = f"learning rate {first} at first; it changes with epochs of unknown length"
-        elif total is None or total > _MOST_STEPS:
-            words = (
-                f"learning rate {first} at first; the schedule is drawn only for runs of up to {_MOST_STEPS:,} steps"
-            )
-        else:
-            rates = _simulate_rates(optimizer, schedulers, total, per_epoch)
+        batches = self.trainer.batches
         samples = self.options.samples or (
             get_length(self.source.batch_sampler.sampler) if _is_plain_loader(self.source) else None
         )
-        return Schedule(steps=total, samples=samples, per_epoch=per_epoch, rates=rates, words=words)
+        return Schedule(
+            steps=None if steps == float("inf") else int(steps),
+            samples=samples,
+            per_epoch=None if batches is None else -(-batches // plan.accumulate),
+            rate=self._describe_rate(),
+        )
 
-    def _make_optimizer_and_schedulers(self) -> tuple[Optimizer, list[SchedulerConfig]]:
-        optimizers, schedulers = configure(self._configure_task(self._make_task()))
-        return optimizers[0], schedulers
+    def _describe_rate(self) -> str:
+        first = float(self.trainer.accelerator.optimizers[0].param_groups[0]["lr"])
+        schedulers = [
+            type(config.scheduler).__name__ + (f" on {config.monitor}" if config.reduce_on_plateau else "")
+            for config in self.trainer.lr_scheduler_configs
+        ]
+        later = f"at first, then {join_words(schedulers, 'and')}" if schedulers else "throughout"
+        return f"learning rate {first:.3g} {later}"
 
 
 class _SimulatedAccelerator:
@@ -372,26 +360,3 @@ def _make_like(batch: Any, size: int, samples: int) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(map(resize, batch))
     return batch
-
-
-def _simulate_rates(
-    optimizer: Optimizer, schedulers: list[SchedulerConfig], steps: int, per_epoch: int | None
-) -> list[float]:
-    """Return learning rates of the first parameter group at evenly spaced steps."""
-    interval = max(1, steps // _POINTS)
-    rates = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the warning that no optimizer stepped before them
-        for step in range(1, steps + 1):
-            if (step - 1) % interval == 0:
-                rates.append(float(optimizer.param_groups[0]["lr"]))
-            for config in schedulers:
-                count = step
-                if config.interval == "epoch":
-                    assert per_epoch is not None
-                    count, within = divmod(step, per_epoch)
-                    if within:
-                        continue
-                if count % config.frequency == 0:
-                    config.scheduler.step()
-    return rates

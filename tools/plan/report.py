@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ...common.messages import join_words
@@ -130,7 +130,6 @@ def format_size(number: float) -> str:
 
 
 _LABEL = 12
-_BARS = "▁▂▃▄▅▆▇█"
 _NAMES = {ACTIVATIONS: "activations", PARAMETERS: "parameters and buffers", "gathered": "communication buffers"}
 
 CHECKED = (
@@ -143,21 +142,19 @@ FURTHER = "No such runs are published for more than 512 GPUs, so the time is an 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Length and learning rate schedule of a run. None means unknown.
+    """Length and learning rate of a run. None means unknown.
 
     Attributes:
         steps: Number of optimizer steps of the run.
         samples: Number of samples per epoch.
         per_epoch: Number of optimizer steps per epoch.
-        rates: Learning rates at evenly spaced steps of the run.
-        words: Text shown if ``rates`` is empty.
+        rate: Description of the learning rate; empty if unknown.
     """
 
     steps: int | None = None
     samples: int | None = None
     per_epoch: int | None = None
-    rates: Sequence[float] = field(default_factory=tuple)
-    words: str = ""
+    rate: str = ""
 
 
 def screen(
@@ -173,12 +170,8 @@ def screen(
         ("batch", _describe_batch(plan)),
         ("steps", _describe_steps(plan, schedule)),
     ]
-    if schedule.rates:
-        low, high = min(schedule.rates), max(schedule.rates)
-        drawn = draw_curve(schedule.rates, min(40, width // 2 - 10))
-        rows.append(("schedule", f"{drawn}  learning rate {low:.3g} to {high:.3g}"))
-    elif schedule.words:
-        rows.append(("schedule", schedule.words))
+    if schedule.rate:
+        rows.append(("schedule", schedule.rate))
     frozen = plan.parameters - plan.trainable
     rows += [
         ("parameters", f"{plan.parameters:,}" + (f", {frozen:,} of them frozen" if frozen else ", all trained")),
@@ -307,15 +300,3 @@ def format_duration(seconds: float) -> str:
         if seconds < limit:
             return f"{format_rounded(seconds / unit_seconds)} {unit}"
     return f"{format_rounded(seconds / 3600)} h" if seconds < 172000 else f"{format_rounded(seconds / 86400)} days"
-
-
-def draw_curve(values: Sequence[float], width: int = 40) -> str:
-    """Return a bar chart of numbers as one line of at most ``width`` Unicode block characters."""
-    if not values:
-        return ""
-    count = min(width, len(values))
-    picked = [values[round(at * (len(values) - 1) / max(1, count - 1))] for at in range(count)]
-    top = max(picked)
-    if top <= 0:
-        return _BARS[0] * len(picked)
-    return "".join(_BARS[min(len(_BARS) - 1, max(0, int(value / top * len(_BARS))))] for value in picked)

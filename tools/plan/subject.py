@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -211,20 +210,7 @@ def _build_schedule(options: argparse.Namespace, plan: Plan) -> Schedule:
     epoch_limit = None if per_epoch is None or options.max_epochs is None else per_epoch * options.max_epochs
     step_limits = [steps for steps in (epoch_limit, options.max_steps) if steps is not None]
     steps = min(step_limits) if step_limits else None
-    rates = [] if steps is None or options.lr is None else compute_rates(options.lr, options.warmup_steps or 0, steps)
-    return Schedule(steps=steps, samples=options.samples, per_epoch=per_epoch, rates=rates)
-
-
-def compute_rates(peak: float, warmup: int, steps: int, points: int = 80) -> list[float]:
-    """Return learning rates, at evenly spaced steps, of a linear warmup and a cosine decay to a tenth of the peak."""
-
-    def compute_rate(step: float) -> float:
-        if step < warmup:
-            return peak * (step + 1) / warmup
-        done = (step - warmup) / max(1, steps - warmup)
-        return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
-
-    return [compute_rate(index * steps / (points - 1)) for index in range(points)]
+    return Schedule(steps=steps, samples=options.samples, per_epoch=per_epoch)
 
 
 def vary_strategy(options: argparse.Namespace, name: str | Strategy, world_size: int) -> Strategy:

@@ -12,7 +12,6 @@ def test_the_run_of_a_configuration(here, capsys):
     assert "16 samples = 4 per micro-batch x 2 accumulated x 2 processes" in out
     assert "14 in all, 7 per epoch" in out  # 100 samples: six batches of 16 and one of 4
     assert "learning rate" in out
-    assert "█" in out
     status, out, _ = plan(capsys, "--no-advice", "--world-size", "64", "--micro-batch", "2", "model.width=8")
     assert "256 samples = 2 per micro-batch x 2 accumulated x 64 processes" in out
 
