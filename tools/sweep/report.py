@@ -14,7 +14,6 @@ from optuna import visualization
 from optuna.trial import FrozenTrial, TrialState
 
 from ...callbacks.reporting import (
-    COLORS,
     escape,
     format_duration,
     format_number,
@@ -26,17 +25,16 @@ from ...trainer.runs import Run, index
 from .study import Study
 
 STYLE = """
-.importance td { padding: 4px 14px 4px 0; } .importance .track { width: 320px; max-width: 40vw; }
-.importance i { display: block; height: 12px; border-radius: 4px; min-width: 2px; }
 .trials { overflow-x: auto; } .trials table { white-space: nowrap; } .trials th { padding-right: 18px; }
 a { color: inherit; }
 """
 _MOST_ROWS = 1000  # trials in the table, the best ones
+_BEST_TRIALS = 5  # minimum number of best trials that the importance distinguishes from the others
 _STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
 
 
 class Report:
-    """HTML report of a sweep, with charts, the importance of the parameters, and a table of the trials."""
+    """HTML report of a sweep, with charts and a table of the trials."""
 
     def __init__(self, study: Study, folder: Path) -> None:
         self.study, self.sweep, self.folder = study, study.sweep, folder
@@ -47,7 +45,7 @@ class Report:
 
     def render(self) -> str:
         """Return the report as an HTML document."""
-        body = [*self._render_head(), *self._render_best(), *self._render_charts(), *self._render_importance()]
+        body = [*self._render_head(), *self._render_best(), *self._render_charts()]
         body += [*self._render_trials(), *self._render_failures()]
         return render_document(f"sweep {self.sweep.name}", body, style=STYLE)
 
@@ -93,20 +91,14 @@ class Report:
             figures.append(visualization.plot_slice(study, keys, target_name=metric))
         if any(trial.intermediate_values for trial in drawn):
             figures.append(visualization.plot_intermediate_values(study))
+        complete = [trial for trial in drawn if trial.state is TrialState.COMPLETE]
+        if keys and len(complete) >= 2 * _BEST_TRIALS and len({trial.value for trial in complete}) > 1:
+            share = min(0.5, max(0.1, _BEST_TRIALS / len(complete)))
+            evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=share)
+            figures.append(visualization.plot_param_importances(study, evaluator, keys, target_name=metric))
         # The first figure brings plotly's script, 4.6 MB, so that the page is one file that needs no network.
         parts = [figure.to_html(full_html=False, include_plotlyjs=number == 0) for number, figure in enumerate(figures)]
         yield render_section("Charts", "".join(parts))
-
-    def _render_importance(self) -> Iterator[str]:
-        importances, measure = self.study.compute_importances()
-        if not importances:
-            return
-        rows = []
-        for key, share in sorted(importances.items(), key=lambda item: -item[1]):
-            bar = f'<i style="width:{100 * share:.1f}%;background:{COLORS[0]}"></i>'
-            rows.append(f'<tr><td>{escape(key)}</td><td class="track">{bar}</td><td>{share:.2f}</td></tr>')
-        table = f'<table class="numbers importance">{"".join(rows)}</table>'
-        yield render_section("Importance", f"{table}<p>{escape(measure)}.</p>")
 
     def _render_trials(self) -> Iterator[str]:
         if not self.trials:

@@ -33,7 +33,6 @@ JOURNAL = "study.log"
 _PASSWORD = re.compile(r"(://[^:/@]*:)[^@]*@")
 _BUSY = 60.0  # seconds that a process waits for the transactions of others
 _TRIES = 5  # attempts if the database refuses an access
-_BEST_TRIALS = 5  # minimum number of best trials that the importance distinguishes from the others
 
 _PRUNERS: dict[str, type[BasePruner]] = {
     "hyperband": optuna.pruners.HyperbandPruner,
@@ -120,25 +119,6 @@ class Study:
         complete = [trial for trial in self.list_trials() if trial.state is TrialState.COMPLETE]
         choose = min if self.sweep.metric.goal == "minimize" else max
         return choose(complete, key=lambda trial: trial.value or 0.0, default=None)
-
-    def compute_importances(self) -> tuple[dict[str, float], str]:
-        """Return the importance of each varied parameter, and a description of the measure.
-
-        Both are empty if too few trials are complete, or if the metric or every parameter is the same in all of them.
-        """
-        complete = [trial for trial in self.list_trials() if trial.state is TrialState.COMPLETE]
-        varied = [
-            key for key in (p.key for p in self.sweep.parameters) if len({str(t.params.get(key)) for t in complete}) > 1
-        ]
-        if len(complete) < 2 * _BEST_TRIALS or len({trial.value for trial in complete}) == 1 or not varied:
-            return {}, ""
-        share = min(0.5, max(0.1, _BEST_TRIALS / len(complete)))
-        evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=share)
-        importances = optuna.importance.get_param_importances(self.study, evaluator=evaluator, params=varied)
-        best = round(share * len(complete))
-        return dict(
-            importances
-        ), f"PED-ANOVA: what distinguishes the best {best} of {len(complete)} trials from the others"
 
 
 def make_url(sweep: Sweep) -> str:

@@ -42,6 +42,11 @@ class Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
+def read_charts(page):
+    charts = re.findall(r'Plotly\.newPlot\(\s*"[^"]+",\s*(\[.*?\]),\s+\{', page, re.DOTALL)
+    return [json.loads(chart) for chart in charts]
+
+
 @pytest.fixture
 def report(runs_folder):
     """Ten complete trials, of which the fourth is the best; a pruned one, a failed one, and one that is at work."""
@@ -68,24 +73,37 @@ def test_the_page_shows_every_trial_and_needs_nothing_else(report):
     assert set(tags.addresses) == {"4/report.html"}  # the one report that is there
     assert "<script>alert" not in page
     assert "&lt;b&gt;loss" in page
-    assert tags.counts["tr"] == 1 + 1 + 13 + 1 + 4 + 3  # head, best run, trials, failed, best values, importances
-    charts = re.findall(r'Plotly\.newPlot\(\s*"[^"]+",\s*(\[.*?\]),\s+\{', page, re.DOTALL)
-    kinds = [[curve["type"] for curve in json.loads(chart)] for chart in charts]
-    assert kinds == [["scatter"] * n for n in (10 + 1, 3, 3, 1)]  # 10 trials and their colors
-    parallel, history, slices, curves = map(json.loads, charts)
+    assert tags.counts["tr"] == 1 + 1 + 13 + 1 + 4  # head, best run, trials, failed, best values
+    charts = read_charts(page)
+    kinds = [[curve["type"] for curve in chart] for chart in charts]
+    assert kinds == [*(["scatter"] * n for n in (10 + 1, 3, 3, 1)), ["bar"]]  # 10 trials and their colors
+    parallel, history, slices, curves, importance = charts
     assert [len(line["y"]) for line in parallel[:10]] == [4] * 10  # the metric, and what is varied
     assert history[0]["y"] == [abs(number - 3) + 0.5 for number in range(10)]
     assert [len(curve["x"]) for curve in slices] == [10, 10, 10]  # of what is varied
     assert curves[0]["y"] == [40.0]  # of the pruned trial
     assert "<b>10</b>complete" in page
     assert "<b>2</b>left" in page
-    assert "PED-ANOVA: what distinguishes the best 5 of 10 trials from the others" in page
+    assert {*importance[0]["y"]} == {"model.lr", "model.width", "optimizer"}
     assert "treadle validate --from-run s/4" in page
     rows = re.findall(r"<tr>.*?</tr>", page[page.index("<h2>Trials</h2>") :])
     row = next(row for row in rows if "s/4" in row)
     assert "complete</td><td>0.5</td>" in row
     assert "<td>103</td>" in row
     assert "waiting" in next(row for row in rows if "s/13<" in row)
+
+
+def test_importance_names_the_parameter_that_matters(runs_folder):
+    study = Study(make())
+    for number in range(20):
+        values = study.draw(study.ask())
+        study.note(number, run=number + 1)
+        study.tell(number, optuna.trial.TrialState.COMPLETE, values["model.width"] + 0.001 * values["model.lr"])
+        if number == 8:
+            assert len(read_charts(Report(study, study.sweep.folder).render())) == 3  # too few trials
+    *_, (importance,) = read_charts(Report(study, study.sweep.folder).render())
+    assert importance["type"] == "bar"
+    assert max(zip(importance["x"], importance["y"], strict=True))[1] == "model.width"
 
 
 def test_a_sweep_without_a_trial_has_a_page(runs_folder):

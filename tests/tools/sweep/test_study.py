@@ -84,14 +84,9 @@ def test_many_processes_run_each_combination_of_a_grid_once(storage):
     assert os.listdir("runs/s/.sweep") == ["lock"]
 
 
-def test_importance_names_the_parameter_that_matters():
+def test_the_best_trial_has_the_least_value():
     study = Study(make())
-    for number in range(20):
+    for number in range(4):
         values = study.draw(study.ask())
         study.tell(number, optuna.trial.TrialState.COMPLETE, values["model.width"] + 0.001 * values["model.lr"])
-        if number == 8:
-            assert study.compute_importances() == ({}, "")
-    importances, words = study.compute_importances()
-    assert max(importances, key=importances.get) == "model.width"
-    assert words == "PED-ANOVA: what distinguishes the best 5 of 20 trials from the others"
     assert study.find_best().value == min(trial.value for trial in study.list_trials())
