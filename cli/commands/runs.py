@@ -227,10 +227,10 @@ def _format_head(run: Run) -> Iterator[str]:
     resumed = f"; resumed {_format_time(facts['resumed'])}" if "resumed" in facts else ""
     took = "" if run.seconds is None else f"; took {format_duration(run.seconds)}"
     yield began + resumed + took
-    counts = [_format_counted(facts[f"{name}s"], name) for name in ("step", "epoch", "sample") if f"{name}s" in facts]
+    counts = [format_count(int(facts[f"{name}s"]), name) for name in ("step", "epoch", "sample") if f"{name}s" in facts]
     more = [str(facts["task"])] if "task" in facts else []
     if (processes := facts.get("processes", 1)) != 1:
-        more.append(_format_counted(processes, "process", "processes"))
+        more.append(format_count(int(processes), "process"))
     if facts.get("host"):
         more.append(f"on {facts['host']}")
     if counts or more:
@@ -393,10 +393,6 @@ def _cut_cell(text: str) -> str:
 
 def _format_count(value: Any) -> str:
     return "" if value is None else f"{int(value):,}"
-
-
-def _format_counted(value: Any, singular: str, plural: str = "") -> str:
-    return f"{_format_count(value)} {singular if value == 1 else plural or singular + 's'}"
 
 
 def _format_time(moment: float) -> str:
