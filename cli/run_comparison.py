@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -197,17 +196,14 @@ def write_page(comparison: Comparison, path: Path) -> None:
     Raises:
         ValueError: If a folder, or a file that is not a comparison, exists at the path.
     """
+    from ..engine.weights import write_atomically  # imports torch, which the other commands for runs do not need
+
     if path.exists() and not _is_comparison(path):
         raise ValueError(
             f"{path} exists and is not a comparison of runs, so it is not replaced. Pass --output with another file."
         )
-    part = path.with_name(f".{path.name}.tmp")
-    try:
-        part.write_text(render_page(comparison), encoding="utf-8", errors="replace")
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    text = render_page(comparison)
+    write_atomically(path, lambda part: Path(part).write_text(text, encoding="utf-8", errors="replace"))
 
 
 def _is_comparison(path: Path) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...cli.config import ConfigError
+from ...engine.weights import write_atomically
 from ...trainer.runs import CONFIG, RECORD, RunFolder, RunLock, holder, index
 from .sweep_file import Sweep, list_changes
 
@@ -132,13 +133,7 @@ class SweepFolder:
 
     def write(self, name: str, text: str) -> None:
         """Write a file in the sweep's folder atomically, so readers see either the old or the new file."""
-        part = self.path / f".{name}.{self.token}"
-        try:
-            part.write_text(text, encoding="utf-8", errors="replace")
-            os.replace(part, self.path / name)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+        write_atomically(self.path / name, lambda part: Path(part).write_text(text, encoding="utf-8", errors="replace"))
 
     # -- folders of trials ---------------------------------------------------------------------------------------
 
