@@ -8,16 +8,16 @@ import logging
 import random
 import re
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import optuna
-from optuna.distributions import BaseDistribution
-from optuna.exceptions import StorageInternalError
+from optuna.exceptions import ExperimentalWarning, StorageInternalError
 from optuna.pruners import BasePruner
-from optuna.samplers import BaseSampler
+from optuna.samplers import BaseSampler, PartialFixedSampler
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy import URL
@@ -172,7 +172,7 @@ def make_sampler(sweep: Sweep, number: int) -> BaseSampler:
     """Return the Optuna sampler that draws the values of one trial."""
     method = sweep.method
     if method.kind == "grid":
-        return _build(GridSampler, {"sweep": sweep, **method.options}, method, "method")
+        return _build(_make_grid_sampler, {"sweep": sweep, "number": number, **method.options}, method, "method")
     digest = hashlib.sha256(f"{sweep.seed} {number}".encode()).digest()
     options = {**method.options, "seed": int.from_bytes(digest[:4], "little")}
     if method.kind == "random":
@@ -180,8 +180,8 @@ def make_sampler(sweep: Sweep, number: int) -> BaseSampler:
     return _build(optuna.samplers.TPESampler, {"constant_liar": True, **options}, method, "method")
 
 
-def _build(kind: type[T], options: Mapping[str, Any], choice: Choice, key: str) -> T:
-    ours = ("sweep", "seed")
+def _build(kind: Callable[..., T], options: Mapping[str, Any], choice: Choice, key: str) -> T:
+    ours = ("sweep", "number", "seed")
     valid = [name for name in inspect.signature(kind).parameters if name not in ours]
     for name in options:
         if name not in (*valid, *ours):
@@ -194,31 +194,15 @@ def _build(kind: type[T], options: Mapping[str, Any], choice: Choice, key: str) 
         raise ConfigError(f"{choice.source}: {key}: {choice.kind}: {error}") from error
 
 
-class GridSampler(BaseSampler):
-    """Sampler that gives trial n the n-th combination of a grid.
+def _make_grid_sampler(sweep: Sweep, number: int) -> BaseSampler:
+    """Return a sampler that gives trial n the n-th combination of a grid.
 
-    Optuna's own sampler picks one of the combinations that have not been started, so two processes may pick the same
-    combination.
+    Optuna's ``GridSampler`` picks one of the combinations that have not been started, so two processes may pick the
+    same combination.
     """
-
-    def __init__(self, sweep: Sweep) -> None:
-        self._sweep = sweep
-
-    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """Return an empty search space, because each value is sampled independently."""
-        return {}
-
-    def sample_relative(
-        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        """Return no values, because each value is sampled independently."""
-        return {}
-
-    def sample_independent(
-        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
-    ) -> Any:
-        """Return the parameter's value in the trial's combination."""
-        return self._sweep.get_combination(trial.number)[param_name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        return PartialFixedSampler(sweep.get_combination(number), optuna.samplers.RandomSampler())
 
 
 def _suggest(trial: Trial, parameter: Parameter) -> Any:
