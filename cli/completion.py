@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import sys
 from collections.abc import Iterator, Sequence
 
 from ..common.command_results import fail, report
 from ..common.optional import require
+from .commands import CommandParser
 
 SHELLS = ("bash", "zsh", "fish", "tcsh", "powershell")
-USAGE = f"""\
-usage: treadle completion {"|".join(SHELLS)}
-
+DESCRIPTION = """\
 Print a script that lets a shell complete treadle's commands and options, and the Trainer's flags.
 
     eval "$(treadle completion bash)"           in ~/.bashrc
@@ -38,26 +36,18 @@ _VALUES = {
 
 def main(arguments: Sequence[str]) -> int:
     """Run `treadle completion` and return the exit status: 2 if the arguments are invalid, otherwise 0."""
-    words = [word for word in arguments if word != "--json"]
-    if len(words) == 1 and words[0] in SHELLS:
-        try:
-            require("treadle completion", "shtab", extra="completion")
-        except ModuleNotFoundError as error:
-            return fail("treadle completion", error)
-        import shtab
+    parser = CommandParser("treadle completion", DESCRIPTION)
+    parser.add_argument("shell", choices=SHELLS)
+    try:
+        shell = parser.parse_args(arguments).shell
+        require("treadle completion", "shtab", extra="completion")
+    except (ValueError, ModuleNotFoundError) as error:
+        return fail("treadle completion", error)
+    import shtab
 
-        completions = shtab.complete(make_parser(), words[0]) + _NO_SPACE_IN_BASH * (words[0] == "bash")
-        report(completions, {"shell": words[0], "script": completions})
-        return 0
-    if not words or words[0] in ("-h", "--help"):
-        report(USAGE)
-        return 0
-    if words[0] in SHELLS:
-        complaint = f"unexpected argument {words[1]!r}. Pass one shell only."
-    else:
-        complaint = f"{words[0]!r} is not one of {', '.join(SHELLS)}."
-    print(f"treadle completion: {complaint}\n\n{USAGE}", file=sys.stderr)
-    return fail("treadle completion", ValueError(complaint), is_printed=True)
+    script = shtab.complete(make_parser(), shell) + _NO_SPACE_IN_BASH * (shell == "bash")
+    report(script, {"shell": shell, "script": script})
+    return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
