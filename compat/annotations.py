@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,28 +20,7 @@ CollectibleGroup = torch.distributed.ProcessGroup
 """Process group, such as the return value of ``torch.distributed.new_group``."""
 
 
-@runtime_checkable
-class Steppable(Protocol):
-    """Protocol of objects with the ``step`` method of an optimizer."""
-
-    def step(self, closure: Callable[[], float] | None = ...) -> float | None:
-        """Update the parameters once, and return the closure's value, or None without a closure."""
-
-
-@runtime_checkable
-class Optimizable(Steppable, Protocol):
-    """Protocol of objects with the main attributes and methods of an optimizer."""
-
-    param_groups: list[dict[Any, Any]]
-    defaults: dict[Any, Any]
-    state: Any
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the optimizer's state."""
-
+Steppable = Optimizable = torch.optim.Optimizer
 
 __all__ = [
     "_DEVICE",
