@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import MutableMapping
-from typing import Any, TextIO
+from typing import Any
 
 from ..strategies.distributed import current_place, current_world
 
@@ -71,32 +70,6 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         return getattr(self.logger, name)  # addHandler, handlers, propagate and other attributes
 
 
-class _FallbackHandler(logging.StreamHandler[TextIO]):
-    """Handler for records that no other handler shows, including those below WARNING."""
-
-    def __init__(self, logger: logging.Logger) -> None:
-        logging.Handler.__init__(self)
-        self.setFormatter(logging.Formatter("%(levelname)s:%(name)s:%(message)s"))
-        self._logger = logger
-
-    @property
-    def stream(self) -> TextIO:  # type: ignore[override]
-        return sys.stderr
-
-    def emit(self, record: logging.LogRecord) -> None:
-        record_logger = logging.getLogger(record.name)
-        if record_logger is not self._logger and any(
-            isinstance(handler, _FallbackHandler) for handler in record_logger.handlers
-        ):
-            return  # the logger has already shown it
-        logger: logging.Logger | None = self._logger
-        while logger is not None:
-            if any(not isinstance(handler, _FallbackHandler) for handler in logger.handlers):
-                return
-            logger = logger.parent if logger.propagate else None
-        super().emit(record)
-
-
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
     """Return a logger that, by default, logs once per job instead of once per process.
 
@@ -110,6 +83,4 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
         log_level = os.environ.get("ACCELERATE_LOG_LEVEL")
     if log_level is not None:
         logger.setLevel(log_level.upper() if isinstance(log_level, str) else log_level)
-        if not any(isinstance(handler, _FallbackHandler) for handler in logger.handlers):
-            logger.addHandler(_FallbackHandler(logger))
     return RankLogger(logger)
