@@ -7,7 +7,6 @@ import copy
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,12 +20,13 @@ from ...cli.config.instantiate import CheckedConfig, check
 from ...common.messages import join_words, name_type
 from ...engine import CombinedLoader, JointLoader, Loader, RandomStream, random_state
 from ...engine.data import Cursor, get_length
-from ...strategies import FixedTree
+from ...strategies import FixedTree, apply_nested, iter_tensors
 from ...trainer import Trainer
 from ...trainer.core import TaskModule
 from ...trainer.loop import Sources, configure, count_positional, pass_by_keyword
 from .plan import Plan
 from .report import Schedule
+from .simulated_world import keep_ties
 from .strategy_facts import facts_of
 from .subject import Subject, vary_strategy
 
@@ -252,7 +252,7 @@ class _PlannedRun:
         with torch.device("meta"):
             task.configure_model()
         if any(not tensor.is_meta for tensor in (*task.parameters(), *task.buffers())):
-            drop_values(task)
+            keep_ties(task, lambda: task.to("meta"))
         return task
 
     # -- the schedule --------------------------------------------------------------------------------------------
@@ -295,15 +295,6 @@ class _SimulatedAccelerator:
         )  # fmt: skip
 
 
-def drop_values(module: nn.Module) -> None:
-    """Move a module to the meta device, and keep tied parameters tied."""
-    places = [(part, name, p) for part in module.modules() for name, p in part._parameters.items() if p is not None]
-    module.to("meta")
-    moved: dict[Any, Any] = {}
-    for part, name, before in places:
-        part._parameters[name] = moved.setdefault(before, part._parameters[name])
-
-
 def _count_samples(source: Any, batch: Any) -> int:
     if isinstance(source, CombinedLoader):
         parts = batch.values() if isinstance(batch, Mapping) else batch
@@ -314,19 +305,13 @@ def _count_samples(source: Any, batch: Any) -> int:
 
 def _read_leading_size(batch: Any) -> int:
     """Return the length of the first tensor in a batch that is not a scalar."""
-    pending = [batch]
-    while pending:
-        value = pending.pop(0)
-        if isinstance(value, Tensor) and value.dim():
-            return len(value)
-        if isinstance(value, Mapping):
-            pending[:0] = value.values()
-        elif isinstance(value, list | tuple):
-            pending[:0] = value
-    raise ValueError(
-        f"the number of samples in the batch ({name_type(batch)}) is unknown, because the batch contains no tensor "
-        "with a batch dimension. Pass batch_size=... to the DataLoader."
-    )
+    size = next((len(tensor) for tensor in iter_tensors(batch) if tensor.dim()), None)
+    if size is None:
+        raise ValueError(
+            f"the number of samples in the batch ({name_type(batch)}) is unknown, because the batch contains no tensor "
+            "with a batch dimension. Pass batch_size=... to the DataLoader."
+        )
+    return size
 
 
 def _is_plain_loader(source: Any) -> bool:
@@ -347,16 +332,9 @@ def _resize_batches(source: Any, micro: int) -> Any:
 
 def _make_like(batch: Any, size: int, samples: int) -> Any:
     """Return ``batch`` with tensors of zeros, whose first dimensions are scaled from ``size`` to ``samples``."""
-    if isinstance(batch, Tensor):
-        shape = list(batch.shape)
-        if shape:
-            shape[0] = max(1, shape[0] * samples // size)
-        return torch.zeros(shape, dtype=batch.dtype)
-    resize = partial(_make_like, size=size, samples=samples)
-    if isinstance(batch, Mapping):
-        return {key: resize(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(resize, batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(map(resize, batch))
-    return batch
+
+    def make_zeros(tensor: Tensor) -> Tensor:
+        first = [max(1, length * samples // size) for length in tensor.shape[:1]]
+        return torch.zeros([*first, *tensor.shape[1:]], dtype=tensor.dtype)
+
+    return apply_nested(batch, Tensor, make_zeros)

@@ -127,6 +127,15 @@ def lay_out(strategy: Strategy, world: World, precision: Precision, module: nn.M
     return strategy.wrap_without_values(module)
 
 
+def keep_ties(module: nn.Module, move: Callable[[], object]) -> None:
+    """Call ``move``, which replaces a module's parameters, and tie those again that were the same before."""
+    places = [(part, name, p) for part in module.modules() for name, p in part._parameters.items() if p is not None]
+    move()
+    moved: dict[Any, Any] = {}
+    for part, name, before in places:
+        part._parameters[name] = moved.setdefault(before, part._parameters[name])
+
+
 VOTES_BYTES = 4 * BALLOT_SIZE  # size of an agreement with its own collective, which sends float32
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...strategies import built_in_place
+from ...strategies import built_in_place, iter_tensors
 from . import simulated_world
 from .meter import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, Clocks, Memory, Meter
 from .op_costs import Prices, estimate_collective_seconds
@@ -162,8 +162,8 @@ class _Step:
 
     def _train(self, optimizers: list[Optimizer], batches: list[Any], order: list[tuple[Tensor, float]]) -> None:
         meter, clocks = self.meter, self.meter.clocks
-        for batch in batches:
-            _hold(batch, meter.memory)
+        for tensor in iter_tensors(batches):
+            meter.memory.hold(tensor, BATCH)
         meter.begin()
         meter.category = ACTIVATIONS
         begun = clocks.compute.time
@@ -223,11 +223,7 @@ def _step_together(optimizers: list[Optimizer]) -> None:
 
 def _give_sizes(called: nn.Module) -> None:
     """Replace a model's meta tensors with fake CPU tensors, whose size can be counted."""
-    places = [(part, name, p) for part in called.modules() for name, p in part._parameters.items() if p is not None]
-    called.to_empty(device="cpu")
-    first: dict[Any, Any] = {}
-    for part, name, before in places:
-        part._parameters[name] = first.setdefault(before, part._parameters[name])
+    simulated_world.keep_ties(called, lambda: called.to_empty(device="cpu"))
     for part in called.modules():
         for name, value in vars(part).items():
             if isinstance(value, Tensor) and value.is_meta:  # stored in a plain attribute
@@ -245,14 +241,3 @@ def _make_value_error(error: Exception, operation: str) -> ValueError:
         f"the step reads a tensor's value ({operation}{location}), but tensors in a plan have no values. For the "
         "plan, remove .item(), print, and branches and sizes that depend on values (nonzero, masks as indices)."
     )
-
-
-def _hold(batch: Any, memory: Memory) -> None:
-    if isinstance(batch, Tensor):
-        memory.hold(batch, BATCH)
-    elif isinstance(batch, dict):
-        for value in batch.values():
-            _hold(value, memory)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            _hold(value, memory)
