@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ..cli.commands import CommandParser
 from ..cli.config import make_printable
 from ..common.command_results import fail, report
-from ..common.messages import format_count, named_ranks, nearest
+from ..common.messages import format_count, named_ranks
 
 if TYPE_CHECKING:
     from ..strategies import LaunchEnvironment, World
@@ -90,12 +90,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = build_parser()
-    for word in arguments:
-        if word.startswith("--") and (name := word.partition("=")[0]) not in parser._option_string_actions:
-            hint = nearest(name, parser._option_string_actions)
-            raise ValueError(f"unknown option {name}.{hint} `treadle doctor --help` lists the options.")
-    options = parser.parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     if not options.timeout > 0:
         raise ValueError(f"--timeout {options.timeout:g} must be a positive number of seconds.")
     if options.nproc_per_node is not None and options.nproc_per_node < 2:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from typing import NoReturn
+
+from ...common.messages import nearest
 
 
 class CommandParser(ArgumentParser):
@@ -21,5 +24,7 @@ class CommandParser(ArgumentParser):
         self.add_argument("--json", action="store_true", help="print the result as a JSON object, and nothing else")
 
     def error(self, message: str) -> NoReturn:
-        """Raise a ValueError with argparse's message."""
-        raise ValueError(message)
+        """Raise a ValueError with argparse's message and, for an unknown option, the closest valid one."""
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        hint = nearest(unknown[1], self._option_string_actions) if unknown else ""
+        raise ValueError(f"{message}.{hint}" if hint else message)

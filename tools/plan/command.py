@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...cli.commands import CommandParser
 from ...common.command_results import fail, report
-from ...common.messages import nearest
 
 if TYPE_CHECKING:
     from .gpus import GPU
@@ -133,15 +132,7 @@ def _is_treadle_error(error: Exception) -> bool:
 
 
 def _parse_options(arguments: Sequence[str]) -> argparse.Namespace:
-    options, unknown_words = (parser := build_parser()).parse_known_intermixed_args(arguments)
-    for unknown in unknown_words:
-        name = unknown.partition("=")[0]
-        raise ValueError(f"unknown option {name}.{nearest(name, parser._option_string_actions)}")
-    _check_options(options)
-    return options
-
-
-def _check_options(options: argparse.Namespace) -> None:
+    options = build_parser().parse_intermixed_args(arguments)
     if (options.model is None) == (not options.config):
         raise ValueError("pass either --config run.yaml or --model 7b, but not both. See `treadle plan --help`.")
     if options.config:
@@ -151,6 +142,7 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ValueError(
             f"the override {options.overrides[0]!r} needs --config. Remove it, or pass --config instead of --model."
         )
+    return options
 
 
 def run(options: argparse.Namespace) -> tuple[str, Plan]:
