@@ -288,12 +288,9 @@ class _Source:
             module = self._choose_module(alias.name, binding) if alias.asname else find_module(alias.name)
             if module is None:
                 self._report(node.lineno, describe_missing(*_split_last(alias.name)))
-            else:
-                modules[binding.position] = module
-            if binding.is_plain and module is not None:
-                self._edit_plain_uses(binding)
-            elif module is not None:
-                self._edit_module_uses(binding, module)
+                continue
+            modules[binding.position] = module
+            self._edit_uses(binding, "treadle" if binding.is_plain else module)
         if modules and not all(_is_ours(binding.module) for binding in bindings):
             self._replace(node, self._keep_newlines(rewrite_import(self._unify(node), modules)))
 
@@ -310,7 +307,7 @@ class _Source:
             if binding.name is None:
                 module = self._choose_module(binding.module, binding)
                 if module is not None:
-                    self._edit_module_uses(binding, module)
+                    self._edit_uses(binding, module)
                     modules[binding.position] = module.rpartition(".")[0]
                     if "." not in module:
                         statements[binding.position] = f"import {module} as {alias.asname or alias.name}"
@@ -408,24 +405,17 @@ class _Source:
             return found.removeprefix(f"{ours}.").split("."), True
         return kept, False
 
-    def _edit_module_uses(self, binding: Binding, ours: str) -> None:
+    def _edit_uses(self, binding: Binding, ours: str) -> None:
+        """Rewrite the uses of a module, for which ``ours`` is imported."""
         for node, attributes in binding.uses:
             new, is_found = self._resolve(binding.module, ours, attributes)
             if not is_found:
                 self._report_missing(node, binding.module, attributes)
-            if new != list(attributes):
-                base = _list_chain(node)[0]
-                self._replace(node, ".".join([self._text(base), *new]))
+            old_base = self._text(_list_chain(node)[0])
+            base = ours if binding.is_plain and not _is_ours(binding.module) else old_base
+            if [base, *new] != [old_base, *attributes]:
+                self._replace(node, ".".join([base, *new]))
             self._note_chain(node, ours, new)
-
-    def _edit_plain_uses(self, binding: Binding) -> None:
-        for node, attributes in binding.uses:
-            new, is_found = self._resolve(binding.module, "treadle", attributes)
-            if not is_found:
-                self._report_missing(node, binding.module, attributes)
-            if not _is_ours(binding.module):
-                self._replace(node, ".".join(["treadle", *new]))
-            self._note_chain(node, "treadle", new)
 
     def _report_missing(self, node: ast.expr, module: str, attributes: Sequence[str]) -> None:
         names = list(attributes)
