@@ -7,13 +7,13 @@ import io
 import os
 import re
 import stat
-import tempfile
 import tokenize
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ...engine.weights import write_atomically
 from .differences import Finding
 from .notebooks import migrate_notebook
 from .other_files import find_requirements, is_text, migrate_text
@@ -50,20 +50,14 @@ class Change:
         """Replace the file atomically, and keep its mode and, as far as permitted, its owner."""
         target = Path(os.path.realpath(self.file))
         status = target.stat()
-        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".treadle", dir=target.parent)
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                stream.write(self.new)
-                stream.flush()
-                os.fsync(stream.fileno())
+
+        def write_part(part: str) -> None:
+            Path(part).write_bytes(self.new)
             with suppress(PermissionError):
-                os.chown(temporary, status.st_uid, status.st_gid)
-            os.chmod(temporary, status.st_mode & 0o7777)
-            os.replace(temporary, target)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
+                os.chown(part, status.st_uid, status.st_gid)
+            os.chmod(part, status.st_mode & 0o7777)
+
+        write_atomically(target, write_part)
 
 
 @dataclass
