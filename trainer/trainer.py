@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -384,11 +383,10 @@ class Trainer(LightningAliases, Copyable):
     ) -> None:
         """Train in this process. Lightning's name and order of arguments: tests of its users replace this method."""
         core.warn_of_code(code)
-        began = time.time()
         stage = loop.Stage(self, "fit", model, {"train": train, "val": val}, data, path)
         with self.preemption.watching():
             stage.run(loop.Fit(self, schedule).work)
-        loop.RunSummary(self).announce_end(began)
+        loop.RunSummary(self).announce_end()
 
     def validate(
         self,

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from ...callbacks import GradientAccumulationScheduler, ModelCheckpoint, ModelSummary, RunReport, folders
 from ...common.messages import announce, format_count
 from ...common.remote_path import AnyPath
-from ...engine import CheckpointStore, Loader, describe_compilations, list_compiled_names
+from ...engine import CheckpointStore, Loader, list_compiled_names
 from ...engine.checkpoint import STATE, has_part
 from ...strategies import Precision
 
@@ -161,17 +161,12 @@ class RunSummary:
         step, _, path = max(committed, key=lambda entry: (entry[1], entry[0]) if in_one_folder else entry[:2])
         return step, path
 
-    def announce_end(self, since: float) -> None:
-        """Announce the results of ``fit``, such as the paths of checkpoints and the last metrics.
-
-        Args:
-            since: Time at which ``fit`` began, as returned by ``time.time()``.
-        """
+    def announce_end(self) -> None:
+        """Announce the results of ``fit``, such as the paths of checkpoints and the last metrics."""
         trainer = self.trainer
         if not trainer.is_global_zero:
             return
-        lines = [describe_compilations(since)] if trainer.accelerator.cursor.around is not None else []
-        lines = [*filter(None, lines), *(f"logs: {_make_absolute(place)}" for place in trainer.logbook.locations())]
+        lines = [f"logs: {_make_absolute(place)}" for place in trainer.logbook.locations()]
         for callback in trainer.callbacks:
             if isinstance(callback, RunReport) and callback.path is not None:
                 lines.append(f"report: {_make_absolute(str(callback.path))}")
