@@ -22,27 +22,6 @@ def split_over(dataset: Any) -> int:
     return int(getattr(distributed, "world_size", 0))
 
 
-def explain_split(dataset: Any, ranks: int) -> str:
-    """Return a hint on how to split a stream that is the same on all ranks."""
-    dataset = unpack(dataset)
-    library = _name_library(dataset)
-    if library == "datasets":
-        split = f"datasets.distributed.split_dataset_by_node(dataset, rank, {ranks})"
-        shards = getattr(dataset, "num_shards", 0)
-        # Otherwise split_dataset_by_node lets every rank read all samples and skip those of the others.
-        if shards and shards % ranks == 0:
-            return f"Pass {split}, so that each rank reads {shards // ranks} of its {shards} shards."
-        return (
-            f"The dataset's number of shards ({shards}) is not a multiple of {ranks}. Create the dataset from a "
-            f"multiple of {ranks} files or shards, and pass {split}."
-        )
-    if library == "webdataset":
-        if type(dataset).__name__ == "WebDataset":
-            return "Pass nodesplitter=webdataset.split_by_node to WebDataset, so that each rank reads its own shards."
-        return "Add webdataset.split_by_node after the list of shards, so that each rank reads its own shards."
-    return f"Let the dataset's __iter__ read only this rank's share, such as files[rank::{ranks}]."
-
-
 def explain_state_gap(dataset: Any) -> str:
     """Return the reason why a stream's state does not contain its exact position; "" if no reason is known.
 

@@ -24,7 +24,7 @@ from .epoch_position import EpochPosition
 from .micro_batches import Cursor, GroupPlanner, Micro, avoid_rewind, share, split_size
 from .rank_shares import Outlook, RankShares, Share, compare_across_ranks
 from .sampler_rng import CopiedStream, Draws, get_stateful
-from .source_libraries import copies_state, explain_split, split_over
+from .source_libraries import copies_state, split_over
 from .workers import TORCH_SEEDED, SeededStream, begin_epoch, note_workers
 
 
@@ -43,12 +43,6 @@ class Counted:
         """Return the number of samples and the collated batch of each piece; an empty piece is collated of a sample."""
         parts = [samples[share(len(samples), number, self.pieces)] for number in range(self.pieces)]
         return [(len(part), self.collate(part or samples[:1])) for part in parts]
-
-
-def format_ordinal(number: int) -> str:
-    """Return the ordinal form of a positive integer, such as ``"2nd"``."""
-    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"
 
 
 def make_batches_error(source: Any) -> ValueError:
@@ -455,9 +449,12 @@ class StreamedBatches:
         if not compare_across_ranks(first, self._name, "batches", world):
             self.disable_sharding(world)
         elif isinstance(self.source, DataLoader):
-            kept = f"every {format_ordinal(world.size)} batch" if self._split == 1 else "its share of each batch"
-            split = explain_split(self.source.dataset, world.size)
-            announce(f"each of the {world.size} ranks reads all of {self._name} and keeps {kept}. {split}")
+            kept = f"one in {world.size} batches" if self._split == 1 else "its share of each batch"
+            announce(
+                f"each of the {world.size} ranks reads all of {self._name} and keeps {kept}. Let each rank read only "
+                "its own files or shards: with split_dataset_by_node of Hugging Face's datasets, split_by_node of "
+                f"webdataset, or files[rank::{world.size}] in __iter__."
+            )
 
     def _compare_first(self, source: Iterator[Any]) -> None:
         """Record a digest of the epoch's first batch; warn if a resumed epoch begins with a different batch."""
