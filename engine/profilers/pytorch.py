@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -290,30 +291,22 @@ def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.pro
 
 
 def _build_profiler(handler: ProfileKwargs, rank: int) -> torch.profiler.profile:
-    activities = None
+    options = handler.to_kwargs()
+    plan, directory = options.pop("schedule_option", None), options.pop("output_trace_dir", None)
     if handler.activities is not None:
         members = {name.lower(): member for name, member in ProfilerActivity.__members__.items()}
-        activities = [members[choose("activities", name, members)] for name in handler.activities]
-    written = 0
+        options["activities"] = [members[choose("activities", name, members)] for name in handler.activities]
+    if plan is not None:
+        options["schedule"] = schedule(**plan)
+    cycles = itertools.count()
 
     def export_trace(profiler: Any) -> None:
-        nonlocal written
-        if handler.output_trace_dir is not None:
-            directory = Path(handler.output_trace_dir)
-            directory.mkdir(parents=True, exist_ok=True)
-            cycle = f"_{written}" if written else ""
-            profiler.export_chrome_trace(str(directory / f"profile_{rank}{cycle}.json"))
-            written += 1
+        folder, cycle = Path(directory), next(cycles)
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"profile_{rank}{f'_{cycle}' if cycle else ''}.json"))
         if handler.on_trace_ready is not None:
             handler.on_trace_ready(profiler)
 
-    return torch.profiler.profile(
-        activities=activities,
-        schedule=None if handler.schedule_option is None else schedule(**handler.schedule_option),
-        on_trace_ready=export_trace if handler.output_trace_dir is not None else handler.on_trace_ready,
-        record_shapes=handler.record_shapes,
-        profile_memory=handler.profile_memory,
-        with_stack=handler.with_stack,
-        with_flops=handler.with_flops,
-        with_modules=handler.with_modules,
-    )
+    if directory is not None:
+        options["on_trace_ready"] = export_trace
+    return torch.profiler.profile(**options)
