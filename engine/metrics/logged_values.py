@@ -16,6 +16,7 @@ from ...common.messages import name_type, nearest, warn
 from ...common.validation import WrongTypeError
 from ...strategies import World
 from ..data import Cursor
+from ..rank_consistency import check_values_match
 from . import metric_state
 
 _REDUCTIONS = ("mean", "sum", "min", "max")
@@ -497,21 +498,13 @@ def _check_names_match(names: list[str], world: World, written: dict[str, float]
         return
     every, numbers = zip(*world.gather_objects((names, written)), strict=True)
     written.update({name: value for rank_numbers in reversed(numbers) for name, value in rank_numbers.items()})
-    if all(part == names for part in every):
-        return
-    common = set.intersection(*(set(part) for part in every))
-    only = [sorted(set(part) - common) for part in every]
-    if any(only):
-        odd = [f"rank {rank} logged {', '.join(part)}" for rank, part in enumerate(only) if part]
-        raise ValueError(
-            "the processes logged different names, so the values cannot be reduced. Of the names that differ, "
-            f"{'; '.join(odd)}. Log the same names on every rank."
+    if any(part != names for part in every):
+        check_values_match(
+            "the ranks logged different names, or the same names in different orders",
+            {f"value {number}": name for number, name in enumerate(names)},
+            world,
+            "Log the same names in the same order on every rank.",
         )
-    orders = [f"rank {rank}: {', '.join(part)}" for rank, part in enumerate(every)]
-    raise ValueError(
-        f"the processes logged the same names in different orders, so the values cannot be reduced "
-        f"({'; '.join(orders)}). Log the names in the same order on every rank."
-    )
 
 
 SHOWN = ("on_step", "on_epoch", "reduction", "prog_bar", "logger")
