@@ -7,7 +7,6 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -321,43 +320,28 @@ def _gathers_lists(metric: Any) -> bool:
     return hasattr(type(metric), "_sync_dist") and any(isinstance(state, list) for state in metric._defaults.values())
 
 
-@dataclass(frozen=True)
-class _ListState:
-    """Length of a list state on one rank, and the row shape and dtype of its first tensor.
-
-    ``row_shape`` is None if the list is empty or its first tensor is 0-d.
-    """
-
-    length: int
-    row_shape: tuple[int, ...] | None
-    dtype: torch.dtype | None
-
-    @classmethod
-    def from_items(cls, items: list[Tensor]) -> _ListState:
-        if not items:
-            return cls(0, None, None)
-        first = items[0]
-        return cls(len(items), tuple(first.shape[1:]) if first.ndim else None, first.dtype)
-
-    def make_filler(self, device: Any) -> Tensor:
-        """Return a tensor without rows, or a 0-d zero, that can be gathered with the tensors of other ranks."""
-        return torch.zeros(() if self.row_shape is None else (0, *self.row_shape), dtype=self.dtype, device=device)
+def _describe_list(items: list[Tensor]) -> tuple[int, tuple[int, ...], torch.dtype | None]:
+    """Return the length of a list state, and the shape and dtype of a filler: a tensor without rows, or a 0-d one."""
+    if not items:
+        return 0, (), None
+    first = items[0]
+    return len(items), (0, *first.shape[1:]) if first.ndim else (), first.dtype
 
 
 def _sync_dist(metric: Any, world: World, *args: Any, **kwargs: Any) -> None:
     """Call the metric's own ``_sync_dist`` with lists padded to equal length, and remove the padding afterwards."""
     lists = {name: items for name in metric._defaults if (items := _read_list(metric, name)) is not None}
-    every = world.gather_objects({name: _ListState.from_items(items) for name, items in lists.items()})
+    every = world.gather_objects({name: _describe_list(items) for name, items in lists.items()})
     filled: dict[str, list[int]] = {}
     for name, items in lists.items():
-        states = [part.get(name) for part in every]
-        if None in states:
+        forms = [part[name] for part in every if name in part]
+        if len(forms) < len(every):
             continue  # some rank's list contains other objects than tensors: the metric gathers it separately
-        longest = max(states, key=lambda state: state.length)
-        if longest.length and len(items) < longest.length:
-            items = items + [longest.make_filler(metric.device)] * (longest.length - len(items))
+        longest, shape, dtype = max(forms, key=lambda form: form[0])
+        if len(items) < longest:
+            items = items + [torch.zeros(shape, dtype=dtype, device=metric.device)] * (longest - len(items))
         setattr(metric, name, items)
-        filled[name] = [state.length for state in states]
+        filled[name] = [length for length, *_ in forms]
     type(metric)._sync_dist(metric, *args, **kwargs)
     for name, lengths in filled.items():
         gathered = getattr(metric, name)
