@@ -62,15 +62,7 @@ class AdvancedProfiler(Profiler):
         """True if the profiler writes files; see `Profiler.needs_directory`."""
         return self.dump_stats or self.filename is not None
 
-    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Prepare for a stage, and discard earlier measurements; see `Profiler.setup`.
-
-        Args:
-            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            local_rank: Rank to include in file names; None to omit it.
-            log_dir: Directory of the profiler's files if ``dirpath`` is not set.
-        """
-        super().setup(stage, local_rank, log_dir)
+    def _begin(self) -> None:
         self.profiled_actions.clear()
         self._running.clear()
 

@@ -67,17 +67,6 @@ class EventProfiler(Profiler):
         header = {"format": 1, "stage": self._stage, "rank": self.local_rank, "time": time.time()}
         self._lines = [json.dumps({**header, "host": socket.gethostname(), "pid": os.getpid()})]
 
-    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Prepare for a stage, which begins with a header line; see `Profiler.setup`.
-
-        Args:
-            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            local_rank: Rank in the name of the file; None is rank 0.
-            log_dir: Directory of the profiler's files if ``dirpath`` is not set.
-        """
-        super().setup(stage, local_rank, log_dir)
-        self._begin()
-
     def start(self, action_name: str) -> None:
         """Begin the span of an action; see `Profiler.start`.
 

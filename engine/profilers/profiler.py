@@ -155,6 +155,10 @@ class Profiler:
         """
         self._stage, self._rank = stage, local_rank
         self.dirpath = self.dirpath or log_dir
+        self._begin()
+
+    def _begin(self) -> None:
+        """Discard the measurements before a stage. The base class has none."""
 
     def teardown(self, stage: str | None) -> None:
         """Clean up at the end of a stage, after `describe`. The base class does nothing.

@@ -124,7 +124,6 @@ class PyTorchProfiler(Profiler):
         """
         self._end()  # of actions before the stage
         super().setup(stage, local_rank, log_dir)
-        self._begin()
 
     def _begin(self) -> None:
         self.traces, self._table, self._steps, self._running = [], "", 0, []

@@ -58,9 +58,9 @@ class SimpleProfiler(Profiler):
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:
         super().__init__(dirpath, filename)
         self.extended = extended
-        self._forget()
+        self._begin()
 
-    def _forget(self) -> None:
+    def _begin(self) -> None:
         self.actions: dict[str, Action] = {}
         self._running: list[tuple[str, float, Span | None]] = []
         self._inner: list[float] = []  # seconds spent in actions inside the running ones
@@ -88,17 +88,6 @@ class SimpleProfiler(Profiler):
     def needs_directory(self) -> bool:
         """True if the profiler writes its report to a file; see `Profiler.needs_directory`."""
         return self.filename is not None
-
-    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Prepare for a stage, and discard earlier measurements; see `Profiler.setup`.
-
-        Args:
-            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            local_rank: Rank to include in file names; None to omit it.
-            log_dir: Directory of the profiler's files if ``dirpath`` is not set.
-        """
-        super().setup(stage, local_rank, log_dir)
-        self._forget()
 
     def start(self, action_name: str) -> None:
         """Begin measuring an action; see `Profiler.start`.
