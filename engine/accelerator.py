@@ -612,7 +612,8 @@ class Accelerator(Prepared):
             buffers: Compare buffers too. BatchNorm's statistics usually differ between processes. Default: False.
 
         Raises:
-            ReplicasDiffer: On all processes, if compared tensors differ.
+            ValueError: On all processes, if the compared tensors differ in their names, shapes or dtypes.
+            ReplicasDiffer: On all processes, if they differ in their values.
         """
         models = self.models if model is None else [model]
         optim.replica_check.check((self.strategy.unwrap(m) for m in models), self.world, buffers)

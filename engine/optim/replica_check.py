@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 from ...strategies import World
 from ...strategies.distributed import is_sharded
 from ..data import digest
+from ..rank_consistency import check_values_match
 from .accumulation import Accumulation
 
 
@@ -26,7 +26,8 @@ def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> N
     Sharded tensors and tensors on the meta device are skipped. Buffers are compared only if ``buffers`` is set.
 
     Raises:
-        ReplicasDiffer: On every process, if tensors differ.
+        ValueError: On every process, if the compared tensors differ in their names, shapes or dtypes.
+        ReplicasDiffer: On every process, if they differ in their values.
     """
     if world.size == 1:
         return
@@ -37,16 +38,13 @@ def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> N
         for prefix, model in zip(prefixes, models, strict=True)
         for name, tensor in _list_replicated(model, buffers)
     }
-    # The forms are included as a number, so that one small exchange suffices in the usual case.
-    forms = [f"{name} {t.dtype} {list(t.shape)}" for name, t in tensors.items()]
-    local_digests = zlib.crc32("\n".join(forms).encode()), list(map(digest, tensors.values()))
-    parts = world.gather_objects(local_digests)
-    if all(part == local_digests for part in parts):
-        return
-    if any(form != local_digests[0] for form, _ in parts):
-        raise ReplicasDiffer(_describe_other_forms(world.gather_objects(forms)))
-    columns = zip(tensors, zip(*(digests for _, digests in parts), strict=True), strict=True)
+    forms = {name: f"{t.dtype} {list(t.shape)}" for name, t in tensors.items()}
+    check_values_match("the models differ between the ranks", forms, world, "Build the same model on every rank.")
+    digests = world.gather_objects(list(map(digest, tensors.values())))
+    columns = zip(tensors, zip(*digests, strict=True), strict=True)
     differing = {name: column for name, column in columns if len(set(column)) > 1}
+    if not differing:
+        return
     first, column = next(iter(differing.items()))
     source = max(range(world.size), key=column.count)  # one rank of the majority; the lowest rank if there is none
     distances = world.gather_objects(_measure_distance(tensors[first], world, source))
@@ -93,16 +91,3 @@ def _measure_distance(tensor: Tensor, world: World, source: int) -> float:
     other = world.broadcast_tensor(tensor.clone().contiguous(), source)
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     return (tensor.cpu().to(wide) - other.cpu().to(wide)).abs().max().item()
-
-
-def _describe_other_forms(forms: list[list[str]]) -> str:
-    rank = next(rank for rank, other in enumerate(forms) if other != forms[0])
-    only = [
-        f"rank {holder} has {', '.join(missing[:4])}{' ...' * (len(missing) > 4)}"
-        for holder, missing in ((0, sorted({*forms[0]} - {*forms[rank]})), (rank, sorted({*forms[rank]} - {*forms[0]})))
-        if missing
-    ]
-    return (
-        f"the processes have different parameters: {'; '.join(only) or 'their order differs'}. Build the "
-        "same model on every process."
-    )
