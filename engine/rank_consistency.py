@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from xxhash import xxh3_64
 
-from ..common.messages import named_ranks
+from ..common.messages import abbreviate, named_ranks
 from . import data
 
 if TYPE_CHECKING:
@@ -46,13 +46,10 @@ def check_values_match(subject: str, values: Mapping[str, Any], world: World, fi
         if len(ranks) > 1:
             separator = "; " if any("," in named_ranks(holders) for holders in ranks.values()) else ", "
             parts = [f"{value} on {named_ranks(holders)}" for value, holders in ranks.items()]
-            lines.append(f"  {name}: {separator.join(parts)}")
-    if len(lines) > _SHOWN:
-        lines[_SHOWN:] = [f"  and {len(lines) - _SHOWN} more"]
+            lines.append(f"{name}: {separator.join(parts)}")
+    listed = abbreviate(lines, _SHOWN, "\n  ") or "the same values, in a different order"
     raise ValueError(
-        f"{subject}, so the ranks would take different steps, or wait for each other forever:\n"
-        + "\n".join(lines or ["  the same values, in a different order"])
-        + f"\n{fix}"
+        f"{subject}, so the ranks would take different steps, or wait for each other forever:\n  {listed}\n{fix}"
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...common.messages import abbreviate
 from ...strategies import World
 from ...strategies.distributed import is_sharded
 from ..data import digest
@@ -50,12 +51,11 @@ def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> N
     distances = world.gather_objects(_measure_distance(tensors[first], world, source))
     odd = [rank for rank in range(world.size) if column[rank] != column[source]]
     apart = ", ".join(f"{distances[rank]:.3g} on rank {rank}" for rank in odd[:8])
-    names = ", ".join(list(differing)[:8]) + (f" and {len(differing) - 8} more" if len(differing) > 8 else "")
     kind = "parameters or buffers" if buffers else "parameters"
     raise ReplicasDiffer(
-        f"{kind} differ between the processes ({len(differing)} of {len(tensors)}): {names}. Compared with rank "
-        f"{source}, the largest difference in {first} is {apart}. Call the model that prepare returned, because only "
-        "this model reduces gradients. Change weights in the same way on all processes."
+        f"{kind} differ between the processes ({len(differing)} of {len(tensors)}): {abbreviate(differing)}. Compared "
+        f"with rank {source}, the largest difference in {first} is {apart}. Call the model that prepare returned, "
+        "because only this model reduces gradients. Change weights in the same way on all processes."
     )
 
 

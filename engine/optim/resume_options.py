@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from ...common.messages import announce, format_count, warn
+from ...common.messages import abbreviate, announce, format_count, warn
 from ...common.remote_path import AnyPath
 from ...common.validation import choose
 from ..checkpoint import TrainState
@@ -101,8 +101,7 @@ def compare(path: AnyPath, optimizers: list[LoadedOptimizer], schedules: list[Sa
     lines = _compare_options(optimizers) + of_schedules
     if not (lines or rates):
         return
-    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    text = "\n  ".join([*lines[:_SHOWN], *more, *rates])
+    text = "\n  ".join(filter(None, [abbreviate(lines, _SHOWN, "\n  "), *rates]))
     if _ends_early(schedules):
         raise ValueError(
             f"{path} was saved with a schedule that ends before this script's:\n  {text}\nOneCycleLR can't be stepped "
