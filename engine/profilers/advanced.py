@@ -19,13 +19,13 @@ class AdvancedProfiler(Profiler):
         dirpath: See `Profiler`.
         filename: See `Profiler`.
         line_count_restriction: Number (int) or fraction (float from 0.0 to 1.0) of functions to show for each
-            action. The functions with the longest cumulative times are shown. Default: 1.0.
+            action. The functions with the longest cumulative times are shown. As in ``pstats``, any other number
+            shows all of them. Default: 1.0.
         dump_stats: If True, `summary` also writes each action's statistics to a file that ``python -m pstats`` can
             read. Default: False.
 
     Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``line_count_restriction`` is negative, or a float above 1.0.
+        TypeError: If ``dirpath`` or ``filename`` is neither a string nor a path.
 
     Examples:
         >>> from treadle.profilers import AdvancedProfiler
@@ -44,14 +44,6 @@ class AdvancedProfiler(Profiler):
         dump_stats: bool = False,
     ) -> None:
         super().__init__(dirpath, filename)
-        problem = (
-            f"line_count_restriction={line_count_restriction!r} must be a number of lines, such as 20, or a fraction "
-            "from 0.0 to 1.0."
-        )
-        if isinstance(line_count_restriction, bool) or not isinstance(line_count_restriction, int | float):
-            raise TypeError(problem)
-        if line_count_restriction < 0 or (isinstance(line_count_restriction, float) and line_count_restriction > 1):
-            raise ValueError(problem)
         self.line_count_restriction = line_count_restriction
         self.dump_stats = dump_stats
         self.profiled_actions: dict[str, cProfile.Profile] = {}
