@@ -389,51 +389,31 @@ def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any
 
 def _count_inputs(inputs: Any) -> tuple[int, Any]:
     """Return the number of inputs, and the inputs as a value that can be sliced."""
-    if isinstance(inputs, str | bytes | bytearray):
-        is_text = isinstance(inputs, str)
-        raise TypeError(
-            f"split_between_processes got {inputs[:40]!r} ({name_type(inputs)}{'' if is_text else ' object'}), which "
-            f"would be split into its {'characters' if is_text else 'bytes'}. Pass a list of inputs."
-        )
-    if isinstance(inputs, Set):
-        raise TypeError(
-            f"split_between_processes got {name_type(inputs)}, whose order differs between processes. Pass "
-            "sorted(inputs)."
-        )
     if isinstance(inputs, Mapping):
         return _count_fields(inputs)
     if hasattr(inputs, "_fields"):  # a named tuple
         count, fields = _count_fields(inputs._asdict())
         return count, type(inputs)(**fields)
-    if isinstance(inputs, Tensor | np.ndarray):
-        if not inputs.ndim:
-            raise TypeError(
-                f"split_between_processes got {name_type(inputs)} without dimensions, which can't be split. Pass a "
-                f"list, or {name_type(inputs)} with at least one dimension."
-            )
+    if isinstance(inputs, Tensor | np.ndarray) and inputs.ndim:
         return inputs.shape[0], inputs
-    if isinstance(inputs, Sized) and (isinstance(inputs, list | tuple | range) or _is_indexable(inputs)):
+    if isinstance(inputs, Sized) and (isinstance(inputs, list | tuple | range) or _has_rows(inputs)):
         return len(inputs), inputs
     try:
+        # Other tables than pandas' are split by columns.
+        if isinstance(inputs, str | bytes | bytearray | Set) or hasattr(inputs, "columns"):
+            raise TypeError("it has no rows in an order that is the same on all processes")
         listed = list(inputs)
     except TypeError as error:
         raise TypeError(
-            f"split_between_processes got {name_type(inputs)}, which is not a collection or iterable ({error}). "
-            "Pass a list."
+            f"split_between_processes can't split {inputs!r:.40} ({name_type(inputs)}): {error}. Pass a list."
         ) from None
     return len(listed), listed
 
 
-def _is_indexable(inputs: Any) -> bool:
+def _has_rows(inputs: Any) -> bool:
     """Return whether the inputs are a data frame or a map-style dataset of torch or Hugging Face."""
-    if hasattr(inputs, "iloc") or _has_row_select(inputs):
-        return True
-    if hasattr(inputs, "columns"):
-        raise TypeError(
-            f"split_between_processes got {name_type(inputs)}, which would be split by columns. Pass its rows as a "
-            "list."
-        )
-    return isinstance(inputs, Dataset) and not isinstance(inputs, IterableDataset)
+    is_dataset = isinstance(inputs, Dataset) and not isinstance(inputs, IterableDataset)
+    return is_dataset or hasattr(inputs, "iloc") or _has_row_select(inputs)
 
 
 def _has_row_select(inputs: Any) -> bool:
@@ -442,14 +422,7 @@ def _has_row_select(inputs: Any) -> bool:
 
 
 def _count_fields(inputs: Any) -> tuple[int, Any]:
-    counted = {}
-    for key, value in inputs.items():
-        try:
-            counted[key] = _count_inputs(value)
-        except TypeError as error:
-            raise TypeError(
-                f"split_between_processes got {name_type(inputs)} whose item {key!r} can't be split: {error}"
-            ) from None
+    counted = {key: _count_inputs(value) for key, value in inputs.items()}
     counts = {key: count for key, (count, _) in counted.items()}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{key!r}: {count}" for key, count in counts.items())

@@ -364,14 +364,14 @@ def test_dicts_are_split_by_their_values_and_left_as_they_are():
 @pytest.mark.parametrize(
     ("bad", "error", "says"),
     [
-        ("a prompt", TypeError, r"got 'a prompt' \(a str\), .*Pass a list"),
-        (b"bytes", TypeError, r"got b'bytes' \(a bytes object\)"),
-        ({"b", "a"}, TypeError, r"Pass sorted\(inputs\)"),
-        (5, TypeError, "got an int"),
-        (torch.tensor(5), TypeError, "a Tensor without dimensions"),
-        ({"a": [1], "n": 5}, TypeError, "'n' can't be split: .*got an int"),
+        ("a prompt", TypeError, r"can't split 'a prompt' \(a str\): it has no rows .*Pass a list"),
+        (b"bytes", TypeError, r"can't split b'bytes' \(a bytes\): it has no rows"),
+        ({"b", "a"}, TypeError, r"\(a set\): it has no rows in an order that is the same on all processes"),
+        (5, TypeError, r"can't split 5 \(an int\): 'int' object is not iterable"),
+        (torch.tensor(5), TypeError, r"\(a Tensor\): iteration over a 0-d tensor"),
+        ({"a": [1], "n": 5}, TypeError, r"can't split 5 \(an int\)"),
         ({"a": [1], "b": [1, 2]}, ValueError, "'a': 1, 'b': 2"),
-        (Table(), TypeError, "rows as a list"),
+        (Table(), TypeError, "it has no rows"),
     ],
     ids=["str", "bytes", "set", "int", "0-d", "number in a dict", "lengths", "table"],
 )
