@@ -384,18 +384,14 @@ def requeue_job() -> None:
         return
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"
+    command = ["scontrol", "requeue", job]
     try:
-        result = subprocess.run(
-            ["scontrol", "requeue", job], capture_output=True, text=True, timeout=_REQUEUE_LIMIT, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        subprocess.run(command, capture_output=True, text=True, timeout=_REQUEUE_LIMIT, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = (isinstance(error, subprocess.CalledProcessError) and error.stderr.strip()) or error
         write_stderr(
-            f"job {job} was not requeued: {error}. Submit it again; ckpt_path='auto' resumes where it stopped."
-        )
-        return
-    if result.returncode:
-        write_stderr(
-            f"job {job} was not requeued: scontrol failed with {result.stderr.strip()!r}. Use sbatch --requeue."
+            f"job {job} was not requeued: {reason}. Use sbatch --requeue, or submit it again; ckpt_path='auto' resumes "
+            "where it stopped."
         )
     else:
         write_stderr(f"job {job} was requeued")
