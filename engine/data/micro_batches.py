@@ -170,25 +170,17 @@ class GroupPlanner:
         The gradients are summed over the ranks, so the weights do not depend on the number of ranks.
         """
         assert self.tree is not None
-        total = sum(sizes)
         rows = self.tree.cut(len(sizes))
         own = [row[self.world_rank] for row in rows]
-        scales = [0.0 if leaf is None or not total else sizes[leaf] / total for leaf in own]
+        samples = [0 if leaf is None else sizes[leaf] for leaf in own]
+        everyone = [sum(sizes[leaf] for leaf in row if leaf is not None) for row in rows]
+        total, last = sum(sizes), len(rows) - 1
+        scales = [count / total if total else 0.0 for count in samples]
         whole = 0.0
         for scale in scales:
             whole += scale
-        return [
-            (
-                leaf,
-                Micro(
-                    0 if leaf is None else sizes[leaf],
-                    scale,
-                    number == len(rows) - 1,
-                    total,
-                    sum(sizes[other] for other in row if other is not None),
-                    number,
-                    whole,
-                ),
-            )
-            for number, (leaf, scale, row) in enumerate(zip(own, scales, rows, strict=True))
+        micros = [
+            Micro(samples[number], scale, number == last, total, everyone[number], number, whole)
+            for number, scale in enumerate(scales)
         ]
+        return list(zip(own, micros, strict=True))
