@@ -240,11 +240,6 @@ def resolve_averages_device(trainer: Trainer, device: Any, name: str, strict: bo
     If the averages of a sharded model cannot be on ``device``, raise an error with ``strict``; otherwise, return None.
     """
     strategy = trainer.accelerator.strategy
-    if (local_steps := getattr(strategy, "local_steps", None)) is not None:
-        raise ValueError(
-            f"{name} cannot run with DDP(local_sgd_steps={local_steps.every}), because each process trains "
-            f"its own model between two synchronizations. Remove {name} or local_sgd_steps."
-        )
     place = None if device is None else torch.device(device)
     if place is None or not strategy.sharded or place.type == trainer.accelerator.device.type:
         return place

@@ -62,8 +62,7 @@ def check(models: Iterable[nn.Module], world: World, buffers: bool = False) -> N
 def watch_replicas(accumulation: Accumulation, optimizer: Optimizer) -> None:
     """In debug mode, compare the replicas after the first step of ``optimizer`` and then periodically.
 
-    The comparison is skipped in `join_uneven_inputs` and while ``DDP(local_sgd_steps=...)`` lets each process step
-    separately.
+    The comparison is skipped in `join_uneven_inputs` and `LocalSGD`, where each process steps separately.
     """
     world, strategy = accumulation.world, accumulation.strategy
     debug = world.debug

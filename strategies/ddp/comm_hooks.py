@@ -43,7 +43,7 @@ class CommHook:
         if getattr(self.hook, "__name__", "") == "post_localSGD_hook":
             raise ValueError(
                 "comm_hook=post_localSGD_hook stops gradient reduction but does not average the parameters. Use "
-                "DDP(local_sgd_steps=K, local_sgd_start=S), which does both."
+                "treadle.LocalSGD in your own loop, which does both."
             )
 
     def __bool__(self) -> bool:

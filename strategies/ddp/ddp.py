@@ -27,14 +27,13 @@ from .batch_norm import synchronize
 from .coalesced import average_gradients, count_ranks
 from .comm_hooks import CommHook
 from .fixed_order import FixedOrder
-from .optimizer_steps import Shards, parse_local_steps
+from .zero import Shards
 
 _ALIASES = {  # Lightning's and Accelerate's names
     "ddp_comm_hook": "comm_hook",
     "ddp_comm_state": "comm_state",
     "comm_state_option": "comm_state",
     "ddp_comm_wrapper": "comm_wrapper",
-    "model_averaging_period": "local_sgd_steps",
 }
 
 
@@ -179,10 +178,6 @@ class DDP(Strategy):
             supported on the CPU.
         zero: Keep each parameter's optimizer state on one process only (ZeRO stage 1). For optimizers that update each
             parameter separately, the results are bit-identical to those of ``zero=False``.
-        local_sgd_steps: Interval, in optimizer steps, at which the parameters are averaged over the processes. After
-            the first ``local_sgd_start`` steps, this averaging replaces gradient reduction. Default: None, which
-            disables it.
-        local_sgd_start: Number of initial optimizer steps in which gradients are reduced as usual. Default: 0.
         timeout: Time limit of one collective: a timedelta, a dict of its arguments, or ``"DD:HH:MM:SS"``. Default: 30
             minutes, unless the Accelerator or an existing process group sets another limit.
         process_group_backend: ``"nccl"``, ``"gloo"`` or another torch backend. Default: NCCL for GPUs and gloo for host
@@ -201,8 +196,7 @@ class DDP(Strategy):
         >>> from treadle.strategies import DDP
         >>> trainer = treadle.Trainer(strategy=DDP(gradient_as_bucket_view=True), accelerator="cpu", logger=False)
 
-    Source: ZeRO (Rajbhandari et al., 2020), https://arxiv.org/abs/1910.02054; post-local SGD (Lin et al., 2020),
-    https://arxiv.org/abs/1808.07217
+    Source: ZeRO (Rajbhandari et al., 2020), https://arxiv.org/abs/1910.02054
     """
 
     name = "ddp"
@@ -221,8 +215,6 @@ class DDP(Strategy):
         comm_wrapper: Any = None,
         sync_batchnorm: bool = False,
         zero: bool = False,
-        local_sgd_steps: int | None = None,
-        local_sgd_start: int = 0,
         timeout: Any = None,
         process_group_backend: str | None = None,
         start_method: str | None = None,
@@ -232,12 +224,7 @@ class DDP(Strategy):
             self.start_method = choose("start_method", start_method, ("popen", "spawn", "fork"))
         self.group_options = make_group_options(timeout, process_group_backend)
         self.process_group_backend = process_group_backend
-        arguments = {
-            "comm_hook": comm_hook,
-            "comm_state": comm_state,
-            "comm_wrapper": comm_wrapper,
-            "local_sgd_steps": local_sgd_steps,
-        }
+        arguments = {"comm_hook": comm_hook, "comm_state": comm_state, "comm_wrapper": comm_wrapper}
         _resolve_aliases(arguments, self.take_flags(other))
         if bucket_cap_mb is not None:
             check_positive("bucket_cap_mb", bucket_cap_mb, "or None for torch's default")
@@ -253,14 +240,6 @@ class DDP(Strategy):
         self.sync_batchnorm = sync_batchnorm
         self.zero = zero
         self._steps_apart = 0  # number of active `steps_apart` contexts
-        self.local_steps = parse_local_steps(arguments["local_sgd_steps"], local_sgd_start)
-        if self.local_steps is not None:
-            clashes = {"zero=True": zero, "comm_hook": bool(self.comm_hook), "static_graph=True": static_graph}
-            for clash in (name for name, on in clashes.items() if on):
-                raise ValueError(
-                    f"local_sgd_steps={self.local_steps.every} can't be combined with {clash}, which relies on "
-                    "gradient reduction in every step. Remove one of them."
-                )
 
     def attach(self, world: World, precision: Precision) -> None:
         """See `Strategy.attach`."""
@@ -274,15 +253,9 @@ class DDP(Strategy):
         # By the model's id and in the order of wrapping, which is the same on all ranks, as their collectives need it.
         self._replicas: WeakValueDictionary[int, _Replica] = WeakValueDictionary()
         self._shards: WeakKeyDictionary[Optimizer, Shards] = WeakKeyDictionary()
-        self._local_optimizer: Optimizer | None = None
         self._reduction: BackwardReduction | None = None
         self._manual: WeakSet[nn.Module] = WeakSet()  # the models that it covers
-        if self.local_steps is not None and precision.scaled:
-            raise ValueError(
-                f"local_sgd_steps={self.local_steps.every} can't be combined with precision={precision.name!r}, whose "
-                "loss scaler would skip different steps on each process. Use 'bf16-mixed', or remove local_sgd_steps."
-            )
-        requested = {"comm_hook": self.comm_hook, "zero=True": self.zero, "local_sgd_steps": self.local_steps}
+        requested = {"comm_hook": self.comm_hook, "zero=True": self.zero}
         ineffective = [name for name, value in requested.items() if value]
         if world.size == 1 and ineffective:
             verb = "has" if len(ineffective) == 1 else "have"
@@ -291,7 +264,7 @@ class DDP(Strategy):
     @property
     def replicas_equal(self) -> bool:
         """False while each rank takes optimizer steps on its own replica, otherwise True."""
-        return not self._steps_apart and (self.local_steps is None or not self.local_steps.alone)
+        return not self._steps_apart
 
     def wrap(self, module: nn.Module, step: str | None = None) -> nn.Module:
         """See `Strategy.wrap`."""
@@ -329,9 +302,10 @@ class DDP(Strategy):
         """See `Strategy.replicate`."""
         if self.world.size == 1:
             return super().wrap(module)
-        if self.comm_hook or self.local_steps is not None:
-            option = "comm_hook" if self.comm_hook else "local_sgd_steps"
-            raise ValueError(f"DDP({option}=...) can't be combined with automatic_optimization=False. Remove {option}.")
+        if self.comm_hook:
+            raise ValueError(
+                "DDP(comm_hook=...) can't be combined with automatic_optimization=False. Remove comm_hook."
+            )
         self.place(module)
         if self.sync_batchnorm:
             synchronize(module, self.world)
@@ -371,7 +345,7 @@ class DDP(Strategy):
         """See `Strategy.wrap_optimizer`. Returns ``optimizer`` itself.
 
         Raises:
-            ValueError: If ``zero`` or ``local_sgd_steps`` does not support the optimizer.
+            ValueError: If ``zero`` does not support the optimizer.
         """
         super().wrap_optimizer(optimizer)
         if self.world.size == 1:
@@ -390,21 +364,7 @@ class DDP(Strategy):
         optimizer.register_step_pre_hook(check)
         if self.zero and optimizer not in self._shards:
             self._shards[optimizer] = Shards(optimizer, self.world)
-        if self.local_steps is not None:
-            if self._local_optimizer not in (None, optimizer):
-                raise ValueError(
-                    f"local_sgd_steps={self.local_steps.every} supports only one optimizer, but several were prepared. "
-                    "Use one optimizer, or remove local_sgd_steps."
-                )
-            self._local_optimizer = optimizer
-            optimizer.register_step_post_hook(self._finish_step)
         return optimizer
-
-    def _finish_step(self, optimizer: Optimizer, *_: Any) -> None:
-        assert self.local_steps is not None
-        self.local_steps.stepped(optimizer, self.world)
-        for replica in self._replicas.values():
-            self.set_gradient_sync(replica, True)
 
     def explain(self, error: BaseException) -> BaseException:
         """See `Strategy.explain`."""
@@ -420,7 +380,7 @@ class DDP(Strategy):
             if (reduction := self._find_reduction(module)) is not None:
                 reduction.enabled = on
             return
-        if replica.apart or (self.local_steps is not None and self.local_steps.alone):
+        if replica.apart:
             on = False
         elif not on and not replica.can_skip_reduction():
             # torch learns a static graph in the first backward pass with reduction, or fails. Reducing a part of a
@@ -463,7 +423,6 @@ class DDP(Strategy):
         """See `Strategy.add_in_tree`."""
         clashes = {
             "comm_hook": (self.comm_hook, "adds gradients in its own way"),
-            "local_sgd_steps": (self.local_steps, "lets each process take steps of its own"),
             "sync_batchnorm": (self.sync_batchnorm, "adds statistics over the processes"),
             "static_graph": (self.options["static_graph"], "reduces the first micro-batch on its own"),
         }
@@ -536,10 +495,9 @@ class DDP(Strategy):
     @contextmanager
     def steps_apart(self, module: nn.Module) -> Iterator[None]:
         """See `Strategy.steps_apart`."""
-        if self.zero or self.local_steps is not None:
-            option = "zero=True" if self.local_steps is None else f"local_sgd_steps={self.local_steps.every}"
+        if self.zero:
             raise ValueError(
-                f"LocalSGD can't be combined with DDP({option}), which exchanges parameters itself. Remove {option}."
+                "LocalSGD can't be combined with DDP(zero=True), which exchanges parameters itself. Remove zero=True."
             )
         self._steps_apart += 1
         try:
@@ -551,13 +509,12 @@ class DDP(Strategy):
     def join(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """See `Strategy.join`.
 
-        The context has no effect with ``comm_hook``, ``sync_batchnorm``, ``zero`` or ``local_sgd_steps``.
+        The context has no effect with ``comm_hook``, ``sync_batchnorm`` or ``zero``.
         """
         exchanges = {
             "comm_hook": self.comm_hook,  # it divides by the world size, not by the number of remaining ranks
             "sync_batchnorm": self.sync_batchnorm,
             "zero": self.zero,
-            "local_sgd_steps": self.local_steps,
         }
         active = [f"{name}=..." for name, on in exchanges.items() if on]
         return self._warn_unjoined(f"DDP({', '.join(active)})") if active else joined(models)
@@ -595,20 +552,6 @@ class DDP(Strategy):
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def _meet(self) -> None:
-        if self.local_steps is not None and self._local_optimizer is not None and self.world.size > 1:
-            self.local_steps.meet(self._local_optimizer, self.world)
-
-    def sync_buffers(self, module: nn.Module) -> None:
-        """See `Strategy.sync_buffers`. Parameters are averaged first if local steps made them differ between ranks."""
-        self._meet()
-        super().sync_buffers(module)
-
-    def model_state(self, module: nn.Module) -> dict[str, Any]:
-        """See `Strategy.model_state`. Parameters are averaged first if local steps made them differ between ranks."""
-        self._meet()
-        return super().model_state(module)
-
     def reduction_order(self, module: nn.Module) -> list[int]:
         """See `Strategy.reduction_order`."""
         replica = _find_replica(module)
@@ -620,12 +563,6 @@ class DDP(Strategy):
         if replica is not None and replica.ready is not None:
             replica.ready.rehearse(order)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """See `Strategy.optimizer_state`."""
-        if self.local_steps is not None and self.world.size > 1:
-            return self.local_steps.state_dict(optimizer, self.world)
-        return super().optimizer_state(optimizer)
-
     def keeps_apart(self, optimizer: Optimizer) -> bool:
         """See `Strategy.keeps_apart`."""
         return optimizer in self._shards
@@ -634,12 +571,8 @@ class DDP(Strategy):
         """See `Strategy.load_optimizer_state`."""
         if optimizer in self._shards:
             self._shards[optimizer].load_state_dict(optimizer, state)
-            return
-        super().load_optimizer_state(optimizer, state)
-        if self.local_steps is not None:
-            self.local_steps.load_state_dict(state)
-            for replica in self._replicas.values():
-                self.set_gradient_sync(replica, True)
+        else:
+            super().load_optimizer_state(optimizer, state)
 
 
 def _find_replica(module: nn.Module) -> _Replica | None:
@@ -690,6 +623,10 @@ def _resolve_aliases(arguments: dict[str, Any], aliased: dict[str, Any]) -> None
     """Store the values of aliases in ``arguments`` under the names that `DDP` uses."""
     for alias, value in aliased.items():
         name = _ALIASES.get(alias)
+        if alias == "model_averaging_period":
+            if value is None:
+                continue
+            raise TypeError("DDP() has no argument 'model_averaging_period'. Use treadle.LocalSGD in your own loop.")
         if name is None:
             valid = [*inspect.signature(DDP.__init__).parameters, *_ALIASES]
             raise TypeError(f"DDP() has no argument {alias!r}.{nearest(alias, set(valid) - {'self', 'other'})}")

@@ -593,7 +593,6 @@ def own_sampler():
         ),
         (r"step_micro_batches=12 must be a power of two.*Use 8 or 16\.", {"step_micro_batches": 12}),
         (r"DDP\(comm_hook=\.\.\.\)", {"strategy": lambda: treadle.strategies.DDP(comm_hook="bf16")}),
-        (r"DDP\(local_sgd_steps=\.\.\.\)", {"strategy": lambda: treadle.strategies.DDP(local_sgd_steps=2)}),
         (r"DDP\(sync_batchnorm=\.\.\.\)", {"strategy": lambda: treadle.strategies.DDP(sync_batchnorm=True)}),
         (r"DDP\(static_graph=\.\.\.\)", {"strategy": lambda: treadle.strategies.DDP(static_graph=True)}),
         (r"can't be combined with training_step\(dataloader_iter\)", {"task": lambda: Iterating("mlp")}),

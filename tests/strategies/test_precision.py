@@ -170,7 +170,6 @@ def train(name):
         "fp16": lambda: DDP(comm_hook="fp16"),
         "bf16": lambda: DDP(comm_hook="bf16"),
         "power_sgd": lambda: DDP(comm_hook="power_sgd"),
-        "local": lambda: DDP(local_sgd_steps=1),
         "fsdp": lambda: FSDP(auto_wrap_policy=[Waves]),
         "gather": lambda: FSDP(auto_wrap_policy=[Waves], gather_dtype=torch.bfloat16),
         "bf16-true": lambda: FSDP(auto_wrap_policy=[Waves]),
@@ -193,7 +192,7 @@ def train(name):
 
 
 def train_all():
-    names = ["ddp", "fp16", "bf16", "power_sgd", "local", "fsdp", "gather", "bf16-true"]
+    names = ["ddp", "fp16", "bf16", "power_sgd", "fsdp", "gather", "bf16-true"]
     if torch.__version__ < "2.13":  # which casts complex parameters to the dtype in which real ones are gathered
         names.remove("gather")
         with pytest.raises(ValueError, match="would drop the imaginary part of complex parameters, as in Waves"):

@@ -89,7 +89,6 @@ class _ReplicaFacts(StrategyFacts[DDP]):
         settings = {
             "comm_hook": strategy.comm_hook,
             "zero": strategy.zero,
-            "local_sgd_steps": strategy.local_steps,
             "sync_batchnorm": strategy.sync_batchnorm,
         }
         for name in (name for name, value in settings.items() if value):

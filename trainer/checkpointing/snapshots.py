@@ -227,8 +227,6 @@ def explain_need_of_all_ranks(trainer: Trainer) -> str:
         return f"with strategy={strategy.name!r} each process holds only a shard of the model"
     if any(strategy.keeps_apart(optimizer) for optimizer in trainer.optimizers):
         return "each process holds only a shard of the optimizer state"
-    if getattr(strategy, "local_steps", None) is not None:
-        return "between two synchronizations each process trains its own model"
     if trainer.accelerator.save_hooks:
         return "a hook registered with register_save_state_pre_hook may call collectives"
     return ""

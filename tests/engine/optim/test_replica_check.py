@@ -98,7 +98,7 @@ def test_a_change_is_found_in_the_next_step_that_is_checked(every, found):
 
 def without_false_alarm():
     steps = []
-    for strategy in (DDP(), DDP(zero=True), DDP(local_sgd_steps=3), "fsdp"):
+    for strategy in (DDP(), DDP(zero=True), "fsdp"):
         accelerator = treadle.Accelerator(cpu=True, strategy=strategy)
         _, model, optimizer = make(accelerator)
         for _ in range(4):
@@ -122,7 +122,7 @@ def without_false_alarm():
 
 @pytest.mark.long
 def test_neither_a_strategy_nor_unequal_steps_give_a_false_alarm():
-    assert run(without_false_alarm, 2, env={**DEBUG, "TREADLE_DEBUG_REPLICAS": "1"}) == [[4, 4, 4, 4, 4]] * 2
+    assert run(without_false_alarm, 2, env={**DEBUG, "TREADLE_DEBUG_REPLICAS": "1"}) == [[4, 4, 4, 4]] * 2
 
 
 @pytest.mark.parametrize("debug", ["1", ""])

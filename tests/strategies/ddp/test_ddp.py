@@ -94,11 +94,7 @@ WRONG = {
     "state": ({"comm_state": {"a": 1}}, ValueError, "comm_hook"),
     "twice": ({"comm_hook": "bf16", "ddp_comm_hook": "fp16"}, ValueError, "another name for comm_hook"),
     "bf16-state": ({"comm_hook": "bf16", "comm_state": {"rank": 1}}, ValueError, "no state"),
-    "local-zero": ({"local_sgd_steps": 2, "zero": True}, ValueError, "can't be combined with zero=True"),
-    "local-hook": ({"local_sgd_steps": 2, "comm_hook": "bf16"}, ValueError, "can't be combined with comm_hook"),
-    "local-static": ({"local_sgd_steps": 2, "static_graph": True}, ValueError, "can't be combined with static_graph"),
-    "local-none": ({"local_sgd_start": 2}, ValueError, "needs local_sgd_steps"),
-    "local-0": ({"model_averaging_period": 0}, ValueError, "local_sgd_steps=0"),
+    "local": ({"model_averaging_period": 4}, TypeError, "Use treadle.LocalSGD in your own loop"),
 }
 
 
@@ -107,11 +103,6 @@ def test_wrong_arguments(case):
     arguments, kind, words = WRONG[case]
     with pytest.raises(kind, match=words):
         DDP(**arguments)
-
-
-def test_a_loss_scale_of_each_process_contradicts_local_steps():
-    with pytest.raises(ValueError, match="loss scale"):
-        treadle.Accelerator(cpu=True, strategy=DDP(local_sgd_steps=2), mixed_precision="fp16")
 
 
 def test_one_process_says_what_changes_nothing(capsys):

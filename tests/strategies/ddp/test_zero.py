@@ -1,10 +1,10 @@
-"""Optimizers that are shared out (ZeRO), and local steps."""
+"""Optimizers that are shared out (ZeRO)."""
 
 import copy
 
 import pytest
 import torch
-from support.ddp_loops import Net, inputs, message, sgd, weights
+from support.ddp_loops import message, sgd, weights
 from support.processes import run
 from torch import nn
 from treadle.strategies import DDP
@@ -142,85 +142,3 @@ def test_zero_takes_up_state_and_later_groups():
     for (plain, zero), lbfgs in run(late_changes, 2):
         same(zero, plain)
         assert "LBFGS" in lbfgs[1]
-
-
-def post_local_by_hand(every, start, steps=9):
-    """Two workers in one process."""
-    nets = [Net(), Net()]
-    steppers = [sgd(net) for net in nets]
-    trace = []
-    for number, step in enumerate(inputs(1, steps), start=1):
-        for net, x in zip(nets, step[0], strict=True):
-            net.zero_grad()
-            net(x).pow(2).mean().backward()
-        if number <= start:
-            for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-                a.grad = b.grad = (a.grad + b.grad) / 2
-        for stepper in steppers:
-            stepper.step()
-        if number > start and (number - start) % every == 0:
-            with torch.no_grad():
-                for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-                    mean = (a + b) / 2
-                    a.copy_(mean), b.copy_(mean)
-        trace.append([weights(net) for net in nets])
-    return trace
-
-
-def test_local_steps_without_a_start_begin_at_once():
-    local_steps = DDP(local_sgd_steps=2, local_sgd_start=None).local_steps
-    assert local_steps.alone
-
-
-def post_local(every, start, voting, begin=0, end=9, state=None):
-    accelerator = treadle.Accelerator(cpu=True, strategy=DDP(local_sgd_steps=every, local_sgd_start=start))
-    net = Net()
-    model = accelerator.prepare_model(net, step="training_step" if voting else None)
-    optimizer = accelerator.prepare(sgd(net))
-    call = accelerator.method(model, "training_step") if voting else lambda x: {"loss": model(x).pow(2).mean()}
-    if voting:
-        accelerator.accumulation.agree_on_steps(finite=True, at_once=False)
-    if state is not None:
-        net.load_state_dict(state[0])
-        accelerator.strategy.load_optimizer_state(optimizer.optimizer, state[1])
-    trace = []
-    for number, step in enumerate(inputs(1, 9)):
-        if not begin <= number < end:
-            continue
-        with accelerator.accumulate(model):
-            accelerator.accumulation.agreement.stop_vote = number == 7 and accelerator.process_index == 1
-            accelerator.backward(call(step[0, accelerator.process_index])["loss"])
-        if voting:
-            assert accelerator.accumulation.exchange_votes().stop == (number == 7)
-        optimizer.step()
-        optimizer.zero_grad()
-        trace.append(weights(net))
-    state = accelerator.get_state_dict(model), accelerator.strategy.optimizer_state(optimizer.optimizer)
-    return trace, copy.deepcopy(state), accelerator
-
-
-def post_locals():
-    found = {(k, s, v): post_local(k, s, v)[0] for k in (1, 3) for s in (0, 2) for v in (True, False)}
-    _, _, accelerator = post_local(3, 2, False)
-    several = message(accelerator.prepare, sgd(Net()))
-    _, state, accelerator = post_local(3, 2, True, end=6)  # saved between two averages
-    state = accelerator.world.broadcast(state)
-    rest, _, _ = post_local(3, 2, True, begin=6, state=state)
-    plain = sgd(Net())
-    plain.load_state_dict(state[1])
-    return found, several, state, rest
-
-
-@pytest.mark.long
-def test_post_local_sgd_is_that_of_two_workers_by_hand():
-    ranks = run(post_locals, 2)
-    for rank, (found, several, _, _) in enumerate(ranks):
-        assert "one optimizer" in several[1]
-        for (every, start, _), trace in found.items():
-            for ours, wanted in zip(trace, post_local_by_hand(every, start), strict=True):
-                torch.testing.assert_close(ours, wanted[rank], rtol=1e-12, atol=1e-12)
-    # Between averages a checkpoint is the average, and the run that is resumed meets when the other would have.
-    (_, _, state, rest), (_, _, _, other) = ranks
-    both = post_local_by_hand(3, 2)[5]
-    torch.testing.assert_close(torch.cat([v.flatten() for v in state[0].values()]), (both[0] + both[1]) / 2)
-    assert [torch.equal(a, b) for a, b in zip(rest, other, strict=True)] == [False, True, False]
