@@ -82,11 +82,11 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def parser(program: str = "treadle launch") -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options, which raises a ValueError for wrong options."""
     command_parser = _Parser(
-        program,
-        usage=f"{program} [options] script.py [arguments of the script]",
+        "treadle launch",
+        usage="treadle launch [options] script.py [arguments of the script]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -137,35 +137,22 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         ValueError: If an option is invalid.
     """
     command_parser = parser()
-    option_names = [
-        name for action in command_parser._actions for name in action.option_strings if name.startswith("--")
-    ]
-    _check_names(command_parser, option_names, arguments)
-    return command_parser.parse_args(arguments)
+    options, unknown = command_parser.parse_known_args(arguments)
+    for option in unknown:
+        _refuse_option(option.partition("=")[0], command_parser)
+    return options
 
 
-def _check_names(
-    command_parser: argparse.ArgumentParser, option_names: Iterable[str], arguments: Sequence[str]
-) -> None:
-    """Raise a ValueError for an unknown option, because argparse would treat its value as the script."""
-    flags = {name for action in command_parser._actions if action.nargs == 0 for name in action.option_strings}
-    short = {name for action in command_parser._actions for name in action.option_strings if len(name) == 2}
-    rest = list(arguments)
-    while rest and rest[0].startswith("-") and rest[0] != "--":
-        name, has_value, _ = rest.pop(0).partition("=")
-        if not name.startswith("--") and name[:2] in short:
-            name, has_value = name[:2], has_value or name[2:]
-        if (key := name.lstrip("-").replace("-", "_")) in _REFUSED:
-            raise ValueError(f"{name} is not an option of treadle launch. {_REFUSED[key]}.")
-        if name not in (*option_names, *short):
-            spelled = [option for option in option_names if "_" in name or "_" not in option]
-            begun = [option for option in spelled if option.startswith(name)]
-            raise ValueError(
-                f"{name} is not an option of treadle launch.{nearest(name, begun or spelled)} `treadle launch --help` "
-                "lists the options."
-            )
-        if name not in flags and not has_value and rest:
-            rest.pop(0)
+def _refuse_option(name: str, command_parser: argparse.ArgumentParser) -> NoReturn:
+    if (key := name.lstrip("-").replace("-", "_")) in _REFUSED:
+        raise ValueError(f"{name} is not an option of treadle launch. {_REFUSED[key]}.")
+    options = [option for action in command_parser._actions for option in action.option_strings if len(option) > 2]
+    spelled = [option for option in options if "_" in name or "_" not in option]
+    begun = [option for option in spelled if option.startswith(name)]
+    raise ValueError(
+        f"{name} is not an option of treadle launch.{nearest(name, begun or spelled)} `treadle launch --help` lists "
+        "the options."
+    )
 
 
 def job_of(options: argparse.Namespace) -> Job:
