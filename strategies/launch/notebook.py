@@ -10,11 +10,8 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -22,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...common.messages import name_type
-from ...common.validation import check_int, check_positive, choose
+from ...common.messages import name_type, nearest
+from ...common.validation import check_int, choose
 from ..distributed import (
     LaunchEnvironment,
     World,
@@ -35,6 +32,21 @@ from ..processes import die_with_parent, kill_session, sweep
 from .supervisor import FAILURE_GRACE, cpus
 
 _ANY_PORT = "29500"  # Accelerate's default, on which two notebooks would conflict
+_HOST = "127.0.0.1"
+_INTERVAL = 0.1  # seconds between checks of the processes
+# Accelerate's other arguments, with their defaults.
+_OTHERS: dict[str, Any] = {
+    "master_addr": "127.0.0.1",
+    "node_rank": 0,
+    "num_nodes": 1,
+    "rdzv_backend": "static",
+    "rdzv_endpoint": "",
+    "rdzv_conf": None,
+    "rdzv_id": "none",
+    "max_restarts": 0,
+    "monitor_interval": 0.1,
+    "log_line_prefix_template": None,
+}
 
 
 def notebook_launcher(
@@ -43,18 +55,9 @@ def notebook_launcher(
     num_processes: int | None = None,
     mixed_precision: str = "no",
     use_port: str | int = _ANY_PORT,
-    master_addr: str = "127.0.0.1",
-    node_rank: int = 0,
-    num_nodes: int = 1,
-    rdzv_backend: str = "static",
-    rdzv_endpoint: str = "",
-    rdzv_conf: Mapping[str, Any] | None = None,
-    rdzv_id: str = "none",
-    max_restarts: int = 0,
-    monitor_interval: float = 0.1,
-    log_line_prefix_template: str | None = None,
+    **other: Any,
 ) -> None:
-    """Call `function(*args)` in several processes and wait for all of them. The signature is Accelerate's.
+    """Call `function(*args)` in several processes and wait for all of them, as Accelerate's function with this name.
 
     The processes are forked, so the function may use the session's variables. Before this call, the session must not
     use a GPU or open the GPU driver. Torch initially uses one CPU thread in each forked process. With a world size of
@@ -63,77 +66,38 @@ def notebook_launcher(
     Args:
         function: Function to run in each process. Create the Accelerator or Trainer inside it.
         args: Positional arguments of `function`. Default: none.
-        num_processes: Number of processes on this machine. Default: one per GPU, or one if there is no GPU.
+        num_processes: Number of processes. Default: one per GPU, or one if there is no GPU.
         mixed_precision: Must be ``"no"``. Set the precision in the function.
-        use_port: Port on machine 0 for the rendezvous. Default: 29500; on a single machine, any free port.
-        master_addr: Address of machine 0. Default: 127.0.0.1.
-        node_rank: Index of this machine, starting at 0. Default: 0.
-        num_nodes: Number of machines. Call `notebook_launcher` on each of them. Default: 1.
-        rdzv_backend: Must be ``"static"``.
-        rdzv_endpoint: ``HOST:PORT`` of machine 0, used instead of ``master_addr`` and ``use_port``. Default: none.
-        rdzv_conf: May contain only ``timeout``, the time limit of the rendezvous in seconds. Default: 900 seconds.
-        rdzv_id: Name of the run, the same on all machines. Default: ``"none"``; on a single machine, a random name.
-        max_restarts: Maximum number of restarts after a failure. Default: 0, which is required on several machines.
-        monitor_interval: Maximum time in seconds between checks of the processes. Default: 0.1.
-        log_line_prefix_template: Must be None.
+        use_port: Port for the rendezvous. Default: 29500, which stands for any free port.
+        other: Accelerate's arguments for several machines, restarts and labels of the output, such as ``num_nodes``.
+            They must have Accelerate's defaults. `treadle launch` has such options.
 
     Raises:
         ValueError, TypeError: If an argument is invalid, the session cannot be forked, or a distributed run is active.
-        RuntimeError: If the rendezvous or a process fails. The message contains the traceback, signal or exit status.
+        RuntimeError: If a process fails. The message contains the traceback, signal or exit status.
     """
-    conf = dict(rdzv_conf or {})
-    _refuse(mixed_precision, rdzv_backend, conf, log_line_prefix_template)
-    host, port = _parse_endpoint(rdzv_endpoint, master_addr, use_port)
-    _Launch(
-        function=function,
-        args=tuple(args),
-        count=torch.cuda.device_count() or 1 if num_processes is None else num_processes,
-        host=host,
-        port=0 if num_nodes == 1 and not rdzv_endpoint and str(use_port) == _ANY_PORT else port,
-        node=node_rank,
-        nodes=num_nodes,
-        run_id=uuid.uuid4().hex if rdzv_id == "none" and num_nodes == 1 else rdzv_id,
-        patience=check_positive("rdzv_conf['timeout']", conf.get("timeout", 900)),
-        interval=monitor_interval,
-        max_restarts=max_restarts,
-    ).run()
-
-
-def _refuse(
-    mixed_precision: str, rdzv_backend: str, rdzv_conf: Mapping[str, Any], log_line_prefix_template: str | None
-) -> None:
     if mixed_precision != "no":
         choose("mixed_precision", mixed_precision, ("no", "fp16", "bf16", "fp8"))
         raise ValueError(
             f"mixed_precision={mixed_precision!r} must be 'no', because the launcher does not set the precision. Set "
             f"it in the function: Accelerator(mixed_precision={mixed_precision!r}), or Trainer(precision=...)."
         )
-    if rdzv_backend != "static":
-        raise ValueError(
-            f"rdzv_backend={rdzv_backend!r} must be 'static'. For another rendezvous, put the code in a file and use "
-            "`treadle launch`."
-        )
-    if set(rdzv_conf) - {"timeout"}:
-        raise ValueError(
-            f"rdzv_conf={rdzv_conf!r} must have no key other than 'timeout'. For another rendezvous, put the code into "
-            "a file and use `treadle launch`."
-        )
-    if log_line_prefix_template:
-        raise ValueError(
-            f"log_line_prefix_template={log_line_prefix_template!r} is not supported. Remove it. To label the output, "
-            "print `accelerator.process_index` in the function."
-        )
-
-
-def _parse_endpoint(endpoint: str, master_addr: str, use_port: str | int) -> tuple[str, int]:
-    host, _, port = (endpoint or f"{master_addr}:{use_port}").rpartition(":")
-    if host and port.isdecimal():
-        return host, int(port)
-    if endpoint:
-        raise ValueError(f"rdzv_endpoint={endpoint!r} must have the form HOST:PORT.")
-    if host:
+    for name, value in other.items():
+        if name not in _OTHERS:
+            raise TypeError(f"notebook_launcher() has no argument {name!r}.{nearest(name, _OTHERS)}")
+        if value != _OTHERS[name]:
+            raise ValueError(
+                f"{name}={value!r} is not supported in a notebook. Remove it, or put the code in a file and use "
+                "`treadle launch`, also for several machines and for restarts."
+            )
+    if not str(use_port).isdecimal():
         raise ValueError(f"use_port={use_port!r} must be a port number.")
-    raise ValueError(f"master_addr={master_addr!r} must be the address of machine 0.")
+    _Launch(
+        function=function,
+        args=tuple(args),
+        count=torch.cuda.device_count() or 1 if num_processes is None else num_processes,
+        port=0 if str(use_port) == _ANY_PORT else int(use_port),
+    ).run()
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> None:
@@ -223,44 +187,19 @@ class _Launch:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     count: int
-    host: str = "127.0.0.1"
     port: int = 0
-    node: int = 0
-    nodes: int = 1
-    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    patience: float = 900.0
-    interval: float = 0.1
-    max_restarts: int = 0
     variables: Mapping[str, str] = field(default_factory=dict)
     start_method: str = "fork"
 
     def run(self) -> None:
         self._check()
-        if self.count * self.nodes == 1 and not self.variables:
+        if self.count == 1 and not self.variables:
             self.function(*self.args)
-            return
-        for attempt in range(self.max_restarts + 1):
-            try:
-                return self._run_attempt(attempt)
-            except RuntimeError:
-                if attempt == self.max_restarts:
-                    raise
-                print(f"treadle: {traceback.format_exc()}treadle: restart {attempt + 1} of {self.max_restarts}")
+        else:
+            self._run_processes()
 
     def _check(self) -> None:
         check_int("num_processes", self.count, 1)
-        check_int("num_nodes", self.nodes, 1)
-        check_int("node_rank", self.node, 0)
-        check_int("max_restarts", self.max_restarts, 0)
-        check_positive("monitor_interval", self.interval)
-        if self.max_restarts and self.nodes > 1:
-            raise ValueError(
-                f"max_restarts={self.max_restarts} is supported on one machine only, but num_nodes={self.nodes}. "
-                "Remove max_restarts."
-            )
-        if not 0 <= self.node < self.nodes:
-            valid = "0" if self.nodes == 1 else f"from 0 to {self.nodes - 1}"
-            raise ValueError(f"node_rank={self.node} must be {valid}, because num_nodes={self.nodes}.")
         if not callable(self.function):
             raise TypeError(f"function={self.function!r} must be callable, not {name_type(self.function)}.")
         if (launched := LaunchEnvironment.read()) is not None:
@@ -277,7 +216,7 @@ class _Launch:
                 "this session already has a process group, created by an Accelerator, a Trainer or "
                 "init_process_group(). Restart the session, and create the Accelerator inside the function."
             )
-        if self.count * self.nodes == 1 and not self.variables:
+        if self.count == 1 and not self.variables:
             return
         if "fork" not in multiprocessing.get_all_start_methods():
             raise ValueError(
@@ -307,7 +246,7 @@ class _Launch:
                 "the driver."
             )
 
-    def _run_attempt(self, attempt: int) -> None:
+    def _run_processes(self) -> None:
         context: Any = multiprocessing.get_context(self.start_method)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -316,38 +255,28 @@ class _Launch:
         stores: list[dist.TCPStore] = []
         try:
             with _block_interrupt():
-                for local_rank in range(self.count):
+                for rank in range(self.count):
                     ours, theirs = context.Pipe()
-                    ranks.append(
-                        context.Process(target=self._run_rank, args=(local_rank, theirs, os.getpid(), attempt))
-                    )
+                    ranks.append(context.Process(target=self._run_rank, args=(rank, theirs, os.getpid())))
                     ranks[-1].start()
                     theirs.close()
                     pipes.append(ours)
             # Created after the forks, which could not contain its threads.
-            stores.append(
-                dist.TCPStore(
-                    self.host,
-                    self.port,
-                    is_master=self.node == 0,
-                    timeout=timedelta(seconds=self.patience),
-                    wait_for_workers=False,
-                )
-            )
+            stores.append(dist.TCPStore(_HOST, self.port, is_master=True, wait_for_workers=False))
             for pipe in pipes:
                 pipe.send(stores[0].port)
             self._wait(ranks, pipes)
         finally:
             _end(ranks)
             # A rank's error refers to this frame and to the copy of its variables that `hide_frames` made, which forms
-            # a cycle. A rank of the next attempt that collected the store would wait for threads that it does not have.
+            # a cycle. A rank of the next launch that collected the store would wait for threads that it does not have.
             stores.clear()
             sweep(os.getpid(), all_ended=True)
 
     def _wait(self, ranks: list[Any], pipes: list[Connection]) -> None:
         waiting = dict(enumerate(ranks))
         while waiting:
-            wait([rank.sentinel for rank in waiting.values()], timeout=self.interval)
+            wait([rank.sentinel for rank in waiting.values()], timeout=_INTERVAL)
             ended = {local: rank.exitcode for local, rank in waiting.items() if rank.exitcode is not None}
             failed = {local: _receive_failure(pipes[local]) for local, code in ended.items() if code}
             if failed:
@@ -361,33 +290,32 @@ class _Launch:
                 del waiting[local]
 
     def _describe_failure(self, local: int, code: int, text: str) -> RuntimeError:
-        name = f"rank {self.node * self.count + local} of {self.count * self.nodes}"
+        name = f"rank {local} of {self.count}"
         if text:
             return RuntimeError(f"{name} failed:\n{text}")
         with contextlib.suppress(ValueError):
             return RuntimeError(f"{name} was killed by {signal.Signals(-code).name}.")
         return RuntimeError(f"{name} ended with exit status {code}.")
 
-    def _run_rank(self, local_rank: int, pipe: Connection, parent: int, attempt: int) -> None:
+    def _run_rank(self, rank: int, pipe: Connection, parent: int) -> None:
         """Run the function in a forked process, with the environment variables of its rank."""
         os.setsid()  # so that ending it ends its data workers, and only the parent gets the notebook's interrupt
         die_with_parent(parent)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        size = self.count * self.nodes
         os.environ.update(
             {
-                "RANK": str(self.node * self.count + local_rank),
-                "WORLD_SIZE": str(size),
-                "LOCAL_RANK": str(local_rank),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self.count),
+                "LOCAL_RANK": str(rank),
                 "LOCAL_WORLD_SIZE": str(self.count),
-                "GROUP_RANK": str(self.node),
-                "GROUP_WORLD_SIZE": str(self.nodes),
-                "MASTER_ADDR": self.host,
+                "GROUP_RANK": "0",
+                "GROUP_WORLD_SIZE": "1",
+                "MASTER_ADDR": _HOST,
                 "MASTER_PORT": str(pipe.recv()),
-                "TORCHELASTIC_RUN_ID": self.run_id,
-                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+                "TORCHELASTIC_RUN_ID": f"treadle-{parent}",
+                "TORCHELASTIC_RESTART_COUNT": "0",
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TREADLE_SUPERVISOR": str(parent),
                 "FORK_LAUNCHED": "1",

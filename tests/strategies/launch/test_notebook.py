@@ -127,45 +127,21 @@ def test_a_failing_rank_raises_here_and_ends_the_others(action: str, says: str) 
     assert subprocess.run(["ps", "-o", "stat=", worker], capture_output=True, text=True, check=False).stdout[:1] in "Z"
 
 
-@pytest.mark.long
-def test_restarts_and_a_port_of_ones_own(tmp_path) -> None:
-    source = f"""
-    def sometimes():
-        world = open_world("cpu")
-        say(f"{{world.rank}} port {{os.environ['MASTER_PORT']}}")
-        if world.rank == 1 and not os.path.exists({str(tmp_path / "once")!r}):
-            open({str(tmp_path / "once")!r}, "w").close()
-            raise ValueError("the first time")
-        world.barrier()
-        say(f"done {{world.rank}}")
-    notebook_launcher(sometimes, num_processes=2, max_restarts=1)
-    """
-    done = cell(source)
-    assert done.returncode == 0, done.stderr
-    assert sorted(re.findall(r"done (\d)", done.stdout)) == ["0", "1"]
-    assert "treadle: restart 1 of 1" in done.stdout
-    assert len(set(re.findall(r"port (\d+)", done.stdout))) == 2
-    assert "29500" not in done.stdout
-
-
-def test_two_machines() -> None:
+def test_ports() -> None:
     source = """
     import socket
-    def train():
-        world = open_world("cpu")
-        say((world.rank, world.size, world.node_rank, world.local_rank, world.gather_objects(world.rank)))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    node = 0 if os.fork() else 1
-    notebook_launcher(train, num_processes=2, num_nodes=2, node_rank=node, use_port=port)
-    if node == 0:
-        assert os.wait()[1] == 0
+    for options in ({}, {"use_port": port}, {"use_port": str(port), "num_nodes": 1, "max_restarts": 0}):
+        notebook_launcher(lambda: say(f"{os.environ['MASTER_PORT']} {port}"), num_processes=2, **options)
     """
     done = cell(source)
     assert done.returncode == 0, done.stderr
-    everyone = "[0, 1, 2, 3]"
-    assert sorted(done.stdout.splitlines()) == [f"({r}, 4, {r // 2}, {r % 2}, {everyone})" for r in range(4)]
+    ports = [line.split() for line in done.stdout.splitlines()]
+    assert len(ports) == 6
+    assert all(used != "29500" for used, _ in ports)
+    assert all(used == free for used, free in ports[2:])
 
 
 @pytest.mark.long
@@ -204,18 +180,9 @@ def nothing() -> None:
         ({"mixed_precision": "bf16"}, r"Accelerator\(mixed_precision='bf16'\)"),
         ({"mixed_precision": "bf17"}, "Did you mean 'bf16'"),
         ({"num_processes": 0}, "num_processes=0 must be"),
-        ({"max_restarts": -1}, "max_restarts=-1 must be"),
-        ({"max_restarts": "1"}, "max_restarts='1' must be"),
-        ({"node_rank": "a"}, "node_rank='a' must be"),
-        ({"monitor_interval": 0}, "monitor_interval=0 must be"),
-        ({"rdzv_conf": {"timeout": "x"}}, r"rdzv_conf\['timeout'\]='x' must be"),
-        ({"node_rank": 1}, "node_rank=1 must be 0, because num_nodes=1"),
-        ({"rdzv_backend": "c10d"}, "treadle launch"),
-        ({"rdzv_conf": {"read_timeout": 5}}, "no key other than 'timeout'"),
-        ({"rdzv_endpoint": "node1"}, "must have the form HOST:PORT"),
         ({"use_port": "http"}, "use_port='http' must be"),
-        ({"num_nodes": 2, "max_restarts": 1}, "max_restarts=1 is supported on one machine only"),
-        ({"log_line_prefix_template": "[${rank}]"}, "log_line_prefix_template="),
+        ({"num_nodes": 2}, "num_nodes=2 is not supported in a notebook.*treadle launch"),
+        ({"max_restarts": 1}, "max_restarts=1 is not supported in a notebook"),
     ],
 )
 def test_what_is_refused(options: dict[str, object], says: str) -> None:
