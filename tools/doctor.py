@@ -104,11 +104,11 @@ def _start_ranks(arguments: Sequence[str], options: argparse.Namespace) -> int:
     """Run this command in ranks on this machine: one per GPU if there are several, otherwise two on the CPU."""
     import torch
 
-    from ..strategies.launch import supervisor
+    from ..strategies.launch import Job, supervisor
 
     gpus = torch.cuda.device_count()
     command = [sys.executable, "-m", "treadle", "doctor", *arguments, *(["--cpu"] if gpus < 2 else [])]
-    return supervisor.supervise(options.nproc_per_node or max(gpus, 2), command)
+    return supervisor.supervise(Job(nproc=options.nproc_per_node or max(gpus, 2), command=command))
 
 
 def _examine(launched: LaunchEnvironment, options: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ..processes import is_alive
     from . import supervisor
     from .notebook import FunctionLaunch, debug_launcher, notebook_launcher
+    from .rendezvous import Job
     from .supervisor import cpus
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

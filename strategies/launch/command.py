@@ -6,14 +6,13 @@ import argparse
 import os
 import re
 import sys
-import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from ...common.command_results import fail, report
 from ...common.messages import nearest
 from .rendezvous import Job, Nodes
-from .supervisor import cpus, supervise_job
+from .supervisor import cpus, supervise
 
 DESCRIPTION = """\
 Start a script in several processes, each with torchrun's variables, and wait for all of them. The first one to fail
@@ -123,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.environ["TREADLE_DEBUG"] = "1"
         if options.cpu:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        status = supervise_job(job)
+        status = supervise(job)
     except (ValueError, OSError) as error:
         return fail("treadle launch", error)
     report(None, {"status": status, "command": job.command})
@@ -175,14 +174,10 @@ def job_of(options: argparse.Namespace) -> Job:
         raise ValueError(
             f"the script {options.script!r} does not exist in {os.getcwd()}. Check its path, or add --module."
         )
-    if nodes is None:
-        run_id = options.rdzv_id or uuid.uuid4().hex
-    else:
-        run_id = options.rdzv_id or "none"  # torchrun's default; it must be the same on all machines
     return Job(
         nproc=_parse_nproc(options, nodes),
         command=[*python, *(["-m"] if options.module else []), options.script, *options.arguments],
-        run_id=run_id,
+        run_id=options.rdzv_id or "",
         nodes=nodes,
         max_restarts=options.max_restarts,
         monitor_interval=options.monitor_interval,

@@ -29,7 +29,8 @@ from ..distributed import (
     process_group,
 )
 from ..processes import die_with_parent, kill_session, sweep
-from .supervisor import FAILURE_GRACE, cpus
+from .rendezvous import FAILURE_GRACE
+from .supervisor import cpus
 
 _ANY_PORT = "29500"  # Accelerate's default, on which two notebooks would conflict
 _HOST = "127.0.0.1"

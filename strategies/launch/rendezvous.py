@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -112,9 +113,12 @@ class Job:
     Args:
         nproc: Number of ranks on this machine.
         command: The program and its arguments.
-        run_id: Name of the run, the same on all machines.
-        grace: Seconds from a forwarded signal to SIGKILL; see `supervise`. Default: 30.
-        failure_grace: Seconds from SIGTERM to SIGKILL once a rank has failed; see `supervise`. Default: 2.
+        run_id: Name of the run, the same on all machines; `TORCHELASTIC_RUN_ID` in the ranks. Default: a random
+            name, or torchrun's default, ``"none"``, on several machines.
+        grace: Seconds from a forwarded signal to SIGKILL. The countdown restarts as long as a rank is leaving because
+            of the signal; see `mark_leaving`. Default: 30.
+        failure_grace: Seconds from SIGTERM to SIGKILL for the other ranks once a rank has failed, unless a rank is
+            leaving because of a signal. Default: 2.
         nodes: Machines of the run and their rendezvous. Default: this machine alone.
         max_restarts: Maximum number of restarts of all ranks after a failure. Default: 0.
         monitor_interval: Seconds between checks for reports of other machines. Default: 0.1.
@@ -125,7 +129,7 @@ class Job:
 
     nproc: int
     command: list[str]
-    run_id: str
+    run_id: str = ""
     grace: float = GRACE
     failure_grace: float = FAILURE_GRACE
     nodes: Nodes | None = None
@@ -136,6 +140,7 @@ class Job:
     tee: str = "0"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "run_id", self.run_id or (uuid.uuid4().hex if self.nodes is None else "none"))
         check_int("nproc", self.nproc, 1)
         check_int("--max-restarts", self.max_restarts, 0)
         check_positive("--monitor-interval", self.monitor_interval)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import multiprocessing
 import os
 import re
@@ -11,13 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from ..distributed import is_ray_worker, variables_set
 from ..processes import RankBoard, sweep
-from .rendezvous import FAILURE_GRACE, GRACE, SIGNALS, Job
+from .rendezvous import GRACE, SIGNALS, Job
 
 _TEST_RUNNERS = ("pytest", "py.test", "unittest")
 
@@ -29,7 +27,7 @@ def relaunch(nproc: int, *, grace: float = GRACE) -> NoReturn:
     """
     if (config := _get_hydra_config()) is not None:
         os.chdir(config.runtime.cwd)  # `hydra.job.chdir` changes it again in each rank
-    status = supervise(nproc, grace=grace)
+    status = supervise(Job(nproc=nproc, command=build_relaunch_command(nproc), grace=grace))
     for stream in (sys.stdout, sys.stderr):
         # The reader of a pipe may have ended by now; that must not replace the ranks' status with this process's own.
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -37,47 +35,24 @@ def relaunch(nproc: int, *, grace: float = GRACE) -> NoReturn:
     sys.exit(status)
 
 
-def supervise(
-    nproc: int,
-    argv: list[str] | None = None,
-    *,
-    run_id: str | None = None,
-    grace: float = GRACE,
-    failure_grace: float = FAILURE_GRACE,
-) -> int:
-    """Run a command in `nproc` processes of this machine, with torchrun's environment variables, and wait for them.
+def supervise(job: Job) -> int:
+    """Run a job's command in its processes, with torchrun's environment variables, and wait for them.
 
     The calling process is a supervisor and not a rank. It forwards SIGTERM, SIGUSR1, SIGUSR2, SIGINT, SIGHUP and
     SIGQUIT to the ranks, except signals that it ignores itself. When a rank fails, the other ranks are ended. If
-    `OMP_NUM_THREADS` is not set, the CPUs of this process are divided among the ranks.
+    `OMP_NUM_THREADS` is not set, the CPUs of this process are divided among the ranks. A job may span several machines,
+    each with its own supervisor.
 
     Args:
-        nproc: Number of ranks, at least 1.
-        argv: The program and its arguments. Default: this script with its flags and arguments.
-        run_id: Name of this run, `TORCHELASTIC_RUN_ID` in the ranks. Default: a random name.
-        grace: Seconds from a forwarded signal to SIGKILL. The countdown restarts as long as a rank is leaving because
-            of the signal; see `mark_leaving`. Default: 30.
-        failure_grace: Seconds from SIGTERM to SIGKILL for the other ranks once a rank has failed, unless a rank is
-            leaving because of a signal. Default: 2.
+        job: The job.
 
     Returns:
-        0 if the run succeeded. Otherwise, the status of the rank that failed first, or 128 + n if signal n killed it or
-        was sent to this process. SIGUSR1 and SIGUSR2 count as SIGTERM if they are sent to this process.
-    """
-    command = [] if argv is None else [str(part) for part in argv]
-    run_id = run_id or uuid.uuid4().hex
-    job = Job(nproc=nproc, command=command, run_id=run_id, grace=grace, failure_grace=failure_grace)
-    return supervise_job(dataclasses.replace(job, command=build_relaunch_command(nproc)) if argv is None else job)
-
-
-def supervise_job(job: Job) -> int:
-    """Run a job as `supervise` does. The job may span several machines, each with its own supervisor.
-
-    Returns:
-        The status that `supervise` describes. The rank that failed first may be on any machine.
+        0 if the run succeeded. Otherwise, the status of the rank that failed first, on any machine, or 128 + n if
+        signal n killed it or was sent to this process. SIGUSR1 and SIGUSR2 count as SIGTERM if they are sent to this
+        process.
 
     Raises:
-        ValueError: If the job is invalid, or if this is not the main thread.
+        ValueError: If this is not the main thread.
         OSError: If the program cannot be started.
     """
     if threading.current_thread() is not threading.main_thread():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.launches import HEAD, SAY_PID, Start, gone, pids, wait_for
 from support.processes import clean_environment, python
-from treadle.strategies.launch import supervisor
+from treadle.strategies.launch import Job, supervisor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and /proc as on Linux")
 
@@ -125,7 +125,7 @@ def test_refused_in_a_test_runner() -> None:
 @pytest.mark.parametrize("nproc", [0, -1, True, "2"])
 def test_number_of_processes_is_checked(nproc: int) -> None:
     with pytest.raises(ValueError, match="nproc="):
-        supervisor.supervise(nproc, ["true"])
+        supervisor.supervise(Job(nproc=nproc, command=["true"]))
 
 
 @pytest.mark.long
@@ -137,7 +137,7 @@ def test_supervise_leaves_the_caller_as_it_was(capfd: pytest.CaptureFixture[str]
     old[signal.SIGQUIT] = signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     try:
         handlers, variables = [signal.getsignal(number) for number in numbers], dict(os.environ)
-        assert supervisor.supervise(1, [sys.executable, "-c", code], run_id="mine") == 0
+        assert supervisor.supervise(Job(nproc=1, command=[sys.executable, "-c", code], run_id="mine")) == 0
         assert handlers == [signal.getsignal(number) for number in numbers]
         assert variables == dict(os.environ)
     finally:
