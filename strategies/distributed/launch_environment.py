@@ -276,7 +276,7 @@ def _read_slurm(env: Mapping[str, str]) -> LaunchEnvironment | None:
         nodes=count,
         launcher="srun",
         address=(
-            env.get("MASTER_ADDR") or host_names(env[hosts], hosts)[0],
+            env.get("MASTER_ADDR") or first_host(env[hosts], hosts),
             _parse_number(env, "MASTER_PORT", low=1, high=65535) if "MASTER_PORT" in env else port,
         ),
         run_id=f"{job}.{step}",
@@ -310,26 +310,12 @@ def task_counts(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
     return counts
 
 
-def host_names(text: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
-    """Return the machines' names from SLURM's short form: ``"n[1-2,07],m5"`` becomes ``["n1", "n2", "n07", "m5"]``."""
-    items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
-    hosts = [host for item in items for host in _expand_host(item)]
-    if not hosts or ",".join(items) != text or not all(re.fullmatch(r"[\w.:-]+", host) for host in hosts):
+def first_host(text: str, name: str = "SLURM_STEP_NODELIST") -> str:
+    """Return the name of the first machine in SLURM's short form: ``"n[01-03,7],m5"`` becomes ``"n01"``."""
+    host = re.sub(r"\[(\d+)[\d,-]*\]", r"\1", text).partition(",")[0]
+    if re.fullmatch(r"[\w.:-]+", host) is None:
         raise ValueError(f"{name}={text!r} must have the form 'n[1-3,07-09],m5'.")
-    return hosts
-
-
-def _expand_host(item: str) -> list[str]:
-    match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", item)
-    if match is None:
-        return [item]
-    heads = []
-    for part in match[2].split(","):
-        low, _, high = part.partition("-")
-        if not (low.isdecimal() and (high or low).isdecimal()):
-            return [item]  # the item is not a name
-        heads += [f"{match[1]}{number:0{len(low)}}" for number in range(int(low), int(high or low) + 1)]
-    return [head + tail for head in heads for tail in _expand_host(match[3])]
+    return host
 
 
 def _find_set_name(env: Mapping[str, str], *names: str) -> str:
