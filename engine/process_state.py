@@ -101,7 +101,7 @@ class PartialState(Process):
         In Accelerate's debug mode, `gather` checks that all ranks pass tensors of the same shapes. Setting this
         property enables or disables Accelerate's debug mode for the whole process.
         """
-        return collectives.debug_mode.enabled or self.world.debug is not None
+        return collectives.debug_mode.enabled or self.world.debug_interval is not None
 
     @debug.setter
     def debug(self, value: bool) -> None:

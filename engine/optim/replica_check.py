@@ -65,10 +65,9 @@ def watch_replicas(accumulation: Accumulation, optimizer: Optimizer) -> None:
     The comparison is skipped in `join_uneven_inputs` and `LocalSGD`, where each process steps separately.
     """
     world, strategy = accumulation.world, accumulation.strategy
-    debug = world.debug
-    if debug is None or not debug.replicas or world.size == 1:
+    every, step_count = world.debug_interval, 0
+    if not every or world.size == 1:
         return
-    every, step_count = debug.replicas, 0
 
     def check_replicas(*_: Any) -> None:
         nonlocal step_count

@@ -332,25 +332,17 @@ def _check_all_set(env: Mapping[str, str], names: tuple[str, ...], assignment: s
             )
 
 
-@dataclass(frozen=True)
-class DebugEnvironment:
-    """Settings of ``TREADLE_DEBUG=1``.
+def read_debug_interval(environ: Mapping[str, str] | None = None) -> int | None:
+    """Return the number of optimizer steps between two comparisons of the replicas with ``TREADLE_DEBUG=1``.
 
-    Args:
-        replicas: Number of optimizer steps between two comparisons of the replicas, or 0 for none
-            (TREADLE_DEBUG_REPLICAS). Default: 100.
+    The default is 100. TREADLE_DEBUG_REPLICAS changes it, and 0 stands for no comparisons. None means that debugging is
+    disabled.
     """
-
-    replicas: int = 100
-
-    @classmethod
-    def read(cls, environ: Mapping[str, str] | None = None) -> DebugEnvironment | None:
-        """Read the debug variables. Return None if debugging is disabled."""
-        env = os.environ if environ is None else environ
-        if not env.get("TREADLE_DEBUG") or not _parse_number(env, "TREADLE_DEBUG", low=0, high=1):
-            return None
-        name = "TREADLE_DEBUG_REPLICAS"
-        return cls(_parse_number(env, name, low=0)) if name in env else cls()
+    env = os.environ if environ is None else environ
+    if not env.get("TREADLE_DEBUG") or not _parse_number(env, "TREADLE_DEBUG", low=0, high=1):
+        return None
+    name = "TREADLE_DEBUG_REPLICAS"
+    return _parse_number(env, name, low=0) if name in env else 100
 
 
 def _parse_number(env: Mapping[str, str], name: str, low: int, high: int | None = None) -> int:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ...common.messages import describe_error, format_count
 from ...common.validation import check_int, choose
 from . import process_group
-from .launch_environment import DebugEnvironment
+from .launch_environment import read_debug_interval
 from .tracebacks import PeerFailed
 from .training_clock import progress
 from .waiting_call import check_marks, mark_call, mark_exchange
@@ -107,7 +107,7 @@ class World:
         self.group = group
         self._background: World | None = None
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
-        self.debug = DebugEnvironment.read()
+        self.debug_interval = read_debug_interval()  # None if debugging is disabled
         self._counts = size > 1 and group is None
         self._comparison_group = group
         self._carried_devices = {"cpu", self.device.type}
@@ -127,7 +127,7 @@ class World:
             self._note_carried_devices()
             if dist.get_backend() != "fake":  # the group of a plan has no other processes
                 process_group.make_communicators(self.device)
-                if self.debug is not None:
+                if self.debug_interval is not None:
                     self._comparison_group = process_group.comparison_group(self.timeout)
 
     def _note_carried_devices(self) -> None:
@@ -242,7 +242,7 @@ class World:
 
     def _compare(self, operation: str, tensor: torch.Tensor | None = None) -> None:
         """In debug mode, check that all processes are about to make the same call, with the same form of tensor."""
-        if self.debug is not None and self.size > 1:
+        if self.debug_interval is not None and self.size > 1:
             if tensor is not None:
                 operation += f" of {str(tensor.dtype)[6:]} {list(tensor.shape)} on {tensor.device.type}"
             entries: list[Any] = [None] * self.size

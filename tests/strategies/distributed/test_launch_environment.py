@@ -10,7 +10,7 @@ import pytest
 from support.processes import clean_environment
 from support.trainers import says
 from treadle.strategies import LaunchEnvironment
-from treadle.strategies.distributed.launch_environment import DebugEnvironment, first_host, task_counts
+from treadle.strategies.distributed.launch_environment import first_host, read_debug_interval, task_counts
 
 # As slurm 22.05 sets them for the third of `srun -N2 -n3`.
 SLURM = {
@@ -235,9 +235,9 @@ def test_mpirun_itself(tmp_path):
 def test_the_variables_of_debug_mode():
     debug = {"TREADLE_DEBUG": "1"}
     for disabled in ({}, {"TREADLE_DEBUG": "0"}, {"TREADLE_DEBUG": ""}):
-        assert DebugEnvironment.read(disabled) is None
-    assert DebugEnvironment.read(debug) == DebugEnvironment(replicas=100)
-    assert DebugEnvironment.read({**debug, "TREADLE_DEBUG_REPLICAS": "0"}) == DebugEnvironment(replicas=0)
+        assert read_debug_interval(disabled) is None
+    assert read_debug_interval(debug) == 100
+    assert read_debug_interval({**debug, "TREADLE_DEBUG_REPLICAS": "0"}) == 0
     for name, value in (("TREADLE_DEBUG", "yes"), ("TREADLE_DEBUG_REPLICAS", "-1")):
         with pytest.raises(ValueError, match=f"{name}="):
-            DebugEnvironment.read({**debug, name: value})
+            read_debug_interval({**debug, name: value})
