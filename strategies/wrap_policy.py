@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -31,7 +32,13 @@ def chosen_blocks(model: nn.Module, policy: Policy, flag: str) -> list[nn.Module
         blocks = repeated_blocks(model)
         return blocks if policy == "auto" else [*blocks, *direct_parts(model, blocks)]
     if isinstance(policy, int) and not isinstance(policy, bool):
-        return _choose_by_size(model, policy, flag)
+        if policy < 1:
+            raise ValueError(
+                f"{flag}={policy} must be at least 1: it is the minimum number of parameters of a selected module."
+            )
+        from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy  # here, as it takes time to import
+
+        return _choose_as_torch(model, partial(size_based_auto_wrap_policy, min_num_params=policy))
     classes = getattr(policy, "_module_classes", policy)  # torch's ModuleWrapPolicy
     if isinstance(classes, str | type):
         classes = {classes}
@@ -194,21 +201,6 @@ def _choose_by_class(model: nn.Module, classes: Collection[Any], flag: str) -> l
     types = tuple(entry for entry in classes if isinstance(entry, type))
     names = [entry for entry in classes if isinstance(entry, str)]
     return [part for part in _list_inner_first(model) if isinstance(part, types) or type(part).__name__ in names]
-
-
-def _choose_by_size(model: nn.Module, least: int, flag: str) -> list[nn.Module]:
-    if least < 1:
-        raise ValueError(
-            f"{flag}={least} must be at least 1: it is the minimum number of parameters of a selected module."
-        )
-    chosen: list[nn.Module] = []
-    covered: set[Any] = set()
-    for part in _list_inner_first(model):
-        uncovered = {parameter for parameter in part.parameters() if parameter not in covered}
-        if sum(parameter.numel() for parameter in uncovered) >= least:
-            chosen.append(part)
-            covered |= uncovered
-    return chosen
 
 
 def check_policy(policy: Any, flag: str) -> Any:

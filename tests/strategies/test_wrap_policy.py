@@ -63,6 +63,8 @@ NESTED = nn.Sequential(Net(), nn.ModuleDict({"a": nn.Sequential(Net(), Block()),
 def test_policies_of_torch_select_what_they_do_there(policy):
     selected = names_of_torch(NESTED, policy)
     assert names(NESTED, policy) == selected
+    if "min_num_params" in getattr(policy, "keywords", {}):
+        assert names(NESTED, policy.keywords["min_num_params"]) == selected
     assert bool(selected) == (policy is not wrap.size_based_auto_wrap_policy)
 
 
