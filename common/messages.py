@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from difflib import SequenceMatcher, get_close_matches
 from typing import TextIO
 
@@ -193,3 +193,15 @@ def named_ranks(ranks: list[int]) -> str:
         else:
             spans.append([rank])
     return f"rank{'s' * (len(ranks) > 1)} {', '.join('-'.join(map(str, span)) for span in spans)}"
+
+
+def group_ranks(texts: Mapping[int, str]) -> dict[str, str]:
+    """Return the ranks that have each distinct text, as in ``{"waits": "ranks 0-2"}``.
+
+    Args:
+        texts: Text of each rank.
+    """
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        ranks_by_text.setdefault(texts[rank], []).append(rank)
+    return {text: named_ranks(ranks) for text, ranks in ranks_by_text.items()}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from ...common.messages import named_ranks
+from ...common.messages import group_ranks
 from .tracebacks import find_owner
 
 WAITING_FILES = (
@@ -132,7 +132,7 @@ def check_marks(marks: Mapping[int, tuple[str, str]]) -> None:
         DistributedOperationException: If the calls differ.
     """
     if len({kind for kind, _ in marks.values()}) > 1:
-        lines = describe_calls({rank: words for rank, (_, words) in marks.items()})
+        lines = _list_calls({rank: words for rank, (_, words) in marks.items()})
         raise DistributedOperationException(f"the ranks make calls that do not match:\n{lines}\n{_ADVICE}")
 
 
@@ -146,13 +146,9 @@ def describe_mismatch(calls: Mapping[int, WaitingCall]) -> str:
 
 def describe_calls_that_differ(words: Mapping[int, str]) -> str:
     """Return the message about ranks that wait in different calls, which ``words`` describes by rank."""
-    lines = describe_calls(words)
+    lines = _list_calls(words)
     return f"the ranks wait in calls that do not match, so none of these calls can end:\n{lines}\n{_ADVICE}"
 
 
-def describe_calls(words: Mapping[int, str]) -> str:
-    """Return a line for each distinct text in ``words``, with the ranks that it belongs to."""
-    ranks_by_words: dict[str, list[int]] = {}
-    for rank in sorted(words):
-        ranks_by_words.setdefault(words[rank], []).append(rank)
-    return "\n".join(f"  {named_ranks(ranks)}: {text}" for text, ranks in ranks_by_words.items())
+def _list_calls(words: Mapping[int, str]) -> str:
+    return "\n".join(f"  {ranks}: {text}" for text, ranks in group_ranks(words).items())

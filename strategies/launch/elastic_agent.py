@@ -8,9 +8,8 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from ...common.messages import format_count, named_ranks
+from ...common.messages import format_count, group_ranks, write_stderr
 from ..distributed import HUNG
 from ..processes import RankBoard, kill_session
 from .rendezvous import SIGNALS, Job, Place
@@ -142,7 +141,7 @@ class Agent(LocalElasticAgent):
 
     def _start_again(self, worker_group: Any, reason: str, grace: float) -> None:
         """End the ranks, repeat the rendezvous of the machines, and restart the ranks."""
-        _print(reason)
+        write_stderr(reason)
         if self.first_failure():
             self.sweep()
         self.restarting, before, self.grace = True, self.grace, grace
@@ -278,7 +277,7 @@ class Agent(LocalElasticAgent):
         silent = self.board.find_silent(self.ends)
         folder_name = f"stacks-{datetime.now():%Y%m%d-%H%M%S}" if silent else ""
         for rank in silent:
-            _print(f"rank {self.global_rank(rank)} of {self.world_size} {self.board.report(rank, folder_name)}")
+            write_stderr(f"rank {self.global_rank(rank)} of {self.world_size} {self.board.report(rank, folder_name)}")
         self.ends |= dict.fromkeys(silent, HUNG)
         if silent:
             self._close(signal.SIGKILL, self.job.failure_grace)
@@ -379,7 +378,7 @@ def run(job: Job, place: Place | None, board: RankBoard) -> int:
     """
     if job.nodes is not None and place is not None:
         source = "" if place.local_addr is None else f" as {place.local_addr}"
-        _print(f"waiting at {place.endpoint}{source} for {_count(job)} of the run {job.run_id}")
+        write_stderr(f"waiting at {place.endpoint}{source} for {_count(job)} of the run {job.run_id}")
     stop: signal.Signals | None = None
     other_end: EndedByOtherMachine | None = None
     with _silence_agent():
@@ -418,7 +417,7 @@ def _protect_save(first: signal.Signals) -> None:
 
     def note(number: int, frame: Any) -> None:
         signal.signal(signal.SIGINT, before)
-        _print(f"the ranks already end because of {first.name}; press Ctrl-C again to end them immediately")
+        write_stderr(f"the ranks already end because of {first.name}; press Ctrl-C again to end them immediately")
 
     signal.signal(signal.SIGINT, note)
 
@@ -508,19 +507,8 @@ def _report_outcome(agent: Agent, stop: signal.Signals | None, other_end: EndedB
         lines, status = [agent.first_failure()], _convert_to_status(codes[first])
     else:
         return 0
-    _print("\n".join(lines + [f"{ranks}: {ending}" for ending, ranks in _group_ranks(words).items()]))
+    write_stderr("\n".join(lines + [f"{ranks}: {ending}" for ending, ranks in group_ranks(words).items()]))
     return status
-
-
-def _group_ranks(words: Mapping[int, str]) -> dict[str, str]:
-    return {
-        ending: named_ranks([rank for rank in sorted(words) if words[rank] == ending])
-        for ending in dict.fromkeys(words.values())
-    }
-
-
-def _print(text: str) -> None:
-    print("\n".join(f"treadle: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
 
 
 def _count(job: Job) -> str:
