@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from treadle.strategies.processes import IDENTITY
 
 import treadle
 from treadle.testing import faults
-from treadle.testing.faults import Fault, FaultInjected, FaultPlan, FaultsNotFired, armed_from_environment, forked
+from treadle.testing.faults import Fault, FaultInjected, FaultPlan, FaultsNotFired, forked
 
 
 class Task(treadle.TaskModule):
@@ -465,40 +464,6 @@ def test_of_two_processes_one_is_struck_and_the_restart_goes_through(tmp_path, a
     assert len(plan.firings) == 3
     with pytest.raises(FaultsNotFired, match=r"fault 1, .* happened 1 time on rank 1"):
         plan.check()  # there was but one process, says who calls it so
-
-
-SCRIPT = """
-from support.models import Line, loader
-from support.trainers import make_trainer
-from treadle.testing.faults import armed_from_environment
-
-with armed_from_environment():
-    trainer = make_trainer(devices=2)
-    trainer.fit(Line(), loader(6, 1))
-print("trained", trainer.global_step)
-"""
-
-
-@pytest.mark.long
-def test_a_launched_script_gets_its_plan_from_outside(tmp_path):
-    plan = FaultPlan([Fault("step", "kill", rank=1, step=2)], record=tmp_path / "record")
-    done = script(SCRIPT, env={**plan.to_env(), "PYTHONPATH": str(Path(__file__).parents[1])})
-    assert done.returncode != 0
-    assert "SIGKILL" in done.stderr
-    assert "trained" not in done.stdout
-    plan.check(world_size=2)
-
-
-def test_a_plan_goes_through_the_environment(tmp_path):
-    plan = FaultPlan(
-        [Fault("disk:*:after", "oserror:EIO", rank=1, step=2, occurrence=3, match="*/x")], record=tmp_path / "r"
-    )
-    again = armed_from_environment(plan.to_env())
-    assert (again.faults, again.record) == (plan.faults, plan.record)
-    with armed_from_environment({}) as nothing:
-        assert nothing is None
-    with pytest.raises(TypeError, match="can be passed to another process"):
-        FaultPlan([Fault("step", ValueError)]).to_env()
 
 
 # -- nothing stays behind --------------------------------------------------------------------------------------------

@@ -16,10 +16,9 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -45,13 +44,9 @@ __all__ = [
     "FaultPlan",
     "FaultsNotFired",
     "Firing",
-    "armed_from_environment",
     "disk_points",
     "forked",
 ]
-
-_VARIABLE = "TREADLE_FAULTS"
-
 
 _WRITES = ("write_bytes", "write_tensors", "write_stream")
 
@@ -98,9 +93,7 @@ class Places:
             self._undo = undo.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         undo, self._undo = self._undo, None
         assert undo is not None
         undo.close()
@@ -500,10 +493,8 @@ class FaultPlan:
         self._places.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._places.__exit__(kind, error, trace)
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._places.__exit__()
         if error is None:
             self._check_local()
 
@@ -534,31 +525,6 @@ class FaultPlan:
                 finally:
                     os.close(file)
             self.faults[firing.fault].happen(firing)
-
-    # -- plans of other processes --------------------------------------------------------------------------------
-
-    def to_env(self) -> dict[str, str]:
-        """Return the environment variable that passes this plan to `armed_from_environment` in another process.
-
-        Raises:
-            TypeError: If an action is not a string.
-        """
-        for fault in self.faults:
-            if not isinstance(fault.action, str):
-                raise TypeError(
-                    f"{fault}: only an action that is a string, such as 'raise:ValueError', can be passed to another "
-                    "process."
-                )
-        plan = {"faults": [dataclasses.asdict(f) for f in self.faults], "record": self.record and str(self.record)}
-        return {_VARIABLE: json.dumps(plan)}
-
-
-def armed_from_environment(env: Mapping[str, str] = os.environ) -> AbstractContextManager[FaultPlan | None]:
-    """Return a context manager that arms the plan that `FaultPlan.to_env` stored in ``env``, if there is one."""
-    if not env.get(_VARIABLE):
-        return nullcontext()
-    plan = json.loads(env[_VARIABLE])
-    return FaultPlan([Fault(**fault) for fault in plan["faults"]], record=plan["record"])
 
 
 # -- each disk operation in turn -------------------------------------------------------------------------------------
