@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...common.messages import nearest
-from ..checkpoint import FilePiece, Piece, Weights, abbreviate, filesystem, read_mark, read_whole_model
-from ..weights import choose_part
+from ..checkpoint import FilePiece, Piece, Weights, abbreviate, read_mark, read_whole_model
+from ..weights import make_parent, write_atomically, write_file
 
 INDEX = "index.json"
 
@@ -102,13 +101,6 @@ def write_weights(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor])
         The tensors in the file, by name. Each is read when it is used.
     """
     path = Path(folder).absolute() / "offload.safetensors"
-    filesystem.make_directory(path.parent)
-    part = choose_part(path)
-    try:
-        filesystem.write_tensors(part, tensors, {"format": "pt"})
-        filesystem.replace(part, path)
-    except BaseException:
-        with suppress(OSError):
-            filesystem.delete(part)
-        raise
+    make_parent(path)
+    write_atomically(path, lambda part: write_file(Path(part), tensors, {}))
     return read_whole_model(path)

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from .load import Loaded, load_opened, load_weights
     from .pickle_types import check_extent
     from .save import (
-        choose_part,
         make_parent,
         nbytes,
         parse_shard_size,

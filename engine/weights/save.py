@@ -98,7 +98,7 @@ def write_atomically(path: AnyPath, write: Callable[[str], object]) -> None:
             path.upload(file)
         return
     path = Path(os.path.abspath(path))
-    temporary = choose_part(path)
+    temporary = _choose_part(path)
     try:
         write(str(temporary))
         filesystem.fsync(temporary)
@@ -109,7 +109,7 @@ def write_atomically(path: AnyPath, write: Callable[[str], object]) -> None:
     filesystem.fsync(path.parent)
 
 
-def choose_part(path: Path) -> Path:
+def _choose_part(path: Path) -> Path:
     """Return the path next to a file to which this process alone writes it, and delete those of killed processes.
 
     Two runs may write the same file at the same time. The last one to complete it wins.
