@@ -6,7 +6,6 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -265,18 +264,9 @@ def move(data: Any, device: torch.device, skip: Collection[str]) -> Any:
         device: The target device.
         skip: Keys whose values are not moved, if ``data`` is a mapping.
     """
-    if isinstance(data, Tensor):
-        return data if data.device == device else data.to(device)
     if all(tensor.device == device for tensor in iter_tensors(data)):
         return data  # the usual case; the object itself is returned
     if skip and isinstance(data, Mapping):
-        moved = apply_nested(
-            {k: v for k, v in data.items() if k not in skip}, Tensor, partial(_move_tensor, device=device)
-        )
-        entries = {name: moved.get(name, value) for name, value in data.items()}
+        entries = {name: value if name in skip else move(value, device, ()) for name, value in data.items()}
         return entries if type(data) is dict else type(data)(entries)  # type: ignore[call-arg]
-    return apply_nested(data, Tensor, partial(_move_tensor, device=device))
-
-
-def _move_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor if tensor.device == device else tensor.to(device)
+    return apply_nested(data, Tensor, lambda tensor: tensor.to(device))
