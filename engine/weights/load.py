@@ -15,7 +15,7 @@ from ...strategies.distributed import cut_like, strip_compile_prefix
 from ..checkpoint import check_frozen, compute_digests, read_tensor
 from .sources import Opened, Source, open_source
 
-Rename = Callable[[str], str | None] | Mapping[str, str | None]
+Rename = Callable[[str], str | None]
 
 _WRAPPERS = ("module.", "_forward_module.")  # DistributedDataParallel and Fabric put these before every name
 _INSIDE = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # FSDP1 puts these at any place
@@ -70,9 +70,7 @@ def load_weights(
         prefix: Load only weights whose names begin with this prefix, and remove it from the names. Default: None, which
             removes the prefixes of common wrappers, such as DDP, if the model's names do not have them.
         rename: A function that maps a name in the source, without ``prefix``, to the name in the model, or to None to
-            skip the weight. Alternatively, a mapping from names in the source to names in the model. A key that is
-            empty or ends with ``"."`` is a prefix, which is replaced in all names that begin with it. Default: None,
-            which keeps the names.
+            skip the weight. Default: None, which keeps the names.
         sha256: The SHA-256 digest of the file, which is verified before the content is parsed. The digest of an index
             does not cover the files that the index names. Without it, a download only warns with its digest.
 
@@ -219,8 +217,6 @@ def _warn_left_out(place: str, *left: tuple[str, ...]) -> None:
 def _rename_weights(source: Opened, prefix: str | None, rename: Rename | None, model_names: set[str]) -> dict[str, Any]:
     values = source.weights | {name: value for name, value in source.extras.items() if name.endswith("_extra_state")}
     values |= {name: _LeftOut(digest) for name, digest in source.frozen.items()}
-    change = _make_renaming(rename)
-    result: dict[str, Any] = {}
     if prefix is None:
         values = _strip_wrappers(values, model_names)
     elif not any(name.startswith(prefix) for name in values):
@@ -228,10 +224,18 @@ def _rename_weights(source: Opened, prefix: str | None, rename: Rename | None, m
             f"{source.place}: no name begins with prefix={prefix!r}. The names are {abbreviate(list(values))}. Correct "
             "prefix=..., or remove it."
         )
+    else:
+        values = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+    if rename is None:
+        return values
+    if not callable(rename):
+        raise TypeError(
+            f"rename={rename!r:.100} must be a function of a name, not {name_type(rename)}. Pass, for example, lambda "
+            "name: name.replace('net.', 'body.', 1)."
+        )
+    result: dict[str, Any] = {}
     for name, value in values.items():
-        if prefix is not None and not name.startswith(prefix):
-            continue
-        new = change(name.removeprefix(prefix or ""))
+        new = rename(name)
         if new is None:
             continue
         if not isinstance(new, str):
@@ -242,29 +246,6 @@ def _rename_weights(source: Opened, prefix: str | None, rename: Rename | None, m
             )
         result[new] = value
     return result
-
-
-def _make_renaming(rename: Rename | None) -> Callable[[str], str | None]:
-    if rename is None:
-        return lambda name: name
-    if callable(rename):
-        return rename
-    if not isinstance(rename, Mapping):
-        raise TypeError(
-            f"rename={rename!r:.100} must be a function or a mapping from names to names, not {name_type(rename)}."
-        )
-    beginnings = sorted((old for old in rename if not old or old.endswith(".")), key=len, reverse=True)
-
-    def change(name: str) -> str | None:
-        if name in rename:
-            return rename[name]
-        old = next((old for old in beginnings if name.startswith(old)), None)
-        if old is None:
-            return name
-        new = rename[old]
-        return new if new is None else new + name.removeprefix(old)
-
-    return change
 
 
 def _strip_wrappers(values: dict[str, Any], model_names: set[str]) -> dict[str, Any]:
@@ -299,8 +280,6 @@ def _suggest_prefix(weights: Mapping[str, Any], model_names: Mapping[str, Any]) 
     for begin in sorted(list_beginnings(model_names)):
         count = sum(begin + name in model_names for name in weights)
         if count > best:
-            best, advice = (
-                count,
-                f" rename={{'': {begin!r}}} makes {count} of the model's {len(model_names)} names fit.",
-            )
+            best = count
+            advice = f" rename=lambda name: {begin!r} + name makes {count} of the model's {len(model_names)} names fit."
     return advice
