@@ -28,7 +28,7 @@ from .module_tensors import (
     named_tensors,
     set_tensor_by_names,
 )
-from .offload_file import INDEX, check_shapes, open_offloaded, write_weights
+from .offload_file import INDEX, check_shapes, open_offloaded, share_tied_values, write_weights
 
 Skip = str | list[str] | None
 
@@ -285,24 +285,28 @@ def dispatch(
     def is_away(device: Device | None) -> bool:
         return all_away or device == "disk" or (not is_accelerator(device or "cpu") and main.type != "cpu")
 
-    away = [n for n, tensor in tensors.items() if is_away(places[n]) and (offload_buffers or not is_buffer(tensor))]
-    _check_values({name: t for name, t in tensors.items() if str(places[name]).split(":")[0] != "meta"}, weights)
-
     def runs_on(name: str) -> torch.device:
         device = look_up_device(device_map, name)
         return main if device is None or is_away(device) else resolve(device)
 
-    pieces = _locate_values(tensors, away, weights)
+    needed = {name: tensor for name, tensor in tensors.items() if str(places[name]).split(":")[0] != "meta"}
+    check_shapes(needed, weights)
+    weights = share_tied_values(tensors, weights)
+    if empty := [n[0] for n in group_tied_names(needed) if needed[n[0]].is_meta and n[0] not in weights]:
+        raise ValueError(f"the model has no values for {abbreviate(empty)}. Load a checkpoint with these values.")
+    pieces: dict[str, Piece] = {}  # of offloaded tensors
     for names in group_tied_names(tensors):
-        old, device = tensors[names[0]], runs_on(names[0])
-        if names[0] in pieces or old.device == device:
-            continue
-        if old.is_meta and device.type != "meta":  # its values are in a file
-            new = torch.empty_like(old, device=device)
-            next(weights[name] for name in names if name in weights).fill(new)
-        else:
-            new = old.detach().to(device)
-        set_tensor_by_names(model, names, copy_attributes(old, new))
+        name, old = names[0], tensors[names[0]]
+        device = runs_on(name)
+        if is_away(places[name]) and (offload_buffers or not is_buffer(old)):
+            pieces |= dict.fromkeys(names, weights.get(name) or MemoryPiece(old.detach().to("cpu")))
+        elif old.device != device:
+            if old.is_meta and device.type != "meta":  # its values are in a file
+                new = torch.empty_like(old, device=device)
+                weights[name].fill(new)
+            else:
+                new = old.detach().to(device)
+            set_tensor_by_names(model, names, copy_attributes(old, new))
     if pieces or force_hooks or len({runs_on(name) for name in device_map}) > 1:
         _install(model, runs_on, pieces, set(device_map), main, skip_keys, preload_module_classes)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
@@ -313,29 +317,6 @@ def refuse_twice(model: nn.Module) -> None:
     """Raise a ValueError if a model has hooks of an earlier dispatch, which would load outdated weights."""
     if _find_hooks(model.modules()):
         raise ValueError("the model is already dispatched. Call remove_hook_from_submodules(model) first.")
-
-
-def _check_values(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -> None:
-    check_shapes(tensors, weights)
-    empty = [
-        names[0]
-        for names in group_tied_names(tensors)
-        if tensors[names[0]].is_meta and not any(name in weights for name in names)
-    ]
-    if empty:
-        raise ValueError(f"the model has no values for {abbreviate(empty)}. Load a checkpoint with these values.")
-
-
-def _locate_values(
-    tensors: Mapping[str, Tensor], away: Iterable[str], weights: Mapping[str, Piece]
-) -> dict[str, Piece]:
-    """Return the `Piece` with each offloaded tensor's values; all names of a tied tensor share one piece."""
-    away_names, pieces = set(away), dict[str, Piece]()
-    for names in group_tied_names(tensors):
-        if names[0] in away_names:
-            piece = next((weights[name] for name in names if name in weights), None)
-            pieces |= dict.fromkeys(names, piece or MemoryPiece(tensors[names[0]].detach().to("cpu")))
-    return pieces
 
 
 def _disk_weights(

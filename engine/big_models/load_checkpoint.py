@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...common.messages import announce, warn
 from ...common.validation import choose
-from ..checkpoint import Weights, abbreviate
+from ..checkpoint import Piece, Weights, abbreviate
 from ..quantization import WeightQuantizer
 from ..weights import open_weights
 from .device_map import check_device_map, device_map_plan, get_balanced_memory, infer_auto_device_map, look_up_device
@@ -27,7 +27,7 @@ from .module_tensors import (
     resolve_stored_dtype,
     set_tensor_by_names,
 )
-from .offload_file import check_shapes
+from .offload_file import check_shapes, share_tied_values
 
 Checkpoint = str | os.PathLike[str]
 
@@ -177,6 +177,7 @@ def load_weights(
     tensors = named_tensors(model)
     _check_names(model, tensors, weights, strict)
     check_shapes(tensors, weights)
+    weights = share_tied_values(tensors, weights)
     rounded = {} if quantizer is None else {f"{name}.weight": part for name, part in quantizer.select(model).items()}
     for names in group_tied_names(tensors):
         old = tensors[names[0]]
@@ -187,15 +188,14 @@ def load_weights(
         if place == "disk" and (offload_buffers or not is_buffer(old)):
             device = torch.device("meta")
         kind = torch.float32 if in_fp32 & set(names[0].split(".")) and dtype else dtype
-        _load_tensor(model, names, old, weights, device, resolve_stored_dtype(old, kind))
+        _load_tensor(model, names, old, weights.get(names[0]), device, resolve_stored_dtype(old, kind))
         if quantizer is not None and names[0] in rounded and device.type != "meta":
             quantizer.round(rounded[names[0]])
 
 
 def _load_tensor(
-    model: nn.Module, names: list[str], old: Tensor, weights: Weights, device: torch.device, dtype: torch.dtype
+    model: nn.Module, names: list[str], old: Tensor, piece: Piece | None, device: torch.device, dtype: torch.dtype
 ) -> None:
-    piece = next((weights[name] for name in names if name in weights), None)
     if device.type == "meta" and piece is None and not old.is_meta:
         return  # it is in no checkpoint, so its values stay in memory
     with torch.no_grad():

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...common.messages import nearest
 from ..checkpoint import FilePiece, Piece, Weights, abbreviate, read_mark, read_whole_model
 from ..weights import make_parent, write_atomically, write_file
+from .module_tensors import group_tied_names
 
 INDEX = "index.json"
 
@@ -29,6 +30,15 @@ def check_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) ->
         raise ValueError(
             f"the checkpoint does not fit the model: {abbreviate(wrong)}. Load a checkpoint of this model."
         )
+
+
+def share_tied_values(tensors: Mapping[str, Tensor], weights: Mapping[str, Piece]) -> Weights:
+    """Return the weights of a model's ``tensors``; those of a tied tensor, which a file may have once, by each name."""
+    shared: Weights = {}
+    for names in group_tied_names(tensors):
+        if saved := [name for name in names if name in weights]:
+            shared |= dict.fromkeys(names, weights[saved[0]])
+    return shared
 
 
 def open_offloaded(folder: str | os.PathLike[str] | None, index: Mapping[str, Any] | None = None) -> Weights:
