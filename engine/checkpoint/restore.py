@@ -88,9 +88,12 @@ def restore(
     with _read_together(world, opened):
         weights = _select_fitting_weights(accelerator, opened, chosen, strict)
         training = None if shared is None else _read_training(accelerator, opened, shared, layouts, exactly, schedule)
-    _check_frozen(accelerator, opened, chosen, strict)
-    for model, values, fully in weights:
-        accelerator.strategy.load_model_state(model, values, fully)
+    for model, _, exact, frozen in weights:
+        if frozen:  # all ranks compute the digests of these weights
+            current = model_check.compute_digests(accelerator.strategy.unwrap(model), frozen, world)
+            model_check.check_frozen(current, frozen, opened.path, exact)
+    for model, values, exact, frozen in weights:
+        accelerator.strategy.load_model_state(model, values, exact and not frozen)
         loaded_from[model] = str(absolute(opened.path)), manifest, accelerator.accumulation.steps
     if training is not None:
         _load_training(accelerator, manifest, training, loaded_from)
@@ -263,10 +266,19 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, Stored) or any(map(_holds_tensors, items))
 
 
+class _ModelWeights(NamedTuple):
+    """Weights to load into one model, sharded like it, and the digests of frozen ones that the checkpoint omits."""
+
+    model: nn.Module
+    values: dict[str, Any]
+    strict: bool
+    frozen: dict[str, str]
+
+
 def _select_fitting_weights(
     accelerator: Prepared, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None
-) -> list[tuple[nn.Module, dict[str, Any], bool]]:
-    """Return, for each chosen model, the weights to load, sharded like the model, and whether loading is strict."""
+) -> list[_ModelWeights]:
+    """Return the weights to load into each chosen model."""
     loads = []
     for number, model in enumerate(accelerator.models):
         if not any(model is candidate for candidate in chosen):
@@ -283,7 +295,7 @@ def _select_fitting_weights(
         saved = _restore_compiled_names(current, saved)
         fitting = model_check.check_weights(module, saved, opened.path, exactly, left_out)
         values = {n: cut_like(v, current.get(n)) if isinstance(v, Stored) else v for n, v in fitting.items()}
-        loads.append((model, values, exactly and not left_out))
+        loads.append(_ModelWeights(model, values, exactly, left_out))
     return loads
 
 
@@ -387,19 +399,6 @@ def _read_rank_state(rank: int, opened: OpenCheckpoint) -> RankState:
     if not all(isinstance(values, dict) for values in state["buffers"]):
         raise ValueError(f"{path}: part {name!r} is damaged: the items of 'buffers' are not dicts. {RESTORE}")
     return state
-
-
-def _check_frozen(accelerator: Prepared, opened: OpenCheckpoint, chosen: list[nn.Module], strict: bool | None) -> None:
-    """Check that each model has the frozen weights that the checkpoint omits. Call it on all ranks."""
-    for number, model in enumerate(accelerator.models):
-        if not any(model is candidate for candidate in chosen):
-            continue
-        module = accelerator.strategy.unwrap(model)
-        saved = model_check.read_frozen_note(opened.part(model_part(number)).notes, opened.path)
-        if saved:
-            exactly = getattr(module, "strict_loading", True) if strict is None else strict
-            current = model_check.compute_digests(module, saved, accelerator.world)
-            model_check.check_frozen(current, saved, opened.path, exactly)
 
 
 def load_into_memory(saved: Any, like: Any, once: dict[tuple[int, int], Tensor]) -> Any:
