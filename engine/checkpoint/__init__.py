@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .content import check_places, refuse_not_finite
     from .filesystem import CODES, Files, TensorFile
     from .json_codec import MAX_DEPTH, Record, check_tensor, decode, encode
-    from .model_check import check_frozen, compare_names, compute_digests, digest_parameters, read_frozen_note
+    from .model_check import check_frozen, compare_names, compute_digests, find_reshaped, read_frozen_note
     from .one_file import is_checkpoint_file, lay_out
     from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together, read_part
     from .parts import (

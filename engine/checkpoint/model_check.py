@@ -186,12 +186,9 @@ def check_weights(
         ValueError: If the weights do not fit the model. Without ``strict``, this is a warning.
     """
     state = model.state_dict()
-    reshaped = _find_reshaped(state, weights)
-    absent = {name for name in state if strip_compile_prefix(name) in left_out}
-    lines = [f"missing: {name}" for name in sorted(set(state) - set(weights) - absent)]
-    lines += [f"unexpected: {name}" for name in sorted(set(weights) - set(state))]
+    reshaped, untied = find_reshaped(state, weights), _find_untied(model, weights)
+    lines = _compare_names(state, weights, {name for name in state if strip_compile_prefix(name) in left_out})
     lines += reshaped.values()
-    untied = _find_untied(model, weights)
     lines += [
         f"{name}: tied to {first_name} in the model, but has different values in the checkpoint"
         for name, first_name in untied.items()
@@ -226,14 +223,18 @@ def list_differences(
     Without ``complete``, or if the model has lazy parameters without a shape, names that are missing on one side are
     not reported. Names in ``left_out`` may be missing.
     """
-    state = {strip_compile_prefix(name): value for name, value in model.state_dict().items() if not is_lazy(value)}
-    complete = complete and not any(map(is_lazy, model.state_dict().values()))
-    missing = [f"missing: {name}" for name in sorted(set(state) - set(weights) - set(left_out))] if complete else []
-    unexpected = [f"unexpected: {name}" for name in sorted(set(weights) - set(state))] if complete else []
-    return [*missing, *unexpected, *_find_reshaped(state, weights).values()]
+    state = {strip_compile_prefix(name): value for name, value in model.state_dict().items()}
+    names = [] if not complete or any(map(is_lazy, state.values())) else _compare_names(state, weights, left_out)
+    return [*names, *find_reshaped(state, weights).values()]
 
 
-def _find_reshaped(state: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, str]:
+def _compare_names(state: Mapping[str, Any], weights: Mapping[str, Any], left_out: Collection[str]) -> list[str]:
+    missing = [f"missing: {name}" for name in sorted(set(state) - set(weights) - set(left_out))]
+    return missing + [f"unexpected: {name}" for name in sorted(set(weights) - set(state))]
+
+
+def find_reshaped(state: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, str]:
+    """Return a line about each of ``weights`` whose shape differs from that in a model's ``state``, by name."""
     return {
         name: f"{name}: {_describe_form(weights[name])} in the checkpoint, {_describe_form(state[name])} in the model"
         for name in state

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from ...common.messages import abbreviate, name_type, warn
 from ...strategies import SingleDevice, World
 from ...strategies.distributed import cut_like, strip_compile_prefix
-from ..checkpoint import check_frozen, compute_digests, read_tensor
+from ..checkpoint import check_frozen, compute_digests, find_reshaped, read_tensor
 from .sources import Opened, Source, open_source
 
 Rename = Callable[[str], str | None]
@@ -107,16 +106,22 @@ def load_opened(
     weights |= _find_tied_values(unwrapped, weights)
     missing = tuple(name for name in targets if name not in weights and name not in frozen)
     unexpected = tuple(name for name in weights if name not in targets)
-    reshaped = tuple(name for name, key in targets.items() if name in weights and not _fits(weights[name], state[key]))
+    reshaped = find_reshaped({name: state[key] for name, key in targets.items()}, weights)
     if strict:
-        _compare(unwrapped, source, weights, state, targets, (missing, unexpected, reshaped))
+        lines = [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in unexpected]
+        if (lines or reshaped) and not _may_change(unwrapped, bool(reshaped)):
+            raise ValueError(
+                f"{source.place} contains the weights of a different model:\n  "
+                + abbreviate([line[:300] for line in (*lines, *reshaped.values())], 30, "\n  ")
+                + f"\nTo load what fits, pass strict=False.{_suggest_prefix(weights, targets)}"
+            )
         fitting = list(weights)
     else:
         fitting = [name for name in weights if name in targets and name not in reshaped]
         if not fitting:
             advice = _suggest_prefix(weights, targets) or " Map the names with rename=, or pass weights of this model."
             raise ValueError(f"{source.place}: none of its weights fit the model.{advice}")
-        _warn_left_out(source.place, missing, unexpected, reshaped)
+        _warn_left_out(source.place, missing, unexpected, tuple(reshaped))
     if frozen:
         check_frozen(compute_digests(unwrapped, frozen, World()), frozen, source.place, strict)
     values = {}
@@ -132,7 +137,7 @@ def load_opened(
         raise ValueError(
             f"{source.place} does not fit the model: {error}{_suggest_prefix(weights, targets)}"
         ) from error
-    return Loaded(tuple(fitting), missing, unexpected, reshaped)
+    return Loaded(tuple(fitting), missing, unexpected, tuple(reshaped))
 
 
 def _unwrap_model(model: nn.Module) -> nn.Module:
@@ -166,45 +171,14 @@ def _find_tied_values(module: nn.Module, weights: Mapping[str, Any]) -> dict[str
     return tied_values
 
 
-def _fits(piece: Any, tensor: Any) -> bool:
-    if not isinstance(tensor, Tensor) or is_lazy(tensor):
+def _may_change(module: nn.Module, reshaped: bool) -> bool:
+    """Return whether a model may rename weights or replace layers as it loads; torch then compares names and shapes."""
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
         return True
-    return getattr(piece, "shape", None) == tensor.shape
-
-
-def _compare(
-    module: nn.Module,
-    source: Opened,
-    weights: Mapping[str, Any],
-    state: Mapping[str, Any],
-    targets: Mapping[str, str],
-    differences: tuple[tuple[str, ...], ...],
-) -> None:
-    """Raise an error if names or shapes differ from the model's. Names may differ if the model may rename weights."""
-    missing, unexpected, reshaped = differences
-    if not any(differences):
-        return
-    loads_itself = type(module).load_state_dict is not nn.Module.load_state_dict  # it may also replace layers
-    if loads_itself or (not reshaped and _may_know_other_names(module)):
-        return  # torch compares names and shapes itself after the model has changed them
-    lines = [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in unexpected]
-    lines += [
-        f"{name}: {tuple(getattr(weights[name], 'shape', ()))} in the source, "
-        f"{tuple(state[targets[name]].shape)} in the model"
-        for name in reshaped
-    ]
-    raise ValueError(
-        f"{source.place} contains the weights of a different model:\n  "
-        + abbreviate([line[:300] for line in lines], 30, "\n  ")
-        + f"\nTo load what fits, pass strict=False.{_suggest_prefix(weights, targets)}"
-    )
-
-
-def _may_know_other_names(module: nn.Module) -> bool:
-    """Return whether the model has hooks that may rename weights during loading."""
     hooks = [hook for part in module.modules() for hook in part._load_state_dict_pre_hooks.values()]
     functions = (getattr(hook, "hook", hook) for hook in hooks)
-    return any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed") for hook in functions)
+    renames = any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed") for hook in functions)
+    return renames and not reshaped
 
 
 def _warn_left_out(place: str, *left: tuple[str, ...]) -> None:

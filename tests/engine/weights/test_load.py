@@ -76,7 +76,7 @@ def test_what_fits_and_no_more(tmp_path):
     own = model.state_dict()["2.bias"].clone()
     with pytest.raises(
         ValueError,
-        match=r"(?s)missing: 2.bias.*unexpected: extra.*0.weight: \(7, 4\) in the source, \(5, 4\) in the model",
+        match=r"(?s)missing: 2.bias.*unexpected: extra.*0.weight: \(7, 4\) in the checkpoint, \(5, 4\) in the model",
     ):
         treadle.load_weights(model, pt(changed, tmp_path))
     with pytest.warns(UserWarning, match=r"2\.bias.*extra.*0\.weight"):
