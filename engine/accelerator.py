@@ -871,7 +871,7 @@ class Accelerator(Prepared):
 
         The hook is called on all ranks. ``models`` is the list of prepared models, and ``weights`` is the list of their
         state dicts; see `get_state_dict`. State dicts that the hook removes from ``weights`` are not saved. Files that
-        it writes to ``output_dir`` become part of the checkpoint.
+        it writes to ``output_dir`` become part of the checkpoint, which must not be at a URL.
 
         Args:
             hook: The function to call.

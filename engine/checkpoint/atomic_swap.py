@@ -58,15 +58,6 @@ SHARE_TARGET = "Save to a file system that all ranks share, and do not change th
 """Fix for files that are missing or have changed when a save is committed, at the end of an error message."""
 
 
-def explain_refused_file(name: str) -> str:
-    """Return the error message for a path that a save_state pre-hook must not write into a checkpoint."""
-    if name == MANIFEST:
-        reason = "but this name is reserved for the checkpoint's own file. Use another name"
-    else:
-        reason = "which is neither a file nor a link. Write only files"
-    return f"a save_state pre-hook wrote {name}, {reason}."
-
-
 def get_version_path(target: Path | str, kind: str, writer: str = "") -> Path:
     """Return the path of the next (``part``), replaced (``old``) or deleted (``gone``) version of ``target``.
 

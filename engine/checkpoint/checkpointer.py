@@ -8,6 +8,7 @@ import socket
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -143,13 +144,14 @@ class Checkpointer:
                 for target in targets:
                     store.check_target(target)
         _check_equal_targets(targets, world)
-        if accelerator.save_hooks and len(targets) > 1:
+        if accelerator.save_hooks and (len(targets) > 1 or isinstance(targets[0], RemotePath)):
             raise ValueError(
-                "save_state(also=...) can't be combined with a save_state pre-hook, whose files would be in only one "
-                "of the checkpoints. Save to one directory at a time."
+                "a save_state pre-hook writes files into one directory on a disk, so save_state can't save to a URL or "
+                "with also=... Save to one directory at a time, and upload it afterwards."
             )
-        copying, staged = None, targets[0] if world.is_main and accelerator.save_hooks else None
-        with store.discarding_on_failure(staged), world.failing_together():
+        copying = None
+        staged = store.discarding_on_failure(targets[0]) if world.is_main and accelerator.save_hooks else nullcontext()
+        with staged, world.failing_together():
             frozen = self.find_frozen(world) if trainable_only else ()
             files = content.collect(accelerator, targets[0], parts or {}, weights_only, frozen)
             make_save = None if choose_save is None else choose_save(files, frozen[0] if frozen else ())

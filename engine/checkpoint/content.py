@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -366,6 +367,7 @@ def _collect_weights(accelerator: Prepared, target: AnyPath, errors: ErrorCollec
     if not accelerator.save_hooks:
         states = (accelerator.strategy.model_state(model) for model in models)
         return [{strip_compile_prefix(name): value for name, value in state.items()} for state in states]
+    assert isinstance(target, Path)
     with accelerator.world.failing_together():
         if accelerator.world.is_main:
             store.begin(target)

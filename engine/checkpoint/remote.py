@@ -25,7 +25,6 @@ from ...common.remote_path import RemotePath
 from ...common.temporary import temporary_folder
 from ...strategies.processes import forget_unfinished, note_unfinished
 from . import filesystem
-from .atomic_swap import UNFINISHED, explain_refused_file
 from .parts import FOLDER, MANIFEST, Files, Manifest, read_manifest, read_manifests, read_source, serialize, write_file
 
 T = TypeVar("T")
@@ -243,7 +242,7 @@ class Upload:
     ``folder`` is the name of the folder for the checkpoint's files, the same on all processes; see `new_folder`.
 
     Attributes:
-        staging: The folder in which this process assembles its files; hooks write into it too.
+        staging: The folder in which this process assembles its files.
     """
 
     def __init__(self, target: RemotePath, folder: str) -> None:
@@ -277,16 +276,16 @@ class Upload:
         """Commit the files that all processes have uploaded; see `store.DiskSave.commit`.
 
         Raises:
-            ValueError: If the target, a file, the manifest or a file of a hook is not valid.
+            ValueError: If the target, a file or the manifest is not valid.
             TypeError: If ``info`` contains a tensor, an array or something that is not data.
             OSError: If a request to the store fails. An earlier checkpoint remains, unless the new manifest was written
                 although the store did not confirm it.
         """
         target = self._target
         check_target(target)
+        assert not hooked  # hooks need a directory on a disk
         entries = {name: dict(files[name]) for name in sorted(files)}
-        written = self._upload_hook_files(set(files)) if hooked else {}
-        manifest = Manifest.build(entries, info, _find_next_sequence(target.parent), written, self._folder)
+        manifest = Manifest.build(entries, info, _find_next_sequence(target.parent), folder=self._folder)
         data = manifest.to_json()
         check_files(target, manifest, "Save again, to a URL that no other job writes to.")
         self._may_be_committed = True
@@ -305,20 +304,6 @@ class Upload:
             return read_source(self._target) == manifest
         except ValueError:
             return False
-
-    def _upload_hook_files(self, files: set[str]) -> dict[str, filesystem.Entry]:
-        """Upload the files that hooks wrote in addition to ``files``, and return their entries for a manifest."""
-        names = [name for name in filesystem.list_leaves(self.staging) if name not in files and name != UNFINISHED]
-        for name in names:
-            if name == MANIFEST or not (self.staging / name).is_file():
-                raise ValueError(explain_refused_file(name))
-
-        def transfer(name: str) -> filesystem.Entry:
-            file = (self.staging / name).resolve()  # a store does not support links
-            (self._target / self._folder / name).upload(file)
-            return filesystem.describe(file)
-
-        return dict(zip(names, _run_concurrently(transfer, names), strict=True))
 
     def discard(self, is_main: bool) -> None:
         """Delete this process's local files and, on rank zero, the uploaded files, unless these may be committed."""

@@ -32,7 +32,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...common.remote_path import AnyPath, RemotePath, absolute, as_path
+from ...common.remote_path import AnyPath, RemotePath, absolute
 from ...strategies import World
 from ...strategies.processes import forget_unfinished, identify_process, note_unfinished
 from . import atomic_swap, filesystem, remote
@@ -68,14 +68,11 @@ def check_target(target: AnyPath) -> None:
         atomic_swap.check_target(target)
 
 
-def get_staging_path(target: AnyPath | str, writer: str = "") -> Path:
-    """Return the directory that contains a checkpoint's parts until `commit`; for a URL, a folder of this process.
+def get_staging_path(target: Path | str, writer: str = "") -> Path:
+    """Return the directory that contains a checkpoint's parts until `commit`.
 
     ``writer`` is the process that will call `commit` (`identify_process`); the default is this process.
     """
-    target = as_path(target)
-    if isinstance(target, RemotePath):
-        return remote.open_staging(target)
     return atomic_swap.get_version_path(target, "part", writer)
 
 
@@ -98,7 +95,10 @@ def _sync_added_files(source: Path, files: set[str]) -> dict[str, filesystem.Ent
             continue
         mode = path.lstat().st_mode
         if name == MANIFEST or not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
-            raise ValueError(atomic_swap.explain_refused_file(name))
+            raise ValueError(
+                f"a save_state pre-hook wrote {name}, which is neither a file nor a link, or has a name that is "
+                "reserved for the checkpoint's own file. Write only files, under other names."
+            )
         if stat.S_ISREG(mode):
             filesystem.fsync(path)
         entries[name] = filesystem.describe(path)
@@ -108,7 +108,7 @@ def _sync_added_files(source: Path, files: set[str]) -> dict[str, filesystem.Ent
     return entries
 
 
-def begin(target: AnyPath | str) -> Path:
+def begin(target: Path | str) -> Path:
     """Create an empty directory at `get_staging_path`, into which hooks write files, and return it."""
     discard(target)
     source = get_staging_path(target)
@@ -120,29 +120,25 @@ def begin(target: AnyPath | str) -> Path:
     return source
 
 
-def discard(target: AnyPath | str) -> None:
+def discard(target: Path | str) -> None:
     """Delete the files that were written at `get_staging_path` but not committed.
 
     An existing checkpoint at the target is not changed.
     """
-    target = as_path(target)
-    if isinstance(target, RemotePath):
-        remote.clear_staging(target)
-        return
-    if atomic_swap.is_staged(get_staging_path(target)):
-        filesystem.delete(get_staging_path(target), first=MANIFEST)
-    forget_unfinished(get_staging_path(target))
+    staging = get_staging_path(target)
+    if atomic_swap.is_staged(staging):
+        filesystem.delete(staging, first=MANIFEST)
+    forget_unfinished(staging)
 
 
 @contextmanager
-def discarding_on_failure(target: AnyPath | None) -> Iterator[None]:
-    """Return a context that calls `discard` if the block fails; None discards nothing."""
+def discarding_on_failure(target: Path) -> Iterator[None]:
+    """Return a context that calls `discard` if the block fails."""
     try:
         yield
     except BaseException:
-        if target is not None:
-            with suppress(OSError):  # a remainder is deleted at the next start
-                discard(target)
+        with suppress(OSError):  # a remainder is deleted at the next start
+            discard(target)
         raise
 
 
@@ -393,7 +389,7 @@ def _explain_error(error: Exception, target: AnyPath, files: Files) -> Exception
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return error
     needed = f"This process needs {sum(estimate_size(content) for content in files.values()):,} bytes"
-    folder = get_staging_path(target)
+    folder = get_staging_path(target) if isinstance(target, Path) else remote.open_staging(target)
     with suppress(OSError):
         existing = next(parent for parent in folder.parents if os.path.exists(parent))
         needed += f", but only {shutil.disk_usage(existing).free:,} are free"
