@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .filesystem import CODES, Files, TensorFile
     from .json_codec import MAX_DEPTH, Record, check_tensor, decode, encode
     from .model_check import check_frozen, compare_names, compute_digests, find_reshaped, read_frozen_note
-    from .one_file import is_checkpoint_file, lay_out
+    from .one_file import KINDS, is_checkpoint_file, lay_out
     from .open_checkpoint import OpenCheckpoint, find_first_intact, open_together, read_part
     from .parts import (
         ADDED,

@@ -101,7 +101,7 @@ def swap_in(staging: Path, target: Path) -> None:
     permits; but a file that has replaced a file stays. A later failure only causes a warning.
     """
     aside = _choose_unused(target, "old")
-    manifest, put = _mark(staging), filesystem.replace if staging.is_file() else filesystem.rename
+    manifest, put = mark_version(staging), filesystem.replace if staging.is_file() else filesystem.rename
     replaces_file = False
     try:
         for attempt in range(_TRIES):
@@ -330,7 +330,7 @@ def explain_replaced(path: Path, place: Path) -> str:
     ``place`` is where the checkpoint currently is.
     """
     with suppress(FileNotFoundError):
-        if path in _saved and _saved[path] != _mark(place):
+        if path in _saved and _saved[path] != mark_version(place):
             return (
                 f"{path} was saved by this run, and another run has replaced it since. Use a separate directory for "
                 "the checkpoints of each run."
@@ -358,7 +358,7 @@ def retire(path: Path, target: Path) -> bool:
     return True
 
 
-def _mark(path: Path) -> filesystem.Mark:
+def mark_version(path: Path) -> filesystem.Mark:
     """Return the mark that tells one save of a checkpoint from another."""
     return filesystem.mark(path / MANIFEST if _is_folder(path) else path)
 

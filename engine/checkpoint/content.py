@@ -36,7 +36,7 @@ from .parts import STATE, Files, TensorFile, encode_part, extra_part, model_part
 from .train_state import OptimizerState, RandomState, RankState, TrainState
 
 MODULES_NOTE, FROZEN_NOTE = "modules", "frozen"
-"""Notes about a model in the header of its file: its submodules' classes, and the weights that it omits."""
+"""Notes about a model in the header of its file: its submodules' classes, and the digests of the weights it omits."""
 
 _RESERVED = re.compile(r"(model|optimizer)(-.*)?|(extra|rank)-.*|state|manifest|unfinished", re.IGNORECASE)
 """Pattern of reserved part names: the engine's own parts (see `train_state`), ``manifest`` and ``unfinished``."""
@@ -388,28 +388,13 @@ def _collect_model_files(
     rank: int, number: int, model: nn.Module, weights: dict[str, Any], frozen: Mapping[str, str]
 ) -> Files:
     """Return the files of one unwrapped model that this process writes."""
-    tensors, extra = _split_tensors({name: value for name, value in weights.items() if name not in frozen})
-    notes = make_notes(model)
-    if frozen:
-        notes |= make_frozen_note(frozen)
+    saved = {name: value for name, value in weights.items() if name not in frozen}
+    tensors = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
+    extra = {name: value for name, value in saved.items() if name not in tensors}  # of `get_extra_state`
+    noted = {MODULES_NOTE: list_part_kinds(model)} | ({FROZEN_NOTE: frozen} if frozen else {})
+    notes = {name: json.dumps(note, separators=(",", ":")) for name, note in noted.items()}
     files = encode_part(model_part(number), tensors, rank, notes)
     return files | (encode_part(extra_part(number), extra, rank) if extra else {})
-
-
-def _split_tensors(weights: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors of a model's state, and other values in it (``get_extra_state``)."""
-    extra = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
-    return {name: value for name, value in weights.items() if name not in extra}, extra
-
-
-def make_notes(model: nn.Module) -> dict[str, str]:
-    """Return the note that records the classes of a model's submodules in a checkpoint, for `model_check.compare`."""
-    return {MODULES_NOTE: json.dumps(list_part_kinds(model), separators=(",", ":"))}
-
-
-def make_frozen_note(digests: Mapping[str, str]) -> dict[str, str]:
-    """Return a checkpoint's note about the weights that it omits, from their digests by name."""
-    return {FROZEN_NOTE: json.dumps(digests, separators=(",", ":"))}
 
 
 def encode_optimizers(accelerator: Prepared) -> Files:

@@ -222,13 +222,9 @@ class Records:
     gaps: str
     end: int
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry of the manifest from which `parse` makes the records."""
-        return {"entries": self.entries, "gaps": self.gaps, "end": self.end}
-
     @classmethod
     def parse(cls, document: Any) -> "Records":
-        """Return the records for a manifest's entry.
+        """Return the records for a manifest's entry, which contains their attributes.
 
         Raises:
             ValueError: If it is not valid.

@@ -130,7 +130,7 @@ class Manifest:
         counts = {name: getattr(self, name) for name in (*_COUNTS, "sequence")}
         folder = {"folder": self.folder} if self.folder else {}
         hooked = {"others": self.hooked} if self.hooked else {}
-        records = {} if self.records is None else {"records": self.records.to_json()}
+        records = {} if self.records is None else {"records": vars(self.records)}
         document = {"format": self.format, **counts, **folder, "files": self.files, **hooked, **records, "info": info}
         # A manifest that `read_manifest` would reject must fail the save, not the resume.
         _parse(document)

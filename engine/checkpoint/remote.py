@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,19 +77,15 @@ def _find_next_sequence(directory: RemotePath) -> int:
 
     The process remembers the number, so later calls need not list the folder again.
     """
-    highest = _known_sequences(directory)
-    if not highest:
-        highest.append(
-            max((manifest.sequence for manifest, _ in read_manifests(list_checkpoints(directory))[0]), default=0)
-        )
-    highest[0] += 1
-    return highest[0]
+    if directory not in _known_sequences:
+        manifests = [manifest for manifest, _ in read_manifests(list_checkpoints(directory))[0]]
+        _known_sequences[directory] = max((manifest.sequence for manifest in manifests), default=0)
+    _known_sequences[directory] += 1
+    return _known_sequences[directory]
 
 
-@lru_cache(maxsize=8)
-def _known_sequences(directory: RemotePath) -> list[int]:
-    """Return the list that stores a folder's highest sequence number; empty until this process lists the folder."""
-    return []
+_known_sequences: dict[RemotePath, int] = {}
+"""Highest sequence number in each folder that this process has saved to."""
 
 
 def check_files(path: RemotePath, manifest: Manifest, fix: str = filesystem.RESTORE) -> None:

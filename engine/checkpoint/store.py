@@ -80,7 +80,7 @@ def _put_in_place(source: Path, target: Path, sequence: int) -> None:
     if problem := atomic_swap.explain_replaced(target, target):
         warnings.warn(f"{problem} This save replaces it again.")
     forget_unfinished(source)  # the checkpoint is complete: after a failure below, `recover` decides
-    version = _identify_version(source)
+    version = atomic_swap.mark_version(source)
     atomic_swap.swap_in(source, target)
     _known_sequences[target] = version, sequence
 
@@ -532,7 +532,7 @@ def _iterate_entries(directory: Path) -> Iterator[Path]:
 
 # The version and the sequence number of each checkpoint that a commit has found next to its own. With many kept
 # checkpoints, reading their manifests each time took longer than the save itself.
-_known_sequences: dict[Path, tuple[tuple[int, ...], int]] = {}
+_known_sequences: dict[Path, tuple[filesystem.Mark, int]] = {}
 
 
 def _find_next_sequence(directory: Path) -> int:
@@ -540,7 +540,7 @@ def _find_next_sequence(directory: Path) -> int:
     present = {}
     for path in _iterate_entries(directory):
         with suppress(ValueError, OSError):
-            version = _identify_version(path)
+            version = atomic_swap.mark_version(path)
             entry = _known_sequences.get(path)
             if entry is None or entry[0] != version:
                 entry = version, read_manifest(path).sequence if _looks_like_checkpoint(path) else 0
@@ -550,14 +550,6 @@ def _find_next_sequence(directory: Path) -> int:
             _known_sequences.pop(path, None)  # deleted checkpoints would accumulate throughout a long run
     _known_sequences.update(present)
     return max((sequence for _, sequence in present.values()), default=0) + 1
-
-
-def _identify_version(path: Path) -> tuple[int, ...]:
-    """Return a value that changes with each save to a path."""
-    status = path.lstat()
-    if stat.S_ISDIR(status.st_mode):
-        status = (path / MANIFEST).lstat()
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _looks_like_checkpoint(path: Path) -> bool:

@@ -10,20 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ...common.messages import warn
-from ...common.remote_path import RemotePath
+from ...common.remote_path import RemotePath, is_url
 from ..checkpoint import CheckpointNotFoundError
 
 MAX_BYTES = 256 * 2**30
 _PIECE = 2**20
 _TIMEOUT = 60
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
 _WEB = ("http", "https", "file")
-
-
-def is_url(source: object) -> bool:
-    """Return whether a source of weights is a URL rather than a path."""
-    return isinstance(source, str) and _SCHEME.match(source) is not None
 
 
 def find_in_store(source: object) -> RemotePath | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...common.messages import abbreviate, name_type
-from ...common.remote_path import AnyPath
+from ...common.remote_path import AnyPath, is_url
 from ...common.temporary import temporary_folder
 from ..checkpoint import (
     MANIFEST,
@@ -29,7 +29,7 @@ from ..checkpoint import (
     read_whole_model,
     recover_interrupted,
 )
-from .download import check_digest, fetch, fetch_from_store, find_in_store, is_url
+from .download import check_digest, fetch, fetch_from_store, find_in_store
 from .torch_files import TorchFile, View
 
 Source = str | os.PathLike[str] | IO[bytes]

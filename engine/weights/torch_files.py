@@ -15,18 +15,15 @@ from typing import Any
 import torch
 
 from .. import pickle_reader
-from ..checkpoint import FilePiece, MemoryPiece, Piece, read_mark
+from ..checkpoint import KINDS, FilePiece, MemoryPiece, Piece, read_mark
 from .pickle_types import Reader, Unknown
 
 _MAX_DIRECTORY_BYTES = 32 * 2**20  # a zip file's list of entries, about 100 bytes each
 _COPIED_AT_LEAST = 2**26
 _MAGIC = 0x1950A86A20F9469CFC6C  # files of torch.save before 1.6, or with _use_new_zipfile_serialization=False
 _LEGACY_VERSION = 1001
-_KINDS = {
-    **{"Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16},
-    **{"Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8},
-    **{"Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128, "Untyped": torch.uint8},
-}
+_DTYPES = {kind.__name__: dtype for dtype, kind in KINDS.items()} | {"UntypedStorage": torch.uint8}
+"""Dtypes by the names that a pickle gives to storages."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +99,10 @@ class TorchFile:
         kind, name, key, _, count = pid[:5] if isinstance(pid, tuple) and len(pid) in (5, 6) else (None,) * 5
         if kind != "storage" or not isinstance(name, pickle_reader.Name) or not isinstance(key, str) or any(pid[5:]):
             raise ValueError("it refers to data other than tensor storages. Save the weights as safetensors")
-        word = name.path.rpartition(".")[2].removesuffix("Storage")
-        if not name.path.startswith("torch.") or word not in _KINDS:
+        word = name.path.rpartition(".")[2]
+        if not name.path.startswith("torch.") or word not in _DTYPES:
             raise ValueError(f"it has a storage of the unsupported type {name.path}. Save the weights as safetensors")
-        storage = Storage(_KINDS[word], key, _check_count(count))
+        storage = Storage(_DTYPES[word], key, _check_count(count))
         if self._storages.setdefault(key, storage) != storage:
             raise ValueError(
                 f"its storage {key!r:.40} is listed with two types or sizes. Copy or download the file again"
