@@ -324,7 +324,12 @@ class _Decoder:
         if self._depth > MAX_DEPTH + 2:  # a key and its tag may be below the deepest container
             raise _Malformed(f"{_format_place(path[:8])}...: the document is nested more than {MAX_DEPTH} levels deep.")
         self._depth += 1
-        state = self._decode_container(document, path)
+        try:
+            state = self._decode_container(document, path)
+        except _Malformed:
+            raise
+        except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+            raise _Malformed(f"{_format_place(path)}: {error}.") from error
         self._depth -= 1
         return state
 
@@ -332,26 +337,14 @@ class _Decoder:
         if type(document) is list:
             return self._decode_items(document, path)
         if type(document) is not dict:
-            raise _Malformed(f"{_format_place(path)}: {name_type(document)} is not a JSON value.")
-        if not set(map(type, document)) <= {str}:
-            raise _Malformed(f"{_format_place(path)}: the keys of a JSON object must be strings.")
+            raise ValueError(f"{name_type(document)} is not a JSON value")
+        _require(set(map(type, document)) <= {str}, "the keys of a JSON object must be strings")
         if not any(key.startswith("$") for key in document):
             return {key: self.decode_value(item, (*path, key)) for key, item in document.items()}
-        return self._decode_tagged(document, path)
-
-    def _decode_tagged(self, document: dict[str, Any], path: tuple[str, ...]) -> Any:
         tag, content = next(iter(document.items()))
-        reader = _READERS.get(tag) if len(document) == 1 else None
-        if reader is None:
-            tags = ", ".join(document)[:80]
-            raise _Malformed(f"{_format_place(path)}: {tags!r} is not a tag that this version of Treadle supports.")
-        inside = (*path, tag)
-        try:
-            return reader(self, content, inside)
-        except _Malformed:
-            raise
-        except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-            raise _Malformed(f"{_format_place(inside)}: invalid content for this tag: {error}") from error
+        if len(document) != 1 or tag not in _READERS:
+            raise ValueError(f"{', '.join(document)[:80]!r} is not a tag that this version of Treadle supports")
+        return _READERS[tag](self, content, (*path, tag))
 
     def _decode_items(self, content: Any, path: tuple[str, ...]) -> list[Any]:
         _require(type(content) is list, "it must be a list")
