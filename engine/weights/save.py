@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -324,19 +325,13 @@ def make_readable(value: Any, place: str) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if kind in (dict, defaultdict, OrderedDict, Counter):
-        pairs = [
-            (make_readable(key, f"a key of {place}"), make_readable(item, f"{place}.{key}"))
-            for key, item in value.items()
-        ]
-        old = [part for pair in value.items() for part in pair]
-        return (
-            value
-            if kind is not defaultdict and _has_identical_items(old, [p for pair in pairs for p in pair])
-            else dict(pairs)
-        )
+        copied = {} if kind is defaultdict else copy.copy(value)  # with its attributes, such as a state_dict's metadata
+        copied.clear()
+        for key, item in value.items():
+            copied[make_readable(key, f"a key of {place}")] = make_readable(item, f"{place}.{key}")
+        return copied
     if kind in (list, tuple, set):
-        items = [make_readable(item, f"{place}.{number}") for number, item in enumerate(value)]
-        return value if _has_identical_items(value, items) else kind(items)
+        return kind(make_readable(item, f"{place}.{number}") for number, item in enumerate(value))
     if is_sharded(value):
         raise TypeError(
             f"{place} is one process's shard of a tensor, not a full tensor. Save accelerator.get_state_dict(model)."
@@ -348,8 +343,3 @@ def make_readable(value: Any, place: str) -> Any:
                 f"{advice}, or remove it."
             )
     return value
-
-
-def _has_identical_items(old: Iterable[Any], new: Iterable[Any]) -> bool:
-    """Return whether two containers hold the same objects, so that the original can be kept with its attributes."""
-    return all(old_item is new_item for old_item, new_item in zip(old, new, strict=True))
