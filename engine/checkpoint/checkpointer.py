@@ -149,9 +149,10 @@ class Checkpointer:
                 "a save_state pre-hook writes files into one directory on a disk, so save_state can't save to a URL or "
                 "with also=... Save to one directory at a time, and upload it afterwards."
             )
-        copying = None
-        staged = store.discarding_on_failure(targets[0]) if world.is_main and accelerator.save_hooks else nullcontext()
-        with staged, world.failing_together():
+        copying, target = None, targets[0]
+        hooks_write = world.is_main and bool(accelerator.save_hooks)
+        discarding = store.discarding_on_failure(target) if hooks_write and isinstance(target, Path) else nullcontext()
+        with discarding, world.failing_together():
             frozen = self.find_frozen(world) if trainable_only else ()
             files = content.collect(accelerator, targets[0], parts or {}, weights_only, frozen)
             make_save = None if choose_save is None else choose_save(files, frozen[0] if frozen else ())

@@ -267,18 +267,13 @@ def _run_on_every_rank(world: World | None, work: Callable[[], T]) -> list[T]:
     """
     if world is None:
         return [work()]
-    result: T | None = None
-    problem: tuple[type[Exception], str] | None = None
+    result: Any = None
     with world.failing_together():  # the other ranks also learn of any other failure, such as a lack of memory
         try:
             result = work()
-        except StoreError as error:
-            problem = StoreError, str(error)
         except (OSError, ValueError) as error:
-            problem = ValueError, str(error)
-    every: list[tuple[T, tuple[type[Exception], str] | None]] = world.gather_objects((result, problem))
-    for _, problem in every:
-        if problem is not None:
-            kind, text = problem
-            raise kind(text)
-    return [value for value, _ in every]
+            result = StoreError(str(error)) if isinstance(error, StoreError) else ValueError(str(error))
+    results: list[Any] = world.gather_objects(result)
+    if failures := [value for value in results if isinstance(value, Exception)]:
+        raise failures[0]
+    return results
