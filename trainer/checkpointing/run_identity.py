@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,17 +66,14 @@ def configuration(task: TaskModule, datamodule: DataModule | None) -> dict[str, 
 
 
 def _iterate_plain_values(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if isinstance(value, enum.Enum):
-        value = value.name
-    if isinstance(value, Mapping) and depth < 8:
+    """Yield the values to compare in plain data, which consists of dicts, lists, text, numbers and None."""
+    if isinstance(value, dict) and depth < 8:
         for key in list(value)[:_MOST_VALUES]:
-            yield from _iterate_plain_values(value[key], f"{name}.{key}" if name else str(key), depth + 1)
-    elif isinstance(value, list | tuple):
-        if len(value) <= _MOST_CHARACTERS and all(isinstance(item, int | float | str | None) for item in value):
-            yield name, list(value)
-    elif isinstance(value, int | float | None) or (isinstance(value, str) and len(value) <= _MOST_CHARACTERS):
+            yield from _iterate_plain_values(value[key], f"{name}.{key}" if name else key, depth + 1)
+    elif isinstance(value, list):
+        if len(value) <= _MOST_CHARACTERS and not any(isinstance(item, dict | list) for item in value):
+            yield name, value
+    elif not isinstance(value, dict | str) or (isinstance(value, str) and len(value) <= _MOST_CHARACTERS):
         yield name, value
 
 
