@@ -62,13 +62,13 @@ class SearchReport:
     other_runs: dict[str, list[AnyPath]] = field(default_factory=dict)
     searched: list[str] = field(default_factory=list)
 
-    def describe_other_runs(self) -> str:
-        """Return the checkpoints of other runs, with their differences from this run, as text."""
-        texts = []
+    def list_skipped(self) -> list[str]:
+        """Return a sentence about each checkpoint that cannot be used, and one about those of each other run."""
+        sentences = [*self.skipped]
         for difference, paths in self.other_runs.items():
-            more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-            texts.append(f"{paths[0]}{more} ({difference})")
-        return "; ".join(texts)
+            subject = f"{paths[0]} and {len(paths) - 1} more belong" if len(paths) > 1 else f"{paths[0]} belongs"
+            sentences.append(f"{subject} to another run ({difference}). To use one anyway, pass its path.")
+        return sentences
 
     def describe_searched(self) -> str:
         """Return the directories or places that were searched, as text."""
@@ -104,22 +104,12 @@ class CheckpointResolver:
             return None
         self._check_arguments()
         if not (isinstance(ckpt_path, str) and ckpt_path in WORDS_FOR_CHECKPOINTS):
-            self._check_exists(as_path(ckpt_path))
-            with self.world.failing_together():
-                if self.world.is_main:
-                    self._check_is_checkpoint(as_path(ckpt_path))
+            self._check_path(as_path(ckpt_path))
             return self._open(as_path(ckpt_path))
         opened = self._best() if ckpt_path == "best" else self._last()
         self.report = report = self.world.broadcast(self.report)
-        for sentence in report.skipped:
+        for sentence in report.list_skipped():
             warn(f"ckpt_path={ckpt_path!r} skips a checkpoint: {sentence}")
-        if report.other_runs:
-            other_count = sum(map(len, report.other_runs.values()))
-            kind = "a checkpoint from another run" if other_count == 1 else "checkpoints from other runs"
-            warn(
-                f"ckpt_path={ckpt_path!r} skips {kind}: {report.describe_other_runs()}. To use a skipped checkpoint, "
-                "pass its path."
-            )
         if opened is None:
             say = announce if ckpt_path == "auto" else warn
             intact = "intact " if report.skipped else ""
@@ -187,26 +177,24 @@ class CheckpointResolver:
         words = "'last', 'best' or 'auto'" if self.stage == "fit" else "'last' or 'best'"
         return f"a checkpoint's path, {words}"
 
-    def _check_exists(self, path: AnyPath) -> None:
-        """Raise a CheckpointNotFoundError on every rank if there is nothing at a path."""
-        exists = True
+    def _check_path(self, path: AnyPath) -> None:
+        """Raise an error on every rank if a path does not exist, or is a folder of checkpoints."""
+        exists, inside = True, list[AnyPath]()
         with self.world.failing_together():
             if self.world.is_main:
                 recover_interrupted(path)
                 exists = path.is_dir() or path.is_file()
-        if not self.world.broadcast(exists):
+                if path.is_dir() and not is_checkpoint(path):
+                    inside = CheckpointStore(path).find() or CheckpointStore(path / CHECKPOINTS).find()
+        exists, inside = self.world.broadcast((exists, inside))
+        if not exists:
             raise CheckpointNotFoundError(f"ckpt_path={str(path)!r} does not exist. Pass {self._describe_choices()}.")
-
-    def _check_is_checkpoint(self, path: AnyPath) -> None:
-        """Raise a ValueError if a path is a folder of checkpoints."""
-        if path.is_dir() and not is_checkpoint(path):
-            inside = CheckpointStore(path).find() or CheckpointStore(path / CHECKPOINTS).find()
-            if inside:
-                number = f" ({len(inside)} were found)" if len(inside) > 1 else ""
-                raise ValueError(
-                    f"ckpt_path={str(path)!r} is a folder of checkpoints, not a checkpoint. Pass the path of one "
-                    f"checkpoint, such as {str(inside[-1])!r}{number}."
-                )
+        if inside:
+            number = f" ({len(inside)} were found)" if len(inside) > 1 else ""
+            raise ValueError(
+                f"ckpt_path={str(path)!r} is a folder of checkpoints, not a checkpoint. Pass the path of one "
+                f"checkpoint, such as {str(inside[-1])!r}{number}."
+            )
 
     def _check_callbacks(self) -> None:
         if not self.trainer.checkpoint_callbacks:
@@ -266,9 +254,7 @@ class CheckpointResolver:
         whose = " from this run" if report.other_runs else ""
         folders_searched = report.describe_searched()
         reasons = [f"ckpt_path={ckpt_path!r}, but there is no intact checkpoint{whose} in {folders_searched}"]
-        reasons += report.skipped
-        if report.other_runs:
-            reasons.append(f"the checkpoints from other runs are {report.describe_other_runs()}")
+        reasons += report.list_skipped()
         fresh = ""
         if self.stage == "fit" and report.other_runs:  # "auto" would fail too if the folder belongs to a recorded run
             fresh = ", or save to another directory to start from scratch"
@@ -367,12 +353,11 @@ class CheckpointResolver:
         best, source = callback.best_model_path, "the Trainer's ModelCheckpoint"
         if not best:
             if latest is None:
-                other_runs = self.report.describe_other_runs()
-                hint = f" The checkpoints from other runs are {other_runs}." if other_runs else ""
-                raise ValueError(
+                text = (
                     f"ckpt_path='best', but the ModelCheckpoint has saved no best checkpoint, and no intact checkpoint "
-                    f"from this run in {self.report.describe_searched()} records one.{hint} Pass a path."
+                    f"from this run in {self.report.describe_searched()} records one. Pass a path."
                 )
+                raise ValueError("\n  ".join([text, *self.report.list_skipped()]))
             best, source = _recorded_best(callback, latest), str(latest.path)
         if not best:
             raise ValueError(f"ckpt_path='best', but {source} records no best checkpoint. Pass a path.")

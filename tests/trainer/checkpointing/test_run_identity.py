@@ -82,7 +82,7 @@ def test_another_runs_checkpoints_are_skipped_and_said_once(tmp_path, name):
     fit(tmp_path, first(), saver=ModelCheckpoint(tmp_path / "c", "{step}", every_n_train_steps=1, save_top_k=-1))
     with pytest.raises(ValueError, match=f"'last', but there is no intact checkpoint from this run .*{text}"):
         fit(tmp_path, second(), "last")
-    words = f"skips checkpoints from other runs: .*step=5.ckpt and 4 more .*{text}"
+    words = f"skips a checkpoint: .*step=5.ckpt and 4 more belong to another run .*{text}"
     with pytest.warns(UserWarning, match=words) as said:
         assert fit(tmp_path, second()) == 0
     assert sum("skips" in str(one.message) for one in said) == 1
