@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -88,33 +89,6 @@ class HookedState:
     document: Callable[[], dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class StateFunctions:
-    """Stateful object whose methods call functions.
-
-    Attributes:
-        save: Function that returns the state.
-        load: Function that restores a state.
-        like: Function that returns a state with tensors that are sharded like the saved ones.
-    """
-
-    save: Callable[[], Any]
-    load: Callable[[Any], None]
-    like: Callable[[], Any] = dict
-
-    def state_dict(self) -> Any:
-        """Return the state to save."""
-        return self.save()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Restore the state that `state_dict` returned."""
-        self.load(state_dict)
-
-    def state_layout(self) -> Any:
-        """Return a state whose tensors are sharded like the saved ones."""
-        return self.like()
-
-
 class TrainerCheckpointer:
     """Saver and loader of the Trainer's own parts of a checkpoint, such as counters and the states of callbacks.
 
@@ -148,19 +122,24 @@ class TrainerCheckpointer:
             progress=trainer.progress,
             logged=trainer.logbook,
             history=trainer.history,
-            metrics=StateFunctions(
+            metrics=SimpleNamespace(
                 # At an epoch's end a checkpoint begins the next one, which has logged nothing yet.
-                lambda: metrics.state_dict(world, trainer.task, over=trainer.progress.epoch_is_over),
-                lambda state: metrics.load_state_dict(state, world, trainer.task),
+                state_dict=lambda: metrics.state_dict(world, trainer.task, over=trainer.progress.epoch_is_over),
+                load_state_dict=lambda state: metrics.load_state_dict(state, world, trainer.task),
+                state_layout=dict,  # nothing in it is sharded
             ),
-            callbacks=StateFunctions(
-                self._collect_callback_states, self._load_callback_states, self._collect_callback_layouts
+            callbacks=SimpleNamespace(
+                state_dict=self._collect_callback_states,
+                load_state_dict=self._load_callback_states,
+                state_layout=self._collect_callback_layouts,
             ),
         )
         datamodule = trainer.datamodule
         if datamodule is not None and type(datamodule).state_dict is not DataModule.state_dict:
             # `restoring_counters` restores its state before the rest.
-            states["datamodule"] = StateFunctions(datamodule.state_dict, lambda state: None)
+            states["datamodule"] = SimpleNamespace(
+                state_dict=datamodule.state_dict, load_state_dict=lambda state: None, state_layout=dict
+            )
         trainer.accelerator.register_for_checkpointing(**states)
 
     def _collect_callback_states(self) -> CallbackStates:
