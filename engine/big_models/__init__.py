@@ -47,5 +47,6 @@ if TYPE_CHECKING:
         set_tensor,
         set_tensor_by_names,
     )
+    from .offload_file import share_tied_values
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

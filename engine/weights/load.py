@@ -97,13 +97,16 @@ def load_opened(
     model: nn.Module, source: Opened, strict: bool = True, prefix: str | None = None, rename: Rename | None = None
 ) -> Loaded:
     """Load the weights of an opened source into a model; see `load_weights`."""
+    from ..big_models import share_tied_values  # takes 25 ms
+
     unwrapped = _unwrap_model(model)
     state = unwrapped.state_dict()
     targets = {strip_compile_prefix(name): name for name in state}
     weights = _rename_weights(source, prefix, rename, set(targets))
     frozen = {name: value.digest for name, value in weights.items() if isinstance(value, _LeftOut)}
     weights = {name: value for name, value in weights.items() if name not in frozen}
-    weights |= _find_tied_values(unwrapped, weights)
+    parameters = unwrapped.named_parameters(remove_duplicate=False)
+    weights = share_tied_values({strip_compile_prefix(name): p for name, p in parameters}, weights) | weights
     missing = tuple(name for name in targets if name not in weights and name not in frozen)
     unexpected = tuple(name for name in weights if name not in targets)
     reshaped = find_reshaped({name: state[key] for name, key in targets.items()}, weights)
@@ -156,19 +159,6 @@ def _unwrap_model(model: nn.Module) -> nn.Module:
             "Call model.to_empty(device=...) first, or use load_checkpoint_and_dispatch."
         )
     return unwrapped
-
-
-def _find_tied_values(module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of tied parameters that ``weights`` has only under another name, by the missing name."""
-    groups: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(strip_compile_prefix(name))
-    tied_values: dict[str, Any] = {}
-    for names in groups.values():
-        present = [name for name in names if name in weights]
-        if present and len(present) < len(names):
-            tied_values |= {name: weights[present[0]] for name in names if name not in weights}
-    return tied_values
 
 
 def _may_change(module: nn.Module, reshaped: bool) -> bool:
