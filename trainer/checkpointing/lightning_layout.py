@@ -16,7 +16,7 @@ import math
 import os
 from argparse import Namespace
 from collections import OrderedDict, deque
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import fields, is_dataclass
 from datetime import date, time, timedelta
 from enum import Enum
@@ -206,7 +206,8 @@ def _convert_container(value: Any) -> Any:
                 kept[plain_key] = plain
         return kept
     if isinstance(value, list | tuple | deque | range):
-        return (tuple if isinstance(value, tuple) else list)(_convert_all(value))
+        items = (item for item in map(_convert, value) if item is not _DROPPED)
+        return tuple(items) if isinstance(value, tuple) else list(items)
     if isinstance(value, set | frozenset):
         return set(map(_convert_key, value))
     base = next((base for base in (bool, int, float, str) if isinstance(value, base)), None)
@@ -220,10 +221,6 @@ def _convert_key(key: Any) -> Any:
     if is_short or (type(plain) is tuple and len(plain) <= 16 and not any(isinstance(item, tuple) for item in plain)):
         return plain
     return str(key)
-
-
-def _convert_all(values: Iterable[Any]) -> list[Any]:
-    return [item for item in map(_convert, values) if item is not _DROPPED]
 
 
 def finish_document(document: dict[str, Any], left_out: Container[str] = ()) -> dict[str, Any]:
