@@ -75,11 +75,11 @@ class Manifest:
     world_size: int
     files: dict[str, dict[str, Any]]
     info: dict[str, Any]
-    format: int = FORMAT
-    sequence: int = 0
-    hooked: dict[str, dict[str, Any]] = field(default_factory=dict)
-    folder: str = ""
-    records: Records | None = None
+    format: int
+    sequence: int
+    hooked: dict[str, dict[str, Any]]
+    folder: str
+    records: Records | None
     source: bytes = field(default=b"", repr=False, compare=False)
 
     @cached_property
@@ -96,9 +96,8 @@ class Manifest:
         """Return the path of a file, relative to the checkpoint."""
         return f"{self.folder}/{name}" if self.folder else name
 
-    @classmethod
+    @staticmethod
     def build(
-        cls,
         files: dict[str, dict[str, Any]],
         info: Mapping[str, Any],
         sequence: int,
@@ -106,35 +105,30 @@ class Manifest:
         folder: str = "",
         records: Records | None = None,
     ) -> Manifest:
-        """Return the manifest for the arguments of `commit`. Counts that ``info`` omits get their defaults."""
-        info = {"step": 0, "epoch": 0, "samples": 0, "world_size": 1, **info}
-        counts = {name: info[name] for name in _COUNTS}
-        return cls(
-            **counts, files=files, info=info, sequence=sequence, hooked=hooked or {}, folder=folder, records=records
-        )
+        """Return the manifest for the arguments of `commit`. Its ``source`` is the content of the manifest's file.
 
-    def to_json(self) -> bytes:
-        """Return the content of ``manifest.json``.
+        Counts that ``info`` omits get their defaults.
 
         Raises:
             TypeError: If ``info`` contains a tensor, an array or something that is not data.
             ValueError: If the manifest would be invalid.
         """
-        noted = {name: value for name, value in self.info.items() if name not in _COUNTS}
-        info, tensors = encode(noted, "info")
+        counts = {"step": 0, "epoch": 0, "samples": 0, "world_size": 1}
+        noted, tensors = encode({name: value for name, value in info.items() if name not in counts}, "info")
         if tensors:
             raise TypeError(
                 f"{next(iter(tensors))} is a tensor or an array, but info must not contain any. Pass its .item() or "
                 ".tolist(), or save it in a part."
             )
-        counts = {name: getattr(self, name) for name in (*_COUNTS, "sequence")}
-        folder = {"folder": self.folder} if self.folder else {}
-        hooked = {"others": self.hooked} if self.hooked else {}
-        records = {} if self.records is None else {"records": vars(self.records)}
-        document = {"format": self.format, **counts, **folder, "files": self.files, **hooked, **records, "info": info}
+        document = {"format": FORMAT, **{name: info.get(name, count) for name, count in counts.items()}}
+        document |= {"sequence": sequence, **({"folder": folder} if folder else {}), "files": files}
+        document |= {"others": hooked} if hooked else {}
+        document |= {} if records is None else {"records": vars(records)}
+        document["info"] = noted
         # A manifest that `read_manifest` would reject must fail the save, not the resume.
-        _parse(document)
-        return json.dumps(document, indent=None if records else 1, allow_nan=False).encode()
+        manifest = _parse(document)
+        source = json.dumps(document, indent=1 if records is None else None, allow_nan=False).encode()
+        return replace(manifest, source=source)
 
 
 class CheckpointNotFoundError(FileNotFoundError, ValueError):

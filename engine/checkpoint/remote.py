@@ -281,15 +281,14 @@ class Upload:
         assert not hooked  # hooks need a directory on a disk
         entries = {name: dict(files[name]) for name in sorted(files)}
         manifest = Manifest.build(entries, info, _find_next_sequence(target.parent), folder=self._folder)
-        data = manifest.to_json()
         check_files(target, manifest, "Save again, to a URL that no other job writes to.")
         self._may_be_committed = True
         try:
-            (target / MANIFEST).write_bytes(data)
+            (target / MANIFEST).write_bytes(manifest.source)
         except OSError:
             # The request may have succeeded although its response was lost, so the store is asked. If it does not
             # answer, nothing is deleted.
-            self._may_be_committed = self._is_committed(data)
+            self._may_be_committed = self._is_committed(manifest.source)
             if not self._may_be_committed:
                 raise
         _delete_superseded(target, self._folder)

@@ -230,7 +230,7 @@ class DiskSave:
         sequence = _find_next_sequence(target.parent)
         entries = {name: dict(files[name]) for name in sorted(files)}
         written = _sync_added_files(source, set(files)) if hooked else {}
-        data = Manifest.build(entries, info, sequence, written).to_json()
+        data = Manifest.build(entries, info, sequence, written).source
         for name, entry in entries.items():
             filesystem.check_file(source, name, entry, digests=False, fix=atomic_swap.SHARE_TARGET)
         for stray in sorted(set(os.listdir(source)) - set(files)):  # left by a killed attempt, such as its manifest
@@ -301,7 +301,7 @@ class FileSave(JoinedSave):
             source,
             self._layout,
             self.join(files),
-            lambda entries, records: Manifest.build(entries, info, sequence, records=records).to_json(),
+            lambda entries, records: Manifest.build(entries, info, sequence, records=records).source,
         )
         filesystem.fsync(source)
         _put_in_place(source, target, sequence)

@@ -170,7 +170,7 @@ def forge(path, document):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(one_file, "_take_weights", lambda state, files: state)
         layout = lay_out(files, document)
-    write(path, layout, files, lambda entries, records: Manifest.build(entries, {}, 1, records=records).to_json())
+    write(path, layout, files, lambda entries, records: Manifest.build(entries, {}, 1, records=records).source)
 
 
 @pytest.mark.long
@@ -285,7 +285,7 @@ def test_a_pickle_that_would_run_code_runs_nowhere(tmp_path, monkeypatch):
 )
 def test_a_manifest_that_lies_about_records_is_refused(change, tmp_path):
     def lie(entries, records):
-        document = json.loads(Manifest.build(entries, {}, 1, records=records).to_json())
+        document = json.loads(Manifest.build(entries, {}, 1, records=records).source)
         return json.dumps({**document, "records": change(document["records"])}).encode()
 
     write(tmp_path / "liar", lay_out(FILES, {"state_dict": STATE}), FILES, lie)
