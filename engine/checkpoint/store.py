@@ -114,9 +114,8 @@ def begin(target: Path | str) -> Path:
     source = get_staging_path(target)
     filesystem.make_staging_directory(source)
     note_unfinished(source)
-    filesystem.write_bytes(
-        source / UNFINISHED, b"{}"
-    )  # so that the directory is recognized as a checkpoint's even if no other file is written
+    # So that the directory is recognized as a checkpoint's even if no other file is written.
+    filesystem.write_bytes(source / UNFINISHED, b"{}")
     return source
 
 

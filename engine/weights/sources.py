@@ -143,10 +143,6 @@ def _open(path: AnyPath, sha256: str | None, *, digests: bool = True) -> Opened:
     place = str(path)
     try:
         recover_interrupted(path)
-        if isinstance(path, Path) and is_checkpoint_file(path):
-            if sha256 is not None:
-                check_digest(path, sha256)
-            return _open_checkpoint(path, digests)
         if path.is_dir():
             if sha256 is not None:
                 raise ValueError("sha256= is the digest of a file, but this is a folder. Pass a file, or remove sha256")
@@ -158,6 +154,8 @@ def _open(path: AnyPath, sha256: str | None, *, digests: bool = True) -> Opened:
             raise ValueError(f"it is not a plain file. {_ACCEPTED_SOURCES}")
         if sha256 is not None:
             check_digest(path, sha256)
+        if is_checkpoint_file(path):
+            return _open_checkpoint(path, digests)
         with path.open("rb") as file:
             start = file.read(1)
         return Opened(place, *_open_index(path)) if start == b"{" else Opened(place, *_open_file(path))
