@@ -106,7 +106,8 @@ def load_opened(
     frozen = {name: value.digest for name, value in weights.items() if isinstance(value, _LeftOut)}
     weights = {name: value for name, value in weights.items() if name not in frozen}
     parameters = unwrapped.named_parameters(remove_duplicate=False)
-    weights = share_tied_values({strip_compile_prefix(name): p for name, p in parameters}, weights) | weights
+    tied = share_tied_values({strip_compile_prefix(name): p for name, p in parameters}, weights)
+    weights |= {name: value for name, value in tied.items() if name not in weights}
     missing = tuple(name for name in targets if name not in weights and name not in frozen)
     unexpected = tuple(name for name in weights if name not in targets)
     reshaped = find_reshaped({name: state[key] for name, key in targets.items()}, weights)
