@@ -329,17 +329,15 @@ class CheckpointResolver:
         self._check_callbacks()
         callback, stage, is_main = self.trainer.checkpoint_callback, self.stage, self.world.is_main
         assert callback is not None
-        with self.world.failing_together():
-            run_folders = self._folders()[0] if is_main and not callback.best_model_path else []
-            has_run = any(map(_run_record, run_folders))
-            if is_main and not callback.best_model_path and stage != "fit" and not has_run:
-                raise ValueError(
-                    f"ckpt_path='best': {stage} was called without a fit in this process, so the ModelCheckpoint has "
-                    "saved no best checkpoint. Pass a path, call fit first, or select an earlier run with "
-                    "RunFolder.open or --from-run."
-                )
         latest = None
         if not self.world.broadcast(callback.best_model_path):
+            with self.world.failing_together():
+                if is_main and stage != "fit" and not any(map(_run_record, self._folders()[0])):
+                    raise ValueError(
+                        f"ckpt_path='best': {stage} was called without a fit in this process, so the ModelCheckpoint "
+                        "has saved no best checkpoint. Pass a path, call fit first, or select an earlier run with "
+                        "RunFolder.open or --from-run."
+                    )
             latest = self._latest(resumable=True)
         with self.world.failing_together():
             best: AnyPath = self._path_of_best(callback, latest) if is_main else Path()
