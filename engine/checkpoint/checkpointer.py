@@ -8,7 +8,6 @@ import socket
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -149,10 +148,8 @@ class Checkpointer:
                 "a save_state pre-hook writes files into one directory on a disk, so save_state can't save to a URL or "
                 "with also=... Save to one directory at a time, and upload it afterwards."
             )
-        copying, target = None, targets[0]
-        hooks_write = world.is_main and bool(accelerator.save_hooks)
-        discarding = store.discarding_on_failure(target) if hooks_write and isinstance(target, Path) else nullcontext()
-        with discarding, world.failing_together():
+        copying, staged = None, targets[0] if world.is_main and accelerator.save_hooks else None
+        with store.discarding_on_failure(staged), world.failing_together():
             frozen = self.find_frozen(world) if trainable_only else ()
             files = content.collect(accelerator, targets[0], parts or {}, weights_only, frozen)
             make_save = None if choose_save is None else choose_save(files, frozen[0] if frozen else ())

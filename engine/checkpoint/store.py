@@ -131,13 +131,14 @@ def discard(target: Path | str) -> None:
 
 
 @contextmanager
-def discarding_on_failure(target: Path) -> Iterator[None]:
-    """Return a context that calls `discard` if the block fails."""
+def discarding_on_failure(target: AnyPath | None) -> Iterator[None]:
+    """Return a context that calls `discard` if the block fails; None and a URL discard nothing."""
     try:
         yield
     except BaseException:
-        with suppress(OSError):  # a remainder is deleted at the next start
-            discard(target)
+        if isinstance(target, Path):
+            with suppress(OSError):  # a remainder is deleted at the next start
+                discard(target)
         raise
 
 
