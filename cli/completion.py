@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 from collections.abc import Iterator, Sequence
 
@@ -85,15 +84,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 def list_settings() -> Iterator[str]:
     """Iterate over the beginnings of KEY=VALUE: sections, the Trainer's flags, and values of some of them."""
-    from ..trainer import TrainerSettings
+    from ..trainer.core import read_flags
     from .config import SECTIONS
 
     yield from ("seed=", "ckpt_path=", "run.name=", "run.dir=", "optimizer=", "lr_scheduler=")
     yield from (f"{name}." for name in SECTIONS if name not in ("seed", "ckpt_path"))
-    for field in dataclasses.fields(TrainerSettings):
-        key = f"trainer.{field.name}"
+    for name, annotation in read_flags().items():
+        key = f"trainer.{name}"
         yield f"{key}="
-        values = ("true", "false") if "bool" in str(field.type) else ()
+        values = ("true", "false") if "bool" in annotation else ()
         yield from (f"{key}={value}" for value in _VALUES.get(key, values))
     for kind in ("callbacks+", "logger"):
         names = importlib.import_module(f"treadle.{'callbacks' if kind == 'callbacks+' else 'loggers'}").__all__

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from .core.task import TaskModule
     from .default_callbacks import as_callbacks
     from .loop.progress import Progress
-    from .settings import TrainerSettings
     from .trainer import Trainer
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

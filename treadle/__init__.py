@@ -61,7 +61,7 @@ if TYPE_CHECKING:
         ParallelismConfig,
     )
     from .strategies.launch import debug_launcher, notebook_launcher
-    from .trainer import DataModule, TaskModule, Trainer, TrainerSettings, load_checkpoint
+    from .trainer import DataModule, TaskModule, Trainer, load_checkpoint
 
 __path__ = add_peer_modules(__name__, __path__)
 __getattr__, __dir__, _names = lazy_exports(__name__)

@@ -8,7 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ...common.command_results import fail, report
 from ...common.messages import nearest
 from ...common.mirror import local_folder
 from ...common.remote_path import AnyPath, RemotePath, as_path
-from ...trainer import TrainerSettings
+from ...trainer.core import read_flags
 from ...trainer.runs import CONFIG
 from ..config import COMMAND_LINE, SECTIONS, Config, ConfigError, load, make_printable, read_text
 
@@ -117,7 +117,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
                 *(f"--{section}" for section in SECTIONS),
             ]
             flag = name.lstrip("-").replace("-", "_")
-            is_flag = flag in {entry.name for entry in fields(TrainerSettings)}
+            is_flag = flag in read_flags()
             advice = f" Did you mean trainer.{flag}=...?" if is_flag else nearest(name, valid_options)
             raise ConfigError(f"{COMMAND_LINE}: unknown option {name}.{advice}")
         elif equals or word.startswith("~"):

@@ -102,7 +102,7 @@ def _execute(stage: str, program: str, checked: CheckedConfig, text: str, option
 
     if checked.seed is not None:
         seed_everything(checked.seed)
-    flags = checked.build_settings().flags()
+    flags = checked.build_flags()
     folder: RunFolder | None = None
     companion: Any = None
     with ExitStack() as stack:

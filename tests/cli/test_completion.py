@@ -1,13 +1,15 @@
 """The words that a shell is told to complete, and whether the shells take the scripts."""
 
+import inspect
 import shutil
 import subprocess
 import sys
 
 import pytest
-from treadle.cli.completion import SHELLS
+from treadle.cli.completion import SHELLS, list_settings
 from treadle.cli.entry_point import COMMANDS
 
+import treadle
 from treadle.__main__ import main
 
 # As bash does on Tab: it calls the function that is registered for the command, with the words of the line.
@@ -34,6 +36,10 @@ def test_bash_completes(capsys):
     script = capsys.readouterr().out + BASH + "\n".join(f"complete_line {line}" for line in found)
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert dict(zip(found, map(str.split, done.stdout.splitlines()), strict=True)) == found, done.stderr
+
+
+def test_every_flag_of_the_trainer_is_offered():
+    assert {f"trainer.{name}=" for name in inspect.signature(treadle.Trainer).parameters} <= set(list_settings())
 
 
 @pytest.mark.parametrize("shell", SHELLS)

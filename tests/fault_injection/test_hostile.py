@@ -187,7 +187,7 @@ READ_NOTHING = {
     "PredictionWriter.__init__(dirpath)": "writes",
     "SingleDevice.__init__(checkpoint_io)": "is a plugin",
     **dict.fromkeys(("RunReport.__init__(dirpath)", "RunReport.__init__(filename)"), "writes"),
-    **dict.fromkeys((f"{one}.__init__(default_root_dir)" for one in ("Trainer", "TrainerSettings")), "writes"),
+    "Trainer.__init__(default_root_dir)": "writes",
     "Accelerator.__init__(project_dir)": "writes; reading is ProjectConfiguration's",
     "ProjectConfiguration.__init__(logging_dir)": "writes",
     "ProjectConfiguration.__init__(automatic_checkpoint_naming)": "is no path",

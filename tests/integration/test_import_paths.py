@@ -22,7 +22,7 @@ PATHS = {
     "treadle.strategies.ddp": "DDP DDPStrategy",
     "treadle.strategies.fsdp": "FSDP FSDPStrategy",
     "treadle.testing.faults": "Fault FaultPlan disk_points forked",
-    "treadle.trainer": "DataModule Progress TaskModule Trainer TrainerSettings",
+    "treadle.trainer": "DataModule Progress TaskModule Trainer",
     "treadle.trainer.runs.folder": "RunFolder",
     "treadle.tuner": "Tuner",
     "treadle.utils": "DistributedType GradientState PartialState gather set_seed synchronize_rng_states tqdm",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         replace_lost,
         warn_of_code,
     )
-    from .signatures import REQUIRED, Argument, Signature, described, signature
+    from .signatures import REQUIRED, Argument, Signature, described, read_flags, signature
     from .task import TaskModule, has_own, log_to, overrides, task_modules
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.resources
 import inspect
 import re
 import sys
@@ -97,6 +98,14 @@ def signature(target: Callable[..., Any]) -> Signature:
         }
         merged = replace(merged, open=False)
     return merged
+
+
+def read_flags() -> dict[str, str]:
+    """Return the Trainer's flags and their annotations, from its source, because an import would wait for torch."""
+    source = importlib.resources.files("treadle.trainer").joinpath("trainer.py").read_text(encoding="utf-8")
+    functions = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
+    constructor = next(function for function in functions if function.name == "__init__")
+    return {flag.arg: ast.unparse(flag.annotation or flag) for flag in constructor.args.kwonlyargs}
 
 
 def _read_signature(function: Any, bound: bool) -> Signature:

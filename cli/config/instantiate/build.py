@@ -15,7 +15,7 @@ from ....common.messages import closest_name, nearest
 from ....engine.optim import SCHEDULES
 from ....strategies import strategy_names
 from ....strategies.distributed import ACCELERATORS
-from ....trainer import Trainer, TrainerSettings, arguments
+from ....trainer import Trainer, arguments
 from ....trainer.core import DataModule, SchedulerConfig, TaskModule, signature
 from ..resolve import SECTIONS, Config
 from ..values import DEFAULT, ConfigError, Value
@@ -78,9 +78,10 @@ class CheckedConfig:
     run_name: str
     run_dir: str
 
-    def build_settings(self) -> TrainerSettings:
-        """Return the Trainer's flags, with callbacks and loggers built."""
-        return TrainerSettings(**{name: recipe.make() for name, recipe in self.trainer.items()})
+    def build_flags(self) -> dict[str, Any]:
+        """Return all of the Trainer's flags by name, with callbacks and loggers built."""
+        defaults = {name: argument.default for name, argument in signature(Trainer).arguments.items()}
+        return defaults | {name: recipe.make() for name, recipe in self.trainer.items()}
 
     def build_task(self) -> TaskModule:
         """Build the task. A configured optimizer replaces its ``configure_optimizers``."""

@@ -1,5 +1,7 @@
 """Values become the arguments that annotations ask for, objects are built, defaults are written out."""
 
+import inspect
+
 import cli_samples
 import pytest
 import torch
@@ -35,17 +37,17 @@ trainer:
   callbacks: [{class: EarlyStopping, monitor: a}, Timer, {class: GradientAccumulationScheduler, scheduling: {0: 2}}]
 model: cli_samples.Line
 """
-    flags = checked(text).build_settings()
-    assert isinstance(flags, treadle.TrainerSettings)
-    assert isinstance(flags.logger, treadle.loggers.CSVLogger)
-    assert isinstance(flags.strategy, treadle.strategies.DDP)
-    assert [type(one).__name__ for one in flags.callbacks] == [
+    flags = checked(text).build_flags()
+    assert list(flags) == list(inspect.signature(treadle.Trainer).parameters)
+    assert isinstance(flags["logger"], treadle.loggers.CSVLogger)
+    assert isinstance(flags["strategy"], treadle.strategies.DDP)
+    assert [type(one).__name__ for one in flags["callbacks"]] == [
         "EarlyStopping",
         "Timer",
         "GradientAccumulationScheduler",
     ]
-    assert checked("model: cli_samples.Line", "trainer.strategy=fsdp").build_settings().strategy == "fsdp"
-    one = checked("model: cli_samples.Line", "trainer.callbacks=Timer").build_settings().callbacks
+    assert checked("model: cli_samples.Line", "trainer.strategy=fsdp").build_flags()["strategy"] == "fsdp"
+    one = checked("model: cli_samples.Line", "trainer.callbacks=Timer").build_flags()["callbacks"]
     assert isinstance(one, treadle.callbacks.Timer)
 
 
