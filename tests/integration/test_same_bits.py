@@ -527,11 +527,6 @@ class WithClosure(Task):
         return torch.optim.LBFGS(self.parameters())
 
 
-class Iterating(Task):
-    def training_step(self, dataloader_iter):
-        return super().training_step(*next(dataloader_iter)[:2])
-
-
 class Fused(Task):
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), fused=True)
@@ -595,11 +590,6 @@ def own_sampler():
         (r"DDP\(comm_hook=\.\.\.\)", {"strategy": lambda: treadle.strategies.DDP(comm_hook="bf16")}),
         (r"DDP\(sync_batchnorm=\.\.\.\)", {"strategy": lambda: treadle.strategies.DDP(sync_batchnorm=True)}),
         (r"DDP\(static_graph=\.\.\.\)", {"strategy": lambda: treadle.strategies.DDP(static_graph=True)}),
-        (r"can't be combined with training_step\(dataloader_iter\)", {"task": lambda: Iterating("mlp")}),
-        (
-            r"can't be combined with training_step\(dataloader_iter\)",
-            {"task": lambda: Iterating("mlp"), "step_micro_batches": 1},
-        ),
         (r"can't be combined with AdamW\(fused=True\)", {"task": lambda: Fused("mlp")}),
         (r"FSDP\(mixed_precision=\.\.\.\), which adds gradients in another dtype", {"strategy": lambda: reduced()}),
         (

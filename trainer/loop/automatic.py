@@ -19,7 +19,7 @@ from ...engine.metrics import MutedMetrics
 from ...engine.optim import PreparedOptimizer, nonfinite
 from ...strategies.distributed import name_phase
 from ..core import TaskModule, overrides
-from .hook_table import Hook, Hooks, count_positional, pass_by_keyword, takes_iterator
+from .hook_table import Hook, Hooks, count_positional, pass_by_keyword
 from .lr_schedulers import Schedules
 from .progress import Phase
 from .step_output import check_loss, for_hooks, loss_in, warn_of_none
@@ -69,9 +69,8 @@ class Steps:
         self.cursor = trainer.accelerator.cursor
         self.optimizers = trainer.accelerator.optimizers
         self.idle = [] if self.optimizers else [PreparedOptimizer(SGD([torch.zeros(1)]), self.accumulation, [])]
-        self.reader = BatchReader(self) if takes_iterator(task.training_step) else None
-        self.step = self._bind(trainer.accelerator.method(model, "training_step"))
-        self.takes_index = self.reader is not None or count_positional(task.training_step) > 1
+        self.step = trainer.accelerator.method(model, "training_step")
+        self.takes_index = count_positional(task.training_step) > 1
         self.custom_clip = overrides(task, "configure_gradient_clipping")
         self.clips = trainer.gradient_clip_val is not None or self.custom_clip
         self.shares_overflows = len(self.optimizers) > 1 and self.accumulation.loss_scale is not None
@@ -97,10 +96,7 @@ class Steps:
             model: Task as wrapped by the strategy.
         """
         self.model = model
-        self.step = self._bind(self.accelerator.method(model, "training_step"))
-
-    def _bind(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        return step if self.reader is None else partial(self.reader.run, step)
+        self.step = self.accelerator.method(model, "training_step")
 
     def close(self) -> None:
         """Release objects that the steps hold."""
@@ -165,12 +161,9 @@ class Steps:
                     hook(outputs, batch, index)
 
     def _leave_epoch(self, batch: Any, batches: Iterator[Any], index: int) -> None:
+        """End the epoch, without the step of this group's micro-batches."""
         if not self.alone:
             self._leave_together(itertools.chain((batch,), batches), index)
-        self.drop_step()
-
-    def drop_step(self) -> None:
-        """Discard the gradients of the group's micro-batches, because the epoch ends without this step."""
         self.accumulation.drop_gradients()
         self.bad_batches.clear()
         self.progress.phase = Phase.BETWEEN_STEPS
@@ -444,60 +437,6 @@ class Steps:
     def _find_loader(self) -> Any:
         assert self.trainer.sources is not None
         return self.trainer.sources.train
-
-
-class BatchReader:
-    """Iterator over ``(batch, batch_idx, dataloader_idx)`` for a ``training_step`` that reads its batches itself.
-
-    The hooks of a batch receive the first batch that the step reads. The loss is weighted as one micro-batch, however
-    many batches it was computed from.
-
-    Attributes:
-        groups: The groups of micro-batches in the running epoch, from which further batches are read.
-    """
-
-    def __init__(self, steps: Steps) -> None:
-        self.steps = steps
-        self.groups: Iterator[Iterable[Any]] = iter(())
-        self._first: tuple[Any, ...] = ()
-        self._further = 0  # batches that the current step has read after the first one
-        self._samples = 0  # in these
-
-    def run(self, step: Callable[..., Any], batch: Any, index: int) -> Any:
-        """Call ``step`` with this iterator, of which ``batch`` is the next item."""
-        self._first, self._index = (batch,), index
-        return step(self)
-
-    def __iter__(self) -> BatchReader:
-        return self
-
-    def __next__(self) -> tuple[Any, int, int]:
-        steps = self.steps
-        if self._first:
-            (batch,), self._first = self._first, ()
-            return batch, self._index, 0
-        if steps.trainer.accumulate_grad_batches > 1:
-            raise ValueError(
-                "training_step reads several batches from dataloader_iter, which accumulate_grad_batches="
-                f"{steps.trainer.accumulate_grad_batches} does not support. Read one batch per step, or set "
-                "accumulate_grad_batches=1."
-            )
-        (batch,) = next(self.groups)
-        self._further += 1
-        self._samples += steps.cursor.micro.group_samples  # type: ignore[union-attr]
-        return batch, self._index + self._further, 0
-
-    def take(self, group: Iterable[Any]) -> None:
-        """Take an optimizer step, and count the further batches that it has read."""
-        progress = self.steps.progress
-        self._further = self._samples = 0
-        try:
-            self.steps.take(group)
-        except StopIteration:  # the data ended within a step, which is dropped, as in Lightning
-            self.steps.ends_epoch = True
-            self.steps.drop_step()
-        progress.batch, progress.batches = progress.batch + self._further, progress.batches + self._further
-        progress.samples += self._samples
 
 
 def _is_users(hook: Hook) -> bool:

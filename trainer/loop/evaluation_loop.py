@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from ...strategies.distributed import name_phase
 from ..checkpointing import ValidationSnapshot
 from ..core import TaskModule, overrides
 from .dataloaders import explain_empty
-from .hook_table import Hooks, count_arguments, takes_iterator
+from .hook_table import Hooks, count_arguments
 from .preemption import leave_now, save_and_leave
 
 if TYPE_CHECKING:
@@ -156,11 +155,7 @@ class EvaluationLoop:
         trainer, task, metrics, loader = self.trainer, self.task, self.metrics, self.loaders[number]
         metrics.suffix = f"/dataloader_idx_{number}" if len(self.loaders) > 1 else ""
         step = trainer.accelerator.local_method(task, f"{self.name}_step")
-        takes = 3
-        if takes_iterator(getattr(task, f"{self.name}_step")):
-            step = partial(_call_with_iterator, step)
-        else:
-            takes = step_arguments(getattr(task, f"{self.name}_step"), len(self.loaders))
+        takes = step_arguments(getattr(task, f"{self.name}_step"), len(self.loaders))
         on_start, on_end = self._get_hooks("batch_start"), self._get_hooks("batch_end")
         cursor = trainer.accelerator.cursor
         predictions: list[Any] = []
@@ -266,11 +261,6 @@ def check_step(task: TaskModule, stage: str) -> None:
         return
     needed = "predict_step or forward, but {} defines neither" if stage == "predict" else f"{name}, but {{}} has none"
     raise ValueError(f"{stage} needs {needed.format(type(task).__name__)}. Define {name}.")
-
-
-def _call_with_iterator(step: Callable[..., Any], batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
-    """Call a step that has the parameter ``dataloader_iter`` with an iterator over a single batch."""
-    return step(iter(((batch, batch_idx, dataloader_idx),)))
 
 
 def step_arguments(step: Callable[..., Any], loaders: int) -> int:

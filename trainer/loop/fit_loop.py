@@ -54,7 +54,7 @@ from ..profiling import measured_in
 from .automatic import Steps
 from .closure import ClosureSteps, check_closure, needs_closure
 from .dataloaders import explain_empty
-from .hook_table import Hooks, takes_iterator
+from .hook_table import Hooks
 from .lr_schedulers import Schedules
 from .manual import ManualSteps
 from .preemption import save_and_leave
@@ -91,8 +91,7 @@ class FitLoop:
         self.schedules.attach(hooks)
         kind = choose_steps(trainer, task)
         self.steps = trainer.steps = kind(trainer, task, model, hooks, self.schedules, self._wants_to_stop)
-        take = self.steps.take if self.steps.reader is None else self.steps.reader.take
-        self.take = measured_in(trainer, "step", take)
+        self.take = measured_in(trainer, "step", self.steps.take)
         self.deadline: float | None = None
         self.total = loader.length
         self.started = 0.0
@@ -290,8 +289,6 @@ class FitLoop:
             self._reload()
             self.loader.tell_epoch()
         groups = self.loader.groups()
-        if self.steps.reader is not None:
-            self.steps.reader.groups = groups
         for group in itertools.islice(groups, 1):
             self.total = self.loader.length  # only the first batch of a stream shows whether it is sharded
             yield group
@@ -373,7 +370,6 @@ def choose_steps(trainer: Trainer, task: TaskModule) -> type[Steps]:
         obstacles = {
             "automatic_optimization=False": not task.automatic_optimization,
             type(with_closure).__name__: with_closure is not None,
-            "training_step(dataloader_iter)": takes_iterator(task.training_step),
         }
         for obstacle in (name for name, is_set in obstacles.items() if is_set):
             raise ValueError(

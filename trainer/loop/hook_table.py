@@ -35,7 +35,8 @@ class Hooks:
         without_loader_index: Hooks of evaluation batches without an argument ``dataloader_idx``, by name.
 
     Raises:
-        ValueError: If the task or a callback defines certain hooks of Lightning that Treadle never calls.
+        ValueError: If the task or a callback defines certain hooks of Lightning that Treadle never calls, or a step
+            reads its batches itself.
     """
 
     def __init__(self, trainer: Trainer, task: TaskModule, callbacks: Iterable[Callback]) -> None:
@@ -44,6 +45,13 @@ class Hooks:
         self._loader_counts: dict[str, int] = {}  # number of dataloaders of each kind in the latest evaluation
         for owner, valid_names in ((task, _OF_TASK), *((callback, _OF_CALLBACK) for callback in callbacks)):
             _check_uncalled_hooks(owner, valid_names)
+        for step in ("training_step", *(f"{kind}_step" for kind in _KINDS)):
+            if "dataloader_iter" in _get_parameters(getattr(task, step)):
+                raise ValueError(
+                    f"{type(task).__name__}.{step} has the argument dataloader_iter, but a step gets one batch. Define "
+                    f"{step}(batch, batch_idx). To use several batches in one step, set accumulate_grad_batches, or "
+                    "let the dataloader combine them."
+                )
         chosen = sorted(callbacks, key=lambda callback: callback.after_task)  # stable: equal numbers stay as given
         for name in HOOKS:
             first = [
@@ -196,11 +204,6 @@ def _drop_single_index(hook: Hook, kind: str, loader_counts: dict[str, int]) -> 
         return hook(*(arguments if loader_counts.get(kind, 1) > 1 else arguments[:-1]))
 
     return call
-
-
-def takes_iterator(step: Callable[..., Any]) -> bool:
-    """Return whether a step has a parameter ``dataloader_iter``, which requests an iterator instead of a batch."""
-    return "dataloader_iter" in _get_parameters(step)
 
 
 def _get_parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

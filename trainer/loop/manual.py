@@ -44,7 +44,7 @@ class ManualSteps(Steps):
             hooks = ", ".join(f"{name}.{hook}" for hook in idle)
             verb = "is" if len(idle) == 1 else "are"
             warn(f"{hooks} {verb} never called with automatic_optimization=False. Move the code to training_step.")
-        self.step = self._bind(self.accelerator.local_method(self.task, "training_step"))
+        self.step = self.accelerator.local_method(self.task, "training_step")
         self.strategy = self.accelerator.strategy
         self.parameters = dict.fromkeys(p for optimizer in self.optimizers for p in list_parameters(optimizer))
         self.strategy.reduce_gradients(self.parameters)  # includes tensors that are no parameters of the task

@@ -1,4 +1,4 @@
-"""Batches that are None, and steps with the argument ``dataloader_iter``."""
+"""Batches that are None, steps that read their batches themselves, and hooks of the task that the data module has."""
 
 import itertools
 import warnings
@@ -6,11 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from support.models import SGDTask
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import treadle
 
@@ -145,55 +144,11 @@ def test_manual_optimization_skips_none():
     assert torch.equal(task.net.weight, weight)
 
 
-class Reading(SGDTask):
-    def __init__(self, count):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net, self.count, self.read, self.validated, self.received = nn.Linear(1, 1), count, [], [], []
-
-    def training_step(self, dataloader_iter):
-        losses = []
-        for _ in range(self.count):
-            (batch,), batch_idx, dataloader_idx = next(dataloader_iter)
-            self.read.append((batch.flatten().tolist(), batch_idx, dataloader_idx))
-            losses.append(self.net(batch).mean())
-        return sum(losses) / self.count
-
-    def on_validation_batch_start(self, batch, batch_idx):
-        self.received.append(batch)
-
-    def validation_step(self, dataloader_iter):
-        batch, batch_idx, dataloader_idx = next(dataloader_iter)
-        assert batch is self.received[-1]
-        assert next(dataloader_iter, None) is None
-        self.validated.append((batch_idx, dataloader_idx))
-
-
-def numbers(count):
-    return DataLoader(TensorDataset(torch.arange(float(count))[:, None]), 2)
-
-
-@pytest.mark.parametrize(
-    # The weights are those of Lightning 2.6.6, which drops a step in which the data ends.
-    ("batches", "size", "steps", "weight"),
-    [(1, 8, 8, -2.8075), (2, 8, 4, -1.4075), (2, 6, 2, -0.3075)],
-)
-def test_a_step_that_reads_its_batches_itself(batches, size, steps, weight):
-    task = Reading(batches)
-    fitter = trainer(num_sanity_val_steps=0)
-    fitter.fit(task, numbers(size), numbers(4))
-    epoch = [([2.0 * number, 2.0 * number + 1], number, 0) for number in range(size // 2)]
-    assert task.read == epoch + epoch
-    assert (fitter.global_step, round(task.net.weight.item(), 4)) == (steps, weight)
-    assert task.validated == ([(0, 0), (1, 0)] * 2 if size == 8 else [])
-
-
-def test_accumulation_needs_one_batch_per_step():
-    with pytest.raises(ValueError, match="reads several batches from dataloader_iter, which accumulate_grad_batches=2"):
-        trainer(accumulate_grad_batches=2).fit(Reading(2), numbers(8))
-    task = Reading(1)
-    trainer(accumulate_grad_batches=2, num_sanity_val_steps=0).fit(task, numbers(8))
-    assert round(task.net.weight.item(), 4) == -1.4075
+@pytest.mark.parametrize("step", ["training_step", "validation_step"])
+def test_a_step_that_reads_its_batches_itself_is_refused(step):
+    reading = type("Reading", (Task,), {step: lambda self, dataloader_iter: next(dataloader_iter)})
+    with pytest.raises(ValueError, match=f"Reading.{step} has the argument dataloader_iter, but a step gets one batch"):
+        trainer().fit(reading(), DataLoader(X, 4))
 
 
 class Both(Task):
