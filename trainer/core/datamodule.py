@@ -219,7 +219,7 @@ class DataModule(HyperparametersMixin, DataHooks):
         Args:
             checkpoint_path: Path or URL of a Treadle checkpoint or a Lightning ``.ckpt``.
             map_location: Ignored.
-            hparams_file: Path of a YAML or CSV file of hyperparameters, such as a logger's ``hparams.yaml``. These
+            hparams_file: Path of a YAML file of hyperparameters, such as a logger's ``hparams.yaml``. These
                 hyperparameters replace the saved ones.
             weights_only: Ignored; code stored in a checkpoint is never executed.
             sha256: Expected SHA-256 digest of the file. Without it, a download only warns with its digest.

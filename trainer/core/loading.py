@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 import inspect
 import json
 import os
@@ -516,22 +515,20 @@ def _advise_passing(names: Iterable[str]) -> str:
 
 
 def read_hparams_file(path: str | Path) -> dict[str, Any]:
-    """Read hyperparameters from the ``hparams.yaml`` or ``.csv`` that loggers write. Only data is read."""
+    """Read hyperparameters from the ``hparams.yaml`` that loggers write. Only data is read."""
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"hparams_file={path!r:.100} must be the path of a .yaml, .yml or .csv file.")
+        raise TypeError(f"hparams_file={path!r:.100} must be the path of a .yaml or .yml file.")
     path = Path(path)
-    ending = path.suffix.lower()
-    if ending not in (".yaml", ".yml", ".csv"):
-        raise ValueError(f"hparams_file={str(path)!r} must be a .yaml, .yml or .csv file.")
+    if path.suffix.lower() not in (".yaml", ".yml"):
+        raise ValueError(f"hparams_file={str(path)!r} must be a .yaml or .yml file.")
     if not path.is_file():
         raise FileNotFoundError(f"hparams_file={str(path)!r} {'is not a file' if path.exists() else 'does not exist'}.")
     if (size := os.path.getsize(path)) > _MAX_HPARAMS_BYTES:
         raise ValueError(f"hparams_file={str(path)!r} has {size:,} bytes, but may have at most {_MAX_HPARAMS_BYTES:,}.")
     try:
-        text = path.read_text(encoding="utf-8")
-        hparams = _parse_csv(text) if ending == ".csv" else _parse_yaml(text)
+        hparams = _parse_yaml(path.read_text(encoding="utf-8"))
         check_extent(hparams)
-    except (ValueError, RecursionError, csv.Error, TypeError, LookupError, OverflowError) as error:
+    except (ValueError, RecursionError, TypeError, LookupError, OverflowError) as error:
         raise ValueError(f"hparams_file={str(path)!r} cannot be read as plain data: {error}") from error
     if not isinstance(hparams, dict) or not all(isinstance(name, str) for name in hparams):
         kind = "a name that is not a string" if isinstance(hparams, dict) else f"{name_type(hparams)}"
@@ -553,26 +550,3 @@ def _parse_yaml(text: str) -> Any:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
-
-
-def _parse_csv(text: str) -> dict[str, Any]:
-    rows = [row for row in csv.reader(text.splitlines()) if row]
-    if any(len(row) != 2 for row in rows):
-        raise ValueError("each line must consist of a key and a value")
-    return {key: _parse_value(word) for key, word in rows[1:]}
-
-
-def _parse_value(word: str) -> Any:
-    named = {"None": None, "True": True, "False": False, "": None}
-    if word in named:
-        return named[word]
-    try:
-        return json.loads(word)
-    except ValueError:
-        pass
-    try:
-        import ast
-
-        return ast.literal_eval(word) if word[0] in "([{'\"" and len(word) < 10_000 else word
-    except (ValueError, SyntaxError, MemoryError):
-        return word

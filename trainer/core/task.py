@@ -471,7 +471,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, Exports, nn.Module):
             checkpoint_path: Treadle checkpoint, Lightning ``.ckpt``, or another source of weights that `load_weights`
                 accepts.
             map_location: Device of the task; see `load_checkpoint`. Default: the CPU.
-            hparams_file: Path of a YAML or CSV file of hyperparameters, such as a logger's ``hparams.yaml``. These
+            hparams_file: Path of a YAML file of hyperparameters, such as a logger's ``hparams.yaml``. These
                 hyperparameters replace the saved ones.
             strict: Require the checkpoint's weights to match the task's in name and shape. Default: the task's
                 ``strict_loading``.

@@ -155,22 +155,17 @@ def test_prepared_models(strategy, kind, tmp_path):
 # -- Lightning -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("hparams.yaml", "width: 7\npath: null\nnumber: 1.5\nconfig: [1, {a: b}]\n"),
-        ("tags.csv", "key,value\nwidth,7\npath,None\nnumber,1.5\nconfig,\"[1, {'a': 'b'}]\"\n"),
-    ],
-)
-def test_hyperparameters_of_a_file(name, text, tmp_path):
+def test_hyperparameters_of_a_file(tmp_path):
     torch.save(lightning_file(Task(7), {"width": 3}), tmp_path / "x.ckpt")
-    (tmp_path / name).write_text(text)
-    task = Task.load_from_checkpoint(tmp_path / "x.ckpt", hparams_file=tmp_path / name)
+    (tmp_path / "hparams.yaml").write_text("width: 7\npath: null\nnumber: 1.5\nconfig: [1, {a: b}]\n")
+    task = Task.load_from_checkpoint(tmp_path / "x.ckpt", hparams_file=tmp_path / "hparams.yaml")
     assert {k: task.arguments[k] for k in ("width", "path", "number", "config")} == {
         "width": 7, "path": None, "number": 1.5, "config": [1, {"a": "b"}],
     }  # fmt: skip
     with pytest.raises(FileNotFoundError, match="does not exist"):
         Task.load_from_checkpoint(tmp_path / "x.ckpt", hparams_file=tmp_path / "none.yaml")
+    with pytest.raises(ValueError, match=r"must be a \.yaml or \.yml file"):
+        Task.load_from_checkpoint(tmp_path / "x.ckpt", hparams_file=tmp_path / "tags.csv")
 
 
 def test_a_task_from_other_sources(server, tmp_path):
