@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ...engine import honor_type, move_data_to_device
-from ...engine.data import CombinedLoader, get_length, is_collection
 from .hparams import HyperparametersMixin
 
 if TYPE_CHECKING:
@@ -133,10 +132,6 @@ class DataModule(HyperparametersMixin, DataHooks):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "trainer": None}  # dataloader workers and copies need none, as with a task
 
-    def __str__(self) -> str:
-        pairs = zip(("Train", "Validation", "Test", "Predict"), LOADERS, strict=True)
-        return "\n".join(f"{{{name} dataloader: {', '.join(_describe_sizes(self, method))}}}" for name, method in pairs)
-
     def on_exception(self, exception: BaseException) -> None:
         """React to an exception on this process. Do not call collectives: other ranks may not reach them.
 
@@ -238,17 +233,3 @@ class DataModule(HyperparametersMixin, DataHooks):
 
 def _is_nested(value: Any) -> bool:
     return isinstance(value, list | tuple | Mapping)
-
-
-def _describe_sizes(module: DataModule, method: str) -> Iterator[str]:
-    try:
-        loaders = getattr(module, method)()
-    except Exception:  # the user's hook may need a setup() that has not run
-        loaders = None
-    if loaders is None:
-        yield "None"
-        return
-    combined = CombinedLoader(loaders) if is_collection(loaders) else loaders
-    for loader in combined.flattened if isinstance(combined, CombinedLoader) else [combined]:
-        size = get_length(getattr(loader, "dataset", None))
-        yield "size=NA" if size is None else f"size={size}"
