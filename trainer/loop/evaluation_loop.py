@@ -17,7 +17,7 @@ from ...strategies.distributed import name_phase
 from ..checkpointing import ValidationSnapshot
 from ..core import TaskModule, overrides
 from .dataloaders import explain_empty
-from .hook_table import Hooks, count_arguments
+from .hook_table import Hook, Hooks, count_arguments
 from .preemption import leave_now, save_and_leave
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class EvaluationLoop:
     def _run(self) -> Evaluation:
         """Evaluate the task on all dataloaders; a signal that ends the run raises `_EndedBySignal`."""
         trainer, task, metrics = self.trainer, self.task, self.metrics
-        self.hooks.check_loader_index(self.name, len(self.loaders))
+        on_batch = [self.hooks.of_batches(self.name, moment, len(self.loaders)) for moment in ("start", "end")]
         inference_mode = trainer.inference_mode and not self.within_fit
         trainer.metrics.evaluation = metrics
         predictions: list[list[Any]] = []
@@ -132,7 +132,7 @@ class EvaluationLoop:
             for number in range(len(self.loaders)):
                 metrics.between_batches(False)
                 first_batch = trainer.evaluation_batch
-                predictions.append(self._run_loader(number))
+                predictions.append(self._run_loader(number, *on_batch))
                 counts.append(trainer.evaluation_batch - first_batch)
             values = self._end_epoch(counts)
             if self.within_fit and not trainer.sanity_checking:  # checkpoints from here on count it as done
@@ -151,12 +151,11 @@ class EvaluationLoop:
         return Evaluation(_split_by_loader(values, len(self.loaders)), predictions)
 
     @name_phase("evaluation", loop=True)
-    def _run_loader(self, number: int) -> list[Any]:
+    def _run_loader(self, number: int, on_start: list[Hook], on_end: list[Hook]) -> list[Any]:
         trainer, task, metrics, loader = self.trainer, self.task, self.metrics, self.loaders[number]
         metrics.suffix = f"/dataloader_idx_{number}" if len(self.loaders) > 1 else ""
         step = trainer.accelerator.local_method(task, f"{self.name}_step")
         takes = step_arguments(getattr(task, f"{self.name}_step"), len(self.loaders))
-        on_start, on_end = self._get_hooks("batch_start"), self._get_hooks("batch_end")
         cursor = trainer.accelerator.cursor
         predictions: list[Any] = []
         departure = trainer.preemption.departure

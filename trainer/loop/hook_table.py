@@ -32,7 +32,6 @@ class Hooks:
 
     Attributes:
         task: The user's task.
-        without_loader_index: Hooks of evaluation batches without an argument ``dataloader_idx``, by name.
 
     Raises:
         ValueError: If the task or a callback defines certain hooks of Lightning that Treadle never calls, or a step
@@ -41,8 +40,6 @@ class Hooks:
 
     def __init__(self, trainer: Trainer, task: TaskModule, callbacks: Iterable[Callback]) -> None:
         self.task = task
-        self.without_loader_index: dict[str, Hook] = {}
-        self._loader_counts: dict[str, int] = {}  # number of dataloaders of each kind in the latest evaluation
         for owner, valid_names in ((task, _OF_TASK), *((callback, _OF_CALLBACK) for callback in callbacks)):
             _check_uncalled_hooks(owner, valid_names)
         for step in ("training_step", *(f"{kind}_step" for kind in _KINDS)):
@@ -58,7 +55,7 @@ class Hooks:
                 self._bind(c, name, trainer, task) for c in chosen if not c.after_task and callback_overrides(c, name)
             ]
             last = [self._bind(c, name, trainer, task) for c in chosen if c.after_task and callback_overrides(c, name)]
-            task_hooks = [self._fit_arguments(getattr(task, name), name)] if task_overrides(task, name) else []
+            task_hooks = [_pass_stage(getattr(task, name), name)] if task_overrides(task, name) else []
             if name == "on_load_checkpoint":
                 task_hooks = []  # called before the weights are loaded, see `TrainerCheckpointer.load_weights`
             if name == "on_train_epoch_end":  # monitoring callbacks need the values logged in it
@@ -66,55 +63,38 @@ class Hooks:
             setattr(self, name, (*first, *task_hooks, *last))
 
     def _bind(self, callback: Callback, name: str, trainer: Trainer, task: TaskModule) -> Hook:
-        hook = callback._guard(name, self._fit_arguments(getattr(callback, name), name, 2))
+        hook = callback._guard(name, _pass_stage(getattr(callback, name), name))
         return partial(hook, trainer, task)
 
-    def _fit_arguments(self, hook: Hook, name: str, bound: int = 0) -> Hook:
-        """Return ``hook`` in a form that accepts the arguments with which the loop calls it.
+    def of_batches(self, stage: str, moment: str, loaders: int) -> list[Hook]:
+        """Return the hooks before or after a batch of an evaluation, each in a form that accepts ``dataloader_idx``.
 
-        Users may omit ``dataloader_idx`` with a single dataloader, and ``*args`` then gets no index, as in Lightning.
-        ``bound`` is the number of arguments before ``batch`` or ``outputs``: 2 for a callback, which also gets the
-        Trainer and the task, and 0 for the task.
-        """
-        if name in ("setup", "teardown"):
-            return pass_by_keyword(hook, "stage")
-        if name not in _EVALUATION_BATCH:
-            return hook
-        kind, full = name.split("_")[1], bound + _EVALUATION_BATCH[name]
-        if count_arguments(hook, full, several=True) == full - 1:
-            self.without_loader_index.setdefault(name, hook)
-        if count_arguments(hook, full, several=False) == full - 1:
-            return _drop_single_index(hook, kind, self._loader_counts)
-        return hook
-
-    def check_loader_index(self, stage: str, loaders: int) -> None:
-        """Check that the batch hooks of a stage can distinguish several dataloaders.
+        Users may omit this argument with a single dataloader, and ``*args`` then gets no index, as in Lightning.
 
         Args:
             stage: ``"validation"``, ``"test"`` or ``"predict"``.
+            moment: ``"start"`` or ``"end"``.
             loaders: Number of dataloaders.
 
         Raises:
             ValueError: If there are several dataloaders and a hook does not accept ``dataloader_idx``.
         """
-        self._loader_counts[stage] = loaders
-        for name in (f"on_{stage}_batch_start", f"on_{stage}_batch_end"):
-            if loaders > 1 and (hook := self.without_loader_index.get(name)) is not None:
+        hooks: list[Hook] = []
+        full = 3 if moment == "start" else 4
+        for hook in getattr(self, f"on_{stage}_batch_{moment}"):
+            is_short = count_arguments(hook, full, several=loaders > 1) == full - 1
+            if is_short and loaders > 1:
                 raise ValueError(
                     f"{name_of(hook)} has no argument dataloader_idx, but there are {loaders} dataloaders. Add "
                     "dataloader_idx=0 as the last argument."
                 )
+            hooks.append(_omit_last(hook) if is_short else hook)
+        return hooks
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> tuple[Hook, ...]: ...
 
-
-# Number of arguments of the hooks of evaluation batches, by name; the last is the dataloader's index.
-_EVALUATION_BATCH = {
-    **{f"on_{kind}_batch_start": 3 for kind in _KINDS},
-    **{f"on_{kind}_batch_end": 4 for kind in _KINDS},
-}
 
 # Hooks that Lightning calls or rejects, and that have no counterpart here: a run without them would differ.
 # With their replacements.
@@ -196,14 +176,18 @@ def count_arguments(function: Callable[..., Any], full: int, *, several: bool) -
     return named
 
 
-def _drop_single_index(hook: Hook, kind: str, loader_counts: dict[str, int]) -> Hook:
-    """Return ``hook`` in a form that omits ``dataloader_idx``, its last argument, with a single dataloader."""
+def _omit_last(hook: Hook) -> Hook:
+    """Return ``hook`` in a form that omits its last argument."""
 
     @wraps(hook)
     def call(*arguments: Any) -> Any:
-        return hook(*(arguments if loader_counts.get(kind, 1) > 1 else arguments[:-1]))
+        return hook(*arguments[:-1])
 
     return call
+
+
+def _pass_stage(hook: Hook, name: str) -> Hook:
+    return pass_by_keyword(hook, "stage") if name in ("setup", "teardown") else hook
 
 
 def _get_parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
