@@ -250,29 +250,20 @@ def _collect_init_arguments(instance: Any, frame: FrameType | None) -> dict[str,
         frame = frame.f_back
     if frame is None:
         return None
-    frame_arguments: list[dict[str, Any]] = []
-    while frame is not None and _is_init(frame, instance):
+    arguments: dict[str, Any] = {}
+    while frame is not None and _is_init(frame, instance):  # the outermost class last, so that its values override
         names, _, variadic, local = inspect.getargvalues(frame)
-        values = {name: local[name] for name in [*names, *_list_keyword_only(frame)][1:] if name in local}
-        if variadic is not None:
-            values.update(local.get(variadic, {}))
-        frame_arguments.append(values)
+        arguments |= {name: local[name] for name in names[1:] if name in local}
+        arguments |= local.get(variadic or "", {})
         frame = frame.f_back
-    merged: dict[str, Any] = {}
-    for values in frame_arguments:  # the outermost class last, so that its values override
-        merged.update(values)
-    return {name: value for name, value in merged.items() if name != "__class__"}
+    arguments.pop("__class__", None)
+    return arguments
 
 
 def _is_init(frame: FrameType, instance: Any) -> bool:
     code = frame.f_code
     first = code.co_varnames[0] if code.co_argcount else ""
     return code.co_name == "__init__" and frame.f_locals.get(first) is instance
-
-
-def _list_keyword_only(frame: FrameType) -> tuple[str, ...]:
-    code = frame.f_code
-    return code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
 
 
 # -- stored form ---------------------------------------------------------------------------------------------------
