@@ -138,14 +138,9 @@ class EpochLoopView(LoopView):
     def _batches_that_stepped(self) -> int:
         return self._trainer.progress.step
 
-    def _accumulated_batches_reached(self) -> bool:
-        return bool(self.batch_progress.current.ready % self._trainer.accumulate_grad_batches == 0)
-
-    def _num_ready_batches_reached(self) -> bool:
-        return self._trainer.is_last_batch
-
     def _should_accumulate(self) -> bool:
-        return not (self._accumulated_batches_reached() or self._num_ready_batches_reached())
+        trainer = self._trainer
+        return bool(self.batch_progress.current.ready % trainer.accumulate_grad_batches) and not trainer.is_last_batch
 
 
 class EvaluationLoopView(LoopView):
