@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from ...common.messages import name_type, nearest, warn
+from ...common.messages import abbreviate, name_type, nearest, warn
 from ...common.optional import is_installed
 from ...engine.checkpoint import (
     ADDED,
@@ -451,9 +451,8 @@ def _merge_arguments(cls: type[Any], place: str, document: dict[str, Any], overr
     elif not takes_all:
         if unknown := [str(name) for name in saved if name not in names and name not in overrides]:
             several = "s" * (len(unknown) > 1)
-            more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
             warn(
-                f"{place}: the saved hyperparameter{several} {', '.join(unknown[:8])}{more} "
+                f"{place}: the saved hyperparameter{several} {abbreviate(unknown)} "
                 f"{'are' if several else 'is'} ignored, because {cls.__name__} has no such argument{several}."
             )
         if ignored := [name for name in overrides if name not in names]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...common.messages import closest_name, warn
+from ...common.messages import abbreviate, closest_name, warn
 from ...engine import isolated_random_state, list_unused
 from ..checkpointing import LastStep, explain_need_of_all_ranks
 from ..core import (
@@ -319,9 +319,8 @@ def _warn_of_evaluation_mode(task: TaskModule) -> None:
     frozen = {inner for part in task.modules() if not part.training and _is_frozen(part) for inner in part.modules()}
     parts = [(name, part) for name, part in task.named_modules() if not (part.training or part in frozen)]
     if names := [name or type(task).__name__ for name, part in parts]:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         warn(
-            f"{', '.join(names[:3])}{more} will be trained in evaluation mode (no dropout, fixed batch norm), because "
+            f"{abbreviate(names, 3)} will be trained in evaluation mode (no dropout, fixed batch norm), because "
             "fit does not change the mode of a module. To train in training mode, call train() on "
             f"{'the module' if len(names) == 1 else 'these modules'} before fit."
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from ...callbacks import explain_returned
-from ...common.messages import nearest, warn
+from ...common.messages import abbreviate, nearest, warn
 from ...strategies.distributed import strip_compile_prefix
 from ..core import TaskModule
 
@@ -88,7 +88,7 @@ def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
     elif names and optimized_ids:  # with manual optimization and no optimizer, this is intended
         warn(
             "parameters that require gradients are not in any optimizer, so they are not trained: "
-            f"{_join_first(names)}. Add them in configure_optimizers, or freeze them with requires_grad_(False)."
+            f"{abbreviate(names, _SHOWN)}. Add them in configure_optimizers, or freeze them with requires_grad_(False)."
         )
     for name in list_unregistered_hparams(task):
         warn(
@@ -99,9 +99,9 @@ def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
     if hidden := list(hidden_modules(task)):
         warn(
             f"modules or parameters in plain lists or dicts are not registered in {type(task).__name__}: "
-            f"{_join_first(hidden)}. They are not saved in checkpoints, not moved to the device, and missing from "
-            "self.parameters(). Use nn.ModuleList, nn.ModuleDict or nn.ParameterList. If this is intended, freeze them "
-            "to silence this warning."
+            f"{abbreviate(hidden, _SHOWN)}. They are not saved in checkpoints, not moved to the device, and missing "
+            "from self.parameters(). Use nn.ModuleList, nn.ModuleDict or nn.ParameterList. If this is intended, freeze "
+            "them to silence this warning."
         )
 
 
@@ -189,8 +189,3 @@ def _iterate_monitors(trainer: Trainer) -> Iterator[tuple[str, str, bool, str]]:
         if config.reduce_on_plateau and config.monitor is not None:
             mode = getattr(config.scheduler, "mode", "")
             yield f"{type(config.scheduler).__name__}'s monitor", config.monitor, config.strict, mode
-
-
-def _join_first(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more}"
