@@ -67,37 +67,22 @@ def signature(target: Callable[..., Any]) -> Signature:
             if constructor is None
             else _read_signature(getattr(constructor, "__func__", constructor), bound=True)
         )
-    merged = Signature({})
-    settled: set[str] = set()  # arguments that a derived class passes to its base itself
-    for number, cls in enumerate(chain):
-        if cls is object or cls.__module__ in _HAND_ON:
-            continue
-        class_signature = _read_signature(vars(cls)["__init__"], bound=True)
-        new_arguments = {
-            name: argument
-            for name, argument in class_signature.arguments.items()
-            if name not in {*settled, *merged.arguments}
-        }
-        positional_source = merged if number else class_signature
-        merged = Signature(
-            {**merged.arguments, **new_arguments},
-            class_signature.open,
-            positional_source.positional,
-            positional_source.by_place_only,
-        )
-        forwarded = _find_forwarded(vars(cls)["__init__"]) if class_signature.open else None
-        if forwarded is None:
-            break
-        if forwarded.variadic:
-            known = {name: argument for name, argument in merged.arguments.items() if not argument.several}
-            merged = replace(merged, arguments=known)
-        base = next((base_class for base_class in chain[number + 1 :] if base_class.__module__ not in _HAND_ON), object)
-        settled |= {
-            *forwarded.keywords,
-            *_read_signature(vars(base)["__init__"], bound=True).positional[: forwarded.by_place],
-        }
-        merged = replace(merged, open=False)
-    return merged
+    return _read_constructor([cls for cls in chain if cls is not object and cls.__module__ not in _HAND_ON])
+
+
+def _read_constructor(chain: list[type]) -> Signature:
+    """Return the arguments of the first class's ``__init__``, and those that it forwards to the following classes'."""
+    if not chain:
+        return Signature({})
+    own = _read_signature(vars(chain[0])["__init__"], bound=True)
+    forwarded = _find_forwarded(vars(chain[0])["__init__"]) if own.open else None
+    if forwarded is None:
+        return own
+    inherited = _read_constructor(chain[1:])
+    arguments = {name: one for name, one in own.arguments.items() if not (forwarded.variadic and one.several)}
+    passed = {*own.arguments, *forwarded.keywords, *inherited.positional[: forwarded.by_place]}
+    arguments |= {name: one for name, one in inherited.arguments.items() if name not in passed}
+    return replace(own, arguments=arguments, open=inherited.open)
 
 
 def read_flags() -> dict[str, str]:
