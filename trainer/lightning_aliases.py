@@ -114,22 +114,17 @@ class LightningAliases:
             return None if trainer.stage is None else RunningStage(trainer.stage)
         if trainer.sanity_checking:
             return RunningStage.SANITY_CHECKING
-        return RunningStage.VALIDATING if self._validates_within_fit else RunningStage.TRAINING
+        return RunningStage.TRAINING if trainer.metrics.evaluation is None else RunningStage.VALIDATING
 
     @property
     def training(self) -> bool:
         """True if ``fit`` is running, but neither a validation nor the sanity check within it."""
-        return self._trainer.stage == "fit" and not self._validates_within_fit
+        return self._running_stage is RunningStage.TRAINING
 
     @property
     def validating(self) -> bool:
         """True if a validation is running, including one within ``fit``, but not the sanity check."""
-        return self._trainer.stage == "validate" or (self._validates_within_fit and not self._trainer.sanity_checking)
-
-    @property
-    def _validates_within_fit(self) -> bool:
-        trainer = self._trainer
-        return trainer.stage == "fit" and (trainer.sanity_checking or trainer.metrics.evaluation is not None)
+        return self._running_stage is RunningStage.VALIDATING
 
     @property
     def testing(self) -> bool:
@@ -144,7 +139,7 @@ class LightningAliases:
     @property
     def evaluating(self) -> bool:
         """True if a validation, the sanity check or ``test`` is running."""
-        return self.validating or self.testing or self._trainer.sanity_checking
+        return self._running_stage is not None and self._running_stage.evaluating
 
     @property
     def is_last_batch(self) -> bool:
