@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...engine.checkpoint import OpenCheckpoint, compare_weights
-from ..core import DataModule, TaskModule
-from ..loop import callback_overrides, task_overrides
+from ..core import DataModule, TaskModule, overrides
+from ..loop import callback_overrides
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -141,7 +141,7 @@ def _exists(value: str) -> bool:
 
 def is_complete(trainer: Trainer, task: TaskModule) -> bool:
     """Return whether the model is complete: no custom ``setup`` or ``configure_model`` can add to it later."""
-    if any(task_overrides(task, name) for name in ("configure_model", "setup")):
+    if any(overrides(task, name) for name in ("configure_model", "setup")):
         return False
     return not any(
         callback_overrides(callback, "setup")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .evaluation_loop import Evaluation, EvaluationLoop, check_step, predictions_in_order
     from .fit_loop import FitLoop
     from .fit_setup import Fit, configure, place_and_load, prepare_training, validate, wrap
-    from .hook_table import Hooks, callback_overrides, count_positional, name_of, pass_by_keyword, task_overrides
+    from .hook_table import Hooks, callback_overrides, count_positional, name_of, pass_by_keyword
     from .lr_schedulers import Schedules
     from .progress import Phase, Progress
     from .run_summary import RunSummary, describe_results

@@ -225,9 +225,9 @@ class Sources:
     def _choose_transfer(self, number: int) -> Callable[[Any], Any] | None:
         owners = [owner for owner in (self.datamodule, self.task) if owner is not None]
         # Each hook separately: a data module may augment while the task moves.
-        chosen = [next((o for o in owners if _overrides(o, name)), None) for name in _TRANSFER]
+        chosen = [next((o for o in owners if has_own(o, name, DataHooks)), None) for name in _TRANSFER]
         for name, owner in zip(_TRANSFER, chosen, strict=True):
-            if owner is self.datamodule is not None and _overrides(self.task, name):
+            if owner is self.datamodule is not None and has_own(self.task, name, DataHooks):
                 self._warn_of_unused(name)
         if all(owner is None for owner in chosen):
             return None
@@ -288,10 +288,6 @@ def explain_empty(loader: Loader, processes: int) -> str:
             "batch_size, or remove drop_last."
         )
     return f"Pass an iterable that has at least one batch and can be iterated more than once, not this {kind}."
-
-
-def _overrides(owner: DataHooks, name: str) -> bool:
-    return getattr(type(owner), name) is not getattr(DataHooks, name)
 
 
 def _refuse_non_loaders(kind: str, source: Any) -> None:

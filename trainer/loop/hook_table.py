@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...callbacks import HOOKS, Callback
 from ...common.messages import closest_name, warn
-from ..core import TaskHooks, has_own
+from ..core import TaskHooks, has_own, overrides
 
 if TYPE_CHECKING:
     from ..core import TaskModule
@@ -55,7 +55,7 @@ class Hooks:
                 self._bind(c, name, trainer, task) for c in chosen if not c.after_task and callback_overrides(c, name)
             ]
             last = [self._bind(c, name, trainer, task) for c in chosen if c.after_task and callback_overrides(c, name)]
-            task_hooks = [_pass_stage(getattr(task, name), name)] if task_overrides(task, name) else []
+            task_hooks = [_pass_stage(getattr(task, name), name)] if overrides(task, name) else []
             if name == "on_load_checkpoint":
                 task_hooks = []  # called before the weights are loaded, see `TrainerCheckpointer.load_weights`
             if name == "on_train_epoch_end":  # monitoring callbacks need the values logged in it
@@ -149,11 +149,6 @@ def _find_hook(name: str, valid_names: set[str]) -> str | None:
 def callback_overrides(callback: Callback, name: str) -> bool:
     """Return whether a callback overrides the method ``name``."""
     return has_own(callback, name, Callback)
-
-
-def task_overrides(task: TaskModule, name: str) -> bool:
-    """Return whether a task overrides the hook ``name``. A hook set to None does not count."""
-    return has_own(task, name, TaskHooks)
 
 
 def count_positional(function: Callable[..., Any]) -> int:
