@@ -18,7 +18,7 @@ _LIMITS = ("max_epochs", "min_epochs", "max_steps", "min_steps")
 class LoopView:
     """View of a loop in Lightning's form. Only the attributes in ``_flags``, which are the Trainer's, can be set."""
 
-    _place = "trainer.fit_loop"
+    _place: str
     _flags: tuple[str, ...] = ()
 
     def __init__(self, trainer: Trainer) -> None:
@@ -38,61 +38,11 @@ class LoopView:
         setattr(self._trainer, name, value)
 
 
-class FitLoopView(LoopView):
-    """View of the training loop in Lightning's form."""
-
-    _flags = _LIMITS
-
-    @property
-    def epoch_progress(self) -> SimpleNamespace:
-        """Numbers of epochs begun and completed."""
-        trainer = self._trainer
-        completed = trainer.progress.epoch
-        epochs = _count(completed + (trainer.stage == "fit" and not trainer.sanity_checking), completed)
-        return SimpleNamespace(current=epochs, total=epochs)
-
-    @property
-    def epoch_loop(self) -> EpochLoopView:
-        """View of the batches and optimizer steps of the epoch."""
-        return EpochLoopView(self._trainer)
-
-    @property
-    def batch_idx(self) -> int:
-        """Index of the current or latest micro-batch in the epoch; 0 before the first."""
-        return self.epoch_loop.batch_idx
-
-    @property
-    def total_batch_idx(self) -> int:
-        """Index of the current or latest micro-batch in the run; -1 before the first."""
-        return self.epoch_loop.total_batch_idx
-
-    def setup_data(self) -> None:
-        """Create the training dataloader, unless it already exists or no stage has begun."""
-        if (sources := self._trainer.sources) is not None:
-            _ = sources.train
-
-    @property
-    def _data_source(self) -> SimpleNamespace:
-        source: SimpleNamespace = view_data(self._trainer)._train_dataloader_source
-        return source
-
-    @property
-    def _combined_loader(self) -> SimpleNamespace | None:
-        trainer = self._trainer
-        if trainer.train_dataloader is None or trainer.sources is None:
-            return None
-        source = trainer.sources.train.source
-        return SimpleNamespace(iterables=trainer.train_dataloader, flattened=getattr(source, "flattened", [source]))
-
-    def _should_accumulate(self) -> bool:
-        return self.epoch_loop._should_accumulate()
-
-
 class EpochLoopView(LoopView):
     """View of the loop over the batches of an epoch in Lightning's form."""
 
     _place = "trainer.fit_loop.epoch_loop"
-    _flags = ("max_steps", "min_steps")
+    _flags: tuple[str, ...] = ("max_steps", "min_steps")
 
     @property
     def batch_progress(self) -> SimpleNamespace:
@@ -141,6 +91,44 @@ class EpochLoopView(LoopView):
     def _should_accumulate(self) -> bool:
         trainer = self._trainer
         return bool(self.batch_progress.current.ready % trainer.accumulate_grad_batches) and not trainer.is_last_batch
+
+
+class FitLoopView(EpochLoopView):
+    """View of the training loop in Lightning's form, with the attributes of its epoch's loop."""
+
+    _place = "trainer.fit_loop"
+    _flags = _LIMITS
+
+    @property
+    def epoch_progress(self) -> SimpleNamespace:
+        """Numbers of epochs begun and completed."""
+        trainer = self._trainer
+        completed = trainer.progress.epoch
+        epochs = _count(completed + (trainer.stage == "fit" and not trainer.sanity_checking), completed)
+        return SimpleNamespace(current=epochs, total=epochs)
+
+    @property
+    def epoch_loop(self) -> EpochLoopView:
+        """View of the batches and optimizer steps of the epoch."""
+        return EpochLoopView(self._trainer)
+
+    def setup_data(self) -> None:
+        """Create the training dataloader, unless it already exists or no stage has begun."""
+        if (sources := self._trainer.sources) is not None:
+            _ = sources.train
+
+    @property
+    def _data_source(self) -> SimpleNamespace:
+        source: SimpleNamespace = view_data(self._trainer)._train_dataloader_source
+        return source
+
+    @property
+    def _combined_loader(self) -> SimpleNamespace | None:
+        trainer = self._trainer
+        if trainer.train_dataloader is None or trainer.sources is None:
+            return None
+        source = trainer.sources.train.source
+        return SimpleNamespace(iterables=trainer.train_dataloader, flattened=getattr(source, "flattened", [source]))
 
 
 class EvaluationLoopView(LoopView):
