@@ -386,7 +386,7 @@ class Trainer(LightningAliases, Copyable):
         stage = loop.Stage(self, "fit", model, {"train": train, "val": val}, data, path)
         with self.preemption.watching():
             stage.run(loop.Fit(self, schedule).work)
-        loop.RunSummary(self).announce_end()
+        loop.announce_end(self)
 
     def validate(
         self,

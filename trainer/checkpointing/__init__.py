@@ -8,7 +8,7 @@ from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .checkpoint_io import CheckpointIO, TorchCheckpointIO
-    from .resolve import CheckpointResolver
+    from .resolve import CheckpointResolver, find_resumable
     from .snapshots import LastStep, ValidationSnapshot, explain_need_of_all_ranks
     from .trainer_state import TrainerCheckpointer, collect_callback_states
     from .words import WORDS_FOR_CHECKPOINTS

@@ -367,6 +367,18 @@ class CheckpointResolver:
         return as_path(best)
 
 
+def find_resumable(trainer: Trainer) -> tuple[int, AnyPath] | None:
+    """Return the optimizer step and path of the last checkpoint from which this run can be resumed, if any.
+
+    It is not verified.
+    """
+    if not trainer.checkpoint_callbacks:
+        return None
+    resolver = CheckpointResolver(trainer, "fit", "last")
+    committed = _latest_first(resolver._stores(resolver._folders()[0]), resolver.report)
+    return next(((manifest.step, path) for manifest, path in committed if has_part(manifest.files, STATE)), None)
+
+
 def _run_record(folder: AnyPath) -> AnyPath | None:
     """Return the path of ``run.json`` in ``folder`` or one of the two folders above it, or None."""
     return next((path for parent in (folder, *folder.parents[:2]) if (path := parent / RECORD).is_file()), None)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .hook_table import Hooks, callback_overrides, count_positional, name_of, pass_by_keyword
     from .lr_schedulers import Schedules
     from .progress import Phase, Progress
-    from .run_summary import RunSummary, describe_results
+    from .run_summary import announce_end, describe_results
     from .stage import Stage, Work
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -64,7 +64,7 @@ _RUN_CODES = {FitLoop.run.__code__, EvaluationLoop.run.__code__}
 def annotate(error: BaseException, trainer: Trainer) -> None:
     """Add notes to an error: the position of the run, and explanations of some of torch's messages."""
     if isinstance(error, KeyboardInterrupt):
-        return  # see `RunSummary.announce_interrupt`
+        return  # see `announce_interrupt`
     world = trainer.accelerator.world
     location = place(trainer, str(trainer.stage), error)
     if world.size > 1:

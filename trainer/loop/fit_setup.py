@@ -32,7 +32,7 @@ from .dataloaders import LOADER_NAMES, Sources
 from .evaluation_loop import EvaluationLoop
 from .fit_loop import FitLoop, is_validation_epoch
 from .hook_table import Hooks
-from .run_summary import RunSummary
+from .run_summary import announce_start
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -76,7 +76,7 @@ class Fit:
             model, random_state = self._prepare(reloads=self._reload_dataloaders())
         loader = sources.train
         trainer.accelerator.rng.draw_apart()  # the dataloaders exist, and the sanity check restores the RNG state
-        RunSummary(trainer).announce_start(loader)
+        announce_start(trainer, loader)
         sanity_check = trainer.ckpt_path is None and trainer.num_sanity_val_steps and trainer.has_validation
         if sanity_check:
             self.sanity_check()

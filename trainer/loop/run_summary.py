@@ -10,172 +10,148 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ...callbacks import GradientAccumulationScheduler, ModelCheckpoint, ModelSummary, RunReport, folders
-from ...common.messages import announce, format_count
-from ...common.remote_path import AnyPath
-from ...engine import CheckpointStore, Loader, list_compiled_names
-from ...engine.checkpoint import STATE, has_part
+from ...callbacks import GradientAccumulationScheduler, ModelCheckpoint, ModelSummary, RunReport
+from ...common.messages import abbreviate, announce, format_count
+from ...engine import Loader, list_compiled_names
 from ...strategies import Precision
+from ..checkpointing import find_resumable
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
 
-_SHOWN = 8  # metrics in one line
+
+def announce_start(trainer: Trainer, loader: Loader) -> None:
+    """Announce the settings of ``fit``, such as devices and precision.
+
+    Args:
+        trainer: Trainer of the run.
+        loader: The prepared training dataloader.
+    """
+    assert trainer.task is not None
+    settings, parameters = _describe_settings(trainer, loader), _describe_parameters(trainer.task)
+    trainer.decided = f"{settings}\n{parameters}"
+    is_counted = any(isinstance(callback, ModelSummary) and callback.max_depth for callback in trainer.callbacks)
+    announce(settings if is_counted else trainer.decided)
 
 
-class RunSummary:
-    """Announcements about a run.
+def _describe_settings(trainer: Trainer, loader: Loader) -> str:
+    accelerator, task = trainer.accelerator, trainer.task
+    assert task is not None
+    processes = accelerator.num_processes
+    device = str(accelerator.device)
+    if accelerator.device.type == "cuda":
+        device += f" ({torch.cuda.get_device_name(accelerator.device)})"
+    devices = device if processes == 1 else f"{processes} processes, this one on {device}"
+    lines = [f"training on {devices}; strategy {accelerator.strategy.name}; precision {accelerator.precision.name}"]
+    lines.append(_describe_batch(trainer, loader))
+    if loader.left_out:
+        dropped = " and ".join(format_count(number, thing) for thing, number in loader.left_out.items())
+        lines.append(f"drop_last drops {dropped} per epoch")
+    if processes > 1 and not trainer.use_distributed_sampler:
+        lines.append("each process reads its own dataloader unchanged (use_distributed_sampler=False)")
+    if accelerator.optimizers or not task.automatic_optimization:
+        lines.append(_describe_steps(trainer) if task.automatic_optimization else _describe_manual_steps(trainer))
+    if len(accelerator.optimizers) > 1 and task.automatic_optimization:
+        kinds = ", ".join(type(prepared.optimizer).__name__ for prepared in accelerator.optimizers)
+        lines.append(
+            f"{len(accelerator.optimizers)} optimizers ({kinds}) step together after one backward pass; optimizers "
+            "that take turns, as in a GAN, need automatic_optimization=False"
+        )
+    if _can_use_tf32(accelerator.device, accelerator.precision):
+        lines.append(
+            "float32 matrix products at full precision; float32_matmul_precision='high' computes them in TF32, "
+            "several times faster, with 10 of the 23 mantissa bits"
+        )
+    lines += accelerator.strategy.decisions(task)
+    if fused := sorted({type(o.optimizer).__name__ for o in accelerator.optimizers if o.fused_by_choice}):
+        lines.append(f"{' and '.join(fused)} with fused steps, equal up to rounding; fused=False disables them")
+    if names := list_compiled_names(task):
+        lines.append(f"torch.compile: {', '.join(names)}, each compiled by its first calls, which take longer")
+    return "\n".join(lines)
+
+
+def _describe_batch(trainer: Trainer, loader: Loader) -> str:
+    accelerator, task = trainer.accelerator, trainer.task
+    assert task is not None
+    size = getattr(loader.source, "batch_size", None)
+    processes, k = accelerator.num_processes, accelerator.gradient_accumulation_steps
+    kind, factors = "effective batch", f"x {format_count(processes, 'process')} x {k} accumulated"
+    if not task.automatic_optimization:  # training_step may accumulate gradients
+        kind, factors = "batch", f"x {format_count(processes, 'process')}"
+    if (leaves := accelerator.step_micro_batches) is not None and isinstance(size, int):
+        return f"{kind} {size * leaves:,} = {size} x {leaves} micro-batches, with any number of processes"
+    if isinstance(size, int):
+        return f"{kind} {size * processes * k:,} = {size} per process {factors}"
+    return f"{kind}: the dataloader's batches {factors}"
+
+
+def _describe_steps(trainer: Trainer) -> str:
+    progress = trainer.progress
+    steps, batches = trainer.estimated_stepping_batches, trainer.num_training_batches
+    done = "" if not progress.step else f"; {progress.step:,} {'is' if progress.step == 1 else 'are'} done"
+    if steps == float("inf"):
+        return "optimizer steps: until the dataloader ends or the run is stopped" + done
+    if not isinstance(batches, int):
+        return f"{format_count(int(steps), 'optimizer step')}; the dataloader has no length{done}"
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
+        return f"{format_count(int(steps), 'optimizer step')}; {format_count(batches, 'batch')} per epoch{done}"
+    accumulated = trainer.accelerator.gradient_accumulation_steps
+    per_epoch = -(-batches // accumulated)
+    if done and trainer.max_epochs != -1:  # the batch size may have been different before
+        remaining = (trainer.max_epochs - progress.epoch) * per_epoch - progress.batch // accumulated
+        steps = progress.step + max(0, remaining)
+        steps = steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
+    epoch = f"{per_epoch:,} per epoch of {format_count(batches, 'batch')}"
+    return f"{format_count(int(steps), 'optimizer step')}, {epoch}{done}"
+
+
+def _describe_manual_steps(trainer: Trainer) -> str:
+    batches, epochs = trainer.num_training_batches, trainer.max_epochs
+    unknown = not isinstance(batches, int)
+    per_epoch = "the dataloader has no length" if unknown else f"{format_count(int(batches), 'batch')} per epoch"
+    limits = [] if epochs == -1 else [format_count(epochs, "epoch")]
+    limits += [] if trainer.max_steps == -1 else [format_count(trainer.max_steps, "optimizer step")]
+    until = f", until {' or '.join(limits)}" if limits else ""
+    done = f"; {format_count(trainer.progress.step, 'step')} done" if trainer.progress.step else ""
+    return f"manual optimization: training_step steps the optimizers; {per_epoch}{until}{done}"
+
+
+def announce_interrupt(trainer: Trainer, stage: str, place: str) -> None:
+    """Announce where Ctrl-C ended a stage and, for ``fit``, how to resume.
+
+    Args:
+        trainer: Trainer of the run.
+        stage: Name of the stage.
+        place: Position of the run as text.
+    """
+    lines = [f"interrupted {place}"]
+    latest = find_resumable(trainer) if stage == "fit" and trainer.is_global_zero else None
+    if latest is not None:
+        step, path = latest
+        command = trainer.resume_command or f"trainer.fit(..., ckpt_path={str(path)!r})"
+        lines += [f"latest checkpoint: {path} (optimizer step {step:,})", f"to resume: {command}"]
+    elif stage == "fit":
+        lines.append("no checkpoint was saved")
+    announce("\n".join(lines))
+
+
+def announce_end(trainer: Trainer) -> None:
+    """Announce the results of ``fit``, such as the paths of checkpoints and the last metrics.
 
     Args:
         trainer: Trainer of the run.
     """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-
-    def announce_start(self, loader: Loader) -> None:
-        """Announce the settings of ``fit``, such as devices and precision.
-
-        Args:
-            loader: The prepared training dataloader.
-        """
-        trainer = self.trainer
-        assert trainer.task is not None
-        settings, parameters = self._describe_settings(loader), _describe_parameters(trainer.task)
-        trainer.decided = f"{settings}\n{parameters}"
-        is_counted = any(isinstance(callback, ModelSummary) and callback.max_depth for callback in trainer.callbacks)
-        announce(settings if is_counted else trainer.decided)
-
-    def _describe_settings(self, loader: Loader) -> str:
-        trainer = self.trainer
-        accelerator, task = trainer.accelerator, trainer.task
-        assert task is not None
-        processes = accelerator.num_processes
-        device = str(accelerator.device)
-        if accelerator.device.type == "cuda":
-            device += f" ({torch.cuda.get_device_name(accelerator.device)})"
-        devices = device if processes == 1 else f"{processes} processes, this one on {device}"
-        lines = [f"training on {devices}; strategy {accelerator.strategy.name}; precision {accelerator.precision.name}"]
-        lines.append(self._describe_batch(loader))
-        if loader.left_out:
-            dropped = " and ".join(format_count(number, thing) for thing, number in loader.left_out.items())
-            lines.append(f"drop_last drops {dropped} per epoch")
-        if processes > 1 and not trainer.use_distributed_sampler:
-            lines.append("each process reads its own dataloader unchanged (use_distributed_sampler=False)")
-        if accelerator.optimizers or not task.automatic_optimization:
-            lines.append(self._describe_steps() if task.automatic_optimization else self._describe_manual_steps())
-        if len(accelerator.optimizers) > 1 and task.automatic_optimization:
-            kinds = ", ".join(type(prepared.optimizer).__name__ for prepared in accelerator.optimizers)
-            lines.append(
-                f"{len(accelerator.optimizers)} optimizers ({kinds}) step together after one backward pass; optimizers "
-                "that take turns, as in a GAN, need automatic_optimization=False"
-            )
-        if _can_use_tf32(accelerator.device, accelerator.precision):
-            lines.append(
-                "float32 matrix products at full precision; float32_matmul_precision='high' computes them in TF32, "
-                "several times faster, with 10 of the 23 mantissa bits"
-            )
-        lines += accelerator.strategy.decisions(task)
-        if fused := sorted({type(o.optimizer).__name__ for o in accelerator.optimizers if o.fused_by_choice}):
-            lines.append(f"{' and '.join(fused)} with fused steps, equal up to rounding; fused=False disables them")
-        if names := list_compiled_names(task):
-            lines.append(f"torch.compile: {', '.join(names)}, each compiled by its first calls, which take longer")
-        return "\n".join(lines)
-
-    def _describe_batch(self, loader: Loader) -> str:
-        accelerator, task = self.trainer.accelerator, self.trainer.task
-        assert task is not None
-        size = getattr(loader.source, "batch_size", None)
-        processes, k = accelerator.num_processes, accelerator.gradient_accumulation_steps
-        kind, factors = "effective batch", f"x {format_count(processes, 'process')} x {k} accumulated"
-        if not task.automatic_optimization:  # training_step may accumulate gradients
-            kind, factors = "batch", f"x {format_count(processes, 'process')}"
-        if (leaves := accelerator.step_micro_batches) is not None and isinstance(size, int):
-            return f"{kind} {size * leaves:,} = {size} x {leaves} micro-batches, with any number of processes"
-        if isinstance(size, int):
-            return f"{kind} {size * processes * k:,} = {size} per process {factors}"
-        return f"{kind}: the dataloader's batches {factors}"
-
-    def _describe_steps(self) -> str:
-        trainer, progress = self.trainer, self.trainer.progress
-        steps, batches = trainer.estimated_stepping_batches, trainer.num_training_batches
-        done = "" if not progress.step else f"; {progress.step:,} {'is' if progress.step == 1 else 'are'} done"
-        if steps == float("inf"):
-            return "optimizer steps: until the dataloader ends or the run is stopped" + done
-        if not isinstance(batches, int):
-            return f"{format_count(int(steps), 'optimizer step')}; the dataloader has no length{done}"
-        if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
-            return f"{format_count(int(steps), 'optimizer step')}; {format_count(batches, 'batch')} per epoch{done}"
-        accumulated = trainer.accelerator.gradient_accumulation_steps
-        per_epoch = -(-batches // accumulated)
-        if done and trainer.max_epochs != -1:  # the batch size may have been different before
-            remaining = (trainer.max_epochs - progress.epoch) * per_epoch - progress.batch // accumulated
-            steps = progress.step + max(0, remaining)
-            steps = steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
-        epoch = f"{per_epoch:,} per epoch of {format_count(batches, 'batch')}"
-        return f"{format_count(int(steps), 'optimizer step')}, {epoch}{done}"
-
-    def _describe_manual_steps(self) -> str:
-        trainer = self.trainer
-        batches, epochs = trainer.num_training_batches, trainer.max_epochs
-        unknown = not isinstance(batches, int)
-        per_epoch = "the dataloader has no length" if unknown else f"{format_count(int(batches), 'batch')} per epoch"
-        limits = [] if epochs == -1 else [format_count(epochs, "epoch")]
-        limits += [] if trainer.max_steps == -1 else [format_count(trainer.max_steps, "optimizer step")]
-        until = f", until {' or '.join(limits)}" if limits else ""
-        done = f"; {format_count(trainer.progress.step, 'step')} done" if trainer.progress.step else ""
-        return f"manual optimization: training_step steps the optimizers; {per_epoch}{until}{done}"
-
-    def announce_interrupt(self, stage: str, place: str) -> None:
-        """Announce where Ctrl-C ended a stage and, for ``fit``, how to resume.
-
-        Args:
-            stage: Name of the stage.
-            place: Position of the run as text.
-        """
-        trainer = self.trainer
-        lines = [f"interrupted {place}"]
-        latest = self.latest_checkpoint() if stage == "fit" and trainer.is_global_zero else None
-        if latest is not None:
-            step, path = latest
-            command = trainer.resume_command or f"trainer.fit(..., ckpt_path={str(path)!r})"
-            lines += [f"latest checkpoint: {path} (optimizer step {step:,})", f"to resume: {command}"]
-        elif stage == "fit":
-            lines.append("no checkpoint was saved")
+    if not trainer.is_global_zero:
+        return
+    lines = [f"logs: {_make_absolute(place)}" for place in trainer.logbook.locations()]
+    for callback in trainer.callbacks:
+        if isinstance(callback, RunReport) and callback.path is not None:
+            lines.append(f"report: {_make_absolute(str(callback.path))}")
+    lines += [_describe_best(callback) for callback in trainer.checkpoint_callbacks if callback.best_model_path]
+    if values := trainer.logbook.callback_values:
+        lines.append(f"last metrics: {abbreviate([f'{name} {value:.4g}' for name, value in values.items()])}")
+    if lines:
         announce("\n".join(lines))
-
-    def latest_checkpoint(self) -> tuple[int, AnyPath] | None:
-        """Return the optimizer step and path of the last checkpoint from which this run can be resumed, if any."""
-        callbacks = self.trainer.checkpoint_callbacks
-        directories = dict.fromkeys(callback.dirpath for callback in callbacks if callback.dirpath is not None)
-        depth = max((callback.name_depth for callback in callbacks), default=0)
-        committed = []
-        for folder in (folder for directory in directories for folder in folders(directory, depth)):
-            for manifest, path in CheckpointStore(folder).scan()[0]:
-                if has_part(manifest.files, STATE):
-                    committed.append((manifest.step, manifest.sequence, path))
-        if not committed:
-            return None
-        # Ordered by commit within a folder, because an earlier run in it may have left later steps.
-        in_one_folder = len(directories) == 1
-        step, _, path = max(committed, key=lambda entry: (entry[1], entry[0]) if in_one_folder else entry[:2])
-        return step, path
-
-    def announce_end(self) -> None:
-        """Announce the results of ``fit``, such as the paths of checkpoints and the last metrics."""
-        trainer = self.trainer
-        if not trainer.is_global_zero:
-            return
-        lines = [f"logs: {_make_absolute(place)}" for place in trainer.logbook.locations()]
-        for callback in trainer.callbacks:
-            if isinstance(callback, RunReport) and callback.path is not None:
-                lines.append(f"report: {_make_absolute(str(callback.path))}")
-        lines += [_describe_best(callback) for callback in trainer.checkpoint_callbacks if callback.best_model_path]
-        if values := list(trainer.logbook.callback_values.items()):
-            more = f" and {len(values) - _SHOWN} more" if len(values) > _SHOWN else ""
-            lines.append("last metrics: " + ", ".join(f"{name} {value:.4g}" for name, value in values[:_SHOWN]) + more)
-        if lines:
-            announce("\n".join(lines))
 
 
 def _make_absolute(place: str) -> str:

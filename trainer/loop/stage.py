@@ -25,7 +25,7 @@ from ..states import TrainerFn, TrainerStatus
 from . import error_notes
 from .dataloaders import KINDS, Sources, check_kinds
 from .hook_table import Hooks, name_of, pass_by_keyword
-from .run_summary import RunSummary
+from .run_summary import announce_interrupt
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -196,7 +196,7 @@ class Stage:
             for callback in trainer.callbacks:
                 callback._task = None
             if isinstance(self.failure, KeyboardInterrupt):
-                RunSummary(trainer).announce_interrupt(self.name, error_notes.place(trainer, self.name, self.failure))
+                announce_interrupt(trainer, self.name, error_notes.place(trainer, self.name, self.failure))
 
     @name_phase("teardown", loop=True)
     def _clean_up(self) -> None:
