@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .data.loader import Loader
     from .metrics.logged_values import Entry, Metrics
     from .metrics.metric_state import uneven_counts
-    from .modules import evaluation_mode, list_compiled_names, list_unused, plain_calls
+    from .modules import describe_compilations, evaluation_mode, list_compiled_names, list_unused, plain_calls
     from .nested import honor_type
     from .optim.batch_size import find_executable_batch_size
     from .optim.local_sgd import LocalSGD

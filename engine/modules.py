@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ..common.messages import format_count
 from ..strategies import describe_kind
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -73,6 +75,34 @@ def list_compiled_names(model: nn.Module) -> list[str]:
     """
     parts = ((name, part) for name, part in model.named_modules() if part._compiled_call_impl is not None)
     return [name or type(part).__name__ for name, part in parts]
+
+
+def describe_compilations(since: float) -> str:
+    """Describe the graphs that torch has compiled since a point in time.
+
+    Args:
+        since: A time as returned by ``time.time()``, in seconds.
+
+    Returns:
+        Text such as ``"torch.compile: 2 graphs"``; "" if torch compiled no graph.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return ""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    metrics = [metric for metric in get_compilation_metrics() if metric.co_name and (metric.start_time or 0) >= since]
+    recompiled = [metric for metric in metrics if getattr(metric, "recompile_reason", None)]
+    if not metrics:
+        return ""
+    text = f"torch.compile: {format_count(len(metrics), 'graph')}"
+    if recompiled:
+        name, reason = (
+            str(recompiled[0].co_name).removeprefix("_call_").removeprefix("_forward_"),
+            recompiled[0].recompile_reason,
+        )
+        reason = str(reason).partition("\n")[0].partition(": ")[2] or str(reason)
+        text += f", {len(recompiled)} recompiled (first {name}: {reason})"
+    return text
 
 
 # Not `nn.Module.compile`: it silently leaves torch's own containers, such as a `Sequential`, uncompiled (torch 2.13).

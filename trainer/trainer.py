@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -383,10 +384,11 @@ class Trainer(LightningAliases, Copyable):
     ) -> None:
         """Train in this process. Lightning's name and order of arguments: tests of its users replace this method."""
         core.warn_of_code(code)
+        began = time.time()
         stage = loop.Stage(self, "fit", model, {"train": train, "val": val}, data, path)
         with self.preemption.watching():
             stage.run(loop.Fit(self, schedule).work)
-        loop.announce_end(self)
+        loop.announce_end(self, began)
 
     def validate(
         self,

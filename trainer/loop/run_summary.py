@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ...callbacks import GradientAccumulationScheduler, ModelCheckpoint, ModelSummary, RunReport
 from ...common.messages import abbreviate, announce, format_count
-from ...engine import Loader, list_compiled_names
+from ...engine import Loader, describe_compilations, list_compiled_names
 from ...strategies import Precision
 from ..checkpointing import find_resumable
 
@@ -135,15 +135,17 @@ def announce_interrupt(trainer: Trainer, stage: str, place: str) -> None:
     announce("\n".join(lines))
 
 
-def announce_end(trainer: Trainer) -> None:
+def announce_end(trainer: Trainer, since: float) -> None:
     """Announce the results of ``fit``, such as the paths of checkpoints and the last metrics.
 
     Args:
         trainer: Trainer of the run.
+        since: Time at which ``fit`` began, as returned by ``time.time()``.
     """
     if not trainer.is_global_zero:
         return
-    lines = [f"logs: {_make_absolute(place)}" for place in trainer.logbook.locations()]
+    lines = [describe_compilations(since)] if trainer.accelerator.cursor.around is not None else []
+    lines = [*filter(None, lines), *(f"logs: {_make_absolute(place)}" for place in trainer.logbook.locations())]
     for callback in trainer.callbacks:
         if isinstance(callback, RunReport) and callback.path is not None:
             lines.append(f"report: {_make_absolute(str(callback.path))}")

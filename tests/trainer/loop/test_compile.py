@@ -5,6 +5,7 @@ The compiler is a function that counts the graphs it is given and runs them as t
 
 import copy
 import pickle
+import re
 import shutil
 
 import pytest
@@ -193,6 +194,23 @@ def test_a_short_last_batch_makes_no_graph_and_leaves_those_of_full_ones(tmp_pat
     counting = Counting()
     trainer_in(tmp_path, compile={"backend": counting}).fit(new(), loader(64))
     assert len(counting.graphs) == 4
+
+
+@pytest.mark.long
+def test_recompilations_are_said(tmp_path, capsys):
+    class Growing(Net):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return super().training_step((x[: batch_idx + 1], y[: batch_idx + 1]), batch_idx)
+
+    Counting()
+    trainer_in(tmp_path, compile={"backend": "eager", "dynamic": False}).fit(new(Growing), loader())
+    said = capsys.readouterr()
+    text = said.out + said.err
+    found = re.search(r"torch.compile: (\d+) graphs, (\d+) recompiled \(first (\w+): (.*)\)", text)
+    assert found, text
+    assert (int(found[1]), int(found[2])) == (16, 12)  # four parts, four sizes
+    assert "size mismatch at index 0. expected 1, actual 2" in found[4]
 
 
 GPU = torch.device("cuda", 0)
