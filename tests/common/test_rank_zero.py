@@ -24,5 +24,6 @@ print(rank_zero_only.rank)
 )
 def test_the_rank_is_known_once_a_name_of_treadle_is_used(variables, rank, imports):
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "SLURM_PROCID")}
-    read = subprocess.run([sys.executable, "-c", READ.format(imports)], env={**env, **variables}, capture_output=True, text=True)
+    command = [sys.executable, "-c", READ.format(imports)]
+    read = subprocess.run(command, env={**env, **variables}, capture_output=True, text=True)
     assert (read.stdout, read.stderr) == (f"{rank}\n", "")
