@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from ..common.durations import parse_duration
 from ..common.messages import nearest
 from ..strategies import distributed
 from . import collectives, data
-from .configuration import GradientAccumulationPlugin
+from .configuration import GradientAccumulationPlugin, check_tree_settings
 from .process import Prepared, Process
 from .running_loaders import add_running_loader, get_running_loader, list_running_loaders, remove_running_loader
 
@@ -226,6 +227,26 @@ def is_initialized() -> bool:
     return get_latest_accelerator() is not None
 
 
+class _PluginSettings(dict[str, Any]):
+    """Settings of gradient accumulation. Setting an entry also changes the Accelerator, as programs do."""
+
+    def __init__(self, accelerator: Prepared, settings: dict[str, Any]) -> None:
+        super().__init__(settings)
+        self._accelerator = accelerator
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        accelerator, accumulation = self._accelerator, self._accelerator.accumulation
+        plugin = replace(accelerator.gradient_accumulation_plugin, **{name: value})
+        if accelerator.step_micro_batches is not None:
+            check_tree_settings(plugin, accelerator.step_micro_batches)
+        if name == "num_steps":
+            accumulation.micro_batches = value
+        accumulation.groups_end_with_loader = plugin.sync_with_dataloader
+        accumulation.delays_sync = accelerator.strategy.delays_sync and not plugin.sync_each_batch
+        accelerator.gradient_accumulation_plugin = plugin
+        super().__setitem__(name, value)
+
+
 class GradientState:
     """State of gradient accumulation: the current position in the accumulation group and in the dataloader.
 
@@ -312,10 +333,11 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """Fields of the plugin that differ from their defaults, and ``num_steps``."""
+        """Fields of the plugin that differ from their defaults, and ``num_steps``. An entry that is set takes effect."""
         accelerator = self._resolve()
         plugin = self._plugin if accelerator is None else accelerator.gradient_accumulation_plugin
-        return {**({} if plugin is None else plugin.to_kwargs()), "num_steps": self.num_steps}
+        settings = {**({} if plugin is None else plugin.to_kwargs()), "num_steps": self.num_steps}
+        return settings if accelerator is None else _PluginSettings(accelerator, settings)
 
     @property
     def active_dataloader(self) -> Any:

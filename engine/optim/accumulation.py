@@ -88,6 +88,7 @@ class Accumulation:
         optimizer_step_was_skipped: Whether the last call of an optimizer's ``step`` at the end of a group skipped the
             step. A step that is skipped on the device alone does not count, because the host does not know of it.
         groups_end_with_loader: Whether the end of a loader ends a group.
+        delays_sync: Whether gradients are only reduced in the last backward pass of a group.
         group: State of the group that the last call of `accumulate` belongs to.
         counts_calls: Whether each call of `accumulate` is a micro-batch, as a loop has called it again for a batch.
         always_agree: Whether the processes exchange votes in every step; see `Agreement`.
@@ -140,7 +141,7 @@ class Accumulation:
         strategy.backward_note = lambda: this.agreement.taint()
         self._micro_batches = plugin.num_steps
         self._watches_backward = strategy.delays_sync
-        self._delays_sync = strategy.delays_sync and not plugin.sync_each_batch
+        self.delays_sync = strategy.delays_sync and not plugin.sync_each_batch
         self.group = _Group(())
         self._groups: dict[tuple[nn.Module, ...], _Group] = {}
         self._factor: float | None = None  # of the losses of the current micro-batch; None: the loader's, or 1 / k
@@ -185,7 +186,7 @@ class Accumulation:
     def add_in_tree(self, tree: FixedTree) -> None:
         """Add the gradients of each step's micro-batches in a tree that does not depend on the number of processes."""
         self.sums, self._ranks, self._micro_batches = self.strategy.add_in_tree(tree), 1, tree.most
-        self._delays_sync = self.strategy.delays_sync
+        self.delays_sync = self.strategy.delays_sync
 
     def loader_group_size(self, number: int) -> int:
         """Return the number of micro-batches of a full group of a prepared loader.
@@ -258,7 +259,7 @@ class Accumulation:
         self.sync_gradients = last
         if self.sums is not None:
             self._begin_leaf(group, self.sums)
-        if self._delays_sync:
+        if self.delays_sync:
             for model in models:
                 self.strategy.set_gradient_sync(model, last)
         return _NO_CONTEXT

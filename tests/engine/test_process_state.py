@@ -1,6 +1,7 @@
 """State objects of Accelerate's API, and functions that run on some processes."""
 
 import gc
+import itertools
 import os
 import time
 
@@ -167,6 +168,33 @@ def test_states_without_an_accelerator_follow_the_newest():
     assert not accelerator.sync_gradients
     del loader, accelerator
     assert AcceleratorState().mixed_precision == "no"
+
+
+def test_settings_of_accumulation_that_a_program_sets():
+    """As several public programs do, after they have prepared everything."""
+
+    def synced(**settings):
+        accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = accelerator.prepare(torch.nn.Linear(1, 1))
+        loader = accelerator.prepare_data_loader([[1], [2], [3]])
+        for name, value in settings.items():
+            accelerator.gradient_state.plugin_kwargs[name] = value
+            assert accelerator.gradient_state.plugin_kwargs[name] == value
+        assert accelerator.gradient_state.sync_with_dataloader == settings.get("sync_with_dataloader", True)
+        found = []
+        for _ in itertools.chain(loader, loader):
+            with accelerator.accumulate(model):
+                found.append(accelerator.sync_gradients)
+        return found
+
+    assert synced() == [False, True, True, False, True, True]
+    assert synced(sync_with_dataloader=False) == [False, True, False, True, False, True]
+    assert synced(num_steps=3, sync_each_batch=True) == [False, False, True, False, False, True]
+    accelerator = treadle.Accelerator(cpu=True, step_micro_batches=2)
+    with pytest.raises(ValueError, match="step_micro_batches=2 can't be combined with sync_with_dataloader=False"):
+        accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = False
+    with pytest.raises(TypeError, match="sync_with_loader"):
+        accelerator.gradient_state.plugin_kwargs["sync_with_loader"] = False
 
 
 def compared():
