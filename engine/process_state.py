@@ -333,7 +333,7 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """Fields of the plugin that differ from their defaults, and ``num_steps``. An entry that is set takes effect."""
+        """Fields of the plugin that are not at their default, and ``num_steps``. Setting an entry changes the run."""
         accelerator = self._resolve()
         plugin = self._plugin if accelerator is None else accelerator.gradient_accumulation_plugin
         settings = {**({} if plugin is None else plugin.to_kwargs()), "num_steps": self.num_steps}

@@ -18,7 +18,7 @@ from ..common.durations import parse_duration
 from ..common.messages import warn
 from .distributed import FixedTree, PartialSums, World, clip_to_norm
 from .forward_router import Router, routed
-from .lightning_aliases import StrategyAliases, unattached_world
+from .lightning_aliases import StrategyAliases, check_overrides, unattached_world
 from .model_init import built_in_place
 from .precision import Precision
 from .wrap_policy import split_into_blocks
@@ -86,8 +86,10 @@ class Strategy(StrategyAliases):
             precision: Dtypes for storage and computation.
 
         Raises:
-            ValueError: If the strategy does not support ``world`` or ``precision``.
+            ValueError: If the strategy does not support ``world`` or ``precision``, or if a user's class overrides a
+                method of Lightning's without which the numbers would differ.
         """
+        check_overrides(self, precision)
         if world.size > 1 and not self.distributed:
             raise ValueError(
                 f"strategy={self.name!r} is for one process, but the world size is {world.size}. "

@@ -26,7 +26,7 @@ from ..core import (
     parse_optimizers,
 )
 from ..logging import LatestValidation
-from ..preflight import check_monitors, check_optimizers_match, check_overrides, check_storable, warn_of_untrained
+from ..preflight import check_monitors, check_optimizers_match, check_storable, warn_of_untrained
 from ..profiling import measured_in
 from .dataloaders import LOADER_NAMES, Sources
 from .evaluation_loop import EvaluationLoop
@@ -64,7 +64,6 @@ class Fit:
         """
         self.task, self.hooks, self.sources = task, hooks, sources
         trainer = self.trainer
-        check_overrides(trainer)
         if trainer.ckpt_path is None:
             trainer.progress.restart_epoch()
             trainer.progress.seconds = 0.0

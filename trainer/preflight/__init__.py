@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ...common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .fit_checks import check_monitors, check_overrides, warn_of_untrained
+    from .fit_checks import check_monitors, warn_of_untrained
     from .rank_consistency import check_optimizers_match, collect_settings
     from .storable import check_storable
 

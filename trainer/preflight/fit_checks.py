@@ -35,41 +35,6 @@ _LOWER_IS_BETTER = frozenset((
 ))  # fmt: skip
 
 
-# Methods of Lightning's strategies and precision plugins that Treadle never calls. Without the first, a run differs.
-_OF_TASK = dict.fromkeys(("backward", "optimizer_step", "training_step"), "override the task's method of this name")
-_LOST = {
-    "strategy": dict(_OF_TASK, setup_optimizers="use configure_optimizers", process_dataloader="use train_dataloader"),
-    "precision": {
-        **dict(_OF_TASK, convert_module="override cast_module(module)", convert_input="override cast(batch)"),
-        **dict.fromkeys(("forward_context", "autocast_context_manager"), "override context(device)"),
-        **dict.fromkeys(("clip_gradients", "clip_grad_by_norm"), "override the task's configure_gradient_clipping"),
-    },
-}
-_UNUSED = frozenset((
-    *("_setup_model", "configure_ddp", "model_to_device", "post_backward", "pre_backward", "predict_step", "setup"),
-    *("setup_environment", "teardown", "test_step", "validation_step"),
-))  # fmt: skip
-
-
-def check_overrides(trainer: Trainer) -> None:
-    """Check what a user's strategy and precision add: raise a ValueError or warn if only Lightning would call it.
-
-    Args:
-        trainer: The Trainer.
-    """
-    for role, owner in (("strategy", trainer.strategy), ("precision", trainer.accelerator.precision)):
-        bases = [base for base in type(owner).__mro__ if not base.__module__.startswith("treadle.")]
-        for name in (name for base in bases for name in vars(base)):
-            place = f"{type(owner).__name__}.{name}"
-            if name in _LOST[role]:
-                raise ValueError(
-                    f"{place} overrides a method of Lightning's that Treadle would never call. Instead, "
-                    f"{_LOST[role][name]}."
-                )
-            if name in _UNUSED:
-                warn(f"{place} is never called. Override a method of treadle.strategies.{role.capitalize()}.")
-
-
 def warn_of_untrained(trainer: Trainer, task: TaskModule) -> None:
     """Warn about trainable parameters that are in none of the optimizers, and about modules that are not registered."""
     optimized_ids = {

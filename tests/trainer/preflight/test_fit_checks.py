@@ -10,8 +10,6 @@ from support.processes import run
 from support.trainers import NO_OUTPUT
 from torch import nn
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
-from treadle.compat.plugins import MixedPrecision
-from treadle.strategies import SingleDevice
 from treadle.trainer.preflight.fit_checks import _is_score, hidden_modules
 
 import treadle
@@ -201,23 +199,3 @@ def test_a_forgotten_mode_is_named_once(tmp_path):
     (said,) = fit(Scored(), callbacks=callbacks, enable_checkpointing=True)  # the scheduler's
     assert "EarlyStopping" not in said
     assert "ModelCheckpoint" not in said
-
-
-@pytest.mark.parametrize(("base", "name", "text"), [
-    (SingleDevice, "optimizer_step", "override the task's method of this name"),
-    (SingleDevice, "setup_optimizers", "use configure_optimizers"),
-    (MixedPrecision, "forward_context", r"override context\(device\)"),
-    (MixedPrecision, "convert_module", r"override cast_module\(module\)"),
-])  # fmt: skip
-def test_methods_of_lightnings_plugins_without_which_a_run_would_differ(base, name, text):
-    kind = type("Own", (base,), {name: lambda self, *args: None})
-    flags = {"strategy": kind("cpu")} if base is SingleDevice else {"plugins": kind("bf16-mixed", "cpu")}
-    with pytest.raises(ValueError, match=rf"Own\.{name} overrides a method of Lightning's .*{text}"):
-        fit(Task(), **flags)
-
-
-def test_other_methods_of_lightnings_plugins_are_said():
-    kind = type("Own", (SingleDevice,), {"model_to_device": lambda self: None, "helper": lambda self: None})
-    assert [text for text in fit(Task(), strategy=kind("cpu")) if "Own." in text] == [
-        "Own.model_to_device is never called. Override a method of treadle.strategies.Strategy."
-    ]
