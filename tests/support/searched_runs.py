@@ -118,11 +118,10 @@ def check(a, b):
 
 
 class Plain(treadle.TaskModule):
-    def __init__(self, manual=False):
+    def __init__(self):
         super().__init__()
         self.learning_rate = 0.1
         self.net = nn.Linear(3, 1)
-        self.automatic_optimization = not manual
         self.seen = []
 
     def training_step(self, batch):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from ...callbacks import BatchSizeFinder, Callback, LearningRateFinder, _LRFinder
 from ...common.messages import announce, warn
@@ -266,11 +268,6 @@ class LRSearch:
         trainer, finder = self.trainer, self.finder
         name, task = self._choose_attribute_name(), trainer.task
         assert task is not None
-        if not task.automatic_optimization:
-            raise ValueError(
-                f"LearningRateFinder cannot search with automatic_optimization=False. {type(task).__name__} steps its "
-                "optimizers itself, so the losses can't be matched to learning rates. Remove the finder."
-            )
         curve = _LRFinder(finder.mode, finder.min_lr, finder.max_lr, finder.num_training_steps)
         with rehearsal(trainer) as inner:
             train(inner, _RangeTest(curve, finder.early_stop_threshold))
@@ -324,7 +321,8 @@ def _check_rate_is_used(inner: Trainer, name: str, rate: float) -> None:
 class _RangeTest(Trial):
     """Steps with rising rates, and their losses. The ratios between the rates of the parameter groups stay the same.
 
-    The loss of a step is the mean over its micro-batches and all processes, weighted like the gradient.
+    The loss of a step is the mean over its micro-batches and all processes, weighted like the gradient. With manual
+    optimization, it is the loss that ``training_step`` returns, and the schedulers that the task steps are constant.
     """
 
     def __init__(self, curve: _LRFinder, threshold: float | None) -> None:
@@ -334,6 +332,18 @@ class _RangeTest(Trial):
         self._micros: list[Any] = []
         self._sum: Tensor | float = 0.0
         self._weight: Tensor | float = 0.0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
+        if pl_module.automatic_optimization:
+            return
+        if len(trainer.optimizers) > 1:
+            raise ValueError(
+                f"LearningRateFinder cannot search with automatic_optimization=False and {len(trainer.optimizers)} "
+                f"optimizers: {type(pl_module).__name__} steps them itself, so a loss can't be matched to one learning "
+                "rate. Remove the finder."
+            )
+        for config in trainer.lr_scheduler_configs:
+            config.scheduler = LambdaLR(config.scheduler.optimizer, lambda _: 1.0)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         super().on_train_epoch_start(trainer, pl_module)
@@ -347,9 +357,15 @@ class _RangeTest(Trial):
         self, trainer: Trainer, pl_module: TaskModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Add the loss of a micro-batch, weighted by the weight that the step returned, or else by its samples."""
-        micro = self._micros.pop(0)
-        # Otherwise it is a placeholder batch, or training_step returned None.
-        if micro.samples and "loss" in outputs:
+        if batch is None:
+            return
+        micro, has_loss = self._micros.pop(0), isinstance(outputs, Mapping) and "loss" in outputs
+        if not (has_loss or pl_module.automatic_optimization):
+            raise ValueError(
+                f"{type(pl_module).__name__}.training_step returned no loss, which LearningRateFinder compares. Return "
+                "the loss, or a dict with the loss under 'loss', also with automatic_optimization=False."
+            )
+        if micro.samples and has_loss:  # otherwise it is a placeholder batch, or training_step returned None
             weight = outputs.get("weight")
             weight = micro.samples if weight is None else weight
             self._sum = self._sum + outputs["loss"].float() * weight

@@ -27,13 +27,59 @@ def locked_task():
     return task
 
 
+class Manual(Plain):
+    """Steps its optimizer and a schedule that ends long before a search does, as NeuralProphet's model."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.lr_schedulers().step()
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.learning_rate)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4, cycle_momentum=False)
+        return [optimizer], [schedule]
+
+
+class TwoOptimizers(Manual):
+    def configure_optimizers(self):
+        return [torch.optim.SGD([parameter], 0.1) for parameter in self.parameters()]
+
+
+class NoLoss(Manual):
+    def training_step(self, batch):
+        super().training_step(batch)
+
+
+def search_rates(kind):
+    torch.manual_seed(0)
+    finder = LearningRateFinder(num_training_steps=20, early_stop_threshold=None, update_attr=False)
+    task = kind()
+    trainer = treadle.Trainer(**QUIET_ON_CPU, max_steps=1, callbacks=finder)
+    trainer.fit(task, DataLoader(dataset(), 4))
+    return finder.optimal_lr.results, task.seen
+
+
+def test_a_search_with_manual_optimization():
+    by_hand, seen = search_rates(Manual)
+    assert by_hand == search_rates(Plain)[0]
+    assert len(by_hand["lr"]) == 20
+    assert seen == [[pytest.approx(0.1 / 25)]]  # the run has the task's own schedule
+
+
 @pytest.mark.parametrize(
     ("task", "finder", "loader", "text"),
     [
         (Task, BatchSizeFinder, lambda: DataLoader(dataset(), 4), "but a dataloader was passed to fit"),
         (lambda_task, BatchSizeFinder, None, "the batch size of the dataloader stayed "),
         (Task, lambda: BatchSizeFinder(batch_arg_name="batch_sise"), None, "Did you mean 'batch_size'"),
-        (lambda: Plain(manual=True), LearningRateFinder, lambda: [dataset()[:4]], "automatic_optimization=False"),
+        (TwoOptimizers, LearningRateFinder, lambda: [dataset()[:4]], "automatic_optimization=False and 2 optimizers"),
+        (NoLoss, LearningRateFinder, lambda: [dataset()[:4]], "NoLoss.training_step returned no loss"),
         (Plain, lambda: LearningRateFinder(attr_name="learning_rat"), None, "Did you mean 'learning_rate'"),
         (Plain, LearningRateFinder, lambda: iter([dataset()[:4]]), "can be read only once"),
         (locked_task, LearningRateFinder, None, "Task cannot be copied"),
