@@ -194,7 +194,6 @@ READ_NOTHING = {
     "ProjectConfiguration.set_directories(project_dir)": "as __init__",
     "ProfileKwargs.__init__(output_trace_dir)": "writes",
     "PackedStream.__init__(packed_source)": "is the user's stream",
-    **{f"EventProfiler.{way}": "writes" for way in ("__init__(dirpath)", "__init__(filename)", "setup(log_dir)")},
     "ModelCheckpoint.__init__(filename)": "is a pattern of names",
     "ModelCheckpoint.format_checkpoint_name(filename)": "is a pattern of names",
     "ModelCheckpoint.to_yaml(filepath)": "writes",
@@ -215,9 +214,10 @@ READ_NOTHING = {
     "TensorBoardLogger.log_graph(input_array)": "is a batch",
     **{
         f"{kind}Profiler.{place}": "writes"
-        for kind in ("", "Advanced", "PyTorch", "Simple")
-        for place in ("__init__(dirpath)", "__init__(filename)", "setup(log_dir)")
+        for kind in ("", "Advanced", "Event", "PyTorch", "Simple")
+        for place in ("__init__(dirpath)", "__init__(filename)")
     },
+    **dict.fromkeys(("Profiler.setup(log_dir)", "PyTorchProfiler.setup(log_dir)"), "writes"),
     "PyTorchProfiler.__init__(group_by_input_shapes)": "is no path",
     **{
         f"Exports.{way}(file_path)": "writes"

@@ -16,7 +16,6 @@ from treadle.callbacks import (
     GradientAccumulationScheduler,
     LambdaCallback,
     ModelCheckpoint,
-    ModelPruning,
     WeightAveraging,
     averaged_weights,
 )
@@ -169,7 +168,7 @@ def test_a_checkpoint_is_let_go_once_all_is_restored(saved):
         held.append(trainer.opened_checkpoint is not None)
 
     watching = LambdaCallback(on_fit_start=watch, on_train_start=watch)
-    resumed = made(saved.parent / "more", 4, watching, ModelPruning("l1_unstructured", amount=0.5))
+    resumed = made(saved.parent / "more", 4, watching)
     resumed.fit(Task(), datamodule=Data(), ckpt_path=saved / "step=2.ckpt")
     assert held == [True, False]
     assert resumed.ckpt_path == str(saved / "step=2.ckpt")
