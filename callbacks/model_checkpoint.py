@@ -367,12 +367,13 @@ class ModelCheckpoint(Checkpoint):
         finally:
             self._save_last(trainer, exception)
 
-    def save_now(self, trainer: Trainer, preempted: bool) -> str:
+    def save_now(self, trainer: Trainer, preempted: bool = True) -> str:
         """Save the run as ``last.ckpt`` if one is kept, and return the path. Must be called on all ranks.
 
         Args:
             trainer: The Trainer.
-            preempted: Otherwise, save the run as ``preempted.ckpt`` (True) or under a name from ``filename`` (False).
+            preempted: Otherwise, save the run as ``preempted.ckpt`` (True, the default) or under a name from
+                ``filename`` (False).
         """
         self._complete_job(trainer, wait=True)
         progress = trainer.progress

@@ -36,7 +36,7 @@ _VALUES = {
 def main(arguments: Sequence[str]) -> int:
     """Run `treadle completion` and return the exit status: 2 if the arguments are invalid, otherwise 0."""
     parser = CommandParser("treadle completion", DESCRIPTION)
-    parser.add_argument("shell", choices=SHELLS)
+    parser.add_argument("shell", choices=SHELLS, metavar="|".join(SHELLS))
     try:
         shell = parser.parse_args(arguments).shell
         require("treadle completion", "shtab", extra="completion")

@@ -86,7 +86,8 @@ class BatchSamplerShard(BatchSampler):
         self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         if split_batches:
-            _check_split(self.batch_size, num_processes, type(batch_sampler).__name__)
+            name = "the DataLoader" if batch_sampler is None else type(batch_sampler).__name__
+            _check_split(self.batch_size, num_processes, name)
 
     @property
     def total_length(self) -> int:

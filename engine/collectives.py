@@ -405,7 +405,8 @@ def _count_inputs(inputs: Any) -> tuple[int, Any]:
         listed = list(inputs)
     except TypeError as error:
         raise TypeError(
-            f"split_between_processes can't split {inputs!r:.40} ({name_type(inputs)}): {error}. Pass a list."
+            f"split_between_processes can't split {inputs!r:.40} ({name_type(inputs)}): {error}. Pass a list of the "
+            "inputs in the same order on all processes, such as sorted(inputs)."
         ) from None
     return len(listed), listed
 

@@ -246,6 +246,10 @@ class _PluginSettings(dict[str, Any]):
         accelerator.gradient_accumulation_plugin = plugin
         super().__setitem__(name, value)
 
+    def update(self, *settings: Any, **named: Any) -> None:
+        for name, value in dict(*settings, **named).items():
+            self[name] = value
+
 
 class GradientState:
     """State of gradient accumulation: the current position in the accumulation group and in the dataloader.

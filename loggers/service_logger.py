@@ -326,7 +326,7 @@ class ServiceLogger(Logger):
             status: ``"success"`` or ``"finished"`` if the stage succeeded, any other word if it failed. Default:
                 ``"success"``.
         """
-        failed = status not in ("success", "finished")
+        failed = status.lower() not in ("success", "finished")  # also MLflow's "FINISHED"
         try:
             self._upload_waiting()
         finally:

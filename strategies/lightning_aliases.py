@@ -15,21 +15,24 @@ from ..common.messages import format_count, warn
 from .distributed import World
 
 # Methods of Lightning's strategies and precision plugins that Treadle never calls. Without the first, a run differs.
+_OF_TASK = dict.fromkeys(
+    ("backward", "optimizer_step", "training_step"),
+    "override the task's method of this name, or do this in your own loop",
+)
+_CLIPPING = "override the task's configure_gradient_clipping, or clip in your own loop"
 _LOST = {
-    **dict.fromkeys(
-        ("backward", "optimizer_step", "training_step"),
-        "override the task's method of this name, or do this in your own loop",
-    ),
-    **dict.fromkeys(
-        ("clip_gradients", "clip_grad_by_norm"),
-        "override the task's configure_gradient_clipping, or clip in your own loop",
-    ),
-    "setup_optimizers": "change the optimizers before they are prepared",
-    "process_dataloader": "change the dataloader before it is prepared",
-    "convert_module": "override cast_module(module)",
-    "convert_input": "override cast(batch)",
-    "forward_context": "override context(device)",
-    "autocast_context_manager": "override context(device)",
+    "Strategy": {
+        **_OF_TASK,
+        "setup_optimizers": "change the optimizers before they are prepared",
+        "process_dataloader": "change the dataloader before it is prepared",
+    },
+    "Precision": {
+        **_OF_TASK,
+        **dict.fromkeys(("clip_gradients", "clip_grad_by_norm"), _CLIPPING),
+        **dict.fromkeys(("forward_context", "autocast_context_manager"), "override context(device)"),
+        "convert_module": "override cast_module(module)",
+        "convert_input": "override cast(batch)",
+    },
 }
 _UNUSED = frozenset((
     *("_setup_model", "configure_ddp", "model_to_device", "post_backward", "pre_backward", "predict_step", "setup"),
@@ -37,22 +40,24 @@ _UNUSED = frozenset((
 ))  # fmt: skip
 
 
-def check_overrides(*plugins: Any) -> None:
+def check_overrides(strategy: Any, precision: Any) -> None:
     """Check what a user's strategy and precision add: raise a ValueError or warn if only Lightning would call it.
 
     Args:
-        plugins: The strategy and the precision.
+        strategy: The strategy.
+        precision: The precision.
     """
-    for plugin in plugins:
+    for role, plugin in (("Strategy", strategy), ("Precision", precision)):
         bases = [base for base in type(plugin).__mro__ if not base.__module__.startswith("treadle.")]
         for name in (name for base in bases for name in vars(base)):
             place = f"{type(plugin).__name__}.{name}"
-            if name in _LOST:
+            if name in _LOST[role]:
                 raise ValueError(
-                    f"{place} overrides a method of Lightning's that Treadle would never call. Instead, {_LOST[name]}."
+                    f"{place} overrides a method of Lightning's that Treadle would never call. Instead, "
+                    f"{_LOST[role][name]}."
                 )
             if name in _UNUSED:
-                warn(f"{place} is never called. Override a method of Treadle's base class.")
+                warn(f"{place} is never called. Override a method of treadle.strategies.{role}.")
 
 
 def unattached_world(device: torch.device) -> World:

@@ -26,5 +26,5 @@ class CommandParser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise a ValueError with argparse's message and, for an unknown option, the closest valid one."""
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
-        hint = nearest(unknown[1], self._option_string_actions) if unknown else ""
+        hint = nearest(unknown[1], self._option_string_actions.keys() - {"--help"}) if unknown else ""
         raise ValueError(f"{message}.{hint}" if hint else message)

@@ -452,8 +452,8 @@ class StreamedBatches:
             kept = f"one in {world.size} batches" if self._split == 1 else "its share of each batch"
             announce(
                 f"each of the {world.size} ranks reads all of {self._name} and keeps {kept}. Let each rank read only "
-                "its own files or shards: with split_dataset_by_node of Hugging Face's datasets, split_by_node of "
-                f"webdataset, or files[rank::{world.size}] in __iter__."
+                "its own files or shards: with split_dataset_by_node of Hugging Face's datasets, for a multiple of "
+                f"{world.size} shards, split_by_node of webdataset, or files[rank::{world.size}] in __iter__."
             )
 
     def _compare_first(self, source: Iterator[Any]) -> None:

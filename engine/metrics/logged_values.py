@@ -501,7 +501,7 @@ def _check_names_match(names: list[str], world: World, written: dict[str, float]
     if any(part != names for part in every):
         check_values_match(
             "the ranks logged different names, or the same names in different orders",
-            {f"value {number}": name for number, name in enumerate(names)},
+            dict.fromkeys(names, "logged"),
             world,
             "Log the same names in the same order on every rank.",
         )

@@ -623,10 +623,10 @@ def _resolve_aliases(arguments: dict[str, Any], aliased: dict[str, Any]) -> None
     """Store the values of aliases in ``arguments`` under the names that `DDP` uses."""
     for alias, value in aliased.items():
         name = _ALIASES.get(alias)
-        if alias == "model_averaging_period":
+        if alias in ("model_averaging_period", "local_sgd_steps", "local_sgd_start"):
             if value is None:
                 continue
-            raise TypeError("DDP() has no argument 'model_averaging_period'. Use treadle.LocalSGD in your own loop.")
+            raise TypeError(f"DDP() has no argument {alias!r}. Use treadle.LocalSGD in your own loop.")
         if name is None:
             valid = [*inspect.signature(DDP.__init__).parameters, *_ALIASES]
             raise TypeError(f"DDP() has no argument {alias!r}.{nearest(alias, set(valid) - {'self', 'other'})}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
@@ -68,8 +69,8 @@ def make_view_key(tensor: Tensor) -> tuple[Any, ...]:
     key.
     """
     local_tensor = local(tensor)
-    # A tensor that consists of several ones, such as rounded weights and their scales.
-    if is_traceable_wrapper_subclass(local_tensor):
+    # A tensor that consists of several ones, such as rounded weights and their scales, or one without a shape yet.
+    if is_traceable_wrapper_subclass(local_tensor) or is_lazy(local_tensor):
         return (id(tensor),)
     pointer = local_tensor.untyped_storage().data_ptr()
     if pointer == 0:  # nothing is allocated, so nothing is shared

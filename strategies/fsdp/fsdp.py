@@ -60,7 +60,8 @@ class FSDP(Strategy):
     Args:
         auto_wrap_policy: Modules that are each gathered as one unit: ``"auto"`` (the repeated blocks), ``"parts"``
             (these blocks and the other direct submodules), module classes or their names, a minimum number of
-            parameters, or a function ``f(module) -> bool``.
+            parameters (as torch's size-based policy, which never selects parts of ``MultiheadAttention``), or a
+            function ``f(module) -> bool``.
         activation_checkpointing_policy: Modules that recompute their activations in the backward pass: True (the
             modules that ``auto_wrap_policy`` selects), a policy in any form that ``auto_wrap_policy`` accepts, or a
             `Recompute`. Default: none.

@@ -86,7 +86,7 @@ def notebook_launcher(
     for name, value in other.items():
         if name not in _OTHERS:
             raise TypeError(f"notebook_launcher() has no argument {name!r}.{nearest(name, _OTHERS)}")
-        if value != _OTHERS[name]:
+        if value != _OTHERS[name] and name in ("node_rank", "num_nodes", "max_restarts"):
             raise ValueError(
                 f"{name}={value!r} is not supported in a notebook. Remove it, or put the code in a file and use "
                 "`treadle launch`, also for several machines and for restarts."

@@ -180,6 +180,7 @@ def test_settings_of_accumulation_that_a_program_sets():
         for name, value in settings.items():
             accelerator.gradient_state.plugin_kwargs[name] = value
             assert accelerator.gradient_state.plugin_kwargs[name] == value
+            accelerator.gradient_state.plugin_kwargs.update({name: value})
         assert accelerator.gradient_state.sync_with_dataloader == settings.get("sync_with_dataloader", True)
         found = []
         for _ in itertools.chain(loader, loader):
@@ -190,6 +191,9 @@ def test_settings_of_accumulation_that_a_program_sets():
     assert synced() == [False, True, True, False, True, True]
     assert synced(sync_with_dataloader=False) == [False, True, False, True, False, True]
     assert synced(num_steps=3, sync_each_batch=True) == [False, False, True, False, False, True]
+    accelerator = treadle.Accelerator(cpu=True)
+    accelerator.gradient_state.plugin_kwargs.update(num_steps=4)
+    assert accelerator.gradient_accumulation_steps == 4
     accelerator = treadle.Accelerator(cpu=True, step_micro_batches=2)
     with pytest.raises(ValueError, match="step_micro_batches=2 can't be combined with sync_with_dataloader=False"):
         accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = False

@@ -48,5 +48,5 @@ def test_other_methods_of_lightnings_plugins_are_said():
         warnings.simplefilter("always")
         Fabric(accelerator="cpu", devices=1, strategy=kind("cpu"))
     assert [str(warning.message) for warning in caught if "Own." in str(warning.message)] == [
-        "Own.model_to_device is never called. Override a method of Treadle's base class."
+        "Own.model_to_device is never called. Override a method of treadle.strategies.Strategy."
     ]

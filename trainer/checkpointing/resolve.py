@@ -40,6 +40,7 @@ from .words import WORDS_FOR_CHECKPOINTS
 if TYPE_CHECKING:
     from ..trainer import Trainer
 
+_ADVICE = " To use one anyway, pass its path."
 _ELSEWHERE = {
     "hpc": "checkpoints saved after a scheduler's signal are ordinary checkpoints. Use 'last'",
     "registry": "Treadle has no model registry. Pass a checkpoint's path",
@@ -67,7 +68,7 @@ class SearchReport:
         sentences = [*self.skipped]
         for difference, paths in self.other_runs.items():
             subject = f"{paths[0]} and {len(paths) - 1} more belong" if len(paths) > 1 else f"{paths[0]} belongs"
-            sentences.append(f"{subject} to another run ({difference}). To use one anyway, pass its path.")
+            sentences.append(f"{subject} to another run ({difference}).{_ADVICE}")
         return sentences
 
     def describe_searched(self) -> str:
@@ -254,7 +255,7 @@ class CheckpointResolver:
         whose = " from this run" if report.other_runs else ""
         folders_searched = report.describe_searched()
         reasons = [f"ckpt_path={ckpt_path!r}, but there is no intact checkpoint{whose} in {folders_searched}"]
-        reasons += report.list_skipped()
+        reasons += [reason.removesuffix(_ADVICE) for reason in report.list_skipped()]
         fresh = ""
         if self.stage == "fit" and report.other_runs:  # "auto" would fail too if the folder belongs to a recorded run
             fresh = ", or save to another directory to start from scratch"
@@ -372,7 +373,7 @@ def find_resumable(trainer: Trainer) -> tuple[int, AnyPath] | None:
 
     It is not verified.
     """
-    if not trainer.checkpoint_callbacks:
+    if not any(callback.dirpath for callback in trainer.checkpoint_callbacks):  # also if the stage was not set up
         return None
     resolver = CheckpointResolver(trainer, "fit", "last")
     committed = _latest_first(resolver._stores(resolver._folders()[0]), resolver.report)

@@ -80,7 +80,7 @@ def _read_constructor(chain: list[type]) -> Signature:
         return own
     inherited = _read_constructor(chain[1:])
     arguments = {name: one for name, one in own.arguments.items() if not (forwarded.variadic and one.several)}
-    passed = {*own.arguments, *forwarded.keywords, *inherited.positional[: forwarded.by_place]}
+    passed = {*arguments, *forwarded.keywords, *inherited.positional[: forwarded.by_place]}
     arguments |= {name: one for name, one in inherited.arguments.items() if name not in passed}
     return replace(own, arguments=arguments, open=inherited.open)
 

@@ -105,6 +105,14 @@ def test_tied_compiled_and_old_names(tmp_path):
     assert torch.equal(normed.parametrizations.weight.original1, old["weight_v"])
 
 
+def test_layers_whose_shape_is_not_known_yet(tmp_path):
+    state = filled().state_dict()
+    model = net()
+    model[2] = nn.LazyLinear(model[2].out_features)
+    treadle.load_weights(model, pt(state, tmp_path))
+    assert same(model, state)
+
+
 def test_models_without_memory_are_refused(tmp_path):
     path = pt(filled().state_dict(), tmp_path)
     with torch.device("meta"):

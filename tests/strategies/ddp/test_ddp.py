@@ -94,6 +94,7 @@ WRONG = {
     "state": ({"comm_state": {"a": 1}}, ValueError, "comm_hook"),
     "twice": ({"comm_hook": "bf16", "ddp_comm_hook": "fp16"}, ValueError, "another name for comm_hook"),
     "bf16-state": ({"comm_hook": "bf16", "comm_state": {"rank": 1}}, ValueError, "no state"),
+    "own": ({"local_sgd_steps": 4}, TypeError, "'local_sgd_steps'. Use treadle.LocalSGD in your own loop"),
     "local": ({"model_averaging_period": 4}, TypeError, "Use treadle.LocalSGD in your own loop"),
 }
 

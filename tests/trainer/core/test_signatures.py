@@ -2,7 +2,8 @@
 
 import cli_samples
 import torch
-from treadle.trainer.core.signatures import described
+from torch import nn
+from treadle.trainer.core.signatures import described, signature
 
 import treadle
 
@@ -16,3 +17,11 @@ def test_words_of_docstrings():
         described(treadle.Trainer)["limit_val_batches"]
         == "Maximum number (int) or fraction (float) of batches of each validation dataloader. Default: all batches."
     )
+
+
+def test_variadic_arguments_that_a_class_hands_on_are_those_of_its_base():
+    class Stack(nn.Sequential):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+
+    assert list(signature(Stack).arguments) == list(signature(nn.Sequential).arguments) == ["args"]
