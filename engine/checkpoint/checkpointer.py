@@ -145,9 +145,8 @@ class Checkpointer:
         _check_equal_targets(targets, world)
         if accelerator.save_hooks and (len(targets) > 1 or isinstance(targets[0], RemotePath)):
             raise ValueError(
-                "hooks of register_save_state_pre_hook write files into one directory on a disk, so a checkpoint at a "
-                "URL, or in several places with also=..., can't be saved with them. Save to one directory, and upload "
-                "it afterwards."
+                "a save_state pre-hook writes files into one directory on a disk, so a checkpoint can't be saved to a "
+                "URL or with also=... Save to one directory, and upload it afterwards."
             )
         copying, staged = None, targets[0] if world.is_main and accelerator.save_hooks else None
         with store.discarding_on_failure(staged), world.failing_together():

@@ -155,7 +155,7 @@ OTHER = {
     "parameters": "optimizer 0, group 0, params: ['net.0.weight', 'net.0.bias', 'net.1.weight'",
     "rate": "optimizer 0, group 0, lr: 0.01 on rank 0, 0.02 on rank 1",
     "scheduler": "schedulers: [] on rank 0, [('StepLR', 'epoch', 1, None)] on rank 1",
-    "name": "'mine (mean)' on rank 1",
+    "name": "mine (mean): missing on rank 0, 'logged' on rank 1",
 }
 
 
