@@ -266,9 +266,12 @@ def add_aliases(tensors: Mapping[str, Any], notes: Mapping[str, str]) -> dict[st
 
 
 def read_mark(descriptor: int) -> tuple[int, ...]:
-    """Return the size in bytes, modification time in ns and inode number of an open file, to detect a change."""
+    """Return the size in bytes and the modification time in ns of an open file, to detect a change.
+
+    The inode number is not included: some network file systems report another one each time a file is opened.
+    """
     status = os.fstat(descriptor)
-    return (status.st_size, status.st_mtime_ns, status.st_ino)
+    return status.st_size, status.st_mtime_ns
 
 
 SHAPES = "shapes"

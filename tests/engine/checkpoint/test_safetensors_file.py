@@ -1,11 +1,14 @@
 """Parts of tensors in safetensors files."""
 
 import contextlib
+import itertools
+import os
 import pathlib
 
 import pytest
 import torch
-from treadle.engine.checkpoint.safetensors_file import FilePiece, Stored
+from safetensors.torch import save_file
+from treadle.engine.checkpoint.safetensors_file import FilePiece, Stored, open_tensors
 
 
 @pytest.mark.guarantee
@@ -32,3 +35,20 @@ def test_parts_that_overlap(boxes, whole):
         stored.add(piece, [begin for begin, _ in box])
     with contextlib.nullcontext() if whole else pytest.raises(ValueError, match="elements of tensor 'x'"):
         stored.check_complete()
+
+
+def test_a_file_system_whose_inodes_are_not_stable(tmp_path, monkeypatch):
+    """As some mounts of object stores: each time a file is opened, it has another number."""
+    path, tensor, numbers, fstat = tmp_path / "w.safetensors", torch.arange(6.0), itertools.count(), os.fstat
+
+    def read(descriptor):
+        status = fstat(descriptor)
+        return os.stat_result((status[0], next(numbers), *status[2:]), {"st_mtime_ns": status.st_mtime_ns})
+
+    save_file({"w": tensor}, path)
+    monkeypatch.setattr(os, "fstat", read)
+    stored = open_tensors([path])[0]["w"]
+    assert torch.equal(stored[...], tensor)
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(ValueError, match="was changed after it was opened"):
+        stored[...]
