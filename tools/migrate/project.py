@@ -52,6 +52,7 @@ class Change:
         status = target.stat()
 
         def write_part(part: str) -> None:
+            Path(part).touch(0o600)  # nobody else may read it before it has the mode of the file
             Path(part).write_bytes(self.new)
             with suppress(PermissionError):
                 os.chown(part, status.st_uid, status.st_gid)
