@@ -176,6 +176,7 @@ def _wait(
     fn: Callable[..., Any], ranks: list[Rank], folder: Path, deadline: float, timeout: float
 ) -> list[dict[str, Any]]:
     """Waits for every rank's record of success; raises on the first failure or past the deadline."""
+    seen_failure = False
     while True:
         codes = [process.poll() for process in ranks]
         ended = [rank for rank, code in enumerate(codes) if code is not None]
@@ -185,6 +186,10 @@ def _wait(
         if silent:
             raise RankError(f"rank {silent[0]} of {fn.__qualname__} {_ending(codes[silent[0]])} and left no result")
         failed = [rank for rank in ended if "error" in records[rank]]
+        if failed and not seen_failure and len(ended) < len(ranks):
+            seen_failure = True
+            time.sleep(0.2)  # the end of a killed rank may be known later than the error that follows from it
+            continue
         if failed:
             errors = [rank for rank, record in records.items() if "error" in record]
             first = min(errors, key=lambda rank: records[rank]["time"])
