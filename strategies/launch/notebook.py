@@ -35,19 +35,12 @@ from .supervisor import cpus
 _ANY_PORT = "29500"  # Accelerate's default, on which two notebooks would conflict
 _HOST = "127.0.0.1"
 _INTERVAL = 0.1  # seconds between checks of the processes
-# Accelerate's other arguments, with their defaults.
-_OTHERS: dict[str, Any] = {
-    "master_addr": "127.0.0.1",
-    "node_rank": 0,
-    "num_nodes": 1,
-    "rdzv_backend": "static",
-    "rdzv_endpoint": "",
-    "rdzv_conf": None,
-    "rdzv_id": "none",
-    "max_restarts": 0,
-    "monitor_interval": 0.1,
-    "log_line_prefix_template": None,
-}
+# Accelerate's other arguments: those with the only value that a notebook has, and those without effect on one machine.
+_FIXED = {"node_rank": 0, "num_nodes": 1, "max_restarts": 0}
+_IGNORED = (
+    *("log_line_prefix_template", "master_addr", "monitor_interval", "rdzv_backend", "rdzv_conf", "rdzv_endpoint"),
+    "rdzv_id",
+)
 
 
 def notebook_launcher(
@@ -70,8 +63,8 @@ def notebook_launcher(
         num_processes: Number of processes. Default: one per GPU, or one if there is no GPU.
         mixed_precision: Must be ``"no"``. Set the precision in the function.
         use_port: Port for the rendezvous. Default: 29500, which stands for any free port.
-        other: Accelerate's arguments for several machines, restarts and labels of the output, such as ``num_nodes``.
-            They must have Accelerate's defaults. `treadle launch` has such options.
+        other: Accelerate's other arguments. ``num_nodes``, ``node_rank`` and ``max_restarts`` must have their defaults,
+            because only `treadle launch` uses several machines and restarts processes. The others have no effect.
 
     Raises:
         ValueError, TypeError: If an argument is invalid, the session cannot be forked, or a distributed run is active.
@@ -83,10 +76,11 @@ def notebook_launcher(
             f"mixed_precision={mixed_precision!r} must be 'no', because the launcher does not set the precision. Set "
             f"it in the function: Accelerator(mixed_precision={mixed_precision!r}), or Trainer(precision=...)."
         )
+    valid = [*_FIXED, *_IGNORED]
     for name, value in other.items():
-        if name not in _OTHERS:
-            raise TypeError(f"notebook_launcher() has no argument {name!r}.{nearest(name, _OTHERS)}")
-        if value != _OTHERS[name] and name in ("node_rank", "num_nodes", "max_restarts"):
+        if name not in valid:
+            raise TypeError(f"notebook_launcher() has no argument {name!r}.{nearest(name, valid)}")
+        if value != _FIXED.get(name, value):
             raise ValueError(
                 f"{name}={value!r} is not supported in a notebook. Remove it, or put the code in a file and use "
                 "`treadle launch`, also for several machines and for restarts."

@@ -108,7 +108,7 @@ class EvaluationLoop:
     def _run(self) -> Evaluation:
         """Evaluate the task on all dataloaders; a signal that ends the run raises `_EndedBySignal`."""
         trainer, task, metrics = self.trainer, self.task, self.metrics
-        on_batch = [self.hooks.of_batches(self.name, moment, len(self.loaders)) for moment in ("start", "end")]
+        on_start, on_end = (self.hooks.of_batches(self.name, at, len(self.loaders)) for at in ("start", "end"))
         inference_mode = trainer.inference_mode and not self.within_fit
         trainer.metrics.evaluation = metrics
         predictions: list[list[Any]] = []
@@ -132,7 +132,7 @@ class EvaluationLoop:
             for number in range(len(self.loaders)):
                 metrics.between_batches(False)
                 first_batch = trainer.evaluation_batch
-                predictions.append(self._run_loader(number, *on_batch))
+                predictions.append(self._run_loader(number, on_start, on_end))
                 counts.append(trainer.evaluation_batch - first_batch)
             values = self._end_epoch(counts)
             if self.within_fit and not trainer.sanity_checking:  # checkpoints from here on count it as done

@@ -133,7 +133,7 @@ def test_ports() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    for options in ({}, {"use_port": port}, {"use_port": str(port), "num_nodes": 1, "max_restarts": 0}):
+    for options in ({}, {"use_port": port}, {"use_port": str(port), "num_nodes": 1, "monitor_interval": 0.5}):
         notebook_launcher(lambda: say(f"{os.environ['MASTER_PORT']} {port}"), num_processes=2, **options)
     """
     done = cell(source)
