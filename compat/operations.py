@@ -13,6 +13,7 @@ from ..common.messages import name_type
 from ..common.validation import choose
 from ..engine import collectives, seed_everything
 from ..engine.nested import convert_to_fp32
+from ..engine.rng import seed_rank
 from ..strategies.distributed import current_place, current_world
 from ..trainer.arguments import set_determinism
 
@@ -118,14 +119,15 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: Seed from 0 to 2**32 - 1.
-        device_specific: Whether to add the rank to the seed. Default: False.
+        device_specific: Whether to add the rank to the seed. Prepared dataloaders leave the random numbers of the
+            ranks as they are then. Default: False.
         deterministic: Whether torch must use deterministic algorithms. Default: False, which leaves torch's setting
             unchanged.
     """
     if device_specific:
-        seed_everything(seed)  # an invalid seed is reported as it was passed
-        seed = (seed + current_place()[0]) % 2**32
-    seed_everything(seed)
+        seed_rank(seed, current_place()[0])
+    else:
+        seed_everything(seed)
     if deterministic:
         set_determinism(True, None)
 

@@ -213,6 +213,9 @@ def seed_micro_batch(seed: int) -> None:
         torch.mps.manual_seed(seed)
 
 
+_rank_seed: int | None = None  # the latest seed, if the script has chosen it for this rank alone
+
+
 def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool = True) -> int:
     """Seed the random number generators of Python, NumPy and torch, including those of all devices.
 
@@ -238,6 +241,8 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
         seed = int(text)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed!r} must be an integer from 0 to 2**32 - 1.")
+    global _rank_seed
+    _rank_seed = None
     seed_generators(seed)
     os.environ |= {"PL_GLOBAL_SEED": str(seed), "PL_SEED_WORKERS": str(int(workers))}
     return seed
@@ -250,7 +255,15 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-_common_seeds: dict[int, int] = {}  # the seed before `RunRng.draw_apart`, by the seed that it has set
+_common_seeds: dict[int, int] = {}  # the seed of all ranks, by the seed that this rank was given instead
+
+
+def seed_rank(seed: int, rank: int) -> None:
+    """Seed the generators of this rank with ``seed + rank``. `RunRng` keeps these random numbers."""
+    global _rank_seed
+    seed_everything(seed)  # an invalid seed is reported as it was passed
+    own = seed_everything((seed + rank) % 2**32)
+    _common_seeds[own], _rank_seed = seed, own
 
 
 def read_common_seed() -> int:
@@ -283,7 +296,8 @@ class RunRng:
         """Start the stream, and give all ranks rank zero's RNG state on the CPU.
 
         The stream starts from ``data_seed`` if that is set, otherwise from rank zero's RNG state. Until `draw_apart` is
-        called, all ranks draw the same random numbers on the CPU.
+        called, all ranks draw the same random numbers on the CPU, unless the script has seeded each rank differently
+        with `seed_rank`.
         """
         with isolated_random_state():
             if data_seed is not None:
@@ -291,12 +305,13 @@ class RunRng:
             order = host_state()
         # The state of a CUDA generator is of no use to other ranks, and its size differs between ranks that see
         # different devices.
-        order, common = self._world.broadcast((order, host_state()))
+        apart = torch.initial_seed() == _rank_seed and self._strategy.data_world.size == self._world.size
+        order, common, apart = self._world.broadcast((order, host_state(), apart))
         own = self._world.size > 1 or data_seed is not None or self.keyed
         self.stream = RandomStream(order) if own else ProcessStream()
         self.first_state = order
-        self._ranks_differ = False
-        if self._world.rank:
+        self._ranks_differ = apart
+        if self._world.rank and not apart:
             set_random_state(common)
         return self.stream
 

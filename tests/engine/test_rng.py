@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.processes import run
 from torch.utils.data import DataLoader, TensorDataset
+from treadle.compat.operations import set_seed
 from treadle.strategies import FSDP
 
 import treadle
@@ -22,6 +23,26 @@ def drawn(strategy="auto"):
 
 def draw_in_turn():
     return drawn(), drawn(), drawn(FSDP(tensor_parallel_size=2))
+
+
+def drawn_after_a_seed_of_the_rank():
+    """What TRL does before its Trainer prepares the DataLoader."""
+    set_seed(3, device_specific=True)
+    expected = torch.rand(4).tolist(), np.random.rand(), random.random()
+    set_seed(3, device_specific=True)
+    accelerator = treadle.Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(8)), 2, shuffle=True))
+    before = torch.rand(4).tolist(), np.random.rand(), random.random()
+    order = accelerator.gather_for_metrics(torch.cat([x for (x,) in loader])).tolist()
+    return before == expected, torch.rand(4).tolist(), sorted(order)
+
+
+def test_numbers_of_ranks_that_a_script_has_seeded_stay_theirs():
+    (kept, zero, order), (other_kept, one, other_order) = run(drawn_after_a_seed_of_the_rank, 2)
+    assert kept
+    assert other_kept
+    assert zero != one
+    assert order == other_order == list(range(8))
 
 
 def test_each_process_draws_numbers_of_its_own_and_the_same_ones_again():
