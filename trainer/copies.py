@@ -1,12 +1,25 @@
-"""Copies of a Trainer, made by pickle or deepcopy, which leave out what belongs to the process."""
+"""Copies of a Trainer, made by pickle or deepcopy, which leave out what belongs to the process, and of states."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+import copy
+import pickle
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+State = TypeVar("State")
 
 # A copy creates these on first use, so that loading one starts no process and joins no process group.
 _OF_PROCESS = ("accelerator", "preemption", "checkpointer")
 _OF_STAGE = ("stage", "hooks", "sources", "steps", "last_step", "opened_checkpoint", "profiled")
+
+
+def copy_state(state: State) -> State:
+    """Return a deep copy of a state, which may hold clones of parameters or other results of operations."""
+    try:
+        return copy.deepcopy(state)
+    except RuntimeError:  # deepcopy refuses tensors with a history of gradients; pickle leaves the history out
+        copied: State = pickle.loads(pickle.dumps(state))
+        return copied
 
 
 class Copyable:

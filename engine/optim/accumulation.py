@@ -394,7 +394,7 @@ class Accumulation:
         backward_marks = self.strategy.before_backward() if self._watches_backward and self.sync_gradients else None
         try:
             run_backward(*args, **kwargs)
-        except RuntimeError as error:
+        except BaseException as error:  # of any class: a hook's, or Ctrl-C in a notebook, after which the loop goes on
             explained = self.strategy.explain(error)
             if explained is error:
                 raise

@@ -19,6 +19,7 @@ from ...engine.checkpoint import STATE, CallbackStates, content, encode_part, re
 from ...engine.metrics import metric_state, read_numbers
 from ...strategies import World
 from ...strategies.distributed import local
+from ..copies import copy_state
 from ..core import has_own
 from .trainer_state import collect_callback_states
 
@@ -114,14 +115,14 @@ class LastStep:
 
     def _collect_registered(self) -> dict[str, Any]:
         trainer = self._trainer
-        callback_states = copy.deepcopy(collect_callback_states(trainer.callbacks))
+        callback_states = copy_state(collect_callback_states(trainer.callbacks))
         states: dict[str, Any] = {"callbacks": CallbackStates(callbacks=callback_states, added={}), "metrics": {}}
         if self._alone is not None:
             over = trainer.progress.epoch_is_over
             states["metrics"] = trainer.metrics.state_dict(self._alone, self._counting, over=over, read=False)
         for name, value in trainer.accelerator.registered.items():
             if name not in states and name not in ("progress", "history"):
-                states[name] = copy.deepcopy(value.state_dict())
+                states[name] = copy_state(value.state_dict())
         return states
 
     def update_callback_state(self, callback: Callback, **values: Any) -> None:
@@ -246,7 +247,7 @@ class ValidationSnapshot:
             if loader.evaluation
         ]
         self._buffers = self._started_buffers = _copy_buffers(task)
-        self._callbacks = copy.deepcopy(collect_callback_states([c for c in trainer.callbacks if _may_count(c)]))
+        self._callbacks = copy_state(collect_callback_states([c for c in trainer.callbacks if _may_count(c)]))
         self._counts = ExitStack()
         self._counts.enter_context(metric_state.preserve_counts(metric_state.find(task).values()))
         self._sums = sum_parameters(task)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
 import os
-import pickle
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -32,6 +30,7 @@ from ...engine.checkpoint import (
     read_tensor,
 )
 from ...engine.weights import Opened, Source, TorchFile, View, check_extent, load, open_source
+from ..copies import copy_state
 from .cli_hparams import CLASS_PATH, INSTANTIATOR, instantiate_module
 from .hooked_weights import HookDict, HookedWeights
 from .hparams import CannotRebuild, readable, rebuild
@@ -281,10 +280,7 @@ def copy_objects(info: Any, part: str, lost: dict[str, str], added: bool = False
     objects = {} if owner is None else vars(owner).get("_added_objects", {}) if added else owner.hparams
     found = {name: objects[name] for name in lost if name in objects}
     try:
-        try:
-            found = copy.deepcopy(found)
-        except RuntimeError:  # deepcopy refuses tensors that are results of operations, such as a metric's state
-            found = pickle.loads(pickle.dumps(found))
+        found = copy_state(found)
     except Exception as error:  # whatever the __deepcopy__ of a user's class raises
         lost |= {name: f"{lost[name]}, which cannot be copied: {error}" for name in found}
         return {}
