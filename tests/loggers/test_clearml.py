@@ -1,7 +1,6 @@
 """What is ClearML's own; `test_service_logger` has what all services share."""
 
 import json
-import os
 import signal
 
 import pytest
@@ -15,14 +14,9 @@ clearml.skip_if_missing()
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch, tmp_path):
+def signals_are_handled_as_before(alone):
     # ClearML handles these signals from its first task on, and so in all processes that later tests fork.
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for name in [name for name in os.environ if name.startswith("CLEARML_")]:
-        monkeypatch.delenv(name)
-    for name, value in clearml.environment(tmp_path).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(tmp_path)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

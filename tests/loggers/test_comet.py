@@ -1,23 +1,17 @@
 """What is Comet's own; `test_service_logger` has what all services share."""
 
 import os
+import socket
 
 import pytest
-from support.processes import script
+from support.processes import run
 from support.tracking_services import Comet
 from treadle.loggers import CometLogger
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("alone")]
 
 comet = Comet()
 comet.skip_if_missing()
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch, tmp_path):
-    for name in [name for name in os.environ if name.startswith("COMET_") and name != "COMET_DISABLE_AUTO_LOGGING"]:
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
 
 
 def test_older_names_of_arguments(tmp_path):
@@ -50,21 +44,14 @@ def test_an_experiment_that_must_be_new_is_continued_once_it_is(tmp_path):
     assert len(list((tmp_path / "comet").iterdir())) == 2  # archives of one key, which `comet upload` sends to one
 
 
-OFFLINE = """
-import os, socket, sys
-sys.path.insert(0, sys.argv[1])
-from pathlib import Path
-from support.tracking_services import Comet
-
-asked = []
-socket.getaddrinfo = lambda *args, **kwargs: asked.append(args) or exit("a host was asked for")
-logger = Comet().make(Path(sys.argv[2]))
-logger.log_metrics({"x": 1}, 1)
-logger.finish()
-print(asked, os.environ["COMET_DISABLE_AUTO_LOGGING"], os.environ["COMET_ERROR_TRACKING_ENABLE"])
-"""
+def log_offline(folder):
+    asked = []
+    socket.getaddrinfo = lambda *args, **kwargs: asked.append(args) or exit("a host was asked for")
+    logger = comet.make(folder)
+    logger.log_metrics({"x": 1}, 1)
+    logger.finish()
+    return asked, os.environ["COMET_DISABLE_AUTO_LOGGING"], os.environ["COMET_ERROR_TRACKING_ENABLE"]
 
 
 def test_offline_nothing_is_sent(tmp_path):
-    done = script(OFFLINE, os.path.join(os.path.dirname(__file__), ".."), str(tmp_path))
-    assert done.stdout.splitlines()[-1:] == ["[] 1 0"], done.stderr
+    assert run(log_offline, 1, tmp_path) == [([], "1", "0")]

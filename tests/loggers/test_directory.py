@@ -3,19 +3,12 @@
 import copy
 import os
 import pickle
-import subprocess
-import sys
 
 import pytest
-from lightning_utilities.core.rank_zero import rank_zero_only
+from support.run_folders import at_once
 from treadle.loggers import CSVLogger, NullExperiment, TensorBoardLogger
 
 BUILT_IN = [CSVLogger, TensorBoardLogger]
-
-
-@pytest.fixture
-def rank_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_zero_only, "rank", 1, raising=False)
 
 
 @pytest.mark.parametrize("kind", BUILT_IN)
@@ -67,27 +60,9 @@ def test_a_given_version_is_used_as_it_is(name, version, expected, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-RACE = """
-import sys, time
-from pathlib import Path
-from treadle.loggers import CSVLogger
-root, me = Path(sys.argv[1]), sys.argv[2]
-(root / f"ready_{me}").touch()
-while len(list(root.glob("ready_*"))) < 2:
-    time.sleep(0.001)
-print(*[CSVLogger(root / "logs").version for _ in range(100)])
-"""
-
-
 def test_two_jobs_at_once_never_share_a_version(tmp_path):
-    command = [sys.executable, "-c", RACE, str(tmp_path)]
-    jobs = [subprocess.Popen([*command, str(job)], stdout=subprocess.PIPE, text=True) for job in range(2)]
-    versions = []
-    for job in jobs:
-        out, _ = job.communicate(timeout=120)
-        assert job.returncode == 0
-        versions.append([int(word) for word in out.split()])
-    assert sorted(versions[0] + versions[1]) == list(range(200))
+    first, second = at_once(2, lambda: [CSVLogger(tmp_path).version for _ in range(100)])
+    assert sorted(first + second) == list(range(200))
 
 
 def test_a_claim_moves_on_when_another_job_was_faster(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ import pickle
 from typing import Any
 
 import pytest
-from lightning_utilities.core.rank_zero import rank_zero_only
 from treadle.loggers import CSVLogger, Logger, NullExperiment, TensorBoardLogger, rank_zero_experiment
 
 BUILT_IN = [CSVLogger, TensorBoardLogger]
@@ -48,15 +47,6 @@ def test_class_attributes_may_take_the_place_of_properties():
     assert (logger.name, logger.version) == ("mine", "b")
 
 
-def test_a_logger_without_log_metrics_cannot_be_built():
-    class Half(Logger):
-        def log_hyperparams(self, params, metrics=None):
-            pass
-
-    with pytest.raises(TypeError, match="log_metrics"):
-        Half()
-
-
 def test_null_experiment_takes_any_use():
     null = NullExperiment()
     null.config.update({"a": 1})
@@ -72,7 +62,7 @@ def test_null_experiment_takes_any_use():
         null.__array__  # noqa: B018
 
 
-def test_decorated_experiment_is_built_on_rank_zero_only(monkeypatch):
+def test_decorated_experiment_is_built_on_rank_zero_only(request):
     class Backend(ListLogger):
         @property
         @rank_zero_experiment
@@ -83,7 +73,7 @@ def test_decorated_experiment_is_built_on_rank_zero_only(monkeypatch):
     logger = Backend()
     assert logger.experiment is logger.rows
     assert Backend.experiment.__doc__ == "The backend."
-    monkeypatch.setattr(rank_zero_only, "rank", 1, raising=False)
+    request.getfixturevalue("rank_one")
     assert isinstance(logger.experiment, NullExperiment)
 
 

@@ -1,15 +1,9 @@
 """What `MLFlowLogger` leaves in MLflow's files, read back from the files themselves."""
 
 import copy
-import enum
-import importlib
-import os
 import pickle
 import random
-import subprocess
 import sys
-import time
-import urllib.request
 import warnings
 from pathlib import Path
 
@@ -17,24 +11,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from lightning_utilities.core.rank_zero import rank_zero_only
-from support.processes import clean_environment
 from support.service_runs import Task, Tell, loader, trainer
 from treadle.loggers import MLFlowLogger, NullExperiment
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("alone")]
 
 pytest.importorskip("mlflow")
-ALONE = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch, tmp_path):
-    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in ALONE.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(tmp_path)
+VARIABLES = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}
 
 
 def folder(root: Path, run: str) -> Path:
@@ -83,15 +66,12 @@ def test_numbers_are_in_the_files(tmp_path):
 
 
 def test_hyperparameters(tmp_path):
-    class Color(enum.Enum):
-        RED = 1
-
     logger = MLFlowLogger(save_dir=tmp_path)
-    logger.log_hyperparams({"net": {"width": [1, 2], "none": {}}, "act": torch.nn.ReLU(), "color": Color.RED})
+    logger.log_hyperparams({"net": {"width": [1, 2], "none": {}}, "act": torch.nn.ReLU()})
     logger.log_hyperparams({f"p{i}": i for i in range(101)}, {"best": 3})  # more than a request may hold
     found = texts(tmp_path, logger.version, "params")
     assert {name: found.pop(f"p{name}") for name in range(101)} == {i: str(i) for i in range(101)}
-    assert found == {"net/width": "[1, 2]", "net/none": "{}", "act": "ReLU()", "color": "Color.RED"}
+    assert found == {"net/width": "[1, 2]", "net/none": "{}", "act": "ReLU()"}
     assert metric(tmp_path, logger.version, "best") == [(0, 3.0)]
 
 
@@ -165,8 +145,7 @@ def test_the_environment_names_the_store(tmp_path, monkeypatch):
     assert MLFlowLogger(tracking_uri="http://127.0.0.1:1").save_dir is None
 
 
-def test_rank_one_does_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(rank_zero_only, "rank", 1, raising=False)
+def test_rank_one_does_nothing(tmp_path, rank_one):
     logger = MLFlowLogger(save_dir=tmp_path / "none")
     assert isinstance(logger.experiment, NullExperiment)
     logger.log_metrics({"x": 1}, 1)
@@ -219,44 +198,6 @@ def test_checkpoints_are_artifacts(when, tmp_path):
     }
     assert yaml.safe_load((found / "metadata.yaml").read_text())["original_filename"] == saved.name
     assert (found / "aliases.txt").read_text() == "['latest', 'best']"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(importlib.util.find_spec("flask") is None, reason="mlflow-skinny has no server: pip install mlflow")
-def test_a_server(tmp_path):
-    import socket
-
-    from mlflow.tracking import MlflowClient
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    store = ["--backend-store-uri", f"sqlite:///{tmp_path}/a.db", "--artifacts-destination", str(tmp_path / "art")]
-    uri = f"http://127.0.0.1:{port}"
-    server = subprocess.Popen([*command, *store], env=clean_environment(ALONE), start_new_session=True)
-    try:
-        until = time.monotonic() + 60
-        while True:
-            try:
-                assert urllib.request.urlopen(f"{uri}/health", timeout=1).read() == b"OK"
-                break
-            except OSError:
-                assert server.poll() is None
-                assert time.monotonic() < until
-                time.sleep(0.1)
-        logger = MLFlowLogger("e", tracking_uri=uri, log_model=True)
-        own = trainer(tmp_path, logger, callbacks=[Tell()])
-        own.fit(Task(), loader())
-        client = MlflowClient(uri)
-        found = client.get_run(logger.version)
-        assert (found.info.status, found.data.params) == ("FINISHED", {"width": "2"})
-        steps = [(m.step, m.value) for m in client.get_metric_history(logger.version, "mean")]
-        assert sorted(steps) == [(i + 1, float(i)) for i in range(8)]
-        assert len(client.list_artifacts(logger.version)) == 1
-    finally:
-        os.killpg(server.pid, 15)
-        server.wait(20)
 
 
 def test_opening_a_run_in_a_database_draws_no_random_number(tmp_path):

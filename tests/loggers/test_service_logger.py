@@ -3,10 +3,8 @@
 import copy
 import enum
 import importlib
-import os
 import pickle
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -16,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_only
+from support.failing_runs import Fails
 from support.processes import run
 from support.service_runs import Task, Tell, loader, trainer
 from support.tracking_services import SERVICES, same
@@ -26,18 +24,10 @@ from treadle.loggers.service_logger import Uploads
 
 pytestmark = pytest.mark.long
 
-VARIABLES = r"(CLEARML|COMET|SWANLAB)_"
-
 
 @pytest.fixture(params=SERVICES, ids=lambda service: service.package)
-def service(request, monkeypatch, tmp_path):
-    """One service, with nothing in the environment but what its test says."""
+def service(request, alone):
     request.param.skip_if_missing()
-    for name in [name for name in os.environ if re.match(VARIABLES, name)]:
-        monkeypatch.delenv(name)
-    for name, value in request.param.environment(tmp_path).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(tmp_path)
     return request.param
 
 
@@ -188,10 +178,9 @@ def test_random_states_and_signal_handlers_stay(service, make, tmp_path):
         signal.signal(signal.SIGTERM, previous)
 
 
-def test_rank_one_does_nothing(service, make, tmp_path, monkeypatch):
-    logger = make()
+def test_rank_one_does_nothing(service, make, tmp_path, rank_one):
     before = sorted(tmp_path.rglob("*"))
-    monkeypatch.setattr(rank_zero_only, "rank", 1, raising=False)
+    logger = make()
     assert isinstance(logger.experiment, NullExperiment)
     logger.log_metrics({"x": 1}, 1)
     logger.log_hyperparams({"a": 1}, {"x": 0})
@@ -203,7 +192,7 @@ def test_rank_one_does_nothing(service, make, tmp_path, monkeypatch):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_wrong_metric_or_step_is_named_before_a_run_begins(service, make):
+def test_what_is_wrong_is_named_before_a_run_begins(service, make):
     logger = make()
     with pytest.raises(TypeError, match=r"metric 'loss' is 'low'.*must be one number"):
         logger.log_metrics({"loss": "low"}, 0)
@@ -212,9 +201,6 @@ def test_a_wrong_metric_or_step_is_named_before_a_run_begins(service, make):
     with pytest.raises(TypeError, match=r"params=\[1, 2\] must be a dict"):
         logger.log_hyperparams([1, 2])
     assert logger.version is None
-
-
-def test_a_wrong_argument_is_named(service, make):
     with pytest.raises(TypeError, match="prefix=3 must be a string"):
         make(prefix=3)
     with pytest.raises(TypeError, match="strict='no' must be True or False"):
@@ -256,9 +242,8 @@ def test_loggers_that_are_not_used_import_no_package():
     assert result.stdout.strip() == "[]"
 
 
-def fit(folder, package):
-    (service,) = [service for service in SERVICES if service.package == package]
-    logger = service.make(Path(folder))
+def fit(folder, service):
+    logger = service.make(folder)
     table = CSVLogger(folder, "csv", 0)
     for _ in range(2):  # the second fit continues the run
         trainer(folder, [logger, table]).fit(Task(), loader())
@@ -268,7 +253,7 @@ def fit(folder, package):
 
 @BY_ONE
 def test_two_ranks(service, tmp_path):
-    ids = run(fit, 2, str(tmp_path), service.package, env=service.environment(tmp_path))
+    ids = run(fit, 2, tmp_path, service)
     assert len(set(ids)) == 1
     once = [(i + 1, 2 * i + 0.5) for i in range(4)]
     rows = service.rows(tmp_path, ids[0])["mean"]
@@ -291,19 +276,12 @@ def test_checkpoints(when, service, make, tmp_path):
     assert [Path(name).name for name in found] == [saved.name]
 
 
-class Breaks(Task):
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 2:
-            raise RuntimeError("out of luck")
-        return super().training_step(batch, batch_idx)
-
-
 @BY_ONE
 def test_a_run_that_fails_is_marked(service, make, tmp_path):
     logger = make()
-    own = trainer(tmp_path, [CSVLogger(tmp_path, "csv", 0), logger], enable_checkpointing=False)
-    with pytest.raises(RuntimeError, match="out of luck"):
-        own.fit(Breaks(), loader())
+    flags = {"callbacks": [Fails("backward", 2)], "enable_checkpointing": False}
+    with pytest.raises(RuntimeError, match="planned"):
+        trainer(tmp_path, [CSVLogger(tmp_path, "csv", 0), logger], **flags).fit(Task(), loader())
     assert service.failed(tmp_path, logger.version)
     assert service.rows(tmp_path, logger.version)["mean"] == [(1, 0.0), (2, 1.0)]
 
@@ -332,22 +310,9 @@ def test_a_service_that_fails_does_not_end_training(service, tmp_path, monkeypat
         trainer(tmp_path, [strict], enable_checkpointing=False).fit(Task(), loader())
 
 
-def saved_to(path):
-    callback = ModelCheckpoint(save_top_k=-1)
-    callback.best_model_path, callback.best_k_models = path, {path: torch.tensor(0.5)}
-    return callback
-
-
 def test_checkpoints_in_an_object_store_are_named_once():
-    uploads, callback = Uploads(True), saved_to("s3://bucket/run/epoch=1.ckpt")
+    uploads, callback = Uploads(True), ModelCheckpoint(save_top_k=-1)
+    callback.best_model_path = "s3://bucket/run/epoch=1.ckpt"
     with pytest.warns(UserWarning, match="those in s3://bucket/run are not uploaded") as caught:
         uploaded = [list(uploads.collect_after_save(callback)) for _ in range(2)]
     assert (uploaded, len(caught)) == ([[], []], 1)
-
-
-def test_each_version_of_a_checkpoint_is_uploaded_once(tmp_path):
-    path = tmp_path / "best.ckpt"
-    path.mkdir()
-    uploads, callback = Uploads(True), saved_to(str(path))
-    assert [found for found, _, _ in uploads.collect_after_save(callback)] == [str(path)]
-    assert list(uploads.collect_after_save(callback)) == []

@@ -1,24 +1,13 @@
 """What is SwanLab's own; `test_service_logger` has what all services share."""
 
-import os
-
 import pytest
 from support.tracking_services import SwanLab
 from treadle.loggers import SwanLabLogger
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("alone")]
 
 swanlab = SwanLab()
 swanlab.skip_if_missing()
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch, tmp_path):
-    for name in [name for name in os.environ if name.startswith("SWANLAB_")]:
-        monkeypatch.delenv(name)
-    for name, value in swanlab.environment(tmp_path).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.exhaustive

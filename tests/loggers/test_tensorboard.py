@@ -45,18 +45,12 @@ def test_scalars(tmp_path):
     logger = TensorBoardLogger(tmp_path, prefix="run")
     logger.log_metrics({"loss": 0.5, "epoch": 0}, step=5)
     logger.log_metrics({"loss": torch.tensor(0.25), "epoch": np.float32(1)}, step=10)
-    logger.log_metrics({"loss": 0.125})
+    logger.log_metrics({"loss": 0.125, "top": {"one": 0.5, "five": 1}})  # a dict shares one chart
     logger.finalize("success")
     assert scalars(logger.log_dir, "run-loss") == [(5, 0.5), (10, 0.25), (11, 0.125)]
     assert scalars(logger.log_dir, "run-epoch") == [(5, 0.0), (10, 1.0)]
-
-
-def test_a_dict_shares_one_chart(tmp_path):
-    logger = TensorBoardLogger(tmp_path)
-    logger.log_metrics({"top": {"one": 0.5, "five": 1}}, step=2)
-    logger.finalize("success")
-    assert scalars(Path(logger.log_dir) / "top_one", "top") == [(2, 0.5)]
-    assert scalars(Path(logger.log_dir) / "top_five", "top") == [(2, 1.0)]
+    assert scalars(Path(logger.log_dir) / "run-top_one", "run-top") == [(11, 0.5)]
+    assert scalars(Path(logger.log_dir) / "run-top_five", "run-top") == [(11, 1.0)]
 
 
 @pytest.mark.parametrize("opened", [True, False], ids=["opened", "new"])

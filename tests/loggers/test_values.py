@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from treadle.loggers import CSVLogger, TensorBoardLogger
+from treadle.common.optional import is_installed
+from treadle.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
-BUILT_IN = [CSVLogger, TensorBoardLogger]
+KINDS = [CSVLogger, TensorBoardLogger, *([WandbLogger] if is_installed("wandb") else [])]
 
 
 @pytest.mark.parametrize(
@@ -21,14 +22,11 @@ BUILT_IN = [CSVLogger, TensorBoardLogger]
         ({"loss": 1.0}, 0.5, TypeError, r"step=0\.5 must be an integer"),
     ],
 )
-@pytest.mark.parametrize("kind", BUILT_IN)
-def test_a_wrong_metric_is_named(kind, metrics, step, error, message, tmp_path):
-    logger = kind(tmp_path)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_wrong_is_named_before_anything_is_written(kind, metrics, step, error, message, tmp_path):
+    logger = kind(save_dir=tmp_path)
     with pytest.raises(error, match=message):
         logger.log_metrics(metrics, step)
-
-
-@pytest.mark.parametrize("kind", BUILT_IN)
-def test_wrong_hyperparameters_are_named(kind, tmp_path):
     with pytest.raises(TypeError, match=r"params=\[1, 2\] must be a dict"):
-        kind(tmp_path).log_hyperparams([1, 2])
+        logger.log_hyperparams([1, 2])
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
