@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from support.processes import run
-from support.searched_runs import QUIET_ON_CPU, Data, Task, Unbuilt, dataset, trace
+from support.searched_runs import QUIET_ON_CPU, Data, Task, Unbuilt, dataset
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import BatchSizeFinder
 
@@ -39,15 +39,6 @@ def test_which_sizes_are_tried(settings, most, data, tried, expected):
     finder = BatchSizeFinder(**settings)
     assert finder.search(fits, finder.max_val or 8192) == expected
     assert sizes == tried
-
-
-def test_a_task_gets_its_batch_size():
-    finder = BatchSizeFinder(max_trials=4)
-    found = trace([finder], kind=lambda: Task(fits=10))
-    calls, _, sizes, _, size, hparams = found["task"]
-    assert finder.optimal_batch_size == size == hparams["batch_size"] == 8
-    assert set(sizes) == {8}
-    assert calls == 8
 
 
 def test_a_data_module_gets_its_batch_size_and_the_global_batch_stays():
@@ -114,7 +105,7 @@ def test_sizes_for_evaluation(method):
     task, trainer = Evaluated(), treadle.Trainer(**QUIET_ON_CPU, max_epochs=1)
     kind = {"validate": "val"}.get(method, method)
     assert Tuner(trainer).scale_batch_size(task, method=method) == 8
-    assert task.batch_size == 8
+    assert task.batch_size == task.hparams["batch_size"] == 8
     task.batch_size = 4
     trainer = treadle.Trainer(**QUIET_ON_CPU, max_epochs=1, callbacks=[BatchSizeFinder()])
     getattr(trainer, method)(task)

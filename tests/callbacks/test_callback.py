@@ -6,27 +6,19 @@ import os
 import pytest
 from support.callback_runs import Rows, Tiny, fit
 from support.models import Count
-from treadle.callbacks import HOOKS, BatchSizeFinder, Callback, LearningRateFinder, ModelCheckpoint
-
-
-class Named(Callback):
-    """Says when it is called."""
-
-    def __init__(self, name, seen, after=0):
-        self.name, self.seen, self.after_task = name, seen, after
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        self.seen.append(self.name)
+from treadle.callbacks import HOOKS, BatchSizeFinder, Callback, LambdaCallback, LearningRateFinder, ModelCheckpoint
 
 
 def test_order(tmp_path):
-    seen = []
+    seen, callbacks = [], []
 
     class Says(Tiny):
         def on_train_epoch_end(self):
             seen.append("task")
 
-    callbacks = [Named("late", seen, 2), Named("a", seen), Named("soon", seen, 1), Named("b", seen)]
+    for name, after_task in (("late", 2), ("a", 0), ("soon", 1), ("b", 0)):
+        callbacks.append(LambdaCallback(on_train_epoch_end=lambda *_, name=name: seen.append(name)))
+        callbacks[-1].after_task = after_task
     fit(tmp_path, *callbacks, task=Says(), max_epochs=1)
     assert seen == ["a", "b", "task", "soon", "late"]
 

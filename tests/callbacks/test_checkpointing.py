@@ -107,7 +107,6 @@ class Wide(Tiny):
         pytest.param(torch.optim.Adagrad, {}, 2, marks=pytest.mark.exhaustive),
         pytest.param(torch.optim.Adadelta, {}, 3, marks=pytest.mark.exhaustive),
     ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_the_room_for_one_checkpoint_is_known_before_the_first_step(tmp_path, monkeypatch, optimizer, options, copies):
     """Never more than what is then written, and nearly as much."""

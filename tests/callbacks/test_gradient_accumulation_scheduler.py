@@ -3,28 +3,20 @@
 import pytest
 import torch
 from support.callback_runs import Tiny, fit
-from treadle.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
+from treadle.callbacks import GradientAccumulationScheduler, LambdaCallback, ModelCheckpoint
 
 SCHEDULE = {1: 2, 3: 4}
 
 
-class Notes(Callback):
-    def __init__(self):
-        self.epochs = []
-        self.estimated = None
-
-    def on_fit_start(self, trainer, task):
-        self.estimated = trainer.estimated_stepping_batches
-
-    def on_before_optimizer_step(self, trainer, *_):
-        self.epochs.append(trainer.current_epoch)
-
-
 def test_steps_of_each_epoch_and_in_all(tmp_path):
-    notes = Notes()
+    epochs, estimated = [], []
+    notes = LambdaCallback(
+        on_fit_start=lambda trainer, _: estimated.append(trainer.estimated_stepping_batches),
+        on_before_optimizer_step=lambda trainer, *_: epochs.append(trainer.current_epoch),
+    )
     made = fit(tmp_path, GradientAccumulationScheduler(SCHEDULE), notes, max_epochs=4)
-    assert [notes.epochs.count(epoch) for epoch in range(4)] == [5, 3, 3, 2]
-    assert notes.estimated == made.global_step == 13
+    assert [epochs.count(epoch) for epoch in range(4)] == [5, 3, 3, 2]
+    assert estimated == [made.global_step] == [13]
     assert made.estimated_stepping_batches == 13
     assert made.accumulate_grad_batches == 1
 

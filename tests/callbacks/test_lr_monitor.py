@@ -1,5 +1,7 @@
 """`LearningRateMonitor`: the rates that steps are taken with, under the names that Lightning 2.6.6 gives them."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from support.callback_runs import Rows, Tiny, fit
@@ -9,27 +11,30 @@ from treadle.callbacks import (
 )
 
 
-class Scheduled(Tiny):
-    """Halves its rate at each epoch, and at each step where told so."""
+class Built(Tiny):
+    """Its optimizers and schedulers are what a function of its layer returns."""
 
-    def __init__(self, interval=None, name=None, groups=1, optimizer="SGD"):
+    def __init__(self, build):
         super().__init__([1.0])
-        self.how = interval, name, groups, optimizer
+        self.build = build
 
     def configure_optimizers(self):
-        interval, name, groups, kind = self.how
-        parameters = list(self.parameters())
-        parts = [{"params": parameters[:1], "lr": 0.5}, {"params": parameters[1:], "name": "bias"}]
-        extra = {"momentum": 0.9} if kind == "SGD" else {}
-        given = parts if groups == 2 else parameters
-        optimizer = getattr(torch.optim, kind)(given, lr=1.0, weight_decay=0.25, **extra)
-        if interval is None:
-            return optimizer
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": interval, "name": name},
-        }
+        return self.build(self.net)
+
+
+def halved(optimizer, interval, **options):
+    scheduler = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": interval, **options}
+    return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+def scheduled(interval):
+    """A task whose rate is halved at each step or epoch, or never."""
+
+    def build(net):
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        return halved(optimizer, interval) if interval else optimizer
+
+    return Built(build)
 
 
 @pytest.mark.parametrize(
@@ -45,15 +50,19 @@ class Scheduled(Tiny):
 )
 def test_the_rate_a_step_is_taken_with(tmp_path, interval, scheduler, rows):
     logger, monitor = Rows(), LearningRateMonitor(interval)
-    made = fit(tmp_path, monitor, task=Scheduled(scheduler), logger=logger, log_every_n_steps=2)
+    made = fit(tmp_path, monitor, task=scheduled(scheduler), logger=logger, log_every_n_steps=2)
     assert logger.of("lr-SGD") == rows
     assert monitor.lrs == {"lr-SGD": [rate for _, rate in rows]}
     assert made.callback_metrics["lr-SGD"].item() == rows[-1][1]
 
 
 def test_groups_names_momentum_and_weight_decay(tmp_path):
+    def groups(net):
+        parts = [{"params": [net.weight], "lr": 0.5}, {"params": [net.bias], "name": "bias"}]
+        return halved(torch.optim.SGD(parts, lr=1.0, momentum=0.9, weight_decay=0.25), "epoch", name="rate")
+
     logger, monitor = Rows(), LearningRateMonitor("epoch", log_momentum=True, log_weight_decay=True)
-    fit(tmp_path, monitor, task=Scheduled("epoch", "rate", groups=2), logger=logger, max_epochs=1)
+    fit(tmp_path, monitor, task=Built(groups), logger=logger, max_epochs=1)
     row = {name: value for name, value in logger.rows[0][1].items() if name != "epoch"}
     assert row == {
         "rate/pg1": 0.5,
@@ -64,22 +73,16 @@ def test_groups_names_momentum_and_weight_decay(tmp_path):
         "rate/bias-weight_decay": 0.25,
     }
     assert list(monitor.lrs) == ["rate/pg1", "rate/bias"]
-    logger = Rows()
-    monitor = LearningRateMonitor("epoch", log_momentum=True)
-    fit(tmp_path, monitor, task=Scheduled(optimizer="Adam"), logger=logger, max_epochs=1)
-    assert logger.of("lr-Adam-momentum") == [(0, 0.9)]
 
 
 def test_two_schedulers_of_one_optimizer(tmp_path):
-    class Two(Tiny):
-        def configure_optimizers(self):
-            optimizer = super().configure_optimizers()
-            kinds = torch.optim.lr_scheduler
-            first = {"scheduler": kinds.StepLR(optimizer, 1, 0.5), "interval": "step"}
-            return [optimizer], [first, {"scheduler": kinds.StepLR(optimizer, 1, 0.1), "name": "both"}]
+    def build(net):
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        schedulers = [halved(optimizer, "step"), halved(optimizer, "epoch", name="both")]
+        return [optimizer], [each["lr_scheduler"] for each in schedulers]
 
     logger = Rows()
-    fit(tmp_path, LearningRateMonitor(), task=Two(), logger=logger, log_every_n_steps=5)
+    fit(tmp_path, LearningRateMonitor(), task=Built(build), logger=logger, log_every_n_steps=5)
     assert [step for step, _ in logger.of("both")] == [0, 5]
     assert [step for step, _ in logger.of("lr-SGD")] == [5, 10]
 
@@ -94,10 +97,10 @@ def test_rates_without_a_logger(tmp_path):
 def test_rates_of_steps_where_no_step_is_logged(tmp_path):
     for scheduler, interval in ((None, None), ("step", None), ("epoch", "step")):
         with pytest.raises(ValueError, match=r"log_every_n_steps=0 .* logs lr-SGD at that interval"):
-            fit(tmp_path, LearningRateMonitor(interval), task=Scheduled(scheduler), logger=Rows(), log_every_n_steps=0)
+            fit(tmp_path, LearningRateMonitor(interval), task=scheduled(scheduler), logger=Rows(), log_every_n_steps=0)
     for scheduler, interval in (("epoch", None), (None, "epoch")):
         monitor = LearningRateMonitor(interval)
-        fit(tmp_path, monitor, task=Scheduled(scheduler), logger=Rows(), log_every_n_steps=0)
+        fit(tmp_path, monitor, task=scheduled(scheduler), logger=Rows(), log_every_n_steps=0)
         assert len(monitor.lrs["lr-SGD"]) == 2
 
 
@@ -177,16 +180,14 @@ def test_groups_with_one_name_are_an_error(tmp_path):
         fit(tmp_path, LearningRateMonitor(), task=Several(twice), logger=Rows())
 
 
-def test_no_momentum_is_said(tmp_path):
-    class Plain(Tiny):
-        def configure_optimizers(self):
-            return torch.optim.Adagrad(self.parameters(), lr=0.5, weight_decay=0.25)
-
+@pytest.mark.parametrize(("kind", "momentum"), [("Adam", 0.9), ("Adagrad", 0.0)])
+def test_a_beta_is_a_momentum_and_none_at_all_is_said(tmp_path, kind, momentum):
+    task = Built(lambda net: getattr(torch.optim, kind)(net.parameters(), lr=0.5, weight_decay=0.25))
     monitor = LearningRateMonitor("epoch", log_momentum=True, log_weight_decay=True)
-    with pytest.warns(UserWarning, match="Adagrad has no momentum"):
-        fit(tmp_path, monitor, task=Plain(), logger=Rows(), max_epochs=1)
-    assert monitor.last_momentum_values == {"lr-Adagrad-momentum": 0.0}
-    assert monitor.last_weight_decay_values == {"lr-Adagrad-weight_decay": 0.25}
+    with nullcontext() if momentum else pytest.warns(UserWarning, match="Adagrad has no momentum"):
+        fit(tmp_path, monitor, task=task, logger=Rows(), max_epochs=1)
+    assert monitor.last_momentum_values == {f"lr-{kind}-momentum": momentum}
+    assert monitor.last_weight_decay_values == {f"lr-{kind}-weight_decay": 0.25}
 
 
 def test_groups_that_are_added_later(tmp_path):

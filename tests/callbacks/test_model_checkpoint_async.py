@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.callback_runs import Tiny, fit
+from support.failing_runs import Fails
 from support.processes import run, script
 from treadle.callbacks import Callback, ModelCheckpoint
 from treadle.engine.checkpoint import filesystem
@@ -25,12 +26,6 @@ def files(folder):
             found[str(path.relative_to(folder))] = path.read_bytes()
     changing = ("manifest", "state", "document")
     return {name: content for name, content in found.items() if os.path.basename(name).split(".")[0] not in changing}
-
-
-def weights_for_others(path):
-    """What other programs read of one file, as text."""
-    content = torch.load(path, weights_only=True)
-    return str([content[name] for name in ("state_dict", "optimizer_states", "global_step")])
 
 
 FORMS = ["file", "directory"]
@@ -61,17 +56,14 @@ class Gated:
             monkeypatch.setattr(filesystem, name, gate(getattr(filesystem, name)))
 
 
-OPTIONS = {"monitor": "val_loss", "save_top_k": 2, "save_last": True}
-VALUES = (3.0, 1.0, 2.0, 0.5, 4.0)
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_the_same_checkpoints(tmp_path, form):
     kept = {}
     for name, beside in (("now", False), ("beside", True)):
         treadle.seed_everything(1)
-        saver = ModelCheckpoint(tmp_path / name, async_save=beside, format=form, **OPTIONS)
-        fit(tmp_path, saver, values=VALUES, max_epochs=5)
+        options = {"monitor": "val_loss", "save_top_k": 2, "save_last": True}
+        saver = ModelCheckpoint(tmp_path / name, async_save=beside, format=form, **options)
+        fit(tmp_path, saver, values=(3.0, 1.0, 2.0, 0.5, 4.0), max_epochs=5)
         kept[name] = {
             "files": files(tmp_path / name),
             "best": os.path.basename(saver.best_model_path),
@@ -81,7 +73,8 @@ def test_the_same_checkpoints(tmp_path, form):
         for path in (saver.best_model_path, saver.last_model_path):
             verify(path)
         if form == "file":
-            kept[name]["for others"] = weights_for_others(saver.best_model_path)
+            content = torch.load(saver.best_model_path, weights_only=True)  # as other programs read it
+            kept[name]["for others"] = str([content[part] for part in ("state_dict", "optimizer_states")])
     assert kept["now"] == kept["beside"]
     assert kept["now"]["score"] == 0.5
 
@@ -136,20 +129,14 @@ def test_a_failed_save_ends_the_run_and_is_forgotten(tmp_path, monkeypatch, form
 
 
 def test_an_error_in_training_waits_for_the_save_and_survives(tmp_path, monkeypatch):
-    class Breaks(Tiny):
-        def training_step(self, batch, index):
-            if index == 3:
-                raise RuntimeError("broken")
-            return super().training_step(batch, index)
-
     saver = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3, async_save=True, filename="{step}")
-    with pytest.raises(RuntimeError, match="broken"):
-        fit(tmp_path, saver, task=Breaks(), max_epochs=1, validate=False)
+    with pytest.raises(RuntimeError, match="planned"):
+        fit(tmp_path, saver, Fails("backward", 3), max_epochs=1, validate=False)
     verify(tmp_path / "kept" / "step=3.ckpt")
     Gated(monkeypatch, fail=1)
     saver = ModelCheckpoint(tmp_path / "bad", every_n_train_steps=3, async_save=True, filename="{step}")
-    with pytest.raises(RuntimeError, match="broken") as error:
-        fit(tmp_path, saver, task=Breaks(), max_epochs=1, validate=False)
+    with pytest.raises(RuntimeError, match="planned") as error:
+        fit(tmp_path, saver, Fails("backward", 3), max_epochs=1, validate=False)
     assert any("the disk is gone" in note for note in error.value.__notes__)
     assert os.listdir(tmp_path / "bad") == []
 
@@ -231,12 +218,11 @@ def test_two_callbacks_each_hear_of_their_own(tmp_path, monkeypatch):
 
 
 def on_two(root, strategy):
-    saver = ModelCheckpoint(root / "beside", async_save=True, save_last=True, every_n_train_steps=2, filename="{step}")
-    treadle.seed_everything(1)
-    fit(root, saver, max_epochs=2, strategy=strategy, samples=16, validate=False)
-    treadle.seed_everything(1)
-    again = ModelCheckpoint(root / "now", save_last=True, every_n_train_steps=2, filename="{step}")
-    fit(root, again, max_epochs=2, strategy=strategy, samples=16, validate=False)
+    for folder in ("now", "beside"):
+        options = {"async_save": folder == "beside", "save_last": True, "every_n_train_steps": 2}
+        saver = ModelCheckpoint(root / folder, "{step}", **options)
+        treadle.seed_everything(1)
+        fit(root, saver, max_epochs=2, strategy=strategy, samples=16, validate=False)
     return saver.best_model_path, saver.last_model_path
 
 

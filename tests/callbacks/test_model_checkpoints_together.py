@@ -150,7 +150,7 @@ def wait_for(process, folder, name):
 
 
 def hidden_names(folder):
-    return [name for name in names(folder) if name.startswith(".")]
+    return sorted(path.name for path in folder.glob(".*"))
 
 
 def collect_saved(folder):

@@ -6,7 +6,7 @@ from support.callback_runs import Example, fit, trainer
 from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.callbacks import ModelSummary
+from treadle.callbacks import ModelSummary, RichModelSummary
 
 
 def test_lightnings_name_of_the_depth():
@@ -23,31 +23,21 @@ def test_the_table_is_printed_when_fit_begins(tmp_path, capsys):
 
 
 def test_lightnings_method_of_a_subclass_prints(tmp_path, capsys):
-    from treadle.callbacks import RichModelSummary
-
     class Own(RichModelSummary):
         @staticmethod
-        def summarize(
-            summary_data,
-            total_parameters,
-            trainable_parameters,
-            model_size,
-            total_training_modes,
-            total_flops,
-            **options,
-        ):
-            found.append((summary_data, total_parameters, trainable_parameters, model_size, total_training_modes))
-            found.append((total_flops, options))
+        def summarize(columns, total_parameters, trainable_parameters, model_size, total_training_modes, **options):
+            totals = [total_parameters, trainable_parameters, model_size, total_training_modes]
+            found.extend((columns, totals, options))
 
     found = []
     fit(tmp_path, Own(2, "bold"), task=Example(), max_steps=1)
     assert "trainable" not in capsys.readouterr().err
-    columns, *totals = found[0]
+    columns, totals, options = found
     assert [head for head, _ in columns] == [" ", "Name", "Type", "Params", "Mode", "FLOPs", "In sizes", "Out sizes"]
     assert {len(cells) for _, cells in columns} == {1}
     assert (dict(columns)["Type"], dict(columns)["Out sizes"]) == (["Linear"], ["[3, 1]"])
     assert totals == [3, 3, 1.2e-05, {"train": 1, "eval": 0}]
-    assert found[1] == (12, {"header_style": "bold"})
+    assert options == {"total_flops": 12, "header_style": "bold"}
 
 
 def test_whatever_fails_in_it_does_not_end_the_run(tmp_path):

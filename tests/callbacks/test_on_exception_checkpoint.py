@@ -1,5 +1,6 @@
 """`ModelCheckpoint(save_on_exception=True)`: what a failing run leaves behind goes on as if it had never failed."""
 
+import os
 import random
 import warnings
 from pathlib import Path
@@ -146,32 +147,18 @@ def test_no_error_no_checkpoint_and_no_fit_no_checkpoint(tmp_path):
     assert list((tmp_path / "c").iterdir()) == []
 
 
-class FailsOnOne(Fails):
-    def __init__(self, rank, place, step):
-        super().__init__(place, step)
-        self.rank = rank
-
-    def _fail(self, trainer, *arguments):
-        if trainer.global_rank == self.rank:
-            super()._fail(trainer, *arguments)
-
-
 def two(root, rank):
     """Rank ``rank`` fails; what the others come to then."""
-    root = Path(root)
     treadle.seed_everything(1)
+    fails = Fails("forward", 2 if int(os.environ["RANK"]) == rank else -1)
     try:
-        made(root, FailsOnOne(rank, "forward", 2), saver(root), strategy="ddp", accumulate_grad_batches=2).fit(
-            Task(norm=False), *loaders()
-        )
+        made(root, fails, saver(root), strategy="ddp").fit(Task(norm=False), *loaders())
     except RuntimeError as error:
         return str(error)
 
 
 def go_on(root):
-    root = Path(root)
-    task = Task(norm=False)
-    own = made(root, saver(root), strategy="ddp", accumulate_grad_batches=2)
+    task, own = Task(norm=False), made(root, saver(root), strategy="ddp")
     own.fit(task, *loaders(), ckpt_path="last")
     return own.global_step, {name: value.tolist() for name, value in task.state_dict().items() if name != "seen"}
 
@@ -180,16 +167,16 @@ def go_on(root):
 @pytest.mark.guarantee
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_of_two_processes_rank_zero_saves_and_nobody_waits(tmp_path, rank):
-    assert "planned" in run(two, 2, str(tmp_path), rank, timeout=60)[rank]
+    assert "planned" in run(two, 2, tmp_path, rank, timeout=60)[rank]
     (path,) = (tmp_path / "c").iterdir()
     assert store.read_manifest(path).step == 2
-    first, second = run(go_on, 2, str(tmp_path))
+    first, second = run(go_on, 2, tmp_path)
     assert first == second
     assert first[0] > 2
 
 
 def sharded(root):
-    own = made(Path(root), saver(Path(root)), Fails("batch_end", 2), strategy="fsdp")
+    own = made(root, saver(root), Fails("batch_end", 2), strategy="fsdp")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(RuntimeError, match="planned"):
@@ -198,7 +185,7 @@ def sharded(root):
 
 
 def test_a_sharded_model_can_not_be_saved_by_rank_zero_alone(tmp_path):
-    first, _ = run(sharded, 2, str(tmp_path))
+    first, _ = run(sharded, 2, tmp_path)
     assert any("save_on_exception=True saves this run after Ctrl-C, but not after an error" in text for text in first)
     assert list((tmp_path / "c").iterdir()) == []
 

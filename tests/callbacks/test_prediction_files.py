@@ -110,14 +110,12 @@ def test_files_are_written_on_the_way(tmp_path):
 
 
 def test_what_failed_or_is_damaged_is_not_read(tmp_path):
-    class Fails(Describes):
-        def predict_step(self, batch, batch_idx):
-            if batch_idx == 2:
-                raise OSError("no more")
-            return super().predict_step(batch, batch_idx)
+    def broken():
+        yield from numbers(2).split(1)
+        raise OSError("no more")
 
     with pytest.raises(OSError, match="no more"):
-        make_trainer(callbacks=[PredictionWriter(tmp_path / "half", 1)]).predict(Fails(), DataLoader(numbers(4)))
+        make_trainer(callbacks=[PredictionWriter(tmp_path / "half", 1)]).predict(Describes(), broken())
     with pytest.raises(ValueError, match="has no complete predictions"):
         treadle.read_predictions(tmp_path / "half")
     folder = predict(tmp_path, DataLoader(numbers(4)))

@@ -8,24 +8,12 @@ from support.callback_runs import loader, trainer
 from support.processes import run
 from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
-from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from treadle.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, StochasticWeightAveraging
 
 import treadle
 
 
 class Task(averaged_runs.Task):
-    def __init__(self):
-        super().__init__()
-        self.rates = []
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss)
-        return loss
-
-    def on_train_epoch_start(self):
-        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
-
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
@@ -35,17 +23,15 @@ def swa(**more):
     return StochasticWeightAveraging(**{"swa_lrs": 0.02, "swa_epoch_start": 3, "annealing_epochs": 2} | more)
 
 
-def fit(root, *callbacks, ckpt_path=None, samples=12, task=None, **flags):
-    task = task or Task()
-    made = trainer(root, *callbacks, **{"max_epochs": 6} | flags)
-    made.fit(task, loader(samples, 3), ckpt_path=ckpt_path)
-    return made, task
+def fit(root, *callbacks, task=None, **flags):
+    return averaged_runs.fit(root, *callbacks, task=task or Task(), **{"max_epochs": 6} | flags)
 
 
 @pytest.mark.parametrize(("strategy", "annealing"), [("cos", 0), ("cos", 2), ("linear", 2)])
 def test_as_torch_does_it(tmp_path, strategy, annealing):
-    averaging = swa(annealing_strategy=strategy, annealing_epochs=annealing)
-    _, task = fit(tmp_path, averaging)
+    averaging, found = swa(annealing_strategy=strategy, annealing_epochs=annealing), []
+    notes = LambdaCallback(on_train_epoch_start=lambda t, _: found.append(t.optimizers[0].param_groups[0]["lr"]))
+    _, task = fit(tmp_path, averaging, notes)
     model = Task()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     usual = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -64,7 +50,7 @@ def test_as_torch_does_it(tmp_path, strategy, annealing):
             averaged.update_parameters(model)
             annealed.step()
     update_bn(loader(12, 3), averaged.module.net)
-    assert task.rates == pytest.approx(rates)
+    assert found == pytest.approx(rates)
     for name, value in averaged.module.state_dict().items():
         assert torch.allclose(task.state_dict()[name].float(), value.float(), atol=1e-5), name
     assert averaging.n_averaged == 4
@@ -93,7 +79,7 @@ def test_unequal_batches_weigh_what_they_hold_and_a_next_fit_draws_the_same(tmp_
 
 def test_a_run_that_is_stopped_early_ends_with_the_averages(tmp_path):
     averaging = swa()
-    fit(tmp_path, averaging, EarlyStopping("loss", stopping_threshold=1e9), min_epochs=4)
+    fit(tmp_path, averaging, EarlyStopping("val_loss", stopping_threshold=1e9), min_epochs=4)
     assert averaging.n_averaged == 2
 
 

@@ -65,11 +65,8 @@ def test_operations_by_hand():
     [
         ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4e12),
         ("NVIDIA H100 PCIe", torch.bfloat16, 756e12),
-        ("NVIDIA H200", torch.float32, 66.9e12),
         ("NVIDIA A100-SXM4-40GB", "tf32", 156e12),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "tf32", None),
-        ("Tesla V100-PCIE-16GB", torch.float16, 112e12),
-        ("Tesla V100-SXM2-16GB", torch.float16, 125e12),
         ("Tesla T4", torch.bfloat16, None),
         ("NVIDIA L40S", torch.float16, 362e12),
         ("NVIDIA L4", torch.float16, 121e12),

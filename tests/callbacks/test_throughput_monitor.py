@@ -15,9 +15,6 @@ class Works(Tiny):
 
     flops_per_batch = 500.0
 
-    def __init__(self, pause=0.01):
-        super().__init__([1.0], pause)
-
     def validation_step(self, batch, batch_idx):
         time.sleep(0.1)
 
@@ -29,7 +26,8 @@ def rows_of(rows, name):
 def test_a_run_is_measured(tmp_path):
     rows = Rows()
     monitor = ThroughputMonitor(length_fn=lambda batch: batch[0].numel(), window_size=4, available_flops=1e6)
-    fit(tmp_path, monitor, task=Works(), logger=rows, log_every_n_steps=2, samples=9)  # the last batch has one sample
+    # The last batch has one sample.
+    fit(tmp_path, monitor, task=Works([1.0], 0.01), logger=rows, log_every_n_steps=2, samples=9)
     found = rows_of(rows, "train/time")
     assert [step for step, _ in found] == [2, 4, 6, 8, 10]
     assert [row["train/batches"] for _, row in found] == [2, 4, 6, 8, 10]

@@ -126,12 +126,9 @@ def test_two_processes_average_what_each_holds(tmp_path, strategy):
     assert torch.allclose(validated, average, atol=1e-6)
     assert torch.equal(resumed, average)
     path = tmp_path / "step=3.ckpt"
-    alone = averaged_weights(path)
-    assert torch.allclose(
-        torch.cat([alone[name].flatten() for name, _ in Task().named_parameters()]),
-        by_hand(trained[:3], 0.8),
-        atol=1e-6,
-    )
+    alone = Task()
+    alone.load_state_dict(averaged_weights(path))
+    assert torch.allclose(flat(alone), by_hand(trained[:3], 0.8), atol=1e-6)
     # Alone, without sharding: the same averages to begin with, then its own steps.
     own = Task()
     trainer(tmp_path, EMAWeightAveraging(decay=0.8)).fit(own, loader(12, 6), loader(2), ckpt_path=path)

@@ -70,18 +70,6 @@ def test_on_a_terminal(tmp_path):
     assert [bar.split(":")[0] for bar in bars] == ["epoch 2/2", "test"], lines
     assert "3/3" in bars[1]
     assert lines.count("hello from print") == lines.count("hello from the logger") == 1
-    clean = (
-        "hello",
-        "epoch 2/2: 100%",
-        "test: 100%",
-        "training on",
-        "effective",
-        "10 optimizer",
-        "3 trainable",
-        "last metrics",
-        "test: no",
-    )
-    assert [line for line in lines if line and not line.startswith(clean)] == []
 
 
 @pytest.mark.parametrize(("columns", "shown"), [(60, 0), (80, 1), (120, 3)])
@@ -192,28 +180,20 @@ def test_a_terminal_that_hangs_up_does_not_end_the_run(tmp_path):
 class Unlogged(Tiny):
     """Logs nothing in training, so that a person would not see the loss."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.losses = []
-
-    def log(self, name, *args, **kwargs):
-        if name.startswith("val"):
-            super().log(name, *args, **kwargs)
-
     def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.losses.append(loss.item())
-        return loss
+        self._wait()
+        return self.net(batch[0]).pow(2).mean()
 
 
 def test_the_loss_is_shown_if_no_other_one_is(tmp_path, capsys):
-    task = Unlogged([0.5])
-    fit(tmp_path, TQDMProgressBar(line_every=0.0), task=task, max_epochs=2)
+    losses = []
+    notes = LambdaCallback(on_train_batch_end=lambda t, m, outputs, *_: losses.append(outputs["loss"].item()))
+    fit(tmp_path, notes, TQDMProgressBar(line_every=0.0), task=Unlogged([0.5]), max_epochs=2)
     error = capsys.readouterr().err
     steps = dict(re.findall(r"^epoch ./2, batch ./5, step (\d+)/10, .*?\bloss = ([\d.e-]+)", error, re.M))
-    assert steps == {str(step): f"{loss:.4g}" for step, loss in enumerate(task.losses, 1)}
+    assert steps == {str(step): f"{loss:.4g}" for step, loss in enumerate(losses, 1)}
     ends = re.findall(r"^epoch ./2  loss (\S+)  val_loss 0.5  \d+ ms$", error, re.M)
-    assert ends == [f"{task.losses[4]:.4g}", f"{task.losses[9]:.4g}"]
+    assert ends == [f"{losses[4]:.4g}", f"{losses[9]:.4g}"]
 
 
 def test_a_terminal_shows_the_loss_and_lines_on_request(tmp_path):
@@ -232,8 +212,4 @@ def test_a_terminal_without_a_size_shows_the_bar(tmp_path):
 
 def test_tqdms_variable(monkeypatch):
     monkeypatch.setenv("TQDM_MINITERS", "7")
-    assert (TQDMProgressBar().refresh_rate, TQDMProgressBar(20).refresh_rate, TQDMProgressBar(0).refresh_rate) == (
-        7,
-        20,
-        0,
-    )
+    assert [TQDMProgressBar(*given).refresh_rate for given in ((), (20,), (0,))] == [7, 20, 0]
