@@ -21,6 +21,7 @@ from support.processes import run
 from torch import nn
 from torch.utils.data import DataLoader
 from treadle.callbacks import LambdaCallback, ModelCheckpoint
+from treadle.callbacks._checkpointing import finish_removing
 from treadle.engine.checkpoint import store
 
 NAN = float("nan")
@@ -358,6 +359,18 @@ def test_what_a_killed_run_left_is_cleared_away_in_folders_too(tmp_path, templat
     fit(tmp_path, ModelCheckpoint(tmp_path / "c", template), max_epochs=1, max_steps=1)
     assert other.exists()
     assert not left.exists()
+
+
+def test_what_was_saved_anew_under_a_replaced_name_is_not_removed(tmp_path):
+    """A run that goes on from an earlier checkpoint, whose list of what it replaced is old."""
+    kept = ModelCheckpoint(tmp_path / "c", "fixed", save_last=True)
+    fit(tmp_path, kept, max_epochs=1)
+    assert "'replaced': []" in str(stored.read_part(tmp_path / "c" / "last.ckpt", "state"))
+    found = finish_removing([kept.best_model_path], str(tmp_path / "c"), 5, None)
+    assert found == []  # of this very step
+    assert finish_removing([kept.best_model_path], str(tmp_path / "c"), 4, None) == []  # saved later
+    assert finish_removing([kept.best_model_path], str(tmp_path / "c"), 6, None) == [kept.best_model_path]
+    assert names(tmp_path / "c") == ["last.ckpt"]
 
 
 # -- for subclasses and scripts of Lightning -----------------------------------------------------------------------

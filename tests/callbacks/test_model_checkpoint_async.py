@@ -9,7 +9,7 @@ import torch
 from support.callback_runs import Tiny, fit
 from support.failing_runs import Fails
 from support.processes import run, script
-from treadle.callbacks import Callback, ModelCheckpoint
+from treadle.callbacks import LambdaCallback, ModelCheckpoint
 from treadle.engine.checkpoint import filesystem
 from treadle.engine.checkpoint.store import verify
 
@@ -79,34 +79,27 @@ def test_the_same_checkpoints(tmp_path, form):
     assert kept["now"]["score"] == 0.5
 
 
-class Watch(Callback):
-    """Closes the gate at a step and opens it some steps later; notes what stands on the disk in between."""
-
-    after_task = 9
-
-    def __init__(self, gated, folder, close, opened):
-        self.gated, self.folder, self.close, self.opened, self.seen = gated, folder, close, opened, []
-
-    def on_train_batch_start(self, trainer, task, batch, index):
-        if trainer.global_step == self.close - 1:
-            trainer.accelerator.finish_saving()  # of an earlier step
-            self.gated.gate.clear()
-
-    def on_step_end(self, trainer, task):
-        if self.close <= trainer.global_step <= self.opened:
-            self.seen.append(sorted(name for name in os.listdir(self.folder) if not name.startswith(".")))
-        if trainer.global_step == self.opened:
-            self.gated.gate.set()
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_training_goes_on_and_what_is_replaced_stays_until_then(tmp_path, monkeypatch, form):
-    folder = tmp_path / "kept"
-    watch = Watch(Gated(monkeypatch), folder, close=4, opened=5)
+    folder, gate, seen = tmp_path / "kept", Gated(monkeypatch).gate, []
+
+    def close(trainer, *_):
+        if trainer.global_step == 3:
+            trainer.accelerator.finish_saving()  # of an earlier step
+            gate.clear()
+
+    def look(trainer, _):
+        if trainer.global_step in (4, 5):
+            seen.append(sorted(name for name in os.listdir(folder) if not name.startswith(".")))
+        if trainer.global_step == 5:
+            gate.set()
+
+    watch = LambdaCallback(on_train_batch_start=close, on_step_end=look)
+    watch.after_task = 9
     options = {"save_top_k": 1, "async_save": True, "filename": "{step}", "format": form}
     saver = ModelCheckpoint(folder, every_n_train_steps=2, **options)
     fit(tmp_path, saver, watch, max_epochs=1, samples=14, validate=False)
-    assert watch.seen == [["step=2.ckpt"], ["step=2.ckpt"]]  # after steps 4 and 5, while the save of step 4 is held
+    assert seen == [["step=2.ckpt"], ["step=2.ckpt"]]  # after steps 4 and 5, while the save of step 4 is held
     assert sorted(os.listdir(folder)) == ["step=6.ckpt"]
 
 
@@ -128,17 +121,11 @@ def test_a_failed_save_ends_the_run_and_is_forgotten(tmp_path, monkeypatch, form
     assert sorted(os.listdir(tmp_path / "kept")) == [left][: bool(left)]
 
 
-def test_an_error_in_training_waits_for_the_save_and_survives(tmp_path, monkeypatch):
+def test_an_error_in_training_waits_for_the_save(tmp_path):
     saver = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3, async_save=True, filename="{step}")
     with pytest.raises(RuntimeError, match="planned"):
         fit(tmp_path, saver, Fails("backward", 3), max_epochs=1, validate=False)
     verify(tmp_path / "kept" / "step=3.ckpt")
-    Gated(monkeypatch, fail=1)
-    saver = ModelCheckpoint(tmp_path / "bad", every_n_train_steps=3, async_save=True, filename="{step}")
-    with pytest.raises(RuntimeError, match="planned") as error:
-        fit(tmp_path, saver, Fails("backward", 3), max_epochs=1, validate=False)
-    assert any("the disk is gone" in note for note in error.value.__notes__)
-    assert os.listdir(tmp_path / "bad") == []
 
 
 def test_an_error_after_a_failed_save_still_saves_the_last_step(tmp_path, monkeypatch):

@@ -75,11 +75,14 @@ def test_every_sample_once_in_order(tmp_path, kind, world):
             assert [box["corner"][0].item() for box in batch["boxes"]] == batch["ids"].tolist()
 
 
-def test_indices_of_a_shuffled_loader(tmp_path):
-    run(predict, 2, tmp_path, DataLoader(numbers(7), batch_size=2, shuffle=True), 2)
-    pairs = list(treadle.read_predictions(tmp_path / "out", indices=True))
-    assert all(batch["ids"].tolist() == indices for indices, batch in pairs)
-    assert sorted(index for indices, _ in pairs for index in indices) == list(range(7))
+def test_indices_of_a_shuffled_loader_and_of_given_batches(tmp_path):
+    given = [[9, 8, 7], [6, 5, 4], [3, 2, 1], [0]]
+    loaders = [DataLoader(numbers(7), batch_size=2, shuffle=True), DataLoader(numbers(10), batch_sampler=given)]
+    run(predict, 2, tmp_path, loaders, 2)
+    for number, count in enumerate((7, 10)):
+        pairs = list(treadle.read_predictions(tmp_path / "out", number, indices=True))
+        assert all(batch["ids"].tolist() == indices for indices, batch in pairs)
+        assert sorted(index for indices, _ in pairs for index in indices) == list(range(count))
 
 
 def test_several_loaders_and_a_taken_folder(tmp_path):

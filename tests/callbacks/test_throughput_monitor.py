@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.callback_runs import Rows, Tiny, fit, loader, trainer
 from support.processes import run
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import DeviceStatsMonitor, LearningRateMonitor, ModelCheckpoint, ThroughputMonitor
 
 
@@ -105,7 +105,7 @@ def count_items(root, fails):
     def items(batch):
         if fails and made.global_rank == 1:
             raise KeyError("tokens")
-        return float(batch.sum())
+        return float(batch[0].sum())
 
     made = trainer(
         root,
@@ -117,13 +117,8 @@ def count_items(root, fails):
         devices=2,
     )
     data = torch.arange(1.0, 15.0).reshape(7, 2)  # the last global batch has three samples
-    made.fit(Flat(), DataLoader(data, 1))
+    made.fit(Tiny(), DataLoader(TensorDataset(data), 1))
     return made.global_step, rows.rows
-
-
-class Flat(Tiny):
-    def training_step(self, batch, batch_idx):
-        return self.net(batch).mean()
 
 
 def test_two_processes_are_counted_together(tmp_path):

@@ -1,6 +1,5 @@
 """`Timer`: what it measures, over resumed runs too, and that all processes stop after the same step."""
 
-import time
 from datetime import timedelta
 
 import pytest
@@ -18,19 +17,6 @@ def test_a_timer_stops_the_run(tmp_path):
     assert timer.time_remaining() == 0
     timer = Timer(timedelta(seconds=0.01), interval="epoch", verbose=False)
     assert fit(tmp_path, timer, task=Tiny(pause=0.01), validate=False, max_epochs=9).global_step == 5
-
-
-def test_a_timer_counts_over_resumed_runs(tmp_path):
-    kept = ModelCheckpoint(tmp_path / "c")
-    first = Timer()
-    fit(tmp_path, first, kept, task=Tiny(pause=0.02), validate=False, max_epochs=1)
-    assert first.time_remaining() is None
-    again = Timer()
-    fit(tmp_path, again, validate=False, ckpt_path=kept.best_model_path)
-    assert again.time_elapsed() > 0.1
-    before = again.time_elapsed()
-    time.sleep(0.02)
-    assert again.time_elapsed() == before
 
 
 @pytest.mark.parametrize("interval", ["step", "epoch"])
@@ -57,6 +43,7 @@ def test_the_time_until_an_error_counts_and_no_time_after_it(tmp_path):
     with pytest.raises(RuntimeError, match="planned"):
         fit(tmp_path, timer, Fails("step_end", 3), task=Tiny(pause=0.03), validate=False)
     spent = timer.time_elapsed()
+    assert timer.time_remaining() is None
     assert 0.09 <= spent == timer.time_elapsed()  # it stands
     fit(tmp_path, timer, task=Tiny(pause=0.03), validate=False, max_steps=1)
     assert timer.time_elapsed() >= spent + 0.03

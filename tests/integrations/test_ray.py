@@ -75,14 +75,12 @@ def test_a_step_that_float16_skips_is_not_reported(monkeypatch):
     monkeypatch.setattr(integration, "_get_storage", lambda: storage)
     monkeypatch.setattr(integration, "_collect_metrics", lambda trainer: {})
     callback, reported = Report(every_n_train_steps=2), []
+    trainer = SimpleNamespace(is_global_zero=True, save_checkpoint=len)
+    trainer.accelerator = SimpleNamespace(world=SimpleNamespace(broadcast=lambda value: value))
     for step in (0, 1, 2, 2, 3, "epoch", 4, 5):  # the first step, the second with the number 2 and that after the epoch
-        step, is_end = (4, True) if step == "epoch" else (step, False)
-        accelerator = SimpleNamespace(world=SimpleNamespace(broadcast=lambda value: value))
-        progress = SimpleNamespace(epoch_is_trained=is_end)
-        trainer = SimpleNamespace(
-            global_step=step, progress=progress, accelerator=accelerator, is_global_zero=True, save_checkpoint=len
-        )
-        (callback.on_train_epoch_end if is_end else callback.on_step_end)(trainer, None)
+        trainer.progress = SimpleNamespace(epoch_is_trained=step == "epoch")
+        trainer.global_step = 4 if step == "epoch" else step
+        (callback.on_train_epoch_end if step == "epoch" else callback.on_step_end)(trainer, None)
     assert reported == [2, 4]
 
 
@@ -135,16 +133,9 @@ def test_a_search_stops_bad_trials(cluster):
     assert (lr, steps) == (0.05, 24)
     assert loss < 1
     assert load_checkpoint(Path(checkpoint) / "run.ckpt")["global_step"] == 24
-    assert len(read_steps(cluster / "trial-0.05")) == 24
-    assert len(read_steps(cluster / "trial-1e-06")) == 6
-
-
-def read_steps(folder):
-    return (folder / "losses-0").read_text().splitlines()
-
-
-@pytest.mark.exhaustive
-def test_a_trial_starts_no_processes_of_its_own(cluster):
+    for trial, count in (("trial-0.05", 24), ("trial-1e-06", 6)):
+        assert len((cluster / trial / "losses-0").read_text().splitlines()) == count
+    # A trial starts no processes of its own.
     refused = (cluster / "trial-0.05" / "refused").read_text()
     assert refused.startswith("devices=2 starts 2 processes, but this is a worker of Ray")
     assert "TorchTrainer with ScalingConfig(num_workers=2)" in refused

@@ -27,48 +27,29 @@ VOCABULARY = 48
 LENGTHS = [3, 12, 5, 20, 4, 4, 18, 7, 9, 3, 16, 6]
 
 
+SIZES = {"vocab_size": VOCABULARY, "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+
+
+def make(name, seed=0, **options):
+    """A small model of one of transformers' classes."""
+    torch.manual_seed(seed)
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**{**SIZES, "intermediate_size": 16, "max_position_embeddings": 32, **options}))
+
+
 def causal(seed=0, dropout=0.0):
-    torch.manual_seed(seed)
-    config = transformers.GPT2Config(
-        n_layer=1, n_head=2, n_embd=16, n_positions=32, vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2,
-        pad_token_id=0, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
-    )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config)
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    return make("GPT2LMHeadModel", seed, **tokens, **dropouts)
 
 
-def untied(seed=0):
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=16, vocab_size=VOCABULARY,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
-
-
-def opt(seed=0):
-    torch.manual_seed(seed)
-    config = transformers.OPTConfig(
-        num_hidden_layers=1, hidden_size=16, num_attention_heads=2, ffn_dim=16, word_embed_proj_dim=16,
-        vocab_size=VOCABULARY, max_position_embeddings=32, dropout=0.0,
-    )  # fmt: skip
-    return transformers.OPTForCausalLM(config)
-
-
-def classifier(seed=0):
-    torch.manual_seed(seed)
-    config = transformers.BertConfig(
-        num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16, vocab_size=VOCABULARY,
-        max_position_embeddings=32, num_labels=3,
-    )  # fmt: skip
-    return transformers.BertForSequenceClassification(config)
-
-
-def translator(seed=0):
-    torch.manual_seed(seed)
-    config = transformers.T5Config(
-        num_layers=1, d_model=16, d_kv=8, num_heads=2, d_ff=16, vocab_size=VOCABULARY, decoder_start_token_id=0,
-        pad_token_id=0, eos_token_id=2, dropout_rate=0.0,
-    )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(config)
+untied = functools.partial(make, "LlamaForCausalLM", num_hidden_layers=2)
+opt = functools.partial(make, "OPTForCausalLM", ffn_dim=16, word_embed_proj_dim=16, dropout=0.0)
+classifier = functools.partial(make, "BertForSequenceClassification", num_labels=3)
+translator = functools.partial(
+    make, "T5ForConditionalGeneration", d_kv=8, d_ff=16, decoder_start_token_id=0, pad_token_id=0, eos_token_id=2,
+    dropout_rate=0.0,
+)  # fmt: skip
 
 
 def texts(seed=1):
@@ -121,12 +102,13 @@ class PlainTask(TransformersTask):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def one_step(kind, strategy, loss="model"):
+def one_step(kind, strategy="auto", loss="model", packed=False):
     build, collate = KINDS[kind]
     task = PlainTask(build().eval(), loss=loss)
     task.eval()
     trainer = make_trainer(strategy=strategy, precision="64-true", accumulate_grad_batches=99)
-    trainer.fit(task, DataLoader(texts(), 2, collate_fn=collate))
+    trainer.fit(task, DataLoader(pack(texts(), 24), 2) if packed else DataLoader(texts(), 2, collate_fn=collate))
+    assert not any(part.training for part in task.model.modules())
     return {n.removeprefix("model."): p for n, p in trainer.accelerator.get_state_dict(task).items()}
 
 
@@ -174,7 +156,7 @@ def chunked_steps():
     parts = functools.partial(treadle.strategies.FSDP, auto_wrap_policy="parts")
     ways = [("causal", "ddp"), ("causal", "fsdp"), ("untied", "fsdp"), ("untied", parts())]
     steps = [(kind, one_step(kind, strategy, "chunked")) for kind, strategy in ways]
-    return steps + [("opt", packed_step("opt", strategy)) for strategy in ("ddp", "fsdp", parts())]
+    return steps + [("opt", one_step("opt", strategy, packed=True)) for strategy in ("ddp", "fsdp", parts())]
 
 
 def test_the_gradient_of_the_chunked_loss_is_the_mean_over_all_targets():
@@ -203,34 +185,19 @@ def test_chunked_losses_and_gradients_are_the_models_own():
 
 
 @pytest.mark.parametrize(
-    ("build", "reason"),
+    ("name", "reason"),
     [
-        (classifier, "is not a causal language model"),
-        (translator, "is not a causal language model"),
-        ("Cohere", "computes more than the head's product"),  # multiplies the logits
-        ("Gemma2", "computes more than the head's product"),  # limits them
-        ("Mixtral", "adds to the cross-entropy"),  # a loss of its routers
+        ("BertForSequenceClassification", "is not a causal language model"),
+        ("T5ForConditionalGeneration", "is not a causal language model"),
+        ("CohereForCausalLM", "computes more than the head's product"),  # multiplies the logits
+        ("Gemma2ForCausalLM", "computes more than the head's product"),  # limits them
+        ("MixtralForCausalLM", "adds to the cross-entropy"),  # a loss of its routers
     ],
 )
-def test_models_whose_loss_is_another_are_refused(build, reason):
-    if isinstance(build, str):
-        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-        options = {"vocab_size": VOCABULARY, "num_key_value_heads": 1, "output_router_logits": True, "eos_token_id": 2}
-        config = getattr(transformers, f"{build}Config")(**sizes, **options)
-        model = getattr(transformers, f"{build}ForCausalLM")(config)
-    else:
-        model = build()
-    with pytest.raises(ValueError, match=f"can't replace the loss of {type(model).__name__}, which {reason}"):
+def test_models_whose_loss_is_another_are_refused(name, reason):
+    model = make(name, num_key_value_heads=1, output_router_logits=True, eos_token_id=2)
+    with pytest.raises(ValueError, match=f"can't replace the loss of {name}, which {reason}"):
         TransformersTask(model, loss="chunked")
-
-
-def packed_step(kind, strategy="auto", loss="model"):
-    task = PlainTask(KINDS[kind][0]().eval(), loss=loss)
-    task.eval()
-    trainer = make_trainer(strategy=strategy, precision="64-true", accumulate_grad_batches=99)
-    trainer.fit(task, DataLoader(pack(texts(), 24), 2))
-    assert not any(part.training for part in task.model.modules())
-    return {n.removeprefix("model."): p for n, p in trainer.accelerator.get_state_dict(task).items()}
 
 
 @pytest.mark.parametrize("loss", ["model", "chunked"])
@@ -241,7 +208,7 @@ def test_packed_rows_train_like_texts_alone(kind, loss):
     OPT makes no use of position ids to separate them (5.23).
     """
     assert len(pack(texts(), 24)) < len(texts()) / 2
-    trained = packed_step(kind, loss=loss)
+    trained = one_step(kind, loss=loss, packed=True)
     for name, weight in whole_gradient_step(kind).items():
         torch.testing.assert_close(trained[name], weight, atol=1e-8, rtol=0, msg=name)
 
@@ -252,8 +219,7 @@ def test_packed_rows_that_a_model_would_mix_are_refused():
     task.model.config._attn_implementation = "flash_attention_2"
     with says(ValueError, "a batch has 2 packed rows, but with attn_implementation='flash_attention_2'"):
         task(batch)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 1, "n_head": 2}
-    bloom = TransformersTask(transformers.BloomForCausalLM(transformers.BloomConfig(**sizes)))
+    bloom = TransformersTask(make("BloomForCausalLM"))
     with pytest.raises(ValueError, match=r"results of BloomForCausalLM .* depend on the other .*BudgetBatchSampler"):
         bloom(batch)
     assert bloom.model.training

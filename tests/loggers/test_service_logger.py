@@ -116,19 +116,11 @@ def test_a_run_is_continued_by_its_id(service, make, tmp_path):
     again.finalize("success")
     again.finish()
     assert again.version == first.version
-    twice = {"last": [(2, 2.5), (3, 3.0)], "first": [(2, 2.0), (3, 3.0)]}
-    thrice = [(2, 2.0), (3, 3.0), (2, 2.0), (3, 3.0)]
-    rows = service.rows(tmp_path, first.version)["x"]
-    if service.rewrites == "first":  # offline, a continued run has files of its own, with a first value of their own
-        assert rows == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (2, 2.5), (5, 5.0)]
-    elif service.rewrites == "last":
-        assert rows == [(1, 1.0), *twice["last"], (4, 4.0), (5, 5.0)]
-    else:
-        assert rows == [(1, 1.0), *thrice, (4, 4.0), (2, 2.5), (5, 5.0)]
-    assert {name: float(value) for name, value in service.params(tmp_path, first.version).items()} == {
-        "lr": 0.1,
-        "late": 1.0,
-    }
+    # Offline, a continued run of a service that rewrites has files of its own, with a first value of their own.
+    logged = [(2, 2.0), (3, 3.0)] * (1 if service.rewrites else 2)
+    assert service.rows(tmp_path, first.version)["x"] == [(1, 1.0), *logged, (4, 4.0), (2, 2.5), (5, 5.0)]
+    params = service.params(tmp_path, first.version)
+    assert {name: float(value) for name, value in params.items()} == {"lr": 0.1, "late": 1.0}
     assert service.failed(tmp_path, first.version) is (service.package == "trackio")  # whose alerts stay
 
 
@@ -287,25 +279,23 @@ def test_a_run_that_fails_is_marked(service, make, tmp_path):
 
 
 WRONG = {
-    "clearml": {},
-    "comet_ml": {"offline_directory": "taken/below"},
-    "swanlab": {"save_dir": "taken"},
+    "clearml": {"offline": True},
+    "comet_ml": {"offline": True, "offline_directory": "taken/below"},
+    "swanlab": {"mode": "offline", "save_dir": "taken"},
     "trackio": {"name": "none", "resume": "must"},
 }
 
 
 def test_a_service_that_fails_does_not_end_training(service, tmp_path, monkeypatch):
     (tmp_path / "taken").write_text("no directory")
-    options = {"mode": "offline"} if service.package == "swanlab" else {}
-    options |= {"offline": True} if service.package in ("clearml", "comet_ml") else {}
     monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "taken"))
-    logger = service.logger(**options, **WRONG[service.package])
+    logger = service.logger(**WRONG[service.package])
     table = CSVLogger(tmp_path, "csv", 0)
     name = service.logger.__name__
     with pytest.warns(UserWarning, match=rf"{name}\.log_hyperparams failed, so the logger is disabled"):
         trainer(tmp_path, [table, logger], enable_checkpointing=False).fit(Task(), loader())
     assert (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().count("\n") == 9
-    strict = service.logger(**options, **WRONG[service.package], strict=True)
+    strict = service.logger(**WRONG[service.package], strict=True)
     with pytest.raises(Exception, match=r"taken|Not a directory|does not exist|archive"):
         trainer(tmp_path, [strict], enable_checkpointing=False).fit(Task(), loader())
 

@@ -238,7 +238,6 @@ def test_rank_one_does_nothing(tmp_path, rank_one):
         ({"offline": True, "mode": "online"}, ValueError, "offline=True contradicts mode='online'"),
         ({"offline": True, "log_model": True}, ValueError, "log_model=True needs uploads"),
         ({"mode": "offline", "log_model": "all"}, ValueError, "log_model='all' needs uploads"),
-        ({"log_model": "best"}, ValueError, "log_model='best' must be True, False or 'all'"),
         ({"add_file_policy": "fast"}, ValueError, "add_file_policy='fast'"),
         ({"porject": "x"}, TypeError, "wandb.init has no argument 'porject'. Its arguments are .*project"),
         ({"project": 3}, TypeError, "project=3 must be a string"),
