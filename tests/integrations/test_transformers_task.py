@@ -47,8 +47,8 @@ untied = functools.partial(make, "LlamaForCausalLM", num_hidden_layers=2)
 opt = functools.partial(make, "OPTForCausalLM", ffn_dim=16, word_embed_proj_dim=16, dropout=0.0)
 classifier = functools.partial(make, "BertForSequenceClassification", num_labels=3)
 translator = functools.partial(
-    make, "T5ForConditionalGeneration", d_kv=8, d_ff=16, decoder_start_token_id=0, pad_token_id=0, eos_token_id=2,
-    dropout_rate=0.0,
+    make, "T5ForConditionalGeneration", num_layers=1, d_kv=8, d_ff=16, decoder_start_token_id=0, pad_token_id=0,
+    eos_token_id=2, dropout_rate=0.0,
 )  # fmt: skip
 
 
