@@ -100,3 +100,4 @@ def test_what_is_right_is_taken():
     stopper = EarlyStopping("x", min_delta=1, stopping_threshold=1, divergence_threshold=float("inf"))
     assert stopper.min_delta == -1  # signed by the mode, as Lightning's
     assert TQDMProgressBar(refresh_rate=0, line_every=0).refresh_rate == 0
+    assert Timer({"hours": 1}).time_remaining() == 3600
