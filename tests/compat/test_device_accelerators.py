@@ -17,16 +17,10 @@ from treadle.compat.trainer.connectors.accelerator_connector import _Accelerator
 def test_kinds_of_devices_as_objects() -> None:
     trainer = make_trainer(accelerator=CPUAccelerator(), devices=1)
     assert trainer.accelerator.device.type == "cpu"
-    assert isinstance(trainer.accelerator, CPUAccelerator)
-    assert isinstance(trainer.accelerator, Accelerator)
-    assert not isinstance(trainer.accelerator, CUDAAccelerator)
-    assert (CPUAccelerator.name(), CPUAccelerator.is_available(), CPUAccelerator.auto_device_count()) == (
-        "cpu",
-        True,
-        1,
-    )
+    kinds = (CPUAccelerator, Accelerator, CUDAAccelerator, XLAAccelerator)
+    assert [isinstance(trainer.accelerator, kind) for kind in kinds] == [True, True, False, False]
+    assert CPUAccelerator.auto_device_count() == 1
     assert CPUAccelerator.parse_devices(2) == 2
-    assert CPUAccelerator.get_parallel_devices(2) == [torch.device("cpu")] * 2
     assert CPUAccelerator.get_parallel_devices("3") == [torch.device("cpu")] * 3
     assert "cpu_percent" in CPUAccelerator().get_device_stats("cpu")
     with pytest.raises(ValueError, match="device='cuda:0' must be of type 'cpu' for CPUAccelerator"):
@@ -34,7 +28,6 @@ def test_kinds_of_devices_as_objects() -> None:
     # imported by test helpers that many projects copy, to skip tests on TPUs
     assert TPUAccelerator is XLAAccelerator
     assert (XLAAccelerator.is_available(), XLAAccelerator.auto_device_count()) == (False, 0)
-    assert not isinstance(trainer.accelerator, XLAAccelerator)
     with pytest.raises(ValueError, match="accelerator='tpu' is not one of"):
         make_trainer(accelerator=XLAAccelerator())
     assert find_usable_cuda_devices(0) == []

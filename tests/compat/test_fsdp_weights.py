@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.differences import whole
 from support.processes import run
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -34,20 +35,16 @@ def train(accelerator: Accelerator, seed: int) -> tuple[nn.Module, Any]:
 
 def read(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     """The whole weights and the first optimizer moments, on every rank."""
-    state = {
-        name: getattr(t, "full_tensor", lambda t=t: t)()
-        for name, t in accelerator.unwrap_model(model).state_dict().items()
-    }
-    inner = optimizer.optimizer.state
-    moments = [inner[p]["exp_avg"] for group in optimizer.param_groups for p in group["params"]]
-    return state | {f"moment {n}": getattr(m, "full_tensor", lambda m=m: m)() for n, m in enumerate(moments)}
+    moments = {f"moment {n}": state["exp_avg"] for n, state in enumerate(optimizer.optimizer.state.values())}
+    state = accelerator.unwrap_model(model).state_dict() | moments
+    return {name: whole(tensor).clone() for name, tensor in state.items()}
 
 
 def save_and_load(folder: str, version: int) -> list[bool]:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
     accelerator = Accelerator(fsdp_plugin=plugin, cpu=True)
     model, optimizer = train(accelerator, seed=0)
-    saved = {name: t.clone() for name, t in read(accelerator, model, optimizer).items()}
+    saved = read(accelerator, model, optimizer)
     fsdp_utils.save_fsdp_model(plugin, accelerator, model, folder)
     fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
     model, optimizer = train(accelerator, seed=1)
@@ -62,8 +59,8 @@ def save_and_load(folder: str, version: int) -> list[bool]:
         merged = torch.load(f"{folder}/pytorch_model_fsdp.bin", weights_only=True)
     same = [torch.equal(loaded[name], saved[name]) for name in saved]
     assert len(merged) == 9
-    whole = [torch.equal(merged[name], saved[name]) for name in merged]
-    return [*same, *whole, not torch.equal(other["0.weight"], saved["0.weight"])]
+    same += [torch.equal(merged[name], saved[name]) for name in merged]
+    return [*same, not torch.equal(other["0.weight"], saved["0.weight"])]
 
 
 def list_saved_names(folder: str) -> list[list[str]]:
@@ -106,10 +103,7 @@ def test_only_trainable_parameters(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("version", "files"),
-    [
-        (1, ["optimizer.bin", "pytorch_model_fsdp.bin"]),
-        (2, ["merged", "optimizer_0", "pytorch_model_fsdp_0"]),
-    ],
+    [(1, ["optimizer.bin", "pytorch_model_fsdp.bin"]), (2, ["merged", "optimizer_0", "pytorch_model_fsdp_0"])],
 )
 def test_what_is_saved_is_loaded(tmp_path: Path, version: int, files: list[str]) -> None:
     for rank in run(save_and_load, 2, str(tmp_path), version):
@@ -120,36 +114,30 @@ def test_what_is_saved_is_loaded(tmp_path: Path, version: int, files: list[str])
             fsdp_utils.merge_fsdp_weights(tmp_path / "optimizer_0", tmp_path)
 
 
-def load_wrong_shape(accelerator: Accelerator, model: nn.Module, folder: str) -> None:
-    if accelerator.is_main_process:
-        torch.save(build().state_dict() | {"0.weight": torch.ones(3)}, f"{folder}/pytorch_model_fsdp.bin")
-    fsdp_utils.load_fsdp_model(FullyShardedDataParallelPlugin(), accelerator, model, folder)
-
-
 def load_without_a_weight(folder: str) -> list[str]:
     plugin = FullyShardedDataParallelPlugin()
     accelerator = Accelerator(fsdp_plugin=plugin, cpu=True)
     model, _ = train(accelerator, 0)
     fsdp_utils.save_fsdp_model(plugin, accelerator, model, folder)
     if accelerator.is_main_process:
-        path = f"{folder}/pytorch_model_fsdp.bin"
-        state = torch.load(path, weights_only=True)
+        os.mkdir(f"{folder}/other")
+        state = torch.load(path := f"{folder}/pytorch_model_fsdp.bin", weights_only=True)
+        torch.save(state | {"0.weight": torch.ones(3)}, f"{folder}/other/pytorch_model_fsdp.bin")
         del state["2.weight"]
         torch.save(state, path)
     fsdp_utils.load_fsdp_model(plugin, accelerator, model, folder, adapter_only=True)
     errors = []
-    for message, call in {
-        r"lack 2\.weight of": lambda: fsdp_utils.load_fsdp_model(plugin, accelerator, model, folder),
-        "No such file": lambda: fsdp_utils.load_fsdp_model(plugin, accelerator, model, f"{folder}/missing"),
-        "is not an existing folder": lambda: fsdp_utils.merge_fsdp_weights(f"{folder}/missing", folder),
-        r"0\.weight has the shape \(3,\) in the state, but \(8, 4\)": lambda: load_wrong_shape(
-            accelerator, model, folder
-        ),
-    }.items():
+    for message, place in (
+        (r"lack 2\.weight of", folder),
+        ("No such file", f"{folder}/missing"),
+        (r"0\.weight has the shape \(3,\) in the state, but \(8, 4\)", f"{folder}/other"),
+    ):
         with pytest.raises(Exception, match=message) as error:
-            call()
+            fsdp_utils.load_fsdp_model(plugin, accelerator, model, place)
         errors.append(type(error.value).__name__)
-    return errors
+    with pytest.raises(Exception, match="is not an existing folder") as error:
+        fsdp_utils.merge_fsdp_weights(f"{folder}/missing", folder)
+    return [*errors, type(error.value).__name__]
 
 
 @pytest.mark.long

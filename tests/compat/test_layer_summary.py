@@ -14,10 +14,8 @@ from treadle.utilities.model_summary import summarize as summarize_layers
 def test_the_layers_of_a_summary_by_name() -> None:
     task = BoringModel()
     task.example_input_array = torch.ones(4, 32)
-    (name, row), *others = summarize_layers(task)._layer_summary.items()
-    assert not others
-    assert (name, row.layer_type, row.num_parameters, row.training) == ("layer", "Linear", 66, True)
-    assert (row.in_size, row.out_size) == ([4, 32], [4, 2])
+    ((name, row),) = summarize_layers(task)._layer_summary.items()
+    assert (name, row.in_size, row.out_size, row.training) == ("layer", [4, 32], [4, 2], True)
 
 
 def test_numbers_of_a_summary() -> None:

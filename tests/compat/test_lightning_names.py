@@ -2,18 +2,8 @@
 
 import torch
 from support.trainers import make_trainer
-from treadle.compat.core.hooks import DataHooks, ModelHooks
 from treadle.compat.core.optimizer import LightningOptimizer
 from treadle.compat.demos.boring_classes import BoringModel
-
-import treadle
-from treadle import LightningDataModule, LightningModule
-
-
-def test_roots() -> None:
-    assert (LightningModule, LightningDataModule) == (treadle.TaskModule, treadle.DataModule)
-    assert isinstance(BoringModel(), ModelHooks)
-    assert isinstance(BoringModel(), DataHooks)
 
 
 def test_the_optimizer_of_a_step_is_a_lightning_optimizer() -> None:

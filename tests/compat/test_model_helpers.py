@@ -9,18 +9,6 @@ import treadle
 from treadle.utils import other
 
 
-class Blocks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 def test_compilation_settings_of_the_environment(monkeypatch):
     plain = treadle.utils.TorchDynamoPlugin(backend="eager", mode="default", fullgraph=False)
     assert (treadle.utils.TorchDynamoPlugin().to_kwargs(), plain.to_kwargs()) == ({}, {"backend": "eager"})
@@ -49,10 +37,8 @@ def test_files(tmp_path):
         cleaned = other.clean_state_dict_for_safetensors(state)
     assert list(cleaned) == ["a", "row", "other"]
     torch.testing.assert_close(cleaned["row"], weight[0])
-    other.save({"a": weight, "n": np.float64(2.5), "array": np.arange(3)}, tmp_path / "state.pt")
-    loaded = other.load(tmp_path / "state.pt")
-    torch.testing.assert_close(loaded["a"], weight)
-    assert loaded["array"].tolist() == [0, 1, 2]
+    other.save({"n": np.float64(2.5), "array": np.arange(3)}, tmp_path / "state.pt")
+    assert other.load(tmp_path / "state.pt")["array"].tolist() == [0, 1, 2]
     with pytest.warns(UserWarning, match="tied"):
         other.save(state, tmp_path / "state.safetensors", safe_serialization=True)
     from safetensors.torch import load_file
@@ -61,7 +47,8 @@ def test_files(tmp_path):
 
 
 def test_modules_follow_their_submodules():
-    names = [name for name, _ in other.get_module_children_bottom_up(Blocks(), return_fqns=True)]
+    blocks = nn.ModuleDict({"layers": nn.Sequential(nn.ReLU(), nn.ReLU()), "head": nn.ReLU()})
+    names = [name for name, _ in other.get_module_children_bottom_up(blocks, return_fqns=True)]
     assert names == ["layers.0", "layers.1", "layers", "head", ""]
 
 

@@ -3,12 +3,11 @@
 import importlib
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import treadle.compat as pl
+from support.processes import script
 
 import treadle
 
@@ -75,8 +74,6 @@ def test_old_names():
     assert issubclass(pl.LightningDataModule, treadle.DataModule)
     assert pl.Trainer is treadle.Trainer
     assert pl.callbacks.ModelCheckpoint is treadle.callbacks.ModelCheckpoint
-    for name in pl.__all__:
-        assert hasattr(pl, name)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +102,7 @@ def test_modules_are_attributes_without_an_import_of_their_own():
         "treadle.plugins.precision.Precision",
         "treadle.compat.utilities.rank_zero.rank_zero_only",
     )
-    source = "\n".join(["import treadle.compat", *chains])
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    done = script("\n".join(["import treadle.compat", *chains]))
     assert done.returncode == 0, done.stderr
 
 

@@ -6,24 +6,17 @@ import weakref
 
 import pytest
 import torch
-from support.models import Scored
+from support.models import Scored, loader
 from support.processes import run
-from torch.utils.data import DataLoader, TensorDataset
 from treadle.engine import garbage_collection
 
 import treadle
 
 
 class Task(Scored):
-    features = 4
-
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters())
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
-
-
-def loader(**options):
-    return DataLoader(TensorDataset(torch.arange(64.0).view(16, 4)), batch_size=2, **options)
 
 
 @contextlib.contextmanager

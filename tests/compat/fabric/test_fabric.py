@@ -2,6 +2,7 @@
 
 import re
 import uuid
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,17 +93,12 @@ def test_a_checkpoint_comes_back(tmp_path) -> None:
 
 
 def test_calls_and_logs(tmp_path) -> None:
-    class Notes:
-        seen: list[object] = []
-
-        def on_end(self, epoch):
-            self.seen.append(epoch)
-
-    logger = CSVLogger(tmp_path)
-    fabric = Fabric(accelerator="cpu", callbacks=Notes(), loggers=logger)
+    seen: list[int] = []
+    callback = SimpleNamespace(on_end=lambda epoch: seen.append(epoch))
+    fabric = Fabric(accelerator="cpu", callbacks=callback, loggers=CSVLogger(tmp_path))
     fabric.call("on_end", epoch=1, loss=2.0)
     fabric.call("on_something")
-    assert Notes.seen == [1]
+    assert seen == [1]
     fabric.log("loss", torch.tensor(0.5), step=3)
     fabric.log_dict({"a": 1, "b": torch.tensor(2)})
     fabric.logger.save()
@@ -138,7 +134,6 @@ def sharded(folder: str) -> float:
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
     with torch.no_grad():
         before = model(torch.ones(1, 4)).sum().item()
-    with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     fabric.load(f"{folder}/model.ckpt", {"model": model})
@@ -158,7 +153,7 @@ def test_a_sharded_model_is_saved_whole_and_loaded(tmp_path) -> None:
 def trained_raw() -> list[str]:
     fabric = Fabric(accelerator="cpu", devices=2)
     prepared, raw, messages = fabric.setup(nn.Linear(2, 1)), nn.Linear(2, 1), []
-    optimizer = torch.optim.SGD(raw.parameters(), 0.1)  # without one, nothing would diverge
+    _optimizer = torch.optim.SGD(raw.parameters(), 0.1)  # without one, nothing would diverge
     cases = {"raw": lambda x: raw(x), "prepared": prepared, "its own module": prepared.module, "raw again": raw}
     for name, model in cases.items():
         try:
@@ -168,7 +163,6 @@ def trained_raw() -> list[str]:
         prepared.zero_grad()
     prepared(torch.ones(1, 2) * fabric.global_rank).sum().backward()
     assert prepared.weight.grad.tolist() == [[0.5, 0.5]]
-    del optimizer
     return messages
 
 
@@ -189,12 +183,11 @@ def test_launch_starts_processes_where_no_script_can_be_run_again() -> None:
     assert made().launch(lambda fabric, x: x + fabric.world_size, 2) == 3
 
 
-class Lite(Fabric):
-    def run(self, value):
-        return self.to_device(torch.tensor(value))
-
-
 def test_a_subclass_may_have_a_method_run() -> None:
+    class Lite(Fabric):
+        def run(self, value):
+            return self.to_device(torch.tensor(value))
+
     assert Lite(accelerator="cpu").run(3) == 3
 
 

@@ -76,8 +76,7 @@ def test_balanced_is_the_best_cut(devices):
     placed = infer_auto_device_map(model, limits)
     loads = [sum(s for s, d in zip(sizes, placed.values(), strict=True) if d == device) for device in room]
     assert max(loads) == best
-    low = get_balanced_memory(model, room, low_zero=True)
-    assert low["meta:0"] == 0
+    assert get_balanced_memory(model, room, low_zero=True)["meta:0"] == 0
     assert get_balanced_memory(model, {"meta:0": 50, "meta:1": 60, "cpu": 7}) == {"meta:0": 50, "meta:1": 60, "cpu": 7}
 
 
@@ -94,15 +93,9 @@ def test_the_plan_in_words():
 @pytest.mark.parametrize(
     ("device_map", "words"),
     [
-        (
-            {"": "cpu", "layer.0": "disk"},
-            r"'layer\.0', but the model has no such module or tensor\. Did you mean 'layers",
-        ),
+        ({"": "cpu", "layer.0": "disk"}, r"'layer\.0', but the model has no such module.*Did you mean 'layers"),
         ({"embed": "cpu", "head": "cpu", "mask": "cpu"}, r"no device for positions, layers\.0\."),
-        (
-            {"": "cpu", "head": "disk"},
-            r"'embed\.weight' to 'cpu' and 'head\.weight' to 'disk', but they are one tensor",
-        ),
+        ({"": "cpu", "head": "disk"}, r"'embed\.weight' to 'cpu' and 'head\.weight' to 'disk', but they are one"),
         ({"": "cpu", "layers": "dsk"}, "'dsk' is not a valid device.*Did you mean 'disk'"),
         ({"": 99}, "=99 does not exist on this machine"),
         ("balance", "device_map='balance' is not one of auto"),
@@ -110,9 +103,11 @@ def test_the_plan_in_words():
     ids=["unknown", "missed", "tied", "device", "absent", "word"],
 )
 def test_a_map_that_can_not_be_followed(plain, tmp_path, device_map, words):
-    path = write(plain, tmp_path, "file")
     with pytest.raises(ValueError, match=words):
-        load_checkpoint_and_dispatch(empty(), path, device_map)
+        load_checkpoint_and_dispatch(empty(), write(plain, tmp_path, "file"), device_map)
+
+
+def test_a_disk_that_can_not_be_used(plain, tmp_path):
     with pytest.raises(ValueError, match=r"positions.* to 'disk', but offload_dir is not set"):
         dispatch_model(copy.deepcopy(plain), {"": "disk"})
     with pytest.raises(ValueError, match="main_device='disk' can't compute anything, because it only"):

@@ -54,23 +54,15 @@ def test_outputs_are_those_of_the_plain_model(plain, tmp_path, form, where):
 def test_everything_on_disk_leaves_nothing_in_memory(plain, tmp_path, buffers):
     path = write(plain, tmp_path, "file")
     model = load_checkpoint_and_dispatch(empty(), path, {"": "disk"}, offload_buffers=buffers)
-    assert offloaded(model) == {name for name in model.state_dict() if buffers or not name.endswith("scale")}
     assert_same(model, plain)
     assert offloaded(model) == {name for name in model.state_dict() if buffers or not name.endswith("scale")}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["one.safetensors"]  # nothing was copied
-    requires = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert all(parameter.requires_grad for parameter in model.parameters())
     remove_hook_from_submodules(model)
     assert not is_dispatched(model)
     assert offloaded(model) == set()
     assert model.head.weight is model.embed.weight
-    assert requires == {name for name, p in plain.named_parameters() if p.requires_grad}
     assert_same(model, plain)
-
-
-def test_no_offloaded_weight_collects_a_gradient(plain, tmp_path):
-    model = load_checkpoint_and_dispatch(empty(), write(plain, tmp_path, "file"), {"": "disk"})
-    with pytest.raises(ValueError, match="got a gradient"):
-        model(inputs()[0][0])["logits"].sum().backward()
 
 
 class Recurrent(nn.Module):
@@ -100,30 +92,24 @@ def test_torchs_own_modules(tmp_path, where):
         model = cpu_offload(copy.deepcopy(plain), "cpu")
     assert len(offloaded(model)) > 20
     x = torch.randn(2, 5, 8)
-    with torch.no_grad():
-        assert torch.equal(model(x), plain(x))
-    with torch.inference_mode():
-        assert torch.equal(model(x), plain(x))
-    assert torch.equal(model(x), plain(x))
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            assert torch.equal(model(x), plain(x))
     assert len(offloaded(model)) > 20
     remove_hook_from_submodules(model)
     with torch.no_grad():
         assert torch.equal(model(x), plain(x))
 
 
-class Reaches(nn.Module):
+class Reaches(nn.ModuleList):
     """Reads the weight of a module inside it that it never calls."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
     def forward(self, x):
-        return x @ self.inner.weight
+        return x @ self[0].weight
 
 
 def test_weights_read_from_outside_are_preloaded():
-    plain, x = nn.Sequential(Reaches(), nn.Linear(4, 4)), torch.randn(2, 4)
+    plain, x = nn.Sequential(Reaches([nn.Linear(4, 4)]), nn.Linear(4, 4)), torch.randn(2, 4)
     model = cpu_offload(copy.deepcopy(plain), "cpu", preload_module_classes=["Reaches"])
     assert torch.equal(model(x), plain(x))
     with pytest.raises(ValueError, match="preload_module_classes"):
@@ -201,31 +187,21 @@ def test_an_empty_model_is_dispatched_onto_a_checkpoint(plain, tmp_path):
     for again in (lambda: dispatch_model(model, {"": "cpu"}), lambda: load_checkpoint_in_model(model, path)):
         with pytest.raises(ValueError, match="already dispatched"):
             again()
-    with pytest.raises(ValueError, match="already dispatched"):
-        load_checkpoint_and_dispatch(model, path, {"": "cpu"})
 
 
 def test_inputs_follow_and_named_ones_stay():
     """Device meta stands for a second one: it computes shapes."""
 
-    class Tail(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Tail(nn.Linear):
         def forward(self, x, *, cache):
-            return {"cache": cache, "where": [cache["k"].device.type, x.device.type], "x": self.linear(x)}
+            return {"cache": cache, "where": [cache["k"].device.type, x.device.type], "x": super().forward(x)}
 
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head, self.tail = nn.Linear(4, 4), Tail()
-
+    class Two(nn.ModuleDict):
         def forward(self, x, cache):
-            return self.tail(self.head(x), cache=cache)
+            return self["tail"](self["head"](x), cache=cache)
 
-    device_map = {"head": "cpu", "tail": "meta:0"}
-    model = dispatch_model(Two(), device_map, main_device="cpu", skip_keys=["cache", "x"])
+    two, device_map = Two({"head": nn.Linear(4, 4), "tail": Tail(4, 4)}), {"head": "cpu", "tail": "meta:0"}
+    model = dispatch_model(two, device_map, main_device="cpu", skip_keys=["cache", "x"])
     cache = {"k": torch.ones(1)}
     out = model(torch.ones(1, 4), cache=cache)
     assert out["where"] == ["cpu", "meta"]

@@ -15,8 +15,8 @@ from treadle.engine.big_models import load_checkpoint_and_dispatch, load_checkpo
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "float64"], ids=str)
 def test_a_dtype_for_all_or_nearly_all(plain, tmp_path, dtype):
     path = write(plain, tmp_path, "file")
-    kind = torch.bfloat16 if dtype == torch.bfloat16 else torch.float64
-    wanted, norm = copy.deepcopy(plain).to(kind), ["norm"] if kind is torch.bfloat16 else "norm"
+    kind, norm = (torch.float64, "norm") if dtype == "float64" else (dtype, ["norm"])
+    wanted = copy.deepcopy(plain).to(kind)
     model = empty()
     model.mask = model.mask.to(kind)
     load_checkpoint_and_dispatch(model, path, {"": "disk", "layers.1": "cpu"}, dtype=dtype)
@@ -40,35 +40,20 @@ def test_bits_do_not_depend_on_the_place_in_the_file(tmp_path, start):
         assert torch.equal(model(x), plain(x))
 
 
-def in_cache_layout(path):
-    """Turn a checkpoint into links to blobs, as Hugging Face's cache lays it out."""
-    blobs = path.parent / "blobs"
-    blobs.mkdir()
-    for number, file in enumerate(sorted(path.iterdir())):
-        file.rename(blobs / f"sha{number}")
-        file.symlink_to(Path("..", "blobs", f"sha{number}"))
-    return path
+INDEX = "model.safetensors.index.json"
 
 
-@pytest.mark.parametrize(
-    ("form", "name"),
-    [
-        ("file", ""),
-        ("file", "one.safetensors"),
-        ("torch", "model.pt"),
-        ("sharded", ""),
-        ("sharded", "model.safetensors.index.json"),
-    ],
-)
+@pytest.mark.parametrize(("form", "name"), [("file", ""), ("torch", "model.pt"), ("sharded", ""), ("sharded", INDEX)])
 def test_a_checkpoint_of_links(plain, tmp_path, form, name):
-    folder = tmp_path / "snapshot"
+    """To blobs, as Hugging Face's cache lays files out."""
+    folder, blobs = tmp_path / "snapshot", tmp_path / "blobs"
     folder.mkdir()
     write(plain, folder, form)
-    path = in_cache_layout(folder) / name
-    assert_same(load_checkpoint_and_dispatch(empty(), path, {"": "cpu"}), plain)
-
-
-INDEX = "model.safetensors.index.json"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / f"sha{number}")
+        file.symlink_to(Path("..", "blobs", f"sha{number}"))
+    assert_same(load_checkpoint_and_dispatch(empty(), folder / name, {"": "cpu"}), plain)
 
 
 def place_positions_in(file):
@@ -138,27 +123,15 @@ def test_a_wrong_checkpoint_is_named_and_changes_nothing(plain, tmp_path, how):
     assert offloaded(model) == {name for name in model.state_dict() if not name.endswith("scale")}
 
 
-@pytest.mark.parametrize("how", ["nested", "legacy"])
-def test_other_files_of_torch(plain, tmp_path, how):
-    state = plain.state_dict()
-    new = how == "nested"
-    torch.save({"state_dict": state} if new else state, tmp_path / "model.pt", _use_new_zipfile_serialization=new)
-    model = load_checkpoint_and_dispatch(empty(), tmp_path / "model.pt", {"": "cpu"})
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-
-
 def test_names_that_only_one_side_has(plain, tmp_path):
     state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
     del state["layers.0.scale"]
     save_file(state | {"surplus": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.warns(
-        UserWarning, match=r"does not have \(surplus\) and lacks tensors of the model \(layers\.0\.scale\)"
-    ):
+    words = r"does not have \(surplus\) and lacks tensors of the model \(layers\.0\.scale\)"
+    with pytest.warns(UserWarning, match=words):
         model = load_checkpoint_and_dispatch(empty(), tmp_path, {"": "disk"}, offload_buffers=True)
     assert_same(model, plain)
-    with pytest.raises(
-        ValueError, match=r"does not have \(surplus\) and lacks tensors of the model \(layers\.0\.scale\)"
-    ):
+    with pytest.raises(ValueError, match=words):
         load_checkpoint_in_model(empty(), tmp_path, strict=True)
     for name in ("full_state_dict", "broadcast_from_rank0"):
         with pytest.raises(ValueError, match=name):

@@ -10,12 +10,7 @@ import pytest
 import torch
 from support.models import Normed
 from torch import nn
-from treadle.compat.hooks import (
-    ModelHook,
-    SequentialHook,
-    add_hook_to_module,
-    remove_hook_from_module,
-)
+from treadle.compat.hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
 
 INPUT = torch.arange(6.0).reshape(2, 3)
 

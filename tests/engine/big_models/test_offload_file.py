@@ -23,9 +23,7 @@ import treadle
 def test_memory_to_disk(plain, tmp_path):
     model = disk_offload(copy.deepcopy(plain), tmp_path / "new" / "folder")
     assert_same(model, plain)
-    assert sorted(load_file(tmp_path / "new" / "folder" / "offload.safetensors")) == sorted(
-        name for name, _ in plain.named_parameters()
-    )
+    assert load_file(tmp_path / "new/folder/offload.safetensors").keys() == dict(plain.named_parameters()).keys()
     half = dispatch_model(copy.deepcopy(plain), {"": "cpu", "layers.1": "disk"}, offload_dir=tmp_path / "half")
     assert_same(half, plain)
     shutil.copy(tmp_path / "half" / "offload.safetensors", tmp_path / "again")
@@ -38,20 +36,13 @@ OFFLOADS = {
     "disk": lambda model, folder: disk_offload(model, folder),
     "memory": lambda model, _: cpu_offload(model, "cpu"),
     "layers": lambda model, folder: dispatch_model(model, {"": "cpu", "layers.1": "disk"}, offload_dir=folder),
-    "tied": lambda model, folder: dispatch_model(
-        model, {"": "cpu", "embed": "disk", "head": "disk"}, offload_dir=folder
-    ),
+    "tied": lambda model, to: dispatch_model(model, {"": "cpu", "embed": "disk", "head": "disk"}, offload_dir=to),
 }
 
 
 @pytest.mark.parametrize(
     ("how", "safe", "limit"),
-    [
-        *((how, True, "10GB") for how in OFFLOADS),
-        ("disk", False, "10KB"),
-        ("tied", True, "10KB"),
-        ("layers", False, "10GB"),
-    ],
+    [*((how, True, "10GB") for how in OFFLOADS), ("disk", False, "10KB"), ("tied", True, "10KB")],
 )
 def test_weights_of_an_offloaded_model_are_exported(plain, tmp_path, how, safe, limit):
     accelerator = treadle.Accelerator(cpu=True)
@@ -81,11 +72,9 @@ def test_weights_that_were_offloaded_before(plain, tmp_path, capsys, is_empty):
     state = plain.state_dict()
     offload_state_dict(tmp_path / "all", state)
 
-    def build():
-        torch.manual_seed(12)
-        return empty() if is_empty else LanguageModel()
-
-    assert_same(disk_offload(build(), tmp_path / "all", torch.device("cpu")), plain)
+    torch.manual_seed(12)
+    model = empty() if is_empty else LanguageModel()
+    assert_same(disk_offload(model, tmp_path / "all", torch.device("cpu")), plain)
     assert sorted(path.suffix for path in (tmp_path / "all").iterdir()) == [".dat"] * len(state) + [".json"]
     if not is_empty:
         assert "offloaded earlier" in capsys.readouterr().err

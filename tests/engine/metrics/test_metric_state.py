@@ -1,5 +1,6 @@
 """What metric objects have counted goes into a state and back: the same, on any number of processes, to the bit."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -188,16 +189,14 @@ def seat(rank, size):
 def test_what_can_not_be_shared_out(metric, why):
     found = torch.tensor([0.0, 1.0, 3.0])
     metric.update(found, found.roll(1))
-    one = metric_state.collect_states({"it": metric}, set(), World())["it"][0]
-    saved = {"it": [one, one, one]}
-    with pytest.raises(
-        ValueError, match=rf"metric 'it' \({type(metric).__name__}\).*3 process.* 2 processes: .*{why}.*end"
-    ):
-        metric_state.load({"it": metric}, saved, seat(0, 2))
+    saved = metric_state.collect_states({"it": metric}, set(), World())["it"] * 3
+    words = rf"metric 'it' \({type(metric).__name__}\).*3 process.* 2 processes: .*{why}.*end"
+    with pytest.raises(ValueError, match=words):
+        metric_state.load({"it": metric}, {"it": saved}, seat(0, 2))
     metric.reset()
-    fresh = metric_state.collect_states({"it": metric}, set(), World())["it"][0]
+    fresh = metric_state.collect_states({"it": metric}, set(), World())["it"] * 3
     if isinstance(metric, torchmetrics.Metric):  # nothing was counted, so there is nothing to share out
-        metric_state.load({"it": metric}, {"it": [fresh] * 3}, seat(0, 2))
+        metric_state.load({"it": metric}, {"it": fresh}, seat(0, 2))
 
 
 def test_a_tally_of_one_process_goes_to_rank_zero():
@@ -217,8 +216,8 @@ def test_a_metric_that_is_gone():
 
 
 def test_classes_one_by_one():
-    model = nn.ModuleDict({"each": ClasswiseWrapper(torchmetrics.classification.MulticlassAccuracy(3, average=None))})
-    again = nn.ModuleDict({"each": ClasswiseWrapper(torchmetrics.classification.MulticlassAccuracy(3, average=None))})
+    accuracy = ClasswiseWrapper(torchmetrics.classification.MulticlassAccuracy(3, average=None))
+    model, again = nn.ModuleDict({"each": accuracy}), nn.ModuleDict({"each": copy.deepcopy(accuracy)})
     model["each"].update(torch.tensor([0, 1, 2]), torch.tensor([0, 2, 2]))
     state = decode(*encode(metric_state.collect_states(metric_state.find(model), set(), World())))
     metric_state.load(metric_state.find(again), state, World())

@@ -12,16 +12,11 @@ def test_advanced_counts_each_function_once_where_it_is_called(tmp_path):
     def inner():
         pass
 
-    def outer():
-        with profiler.profile("inner"):
-            inner()
-
-    profiler.start("outer")
-    outer()
-    outer()
-    profiler.stop("outer")
-    text = profiler.summary()
-    assert "Profile of outer" in text
+    with profiler.profile("outer"):
+        for _ in range(2):
+            with profiler.profile("inner"):
+                inner()
+    assert "Profile of outer" in profiler.summary()
     functions = {
         name: {key[2]: calls[0] for key, calls in pstats.Stats(str(tmp_path / f"{name}.prof")).stats.items()}
         for name in ("outer", "inner")

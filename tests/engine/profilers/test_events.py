@@ -33,28 +33,21 @@ def of(name, lines):
 
 
 class Clocked(tl.Callback):
-    """Notes when each step and validation begins and ends, after all other callbacks."""
-
-    after_task = 4
+    """Notes when the last micro-batch of each step and each validation begins, and has them take 0.05 s."""
 
     def __init__(self):
-        self.steps, self.validations = [], []
+        self.begins = {"step": [], "validation": []}
+
+    def note(self, name):
+        self.begins[name].append(time.time())
+        time.sleep(0.05)
 
     def on_train_batch_start(self, trainer, task, batch, batch_idx):
-        if batch_idx % 2 == 0:  # two micro-batches are a step
-            self.begin = time.time()
-        if trainer.global_step == 3:
-            time.sleep(0.1)
-
-    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
-        if batch_idx % 2:
-            self.steps.append((self.begin, time.time()))
+        if batch_idx % 2:  # two micro-batches are a step
+            self.note("step")
 
     def on_validation_start(self, trainer, task):
-        self.begin = time.time()
-
-    def on_validation_end(self, trainer, task):
-        self.validations.append((self.begin, time.time()))
+        self.note("validation")
 
 
 def test_a_run_and_its_resume(tmp_path):
@@ -73,15 +66,13 @@ def test_a_run_and_its_resume(tmp_path):
     clocked, path = fit(2)
     header, *spans = lines = read(tmp_path / "events-0.jsonl")
     assert (header["stage"], header["rank"]) == ("fit", 0)
-    for name, noted in (("step", clocked.steps), ("validation", clocked.validations)):
-        written = [(header["time"] + span["start"], span["duration"]) for span in of(name, spans)]
-        for (start, duration), (begin, end) in zip(written, noted, strict=True):
-            assert start == pytest.approx(begin, abs=0.03)
-            assert start + duration == pytest.approx(end, abs=0.03)
+    for name, noted in clocked.begins.items():
+        for span, begin in zip(of(name, spans), noted, strict=True):
+            start = header["time"] + span["start"]
+            assert start - 0.03 < begin < begin + 0.04 < start + span["duration"] < begin + 1
     assert [(span["step"], span["epoch"]) for span in of("step", spans)] == [(0, 0), (1, 0), (2, 1), (3, 1)]
     assert [span["step"] for span in of("validation", spans)] == [2, 4]
     assert [span["step"] for span in of("checkpoint", spans)] == [2, 4]
-    assert max(of("step", spans), key=lambda span: span["duration"])["step"] == 3
     assert Counter(span["name"] for span in spans).keys() == {"data", "step", "validation", "checkpoint", "fit"}
     assert spans[-1]["name"] == "fit"
     assert spans[-1]["step"] == 4
@@ -94,25 +85,20 @@ def test_a_run_and_its_resume(tmp_path):
 
 
 class Ends(tl.Callback):
-    def __init__(self, how):
-        self.how = how
+    def __init__(self, error):
+        self.error = error
 
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
-        if trainer.global_step == 3:
-            self.how()
+        if trainer.global_step == 3 and self.error is SystemExit:
+            signal.raise_signal(signal.SIGTERM)
+        elif trainer.global_step == 3:
+            raise self.error
 
 
-def fail():
-    raise RuntimeError("here")
-
-
-@pytest.mark.parametrize(
-    ("how", "error"), [(fail, RuntimeError), (lambda: signal.raise_signal(signal.SIGTERM), SystemExit)],
-    ids=["error", "SIGTERM"],
-)  # fmt: skip
-def test_a_run_that_ends_early_leaves_all_its_spans(how, error, tmp_path):
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_a_run_that_ends_early_leaves_all_its_spans(error, tmp_path):
     with pytest.raises(error):
-        trainer_in(tmp_path, profiler="events", callbacks=[Ends(how)]).fit(Net(), loader())
+        trainer_in(tmp_path, profiler="events", callbacks=[Ends(error)]).fit(Net(), loader())
     lines = read(tmp_path / "events-0.jsonl")
     assert [span["step"] for span in of("step", lines)] == [0, 1, 2]
     assert lines[-1]["name"] == "fit"
@@ -123,7 +109,6 @@ def on_two(root):
     trainer = trainer_in(root, devices=2, strategy="ddp", profiler=EventProfiler(actions=None))
     trainer.fit(Net(), loader(), loader())
     trainer.validate(dataloaders=loader())
-    return None
 
 
 @pytest.mark.long

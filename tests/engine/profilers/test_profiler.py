@@ -13,22 +13,21 @@ from treadle.profilers import PyTorchProfiler, SimpleProfiler
 
 @pytest.mark.parametrize("method", ["start", "stop", "step", "summary"])
 def test_a_profiler_that_fails_does_not_end_training(method, tmp_path, recwarn):
-    class Broken(Notes):
-        strict = False
-
-    def fail(self, *args):
+    def fail(*args):
         raise OSError("disk full")
 
-    setattr(Broken, method, fail)
-    trainer = trainer_in(tmp_path, profiler=Broken())
+    broken = Notes()
+    setattr(broken, method, fail)
+    broken.strict = False
+    trainer = trainer_in(tmp_path, profiler=broken)
     trainer.fit(Net(), loader(), loader())
     assert trainer.global_step == 8
     name = "describe" if method == "summary" else method
     warned = [str(w.message) for w in recwarn if "profiler" in str(w.message)]
-    assert warned == [f"Broken.{name} failed, so the profiler is disabled: OSError: disk full"]
-    Broken.strict = True
+    assert warned == [f"Notes.{name} failed, so the profiler is disabled: OSError: disk full"]
+    broken.strict = True
     with pytest.raises(OSError, match="disk full"):
-        trainer_in(tmp_path, profiler=Broken()).fit(Net(), loader())
+        trainer_in(tmp_path, profiler=broken).fit(Net(), loader())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is allowed there")

@@ -31,19 +31,13 @@ def test_pytorch_says_if_it_recorded_nothing(tmp_path):
         trainer_in(tmp_path, profiler="pytorch", max_steps=1).fit(Net(), loader())
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"sort_by_key": "cpu_tim"}, ValueError),
-        ({"record_shape": True}, ValueError),
-        ({"table_kwargs": {"row_limit": 3}}, ValueError),
-        ({"schedule": 3}, TypeError),
-    ],
-    ids=["key", "argument", "table", "schedule"],
-)
-def test_wrong_arguments_of_pytorch(options, error):
-    with pytest.raises(error):
-        PyTorchProfiler(**options)
+WRONG = {"sort_by_key": "cpu_tim", "record_shape": True, "table_kwargs": {"row_limit": 3}, "schedule": 3}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_of_pytorch(name):
+    with pytest.raises(TypeError if name == "schedule" else ValueError):
+        PyTorchProfiler(**{name: WRONG[name]})
 
 
 def test_pytorch_records_actions_outside_of_a_trainer(tmp_path):

@@ -104,9 +104,8 @@ def test_the_verdict_leaves_out_what_only_happens_once():
     actions = {"data": action(5.0, first=4.9), "forward": action(1.0)}
     assert verdict(actions, {}, False).startswith("Verdict: this run computes 91 % of the time and waits for data 9 %")
     actions["data"] = action(3.0)
-    assert (
-        verdict(actions, {"data": "Do this."}, False) == "Verdict: this run waits for data 75 % of the time. Do this."
-    )
+    waits = "Verdict: this run waits for data 75 % of the time. Do this."
+    assert verdict(actions, {"data": "Do this."}, False) == waits
     on_device = {"data": action(3.0, device=0.1), "forward": action(0.1, device=0.9)}
     assert verdict(on_device, {}, True).startswith("Verdict: the device computes 90 % of the time")
     assert verdict({"block": action(1.0)}, {}, False) == ""

@@ -16,7 +16,7 @@ import treadle
 
 def test_a_checkpoint_with_more_than_tensors(tmp_path):
     saved, model = Extra({"kind": "saved"}), Extra()
-    torch.nn.init.zeros_(saved.parts["head"].weight)
+    nn.init.zeros_(saved.parts["head"].weight)
     done = treadle.load_weights(model, treadle_checkpoint(saved, tmp_path))
     assert sorted(done.names) == sorted(saved.state_dict())
     assert model.extra == {"kind": "saved"}
