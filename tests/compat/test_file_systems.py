@@ -1,8 +1,6 @@
 """Fabric's modules of file systems, data and types."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,12 +12,10 @@ def test_fabrics_modules() -> None:
     from treadle.compat.fabric.utilities.cloud_io import _is_dir, get_filesystem
     from treadle.compat.fabric.utilities.data import sized_len
     from treadle.compat.fabric.utilities.types import Optimizable
-    from treadle.compat.utilities.types import _EVALUATE_OUTPUT, _PREDICT_OUTPUT
 
     assert _is_dir(get_filesystem(ROOT), ROOT)
     assert not _is_dir(get_filesystem(ROOT), ROOT / "README.md", strict=True)
     assert get_filesystem("memory://a").protocol == "memory"
-    assert [get_args(kind)[0] for kind in (_EVALUATE_OUTPUT, _PREDICT_OUTPUT)] == [Mapping[str, float], list[Any]]
     assert isinstance(torch.optim.SGD([torch.zeros(1, requires_grad=True)]), Optimizable)
     assert sized_len(iter([1])) is None
 

@@ -1,20 +1,16 @@
 """Names that scripts import: each that the site's page of names lists, and Lightning's own in one module."""
 
 import importlib
-import importlib.util
 import re
-from pathlib import Path
 
 import pytest
 import treadle.compat as pl
+from support.house import load_script
 from support.processes import script
 
 import treadle
 
-ROOT = Path(__file__).parents[2]
-SPEC = importlib.util.spec_from_file_location("make_migration", ROOT / ".ci" / "make_migration.py")
-make_migration = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(make_migration)
+make_migration = load_script(".ci/make_migration.py")
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +48,8 @@ def test_the_page_lists_each_name(names, monkeypatch):
     page = make_migration.write_names()
     assert "| `lightning.pytorch` | `treadle` | `Callback`, `LightningDataModule`, " in page
     for rows, answers, _ in names.values():
-        for (module, home), listed in rows.items():
-            cell = ", ".join(f"`{name}`" for name in listed)
-            assert f"| `{module}` | `{home}` | {cell} |\n" in page
-        for sentence, listed in answers.items():
-            cell = ", ".join(f"`{name}`" for name in listed)
-            assert f"| {cell} | {sentence} |\n" in page
+        for listed in (*rows.values(), *answers.values()):
+            assert ", ".join(f"`{name}`" for name in listed) in page
 
 
 def test_the_table_of_differences_is_the_one_that_make_compat_writes():
@@ -104,10 +96,3 @@ def test_modules_are_attributes_without_an_import_of_their_own():
     )
     done = script("\n".join(["import treadle.compat", *chains]))
     assert done.returncode == 0, done.stderr
-
-
-def test_names_of_files_that_accelerates_utils_have() -> None:
-    from treadle.compat.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-
-    assert (SAFE_WEIGHTS_NAME, WEIGHTS_NAME) == ("model.safetensors", "pytorch_model.bin")
-    assert SAFE_WEIGHTS_INDEX_NAME == "model.safetensors.index.json"

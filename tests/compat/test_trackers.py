@@ -7,7 +7,7 @@ from treadle import tracking
 from treadle.utils import LoggerType
 
 
-def test_a_tracker_by_its_class(tmp_path):
+def test_a_tracker_by_its_class_or_name(tmp_path):
     tracker = tracking.TensorBoardTracker("run", tmp_path)
     accelerator = treadle.Accelerator(cpu=True, log_with=[tracker], project_dir=tmp_path)
     accelerator.init_trackers("project", {"lr": 0.1})
@@ -16,12 +16,9 @@ def test_a_tracker_by_its_class(tmp_path):
     assert tracker.writer is tracker.tracker
     accelerator.end_training()
     assert list((tmp_path / "run").glob("events*"))
-
-
-def test_a_tracker_by_its_name_is_of_the_class(tmp_path):
     accelerator = treadle.Accelerator(cpu=True, log_with=LoggerType.TENSORBOARD, project_dir=tmp_path)
     accelerator.init_trackers("project")
-    assert isinstance(accelerator.trackers[0], tracking.TensorBoardTracker)
+    assert type(accelerator.trackers[0]) is tracking.TensorBoardTracker
     accelerator.end_training()
 
 

@@ -166,8 +166,8 @@ def test_two_models_that_share_a_parameter():
 
 
 @pytest.mark.guarantee
-def test_a_skipped_step_advances_nothing_and_two_optimizers_share_a_scale():
-    """The second of four steps overflows, for the first optimizer alone."""
+def test_a_skipped_step_advances_nothing():
+    """The second of four steps overflows, for the first of two optimizers that share a scale."""
     accelerator = treadle.Accelerator(cpu=True, mixed_precision="fp16")
     model = nn.ParameterList([nn.Parameter(torch.ones(())) for _ in range(2)])
     prepared = [accelerator.prepare(torch.optim.SGD([p], lr=0.5)) for p in model]
@@ -242,16 +242,13 @@ def test_a_schedule_by_epoch_outlives_a_skipped_last_step():
     parameter = nn.Parameter(torch.ones(()))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     optimizer, schedule = accelerator.prepare(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1))
-    for factor in (1.0, float("inf")):
-        accelerator.backward(parameter * factor)
-        optimizer.step()
-        optimizer.zero_grad()
-    schedule.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
-    accelerator.backward(parameter * float("inf"))
-    optimizer.step()
-    schedule.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    for epoch in ((1.0, math.inf), (math.inf,)):
+        for factor in epoch:
+            accelerator.backward(parameter * factor)
+            optimizer.step()
+            optimizer.zero_grad()
+        schedule.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
 
 
 def test_two_precisions_in_one_process():
@@ -262,8 +259,6 @@ def test_two_precisions_in_one_process():
     assert one(x).dtype == other(x).dtype == torch.float32
     assert torch.equal(one(x), layer.bfloat16()(x.bfloat16()).float())
     assert not torch.equal(one(x), other(x))
-    assert (half.mixed_precision, full.mixed_precision) == ("bf16", "no")
-    assert one.weight.dtype == torch.float32
 
     class Twice(nn.Module):
         def forward(self, x, model=None):

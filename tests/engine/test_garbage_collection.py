@@ -53,20 +53,12 @@ def refitted(root, strategy="auto", **options):
     task, data = Task(), loader(**options)
     trainer.fit(task, data, data)
     accelerator = trainer.accelerator
-    kept = {
-        "task": task,
-        "model": accelerator.models[0],
-        "optimizer": accelerator.optimizers[0].optimizer,
-        "scheduler": accelerator.schedulers[0],
-        "train loader": accelerator.loaders[0],
-        "val loader": accelerator.loaders[1],
-        "data": data,
-    }
-    kept = {name: weakref.ref(value) for name, value in kept.items()}
+    prepared = [accelerator.models[0], accelerator.optimizers[0].optimizer, accelerator.schedulers[0]]
+    kept = [weakref.ref(value) for value in (task, data, *prepared, *accelerator.loaders[:2])]
     with collections() as found:
-        del task, data
+        del task, data, prepared
         trainer.fit(Task(), loader(), loader())
-        left = [name for name, value in kept.items() if value() is not None]
+        left = [type(value()).__name__ for value in kept if value() is not None]
     return left, found
 
 

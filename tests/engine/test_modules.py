@@ -1,5 +1,7 @@
 """Models that are compiled, in place or by the user."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -11,16 +13,6 @@ from treadle import utils
 
 def cpu(**options):
     return treadle.Accelerator(cpu=True, **options)
-
-
-class Blocks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem, self.head = nn.Linear(1, 1), nn.Linear(1, 1)
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(1, 1), nn.Tanh()) for _ in range(3)))
-
-    def forward(self, x):
-        return self.head(self.blocks(self.stem(x)))
 
 
 @pytest.mark.long
@@ -38,7 +30,8 @@ def test_compiled_in_place():
     assert len(seen) == 1
     assert list(accelerator.get_state_dict(model)) == ["0.weight", "0.bias"]
     plugin = utils.TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
-    net, graphs = Blocks(), len(seen)
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(1, 1), nn.Tanh()) for _ in range(3)))
+    net, graphs = nn.Sequential(OrderedDict(stem=nn.Linear(1, 1), blocks=layers, head=nn.Linear(1, 1))), len(seen)
     expected = net(torch.ones(1, 1))
     blocks = cpu(dynamo_plugin=plugin).prepare(net)
     assert torch.equal(blocks(torch.ones(1, 1)), expected)

@@ -76,10 +76,9 @@ def test_environment_comes_back():
 def test_the_bar_is_shown_on_one_process(monkeypatch, capsys):
     assert list(u.tqdm(range(3))) == [0, 1, 2]
     assert "3/3" in capsys.readouterr().err
-    for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", "1")
+    launched = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**launched, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     assert list(u.tqdm(range(3))) == [0, 1, 2]
     assert capsys.readouterr().err == ""
     list(u.tqdm(range(3), main_process_only=False))

@@ -27,14 +27,7 @@ BYTES = {
     "eight": "3838",
     "empty": "",
 }
-INDEX = {
-    "a": {"dtype": "float32", "shape": [2, 2]},
-    "scalar": {"dtype": "int64", "shape": []},
-    "b.half": {"dtype": "bfloat16", "shape": [2]},
-    "b.flags": {"dtype": "bool", "shape": [2]},
-    "eight": {"dtype": "float8_e4m3fn", "shape": [2]},
-    "empty": {"dtype": "float32", "shape": [0, 3]},
-}
+INDEX = {name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": [*t.shape]} for name, t in STATE.items()}
 
 
 def test_what_is_written(tmp_path: Path) -> None:

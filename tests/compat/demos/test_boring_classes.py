@@ -22,7 +22,4 @@ def test_boring_classes_run(data) -> None:
     trainer = make_trainer(fast_dev_run=2)
     trainer.fit(boring.BoringModel(), datamodule=None if data is None else data())
     assert trainer.global_step == 2
-
-
-def test_the_other_demos() -> None:
     assert boring.DemoModel()(torch.ones(2, 32)).shape == (2, 10)

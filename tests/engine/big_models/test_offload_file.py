@@ -21,8 +21,7 @@ import treadle
 
 
 def test_memory_to_disk(plain, tmp_path):
-    model = disk_offload(copy.deepcopy(plain), tmp_path / "new" / "folder")
-    assert_same(model, plain)
+    disk_offload(copy.deepcopy(plain), tmp_path / "new" / "folder")
     assert load_file(tmp_path / "new/folder/offload.safetensors").keys() == dict(plain.named_parameters()).keys()
     half = dispatch_model(copy.deepcopy(plain), {"": "cpu", "layers.1": "disk"}, offload_dir=tmp_path / "half")
     assert_same(half, plain)

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from treadle.engine.metrics import ExactMetrics
-
-import treadle
+from treadle.strategies import World
 
 VALUES = [random.Random(n).uniform(-1, 1) * 10.0 ** random.Random(n).randint(-9, 9) for n in range(200)]
 WEIGHTS = [random.Random(n).randint(1, 7) for n in range(200)]
@@ -28,11 +27,6 @@ def logged(order, reduction="mean", restored=None):
     return metrics
 
 
-@pytest.fixture
-def world():
-    return treadle.PartialState(cpu=True).world
-
-
 def total(order, reduction="mean"):
     if reduction == "mean":
         return math.fsum(VALUES[n] * WEIGHTS[n] for n in order) / math.fsum(WEIGHTS[n] for n in order)
@@ -40,10 +34,10 @@ def total(order, reduction="mean"):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "min", "max"])
-def test_epoch_sums_are_exact_in_every_order(world, reduction):
+def test_epoch_sums_are_exact_in_every_order(reduction):
     shuffled = random.Random(0).sample(range(200), 200)
     for order in (range(200), shuffled):
-        ((_, value),) = logged(order, reduction).epoch_values(world)
+        ((_, value),) = logged(order, reduction).epoch_values(World())
         assert value == total(range(200), reduction)
     linear = 0.0
     for n in shuffled:
@@ -51,13 +45,13 @@ def test_epoch_sums_are_exact_in_every_order(world, reduction):
     assert linear != math.fsum(VALUES)
 
 
-def test_a_step_covers_its_micro_batches(world):
-    ((_, value),) = logged(range(24)).step_values(world)
+def test_a_step_covers_its_micro_batches():
+    ((_, value),) = logged(range(24)).step_values(World())
     assert value == total(range(16, 24))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "max"])
-def test_a_restored_epoch_continues_exactly(world, reduction):
-    state = logged(range(70), reduction).state_dict(world)
-    ((_, value),) = logged(range(70, 200), reduction, (state, world)).epoch_values(world)
+def test_a_restored_epoch_continues_exactly(reduction):
+    state = logged(range(70), reduction).state_dict(World())
+    ((_, value),) = logged(range(70, 200), reduction, (state, World())).epoch_values(World())
     assert value == total(range(200), reduction)

@@ -31,13 +31,9 @@ def values(rank, count=150):
 
 
 def expected(pairs):
-    known = [(v, w) for v, w in pairs if w]
-    return {
-        "mean": sum(v * w for v, w in known) / sum(w for _, w in known),
-        "sum": sum(v for v, _ in known),
-        "min": min(v for v, _ in known),
-        "max": max(v for v, _ in known),
-    }
+    known = [v for v, w in pairs if w]
+    mean = sum(v * w for v, w in pairs if w) / sum(w for _, w in pairs)
+    return {"mean": mean, "sum": sum(known), "min": min(known), "max": max(known)}
 
 
 def log_steps(metrics, pairs):
@@ -59,13 +55,11 @@ def two_ranks():
     half = Metrics(training=True)
     log_steps(half, own[:70])
     state = decode(*encode(half.state_dict(world)))
-    resumed = Metrics(training=True)
-    resumed.load_state_dict(state, world)
-    log_steps(resumed, own[70:])
-    found["resumed"] = by_name(resumed.epoch_values(world))
-    untouched = Metrics(training=True)
-    untouched.load_state_dict(state, world)
-    found["untouched"] = by_name(untouched.epoch_values(world))
+    for name, more in (("resumed", own[70:]), ("untouched", [])):
+        again = Metrics(training=True)
+        again.load_state_dict(state, world)
+        log_steps(again, more)
+        found[name] = by_name(again.epoch_values(world))
 
     odd = Metrics(training=False)
     log(odd, "both", 1.0)

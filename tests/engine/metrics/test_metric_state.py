@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchmetrics
+from support.models import Count
 from support.processes import run
 from torch import nn
 from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MinMaxMetric, Running
@@ -14,27 +15,21 @@ from treadle.engine.metrics import metric_state
 from treadle.strategies import World, open_world
 
 
-class Tally:
+class Tally(Count):
     """A metric object without torchmetrics."""
 
     def __init__(self):
-        self.counts = {}
+        self.value = {}
 
     def update(self, found, _):
         for value in found.round().int().tolist():
-            self.counts[value] = self.counts.get(value, 0) + 1
+            self.value = {**self.value, value: self.value.get(value, 0) + 1}
 
     def compute(self):
-        return float(max(self.counts.values()))
+        return float(max(self.value.values()))
 
     def reset(self):
-        self.counts = {}
-
-    def state_dict(self):
-        return {"counts": dict(self.counts)}
-
-    def load_state_dict(self, state):
-        self.counts = dict(state["counts"])
+        self.value = {}
 
 
 class Own(torchmetrics.Metric):
@@ -85,11 +80,8 @@ class Model(nn.Module):
             self.correlation = torchmetrics.PearsonCorrCoef()
 
     def metrics(self):
-        return {
-            name: value
-            for name, value in {**dict(self.named_children()), **vars(self)}.items()
-            if hasattr(value, "compute")
-        } | {"listed": self.listed[0], "ranks": self.inside["ranks"]}
+        own = {**dict(self.named_children()), **vars(self), "listed": self.listed[0], "ranks": self.inside["ranks"]}
+        return {name: value for name, value in own.items() if hasattr(value, "compute")}
 
     def count(self, rank, start, stop):
         torch.manual_seed(start)
@@ -120,8 +112,7 @@ def test_everything_is_found():
 def test_one_process():
     whole, resumed = Model(merged=False), Model(merged=False)
     whole.count(0, 0, 3)
-    state = metric_state.collect_states(metric_state.find(whole), set(), World())
-    document = encode(state)
+    document = encode(metric_state.collect_states(metric_state.find(whole), set(), World()))
     whole.count(0, 3, 5)  # must not reach the state
     resumed.count(0, 7, 8)  # of another run
     metric_state.load(metric_state.find(resumed), decode(*document), World())
@@ -129,7 +120,7 @@ def test_one_process():
     for name, value in whole.values().items():
         again = resumed.values()[name]
         assert repr(again) == repr(value), name
-    assert resumed.by_name["tally"].counts == whole.by_name["tally"].counts
+    assert resumed.by_name["tally"].value == whole.by_name["tally"].value
     assert resumed.recent._num_vals_seen == 5
     assert resumed.own.update_count == whole.own.update_count
 
@@ -207,7 +198,7 @@ def test_a_tally_of_one_process_goes_to_rank_zero():
     for rank, one in enumerate(ranks):
         one.update(torch.zeros(2), None)
         metric_state.load({"it": one}, saved, seat(rank, 2))
-    assert [one.counts for one in ranks] == [{1: 3}, {}]
+    assert [one.value for one in ranks] == [{1: 3}, {}]
 
 
 def test_a_metric_that_is_gone():
