@@ -69,30 +69,26 @@ MODES = {"nf4": torch.bfloat16, "nf4-dq": torch.bfloat16, "fp4": torch.float32, 
 
 @in_own_process  # bitsandbytes has an AdamW of its own, so that the name in a configuration file would be ambiguous
 def test_quantized_weights() -> None:
-    for mode in (*MODES, "int8-training"):
-        check_quantized_weights(mode)
-
-
-def check_quantized_weights(mode) -> None:
     """They come close to the model, and are the same from its weights, from their own, and after a forward pass."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64, bias=False), nn.LayerNorm(64))
-    weights, batch = {name: value.clone() for name, value in net.state_dict().items()}, torch.randn(4, 64)
-    expected = net(batch).detach()
-    plugin = BitsandbytesPrecision(mode, MODES.get(mode))
-    model = Fabric(accelerator="cpu", devices=1, plugins=plugin).setup_module(net)
-    assert net[0].weight.dtype is {"int8": torch.int8, "int8-training": torch.float16}.get(mode, torch.uint8)
-    assert net[0].weight.requires_grad is (mode == "int8-training")
-    assert net[0].bias.dtype is net[3].weight.dtype is plugin.storage
-    output = model(batch).detach()
-    assert 0 < (output - expected).abs().max() < (0.05 if mode.startswith("int8") else 1)
-    own = {name: value.clone() for name, value in model.state_dict().items()}
-    for state in (weights, own):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        model.load_state_dict(state)
-        assert torch.equal(model(batch), output)
+    for mode in (*MODES, "int8-training"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64, bias=False), nn.LayerNorm(64))
+        weights, batch = {name: value.clone() for name, value in net.state_dict().items()}, torch.randn(4, 64)
+        expected = net(batch).detach()
+        plugin = BitsandbytesPrecision(mode, MODES.get(mode))
+        model = Fabric(accelerator="cpu", devices=1, plugins=plugin).setup_module(net)
+        assert net[0].weight.dtype is {"int8": torch.int8, "int8-training": torch.float16}.get(mode, torch.uint8)
+        assert net[0].weight.requires_grad is (mode == "int8-training")
+        assert net[0].bias.dtype is net[3].weight.dtype is plugin.storage
+        output = model(batch).detach()
+        assert 0 < (output - expected).abs().max() < (0.05 if mode.startswith("int8") else 1)
+        own = {name: value.clone() for name, value in model.state_dict().items()}
+        for state in (weights, own):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            model.load_state_dict(state)
+            assert torch.equal(model(batch), output)
 
 
 class Quantized(BoringModel):

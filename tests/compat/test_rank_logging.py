@@ -60,6 +60,7 @@ def test_ranks():
 
 def test_it_is_a_standard_logger(caplog):
     logger = get_logger("standard")
+    assert logger.propagate
     logger.setLevel("DEBUG")
     logger.debug("%s", "here")
     logger.log(logging.INFO, "there", in_order=True)

@@ -199,9 +199,12 @@ def methods():
     everyone, rows = range(size), torch.arange(3 - rank) + 10 * rank
     gathered = [10 * r + i for r in everyone for i in range(3 - r)]
     assert accelerator.gather(torch.tensor(float(rank))).tolist() == [*everyone]
-    mixed = accelerator.gather_for_metrics({"ids": rows, "pair": (["a", "b"][: rank + 1], rank)})
+    mixed = {"ids": rows, "words": ["a", "b"][: rank + 1], "pair": (rows.view(-1, 1).float(), rank), "loss": 0.5}
+    mixed = accelerator.gather_for_metrics(mixed)
     assert mixed["ids"].tolist() == accelerator.gather(rows).tolist() == gathered
-    assert mixed["pair"] == ([word for r in everyone for word in ["a", "b"][: r + 1]], [*everyone])
+    assert mixed["words"] == [word for r in everyone for word in ["a", "b"][: r + 1]]
+    assert mixed["pair"][0].tolist() == [[i] for i in gathered]
+    assert (mixed["pair"][1], mixed["loss"]) == ([*everyone], [0.5] * size)
     assert accelerator.gather_for_metrics({"rank": rank}) == [{"rank": r} for r in everyone]
     forced = accelerator.gather_for_metrics([rows], use_gather_object=True)
     assert [len(part) for part in forced] == [3 - r for r in everyone]

@@ -107,6 +107,7 @@ def test_facts():
     off = ("split_batches", "even_batches", "use_seedable_sampler", "non_blocking", "use_stateful_dataloader")
     off += ("native_amp", "multi_device", "is_fsdp2", "dispatch_batches", "deepspeed_plugin")
     assert not any(getattr(accelerator, name) for name in off)
+    assert accelerator.distributed_type == utils.DistributedType.NO
     assert accelerator.should_save_model
     assert "Num processes: 1" in repr(accelerator)
     assert not accelerator.verify_device_map(nn.Linear(1, 1))

@@ -30,14 +30,10 @@ def decorated():
         done.append(word)
         return word
 
-    @state.on_process(process_index=1)
-    def second():
-        done.append("second")
-
     assert main.__name__ == "main"
     assert main.__doc__ == "Kept."
     assert main("main") == ("main" if rank == 0 else None)
-    second()
+    state.on_process(process_index=1)(lambda: done.append("second"))()
     state.on_process(lambda: done.append("called"), process_index=0)()
     state.on_last_process(lambda: done.append("last"))()
     state.on_local_main_process(lambda: done.append("local main"))()

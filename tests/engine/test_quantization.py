@@ -142,14 +142,10 @@ class Task(treadle.TaskModule):
         return torch.optim.AdamW(self.parameters(), lr=0.02)
 
 
-def loader():
-    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
-    return DataLoader(TensorDataset(x, x.mean(1, keepdim=True)), 16)
-
-
 def fit(task, ckpt_path=None, **flags):
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
     trainer = make_trainer(**{"max_epochs": 8, **flags})
-    trainer.fit(task, loader(), ckpt_path=ckpt_path)
+    trainer.fit(task, DataLoader(TensorDataset(x, x.mean(1, keepdim=True)), 16), ckpt_path=ckpt_path)
     return trainer
 
 

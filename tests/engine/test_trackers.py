@@ -239,6 +239,7 @@ def test_services(name, service, tmp_path):
     if name != "trackio":  # which stores it in the row that `rows` reads as numbers
         accelerator.log({"note": "a text"}, step=3)
     tracker = accelerator.get_tracker(name)
+    assert accelerator.get_tracker(name, unwrap=True) is tracker.tracker
     version = tracker.logger.version
     accelerator.end_training()
     assert service.rows(tmp_path, version) == {"loss": [(3, 2.5)]}

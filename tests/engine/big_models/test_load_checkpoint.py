@@ -78,48 +78,42 @@ def link_outside(path, state):
     (path / INDEX).symlink_to(path / "outside" / "index")
 
 
-def save_without(prefix):
-    return lambda path, state: save_file(
-        {name: tensor for name, tensor in state.items() if not name.startswith(prefix)}, path / "bad"
-    )
+def leave_out_a_layer(path, state):
+    save_file({name: tensor for name, tensor in state.items() if "layers.1.up" not in name}, path / "bad")
+    return path / "bad"
 
 
-WRONG = {  # what is done to a checkpoint in shards, what is loaded of it, and what the error says
+def cut_positions(path, state):
+    save_file(state | {"positions": state["positions"][:, :5].clone()}, path / "bad")
+    return path / "bad"
+
+
+WRONG = {  # what is done to a checkpoint in shards, and returns what is loaded instead of it; what the error says
     "file missing": (
         lambda path, state: (path / "model-2.safetensors").unlink(),
-        "",
         r"lists model-2.safetensors for layers\.1\..*, but this file is missing from the folder",
     ),
-    "file cut": (cut, "", "model-1.safetensors is not a complete safetensors file"),
-    "path outside": (place_positions_in("../model-1.safetensors"), "", "'../model"),
-    "link to a path outside": (link_outside, "", "'../outside"),
-    "wrong file": (place_positions_in("model-2.safetensors"), "", "not in the listed files: positions"),
-    "shape": (
-        lambda path, state: save_file(state | {"positions": state["positions"][:, :5].clone()}, path / "bad"),
-        "bad",
-        r"positions has shape \[16, 5\], but \[16, 32\] in the model",
-    ),
-    "missing": (
-        save_without("layers.1.up"),
-        "bad",
-        r"neither the checkpoint nor the model has values for layers\.1\.up\.weight, layers\.1\.up\.bias",
-    ),
+    "file cut": (cut, "model-1.safetensors is not a complete safetensors file"),
+    "path outside": (place_positions_in("../model-1.safetensors"), "'../model"),
+    "link to a path outside": (link_outside, "'../outside"),
+    "wrong file": (place_positions_in("model-2.safetensors"), "not in the listed files: positions"),
+    "shape": (cut_positions, r"positions has shape \[16, 5\], but \[16, 32\] in the model"),
+    "missing": (leave_out_a_layer, r"nor the model has values for layers\.1\.up\.weight, layers\.1\.up\.bias"),
     "pickle": (
-        lambda path, state: torch.save({"positions": copy.deepcopy}, path / "bad"),
-        "bad",
+        lambda path, state: torch.save({"positions": copy.deepcopy}, path / "bad") or path / "bad",
         "has no tensors at the top level",
     ),
-    "nothing": (lambda path, state: None, "none", "none: it does not exist"),
+    "nothing": (lambda path, state: path / "none", "none: it does not exist"),
 }
 
 
 @pytest.mark.parametrize("how", WRONG)
 def test_a_wrong_checkpoint_is_named_and_changes_nothing(plain, tmp_path, how):
-    damage, name, words = WRONG[how]
+    damage, words = WRONG[how]
     path, model = write(plain, tmp_path, "sharded"), empty()
-    damage(path, {name: tensor.clone() for name, tensor in plain.state_dict().items()})
+    wrong = damage(path, {name: tensor.clone() for name, tensor in plain.state_dict().items()}) or path
     with pytest.raises(ValueError, match=words):
-        load_checkpoint_and_dispatch(model, path / name, {"": "cpu"})
+        load_checkpoint_and_dispatch(model, wrong, {"": "cpu"})
     assert offloaded(model) == {name for name in model.state_dict() if not name.endswith("scale")}
 
 

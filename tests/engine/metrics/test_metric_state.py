@@ -35,8 +35,6 @@ class Tally(Count):
 class Own(torchmetrics.Metric):
     """Every kind of reduction that a state may have."""
 
-    full_state_update = False
-
     def __init__(self):
         super().__init__()
         self.add_state("most", torch.tensor(-9.0), dist_reduce_fx="max")
