@@ -96,3 +96,10 @@ def test_modules_are_attributes_without_an_import_of_their_own():
     )
     done = script("\n".join(["import treadle.compat", *chains]))
     assert done.returncode == 0, done.stderr
+
+
+def test_names_of_files_that_accelerates_utils_have() -> None:
+    from treadle.compat.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+
+    assert (SAFE_WEIGHTS_NAME, WEIGHTS_NAME) == ("model.safetensors", "pytorch_model.bin")
+    assert SAFE_WEIGHTS_INDEX_NAME == "model.safetensors.index.json"
