@@ -24,8 +24,12 @@ class Net(nn.Module):
         return x
 
 
-def prepared(make=Net, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.1), accumulate=1, batch=4, steps=1):
-    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def prepared(make=Net, optimizer=adamw, accumulate=1, batch=4, steps=1, **options):
+    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=accumulate, **options)
     model = make()
     data = DataLoader(TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(2))), batch)
     model, stepper, data = accelerator.prepare(model, optimizer(model), data)

@@ -5,19 +5,8 @@ import math
 import pytest
 import torch
 from support.processes import run
+from support.saved_nets import prepared
 from torch import nn
-
-import treadle
-
-
-def stepped(strategy="auto"):
-    accelerator = treadle.Accelerator(cpu=True, strategy=strategy)
-    torch.manual_seed(0)
-    net = nn.Linear(4, 2)
-    model, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
-    accelerator.backward(model(torch.ones(3, 4)).square().mean())
-    optimizer.step()
-    return accelerator, net, optimizer
 
 
 def spoil(tensor, value):
@@ -28,7 +17,7 @@ def spoil(tensor, value):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("what", ["weight", "exp_avg_sq of weight"])
 def test_an_own_loop_saves_nothing_that_is_not_finite(tmp_path, what, value):
-    accelerator, net, optimizer = stepped()
+    accelerator, net, optimizer = prepared(lambda: nn.Linear(4, 2))
     accelerator.save_state(tmp_path / "good")
     spoil(net.weight if what == "weight" else optimizer.state[net.weight]["exp_avg_sq"], value)
     with pytest.raises(
@@ -42,16 +31,16 @@ def test_an_own_loop_saves_nothing_that_is_not_finite(tmp_path, what, value):
 
 
 def test_weights_alone_are_saved_without_the_optimizer(tmp_path):
-    accelerator, net, optimizer = stepped()
+    accelerator, net, optimizer = prepared(lambda: nn.Linear(4, 2))
     spoil(optimizer.state[net.weight]["exp_avg_sq"], math.inf)
     accelerator.save_state(tmp_path / "weights", weights_only=True)
     assert [path.name for path in tmp_path.iterdir()] == ["weights"]
 
 
 def save_on_two(root, strategy):
-    accelerator, net, optimizer = stepped(strategy)
+    accelerator, model, optimizer = prepared(lambda: nn.Linear(4, 2), strategy=strategy)
     if accelerator.process_index == 1:
-        spoil(optimizer.state[net.weight]["exp_avg"], math.nan)
+        spoil(optimizer.state[accelerator.unwrap_model(model).weight]["exp_avg"], math.nan)
     with pytest.raises((ValueError, RuntimeError), match="exp_avg of weight contains NaN or infinity"):
         accelerator.save_state(root / "bad")
     return (root / "bad").exists()

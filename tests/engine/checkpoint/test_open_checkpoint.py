@@ -2,57 +2,35 @@
 
 import itertools
 import os
+import resource
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.checkpoint_reads import Reads, once
-from support.models import take_step
-from support.processes import run, script
-from support.saved_nets import same, snapshot
+from support.processes import in_own_process, run
+from support.saved_nets import prepared, same, snapshot
 from support.stored_states import flip_a_bit
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from treadle.cli.commands.export import export
 from treadle.engine.checkpoint.open_checkpoint import OpenCheckpoint
+from treadle.engine.checkpoint.safetensors_file import read_tensor
+from treadle.engine.weights.sources import open_source
 
 import treadle
 from treadle.utils import ProjectConfiguration
 
 
-def prepared(**options):
-    torch.manual_seed(int(os.environ.get("RANK", 0)))
-    accelerator = treadle.Accelerator(cpu=True, **options)
-    model = nn.Linear(4, 2)
-    data = DataLoader(TensorDataset(torch.ones(8, 4)), 2)
-    model, optimizer, data = accelerator.prepare(model, torch.optim.Adam(model.parameters()), data)
-    for (x,) in data:
-        take_step(accelerator, model, optimizer, x)
-    return accelerator, model
-
-
-MANY_TENSORS = """
-import resource, sys
-import torch, treadle
-from safetensors.torch import save_file
-
-_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-save_file({f"{i:03}": torch.full((300_000,), float(i)) for i in range(100)}, sys.argv[1])
-weights = treadle.load_checkpoint(sys.argv[1])["state_dict"]
-print(sum(float(tensor[-1]) for tensor in weights.values()))
-from treadle.engine.checkpoint.safetensors_file import read_tensor
-from treadle.engine.weights.sources import open_source
-with open_source(sys.argv[1]) as source:
-    held = [read_tensor(piece) for piece in source.weights.values()]
-print(sum(float(tensor[-1]) for tensor in held))
-"""
-
-
+@in_own_process
 def test_more_tensors_than_a_process_may_open_files(tmp_path):
-    done = script(MANY_TENSORS, str(tmp_path / "many.safetensors"))
-    assert (done.returncode, done.stdout.split()) == (0, ["4950.0", "4950.0"]), done.stderr
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    path = tmp_path / "many.safetensors"
+    save_file({f"{i:03}": torch.full((300_000,), float(i)) for i in range(100)}, path)
+    weights = treadle.load_checkpoint(path)["state_dict"].values()
+    with open_source(path) as source:
+        held = [read_tensor(piece) for piece in source.weights.values()]
+    assert sum(tensor[-1] for tensor in weights) == sum(tensor[-1] for tensor in held) == 4950
 
 
 # -- each byte once ------------------------------------------------------------------------------------------------
@@ -65,7 +43,7 @@ def load_in_turn(root):
     found = []
     for kind in KINDS:
         project = ProjectConfiguration(project_dir=str(root / kind), automatic_checkpoint_naming=True)
-        accelerator, _ = prepared(project_config=project)
+        accelerator, *_ = prepared(project_config=project)
         path = accelerator.save_state()
         accelerator.wait_for_everyone()
         with Reads() as reads:
@@ -108,15 +86,15 @@ def test_a_part_is_opened_once_and_is_never_shared(saved):
 
 def load_each(*templates):
     """What comes of loading each path, with this process's rank in it, which changes nothing."""
-    accelerator, model = prepared()
-    before = snapshot(model, accelerator.optimizers[0])
+    accelerator, model, optimizer = prepared(steps=2)
+    before = snapshot(model, optimizer)
     problems = []
     for template in templates:
         try:
             accelerator.load_state(template.format(rank=os.environ["RANK"]))
         except Exception as error:
             problems.append((type(error).__name__, str(error)))
-    same(snapshot(model, accelerator.optimizers[0]), before)
+    same(snapshot(model, optimizer), before)
     return problems
 
 
@@ -155,14 +133,14 @@ def test_a_file_that_changes_after_it_was_verified_is_refused(saved, name):
 
 
 def test_another_save_to_the_path_is_noticed(tmp_path):
-    accelerator, model = prepared()
+    accelerator, model, _ = prepared()
     path = accelerator.save_state(tmp_path / "saved")
     opened = OpenCheckpoint(path)
     with torch.no_grad():
-        model.weight.add_(1)
+        model.parts["head"].weight.add_(1)
     accelerator.save_state(path)
-    before = model.weight.clone()
+    before = model.parts["head"].weight.clone()
     with pytest.raises(ValueError, match="was replaced or deleted while it was being read"):
         accelerator.load_state(opened)
-    assert torch.equal(model.weight, before)
+    assert torch.equal(model.parts["head"].weight, before)
     accelerator.load_state(path)
