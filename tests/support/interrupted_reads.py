@@ -3,7 +3,27 @@
 import warnings
 from pathlib import Path
 
+import torch
+from torch.utils.data import get_worker_info
+
 import treadle
+
+READ = torch.zeros(2, dtype=torch.int64).share_memory_()
+"""What each worker of this rank has read; workers inherit the memory."""
+
+
+def note(sample=None):
+    """Count a sample that is read."""
+    info = get_worker_info()
+    READ[0 if info is None else info.id] += 1
+    return sample
+
+
+def take_read():
+    """The reads since the last call, by worker."""
+    counts = READ.tolist()
+    READ.zero_()
+    return counts
 
 
 def read_epochs(make, to_ids, folder, save_at, resumed=None):

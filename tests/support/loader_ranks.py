@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 from treadle.engine.checkpoint.json_codec import decode, encode
 from treadle.engine.data.loader import Cursor, Loader
 from treadle.engine.rng import ProcessStream, RandomStream, random_state
@@ -81,6 +81,40 @@ class Ranks:
 
     def ids(self, stop=None, noise=False):
         return [flat(parts) for parts, _ in self.epoch(stop, noise)]
+
+
+class Lazy(Sampler):
+    """Draws each index when it is asked for: from a generator of the process, or from one of its own."""
+
+    def __init__(self, n, kind="torch"):
+        self.n, self.kind, self.epochs = n, kind, []
+        own = {
+            "own": np.random.default_rng(3),
+            "own-torch": torch.Generator().manual_seed(3),
+            "own-python": random.Random(3),
+        }
+        self.generator = own.get(kind)
+
+    def draw(self, high):
+        if "torch" in self.kind:
+            return int(torch.randint(high, (), generator=self.generator))
+        if "python" in self.kind:
+            return (self.generator or random).randrange(high)
+        return int(np.random.randint(high) if self.generator is None else self.generator.integers(high))
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def __iter__(self):
+        left = list(range(self.n))
+        while left:
+            yield left.pop(self.draw(len(left)))
+
+    def __len__(self):
+        return self.n
+
+
+LAZY = ["torch", "python", "numpy", "own", "own-torch", "own-python"]
 
 
 class Negated(DataLoader):

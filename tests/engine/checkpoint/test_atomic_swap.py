@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -61,7 +60,10 @@ def test_what_a_killed_attempt_staged_does_not_get_in(tmp_path):
     (part / "manifest.json").write_text("{}")
     (part / "hook" / "deep").mkdir(parents=True)
     (part / "hook" / "deep" / "a.pt").write_bytes(b"half")
+    shutil.copytree(part, tmp_path / f".y.{stored.DEAD}.part")
     assert sorted(os.listdir(save(tmp_path / "x", 1))) == sorted([*FILES, "manifest.json"])
+    assert "never completed" in CheckpointStore(tmp_path).recover()[0]
+    assert os.listdir(tmp_path) == ["x"]
 
 
 def test_a_new_one_that_rots_during_an_interrupted_swap_leaves_the_old_one(tmp_path):
@@ -147,14 +149,11 @@ def test_a_link_that_is_replaced_leaves_what_it_led_to(tmp_path):
 @pytest.fixture
 def other_run(tmp_path):
     """A process that runs, and the name that it has here."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"], stdout=-1)
-    process.stdout.read(1)
-    pid = str(process.pid)
-    mine, began = identify_process().split("-")[0], read_start_time(process.pid)
-    yield process, f"{mine}-{pid}-{began}"
+    process = subprocess.Popen(["sleep", "600"])
+    machine = identify_process().split("-")[0]
+    yield process, f"{machine}-{process.pid}-{read_start_time(process.pid)}"
     process.kill()
     process.wait()
-    process.stdout.close()
 
 
 def test_what_a_run_that_lives_is_writing_stays_until_it_is_killed(tmp_path, other_run):

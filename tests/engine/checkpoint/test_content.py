@@ -71,8 +71,7 @@ def test_parameters_of_no_prepared_model_are_named(tmp_path):
     with pytest.warns(UserWarning, match=r"parameters that are not in a prepared model \(shapes: \(5, 3\), \(5,\)\)"):
         accelerator.save_state(tmp_path / "c")
     accelerator.register_for_checkpointing(head=head)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         accelerator.save_state(tmp_path / "c")
 
 

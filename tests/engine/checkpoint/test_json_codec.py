@@ -51,6 +51,8 @@ def bits(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8).tolist() if tensor.numel() else []
 
 
+LIMIT = 2**256
+"""Integers below it are numbers in the document."""
 PLAIN = [
     *(None, True, False, 0, -1, 2**63, -(2**64), 2**256, -(2**257), 10**5000, "", "a", "é\n\0", "\ud800", "$tuple"),
     *(0.0, -0.0, 0.1, 1e308, 5e-324, math.inf, -math.inf, math.nan, 1j, complex(math.nan, -0.0), b"", b"\0\xff"),
@@ -79,6 +81,7 @@ def test_a_single_value_comes_back_as_it_was(value):
         *({"$tuple": [1]}, {"$dict": []}, {"$tensor": "x"}, {"$": {"$tensor": 1}}, {"a": 1, "$b": 2}),
         *({1, 2, 3}, {"a", "b"}, frozenset({(1, frozenset({2}))}), {b"x": 1, torch.float32: 2}),
         *(Counter({2: 1, 5: 0}), Counter("aab")),
+        *([1, -1, LIMIT - 1, 1 - LIMIT], [1, LIMIT], (-LIMIT, 1), [1, True], [True], [1, 2.0], (1, None)),
     ],
     ids=lambda v: type(v).__name__,  # a set of strings is written in another order by each worker
 )
@@ -114,6 +117,7 @@ def test_numpy_arrays_keep_their_dtype_and_shape(dtype):
     read_only = array.copy()
     read_only.flags.writeable = False
     state = [array, array.reshape(2, 3).T, array[::-1], np.array(1, dtype), np.empty((0, 2), dtype), read_only]
+    state += [np.empty(0, kind) for kind in (dtype, "float32", "int64") for _ in range(20)]
     assert same(round_trip(state), state)
 
 
@@ -127,41 +131,11 @@ def test_numpy_arrays_of_text_and_objects_keep_their_dtype_and_shape():
     assert same(round_trip([*state, lists]), [*state, lists])
 
 
-def test_empty_arrays_of_different_dtypes_are_not_taken_for_one():
-    state = [np.empty(0, dtype) for dtype in ("float32", "int64", "uint8") for _ in range(20)]
-    assert same(round_trip(state), state)
-
-
 def test_states_of_generators_stay_small_and_come_back():
     numpy = np.random.RandomState(3).get_state(), np.random.default_rng(3).bit_generator.state
     state = {"python": random.Random(3).getstate(), "numpy": numpy}
     assert len(json.dumps(encode(state)[0])) < 10_000
     assert same(round_trip(state), state)
-
-
-def random_state(rng, depth=0):
-    kind = rng.randrange(9 if depth < 4 else 3)
-    if kind == 0:
-        return rng.choice(PLAIN)
-    if kind == 1:
-        dtype = rng.choice(list(CODES))
-        return torch.tensor(rng.random()).mul(torch.ones(rng.randrange(4), 2)).to(dtype)
-    if kind == 2:
-        return np.array(
-            [rng.randrange(100) for _ in range(rng.randrange(4))], rng.choice(["uint32", "float16", "int64"])
-        )
-    items = [random_state(rng, depth + 1) for _ in range(rng.randrange(4))]
-    if kind in (3, 4):
-        return items if kind == 3 else tuple(items)
-    keys = ["a", "a.b", "b", "$int", "", "0"] if kind < 8 else [0, "0", (1, "x"), None, 2.5, "$dict", True]
-    return dict(zip(rng.sample(keys, len(items)), items, strict=True))
-
-
-def test_random_nested_states_come_back():
-    rng = random.Random(20)
-    for _ in range(300):
-        state = random_state(rng)
-        assert same(round_trip(state), state)
 
 
 def test_tensor_names_are_readable_and_unique():
@@ -185,9 +159,6 @@ def test_tied_tensors_are_stored_once_and_come_back_as_one_object():
     back["encoder"].zero_()
     assert torch.equal(back["view"], weight.data[:2])
     assert torch.equal(back["twisted"], weight.data.t())
-
-
-def test_a_conjugate_view_is_not_taken_for_its_base():
     z = torch.tensor([1 + 2j], dtype=torch.complex64)
     assert list(encode({"z": z, "conj": z.conj()})[1]) == ["z", "conj"]
 
@@ -291,23 +262,9 @@ def test_a_bottomless_document_is_refused(tag):
         decode(document, {})
 
 
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_lists_of_integers_alone_are_not_encoded_item_by_item_and_come_back_exactly(kind):
-    limit = 2**256
-    for items in (
-        [],
-        [0],
-        [1, -1, limit - 1, 1 - limit],
-        [1, limit],
-        [-limit, 1],
-        [1, True],
-        [True],
-        [1, 2.0],
-        [1, None],
-    ):
-        assert same(round_trip(kind(items)), kind(items))
-    assert encode([1, limit])[0] == [1, {"$int": hex(limit)}]
-    assert encode([-limit, 1])[0] == [{"$int": hex(-limit)}, 1]
+def test_lists_of_integers_alone_are_not_encoded_item_by_item():
+    assert encode([1, LIMIT])[0] == [1, {"$int": hex(LIMIT)}]
+    assert encode([-LIMIT, 1])[0] == [{"$int": hex(-LIMIT)}, 1]
     calls = 0
 
     def count(frame, event, argument):

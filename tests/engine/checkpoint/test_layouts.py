@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from support.models import Normed, take_step
 from support.processes import run
-from support.saved_nets import same, snapshot
 from support.stored import read_part, replace_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -204,34 +203,6 @@ def test_shards_that_do_not_fit_together(checkpoints, tmp_path, change):
         read_part(path, "model")
 
 
-# -- what several processes must agree on ------------------------------------------------------------------------------
-
-
-def refused_by_one(folder):
-    """What rank 1 can't load, rank 0 does not load either."""
-    accelerator = treadle.Accelerator(cpu=True)
-    net = nn.Linear(2, 2)
-    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
-    take_step(accelerator, model, optimizer, torch.ones(1, 2))
-    path = accelerator.save_state(folder / "good")
-    take_step(accelerator, model, optimizer, torch.ones(1, 2))
-    before = snapshot(net, optimizer)
-    with pytest.raises((ValueError, RuntimeError), match="nowhere does not exist"):
-        accelerator.load_state(path if accelerator.process_index == 0 else folder / "nowhere")
-    same(snapshot(net, optimizer), before)
-    return accelerator.load_state(path)["step"]
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    return run(agree, 2, tmp_path_factory.mktemp("agree"))
-
-
-@pytest.mark.guarantee
-def test_one_process_that_can_not_load(two_ranks):
-    assert [step for step, _ in two_ranks] == [1, 1]
-
-
 def own_buffers(folder):
     """Each process's buffers, loaded with the models in one call or in two, and only with them."""
     accelerator = treadle.Accelerator(cpu=True, strategy="fsdp")
@@ -257,12 +228,8 @@ def own_buffers(folder):
     return found
 
 
-def agree(folder):
-    return refused_by_one(folder / "refused"), own_buffers(folder / "buffers")
-
-
-def test_buffers_of_each_process(two_ranks):
-    assert [buffers for _, buffers in two_ranks] == [[5, 5, 0, 0, 5], [6, 6, 0, 0, 5]]
+def test_buffers_of_each_process(tmp_path):
+    assert run(own_buffers, 2, tmp_path) == [[5, 5, 0, 0, 5], [6, 6, 0, 0, 5]]
 
 
 class Average:

@@ -65,8 +65,7 @@ def test_a_part_that_is_compiled_is_the_same_part(saved):
 
     path, model, optimizer = saved
     accelerator, other, stepper = prepared(compiled, steps=0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         accelerator.load_state(path)
     same(snapshot(other, stepper), snapshot(model, optimizer))
 

@@ -4,6 +4,7 @@ import itertools
 import os
 import resource
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -36,32 +37,27 @@ def test_more_tensors_than_a_process_may_open_files(tmp_path):
 # -- each byte once ------------------------------------------------------------------------------------------------
 
 
-KINDS = ("path", "weights", "newest")
-
-
 def load_in_turn(root):
+    """What is read of the newest one, which is searched for, and what of one whose weights are wanted."""
+    project = ProjectConfiguration(project_dir=str(root), automatic_checkpoint_naming=True)
+    accelerator, *_ = prepared(project_config=project)
+    path = accelerator.save_state()
+    accelerator.wait_for_everyone()
     found = []
-    for kind in KINDS:
-        project = ProjectConfiguration(project_dir=str(root / kind), automatic_checkpoint_naming=True)
-        accelerator, *_ = prepared(project_config=project)
-        path = accelerator.save_state()
-        accelerator.wait_for_everyone()
+    for options in ({}, {"input_dir": path, "state": False}):
         with Reads() as reads:
-            if kind == "newest":
-                accelerator.load_state()
-            else:
-                accelerator.load_state(path, state=kind != "weights")
+            accelerator.load_state(**options)
         found.append((path, reads.hashed, reads.parsed))
     return found
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_load_state_reads_each_byte_once(tmp_path, world):
-    for kind, *ranks in zip(KINDS, *run(load_in_turn, world, tmp_path), strict=True):
-        assert sum((hashed for _, hashed, _ in ranks), start=type(ranks[0][1])()) == once(Path(ranks[0][0])), kind
-        assert [parsed for _, _, parsed in ranks] == [1, 0][:world], kind
+    for ranks in zip(*run(load_in_turn, world, tmp_path), strict=True):
+        assert sum((hashed for _, hashed, _ in ranks), start=Counter()) == once(Path(ranks[0][0]))
+        assert [parsed for _, _, parsed in ranks] == [1, 0][:world]
         counts = [sum(hashed.values()) for _, hashed, _ in ranks]
-        assert max(counts) - min(counts) <= 1, f"{kind}: the processes share the work"
+        assert max(counts) - min(counts) <= 1, "the processes share the work"
 
 
 def test_what_loads_weights_reads_each_byte_once(saved, tmp_path):
@@ -118,7 +114,10 @@ def test_all_processes_refuse_what_one_finds_damaged(tmp_path):
         flip_a_bit(tmp_path / f"{number}-{rank}" / name)
         templates.append(f"{tmp_path}/{number}-{{rank}}")
         expected.append(damaged(tmp_path / f"{number}-{rank}", name))
-    assert run(load_each, 2, *templates) == [expected] * 2
+    shutil.copytree(path, f"{path}-0")
+    for *problems, (_, last) in run(load_each, 2, *templates, f"{path}-{{rank}}"):
+        assert problems == expected
+        assert "saved-1 does not exist" in last
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json"])

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.models import Count
+from support.models import Count, take_step
 from support.saved_nets import Extra, Net, prepared, same, snapshot
 from support.stored import edit_manifest, replace_file
 from torch import nn
@@ -64,8 +64,7 @@ def test_another_global_batch_is_said(saved):
     ):
         accelerator.load_state(saved[0])
     accelerator, *_ = prepared(accumulate=2, batch=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         accelerator.load_state(saved[0])
 
 
@@ -184,25 +183,16 @@ def test_what_else_differs_is_refused_before_anything_changes(tmp_path, other):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.NAdam])
 def test_another_precision_is_said_and_the_optimizer_goes_with_it(saved, optimizer, tmp_path):
-    def make(precision):
-        accelerator = treadle.Accelerator(cpu=True, mixed_precision=precision)
-        model, stepper = accelerator.prepare(net := Net(), optimizer(net.parameters(), lr=0.1))
-        return accelerator, model, stepper
+    def make(model):
+        return optimizer(model.parameters(), lr=0.1)
 
-    def step(accelerator, model, stepper):
-        x = torch.ones(2, 4, dtype=accelerator.unwrap_model(model).parts["head"].weight.dtype)
-        accelerator.backward(model(x).square().mean())
-        stepper.step()
-
-    first = make("32-true")
-    step(*first)
-    first[0].save_state(tmp_path / "x")
+    prepared(optimizer=make)[0].save_state(tmp_path / "x")
     for precision in ("bf16-true", "64-true"):
-        accelerator, model, stepper = make(precision)
+        accelerator, model, stepper = prepared(optimizer=make, steps=0, mixed_precision=precision)
         with pytest.warns(UserWarning, match=f"saved with precision='32-true', but this run uses '{precision}'"):
             accelerator.load_state(tmp_path / "x")
-        step(accelerator, model, stepper)
         weight = accelerator.unwrap_model(model).parts["head"].weight
+        take_step(accelerator, model, stepper, torch.ones(2, 4, dtype=weight.dtype))
         slots = stepper.state[weight]
         assert slots["exp_avg"].dtype == weight.dtype
         assert {slots[name].dtype for name in ("step", "mu_product") if name in slots} == {torch.float32}
@@ -298,19 +288,14 @@ def test_an_extra_state_that_was_no_tensor(tmp_path):
 
 @pytest.mark.parametrize("calls", [1, 2])
 def test_another_format_of_the_weights_is_said(saved, tmp_path, calls):
-    def make(dtype):
-        accelerator = treadle.Accelerator(cpu=True)
-        return accelerator, *accelerator.prepare(net := Net().to(dtype), torch.optim.SGD(net.parameters(), lr=0.1))
-
-    make(torch.float64)[0].save_state(tmp_path / "x")
-    accelerator, model, _ = make(torch.float32)
+    prepared(lambda: Net().double(), steps=0)[0].save_state(tmp_path / "x")
+    accelerator, model, _ = prepared(steps=0)
     words = (
         r"not resume exactly:\n  parts\.body\.weight: float64 in the checkpoint, float32 in this model\n"
         r"(.*\n){2}  parts\.head\.bias: .*$"
     )
     if calls == 2:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             accelerator.load_state(tmp_path / "x", state=False)  # to look at the model only
     with pytest.warns(UserWarning, match=words):
         accelerator.load_state(tmp_path / "x", models=calls == 1)

@@ -5,6 +5,7 @@ stands on the disk. All operations are tried in turn: before, half-way and after
 does so with whole runs.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -378,16 +379,6 @@ def test_what_hooks_wrote_is_in_the_manifest(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_what_hooks_left_of_a_killed_save_goes(tmp_path):
-    source = checkpoint.begin(tmp_path / "c")
-    (source / "deep").mkdir()
-    (source / "deep" / "a.pt").write_bytes(b"half")
-    assert CheckpointStore(tmp_path).recover() == []  # it is being written
-    source.rename(tmp_path / f".c.{stored.DEAD}.part")
-    assert "never completed" in CheckpointStore(tmp_path).recover()[0]
-    assert os.listdir(tmp_path) == []
-
-
 # -- wrong calls and hostile files -----------------------------------------------------------------------------------
 
 
@@ -511,11 +502,9 @@ def test_random_damage_to_any_file_is_always_an_ordinary_error(tmp_path):
             if data == original:
                 continue
             (path / name).write_bytes(data)
-            try:  # read without comparing digests: either some values come back or a ValueError
+            with contextlib.suppress(ValueError):  # read without comparing digests: either some values come back
                 for part in ("model", "state", "rank-00000"):
                     stored.read_part(path, part)
-            except ValueError:
-                pass
             if name != "manifest.json":
                 with pytest.raises(ValueError, match="digest differs"):
                     checkpoint.verify(path)

@@ -10,9 +10,9 @@ from collections import Counter, namedtuple
 import pytest
 import torch
 from support import loader_ranks
-from support.loader_ranks import make_alone
+from support.loader_ranks import Lazy, make_alone
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 from treadle.engine import CombinedLoader, JointLoader
 from treadle.engine.rng import RandomStream, random_state
 
@@ -103,20 +103,6 @@ class Ranks(loader_ranks.Ranks):
         """Of each micro-batch, each rank's (batch, facts)."""
         for batches in zip(*map(iter, self.loaders), strict=True):
             yield [(plain(b), c.micro) for b, c in zip(batches, self.cursors, strict=True)]
-
-
-class Lazy(Sampler):
-    """Draws each index when it is asked for."""
-
-    def __init__(self, n):
-        self.n = n
-
-    def __iter__(self):
-        for _ in range(self.n):
-            yield int(torch.randint(self.n, ()))
-
-    def __len__(self):
-        return self.n
 
 
 class Noise(IterableDataset):

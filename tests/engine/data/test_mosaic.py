@@ -1,16 +1,13 @@
 """MosaicML's streams: each rank and worker reads its share, and a resume goes on by their own state."""
 
 import pytest
-import torch
-from support.interrupted_reads import read_epochs
+from support.interrupted_reads import note, read_epochs, take_read
 from support.mosaic import import_streaming
 from support.processes import run
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BATCH, STOP, WORKERS = 4, 5, 2
-READ = torch.zeros(WORKERS, dtype=torch.int64).share_memory_()
-"""What each worker of this rank has read; workers inherit the memory."""
 
 
 def write_shards(folder, count):
@@ -25,9 +22,7 @@ def make_loader(folder, workers, own):
 
     class Noted(streaming.StreamingDataset):
         def get_item(self, *args, **kwargs):
-            info = get_worker_info()
-            READ[0 if info is None else info.id] += 1
-            return super().get_item(*args, **kwargs)
+            return note(super().get_item(*args, **kwargs))
 
     dataset = Noted(local=folder, batch_size=BATCH, shuffle=True, shuffle_seed=3)
     kind = streaming.StreamingDataLoader if own else DataLoader
@@ -36,11 +31,11 @@ def make_loader(folder, workers, own):
 
 def read(folder, saved, workers, own, resume):
     """The ids of each batch that counts, by epoch, the warnings, and what the workers read."""
-    READ.zero_()
+    take_read()
     found = read_epochs(
         lambda: make_loader(folder, workers, own), lambda batch: batch["id"].tolist(), saved, [STOP], resume
     )
-    return *found, READ.tolist()
+    return *found, take_read()
 
 
 def whole_and_rest(*arguments):

@@ -1,6 +1,7 @@
 """Ranks that read streams of their own vote on the end beside their gradients: the same training, no exchange."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -216,16 +217,19 @@ def test_what_a_model_makes_is_found():
         def act(self):
             return self.net
 
-    class Source:
-        def __init__(self):
-            self.agents = [Agent()]
-
     def stream(**attributes):
         dataset = object.__new__(Numbers)
         vars(dataset).update(attributes)
         return dataset
 
-    for value in (model, model.forward, Agent().act, Source(), lambda: model(1), [1, {"net": model}]):
+    for value in (
+        model,
+        model.forward,
+        Agent().act,
+        SimpleNamespace(agents=[Agent()]),
+        lambda: model(1),
+        [1, {"net": model}],
+    ):
         assert holds_model(stream(value=value))
     for value in (3, torch.ones(2), torch.nn.functional, nn.Linear, [model] * 200, len, lambda: stream):
         assert not holds_model(stream(value=value))

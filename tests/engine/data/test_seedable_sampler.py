@@ -167,10 +167,13 @@ def test_a_state_saved_with_the_last_batch_and_the_next_epoch_by_its_number(tmp_
     assert epoch(loader) == permuted(4)
 
 
-def test_a_checkpoint_of_another_sampler_is_refused(tmp_path):
+def test_a_checkpoint_of_another_sampler_is_refused_before_anything_is_loaded(tmp_path):
     accelerator = treadle.Accelerator(cpu=True)
-    accelerator.prepare(shuffled())
+    accelerator.prepare(shuffled(), torch.nn.Linear(1, 1))
     accelerator.save_state(tmp_path / "c")
     accelerator, _ = prepared(shuffled())
+    net = accelerator.prepare(torch.nn.Linear(1, 1))
+    before = net.weight.item()
     with pytest.raises(ValueError, match="has 1 sampler with a state_dict, but the checkpoint has 0"):
         accelerator.load_state(tmp_path / "c")
+    assert net.weight.item() == before

@@ -1,41 +1,16 @@
-"""What each rank and each worker really reads of a stream, in an epoch and at a resume."""
+"""What each rank and each worker really reads of a stream."""
 
 import logging
-import warnings
 
 import pytest
-import torch
 from support import sources_samples as samples
+from support.interrupted_reads import note, take_read
 from support.processes import run
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import treadle
 
 WORKERS = 2
-READ = torch.zeros(WORKERS, dtype=torch.int64).share_memory_()
-"""What each worker of this rank has read; workers inherit the memory."""
-
-
-def note(sample):
-    info = get_worker_info()
-    READ[0 if info is None else info.id] += 1
-    return sample
-
-
-def note_all(rows):
-    for _ in rows["id"]:
-        note(None)
-    return rows
-
-
-def take_read():
-    """The reads since the last call, by worker."""
-    counts = READ.tolist()
-    READ.zero_()
-    return counts
-
-
-# -- an epoch ----------------------------------------------------------------------------------------------------------
 
 
 class Files(IterableDataset):
@@ -129,99 +104,3 @@ def test_each_rank_and_worker_reads_its_own_shards_or_the_libraries_fixes_are_na
         assert not set(first[kind][0]) & set(second[kind][0]), kind
     for kind in ("whole datasets", "whole webdataset"):
         assert first[kind][1] == second[kind][1] == [48, 48]
-
-
-# -- a resume ----------------------------------------------------------------------------------------------------------
-
-LARGE, BATCH, STOP = 100_000, 1000, 90
-
-
-class Indexed(Dataset):
-    def __len__(self):
-        return LARGE
-
-    def __getitem__(self, index):
-        return note(index)
-
-
-class Large(IterableDataset):
-    def __iter__(self):
-        return map(note, samples.of_this_worker(range(LARGE)))
-
-
-class Knowing(samples.Knowing):
-    """The same, which knows where it stands."""
-
-    def __init__(self):
-        self.ids = range(LARGE)
-
-    def __iter__(self):
-        return map(note, super().__iter__())
-
-
-def hf_large():
-    import datasets
-
-    table = datasets.Dataset.from_dict({"id": list(range(LARGE))})
-    return table.to_iterable_dataset(num_shards=8).map(note_all, batched=True, batch_size=BATCH)
-
-
-def large(kind, workers):
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    def make(loader, dataset, **options):
-        return loader(dataset, batch_size=BATCH, num_workers=workers, **options)
-
-    return {
-        "DataLoader, dataset with a length": lambda: make(DataLoader, Indexed(), shuffle=True),
-        "StatefulDataLoader, dataset with a length": lambda: make(StatefulDataLoader, Indexed(), shuffle=True),
-        "StatefulDataLoader, stream with a state": lambda: make(StatefulDataLoader, Knowing()),
-        "StatefulDataLoader, datasets": lambda: make(StatefulDataLoader, hf_large(), collate_fn=samples.hf_ids),
-        "DataLoader, datasets": lambda: make(DataLoader, hf_large(), collate_fn=samples.hf_ids),
-        "DataLoader, stream without a state": lambda: make(DataLoader, Large()),
-    }[kind]()
-
-
-AT_ONCE = [
-    ("DataLoader, dataset with a length", WORKERS),
-    pytest.param("StatefulDataLoader, dataset with a length", WORKERS, marks=pytest.mark.exhaustive),
-    ("StatefulDataLoader, stream with a state", WORKERS),
-    pytest.param("StatefulDataLoader, datasets", WORKERS, marks=pytest.mark.exhaustive),
-    pytest.param("StatefulDataLoader, datasets", 0, marks=pytest.mark.exhaustive),
-    pytest.param("DataLoader, datasets", 0, marks=pytest.mark.exhaustive),
-]
-AGAIN = [
-    pytest.param("DataLoader, datasets", WORKERS, marks=pytest.mark.exhaustive),
-    ("DataLoader, stream without a state", 0),
-]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("kind", "workers"), [*AT_ONCE, *AGAIN])
-def test_a_resume_by_the_sources_own_state_reads_nothing_again(tmp_path, kind, workers):
-    accelerator = treadle.Accelerator(cpu=True)
-    loader = accelerator.prepare_data_loader(large(kind, workers))
-    take_read()
-    batches = iter(loader)
-    for _ in range(STOP):
-        next(batches)
-    accelerator.save_state(tmp_path / "saved")
-    expected = next(batches)
-    loader.close()
-    assert sum(take_read()) >= STOP * BATCH
-
-    accelerator = treadle.Accelerator(cpu=True)
-    loader = accelerator.prepare_data_loader(large(kind, workers))
-    accelerator.load_state(tmp_path / "saved")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        resumed = next(iter(loader))
-    loader.close()
-    assert torch.equal(torch.as_tensor(resumed), torch.as_tensor(expected))
-    said = any("must be read again and skipped" in str(warning.message) for warning in caught)
-    assert said == ((kind, workers) in [getattr(case, "values", case) for case in AGAIN])
-    read = sum(take_read())
-    if said:
-        assert read > STOP * BATCH
-    else:
-        assert read <= BATCH * (1 + 3 * WORKERS)  # the batch, and what the workers read ahead

@@ -271,8 +271,7 @@ def resumed_elsewhere(folder, save):
             if number == 7:
                 accelerator.save_state(folder)
                 return None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         accelerator.load_state(folder)
         ids = [int(i) for batch in loader if accelerator.cursor.micro.samples for i in batch]
     return ids, "\n".join(str(each.message) for each in caught)

@@ -31,12 +31,6 @@ class Chained(Joined):
         yield from self.second
 
 
-class Alternating(Chained):
-    def __iter__(self):
-        for pair in zip(DataLoader.__iter__(self), self.second, strict=False):
-            yield from pair
-
-
 class Filtered(Joined):
     def __len__(self):
         return -(-DataLoader.__len__(self) // 2)
@@ -71,7 +65,7 @@ def iterate_joined(kind, workers, k, state=None):
 @pytest.mark.guarantee
 @pytest.mark.filterwarnings("ignore:.*does not yield one batch")
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("kind", [Joined, Chained, Alternating, Filtered, Negated])
+@pytest.mark.parametrize("kind", [Joined, Chained, Filtered, Negated])
 def test_a_user_defined_iteration_in_one_process(kind, workers):
     if kind is Negated:
         make = lambda first, _, **options: Negated(torch.tensor(first), **options)  # noqa: E731

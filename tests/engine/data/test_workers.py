@@ -5,9 +5,9 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+from support.launches import gone, wait_for
 from support.processes import clean_environment, python, script
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.skipif(sys.platform != "linux", reason="process groups")]
@@ -58,18 +58,7 @@ def test_workers_end_when_their_rank_is_killed(tmp_path):
         rank = int(file.read().rpartition(")")[2].split()[1])
     os.kill(rank, signal.SIGKILL)
     process.wait(10)
-    end = time.monotonic() + 2  # torch's own look for their parent every 5 s
-    while living := [pid for pid in workers if is_running(pid)]:
-        assert time.monotonic() < end, living
-        time.sleep(0.01)
-
-
-def is_running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    wait_for(lambda: all(gone(int(pid)) for pid in workers), 2)  # torch's own look for their parent every 5 s
 
 
 def test_a_signal_to_the_process_group_of_a_rank_leaves_its_workers_alone():

@@ -92,8 +92,6 @@ def make(library):
             return self.loss(batch)
         def validation_step(self, batch, batch_idx):
             self.log("val", self.loss(batch))
-        def test_step(self, batch, batch_idx):
-            self.log("test", self.loss(batch))
         def configure_optimizers(self):
             optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
@@ -123,7 +121,7 @@ def evaluate(library, folder, path):
     pl, Task = make(library)
     task, run = Task.load_from_checkpoint(path, width=4), trainer(pl, folder)
     found = run.validate(Task(), loader(8), ckpt_path=path, verbose=False)[0]
-    found = {**found, **run.test(task, loader(8), verbose=False)[0]}
+    found["loaded"] = run.validate(task, loader(8), verbose=False)[0]["val"]
     return {name: round(value, 5) for name, value in found.items()} | {"lr": task.hparams.lr}
 """
 

@@ -7,12 +7,13 @@ import warnings
 
 import pytest
 import torch
-from support.models import Scored
+from support import checkpoint_dicts
+from support.checkpoint_dicts import are_equal, loader
 from support.object_store import S3Server, environment
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from treadle.callbacks import ModelCheckpoint, PredictionWriter, read_predictions
 from treadle.cli.entry_point import main
 from treadle.common.remote_path import RemotePath
@@ -36,39 +37,23 @@ def s3():
     server.close()
 
 
-class Task(Scored):
-    """Dropout, a schedule and a logged value: what a resume has to continue."""
-
-    def __init__(self, width: int = 8):
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.2), nn.Linear(width, 1))
-
+class Task(checkpoint_dicts.Task):
     def predict_step(self, batch, batch_idx):
         return self.net(batch[0])
 
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
-
-def loader(shuffle=True):
-    generator = torch.Generator().manual_seed(5)
-    return DataLoader(TensorDataset(torch.randn(24, 4, generator=generator)), batch_size=4, shuffle=shuffle)
+def validation():
+    return DataLoader(loader().dataset, batch_size=4)
 
 
 def fit(root, epochs, ckpt_path=None, checkpoint=None, **flags):
     treadle.seed_everything(3)
-    defaults = {"monitor": "val_loss", "save_top_k": 2, "save_last": True, "every_n_train_steps": 4}
+    defaults = {"monitor": "val", "save_top_k": 2, "save_last": True, "every_n_train_steps": 4}
     flags = {"default_root_dir": root, "log_every_n_steps": 1, "enable_checkpointing": None, **flags}
     trainer = make_trainer(max_epochs=epochs, callbacks=ModelCheckpoint(**defaults | (checkpoint or {})), **flags)
     task = Task()
-    trainer.fit(task, loader(), loader(False), ckpt_path=ckpt_path)
+    trainer.fit(task, loader(), validation(), ckpt_path=ckpt_path)
     return trainer, task
-
-
-def equal(one, other):
-    return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
 
 
 # -- one process -----------------------------------------------------------------------------------------------------
@@ -86,7 +71,7 @@ def test_a_run_at_a_url_resumes_bit_for_bit(root, tmp_path, word, beside):
     resumed, task = fit(f"{root}/run", 3, path if word == "path" else word, saving)
     _, whole = fit(tmp_path, 3)
     assert str(resumed.ckpt_path) == path
-    assert equal(task, whole)
+    assert are_equal(task, whole)
     assert not os.path.exists("memory:")
 
 
@@ -95,7 +80,7 @@ def test_the_best_are_kept_and_the_others_deleted(root):
     kept = {str(path) for path in CheckpointStore(f"{root}/run/checkpoints").find()}
     assert kept == set(trainer.checkpoint_callback.best_k_models)
     assert len(kept) == 2
-    trainer.validate(Task(), loader(False), ckpt_path="best", verbose=False)
+    trainer.validate(Task(), validation(), ckpt_path="best", verbose=False)
     assert str(trainer.ckpt_path) == trainer.checkpoint_callback.best_model_path
 
 
@@ -104,14 +89,14 @@ def test_weights_come_from_a_url_and_are_exported_to_one(root, tmp_path):
     path = trainer.checkpoint_callback.last_model_path
     trainer.save_checkpoint(f"{root}/mine", weights_only=True)
     for checkpoint in (path, f"{root}/mine"):
-        assert equal(Task.load_from_checkpoint(checkpoint), task)
+        assert are_equal(Task.load_from_checkpoint(checkpoint), task)
     targets = (str(tmp_path / "model"), f"{root}/model", f"{root}/one.safetensors")
     for target in targets:
         assert main(["export", path, target, "--max-shard-size", "100"]) == 0
     for source in (path, *targets):
         model = Task()
         treadle.load_weights(model, source)
-        assert equal(model, task)
+        assert are_equal(model, task)
     assert "model.safetensors.index.json" in RemotePath(f"{root}/model").files()
     assert main(["export", path, f"{root}/model"]) == 0
     assert [*RemotePath(f"{root}/model").files()] == ["model.safetensors"]  # in the place of the shards
@@ -134,11 +119,11 @@ def test_predictions_are_written_to_a_url(root):
     writer = PredictionWriter(f"{root}/predictions")
     trainer = treadle.Trainer(callbacks=[writer], logger=False, accelerator="cpu", enable_progress_bar=False)
     task = Task()
-    trainer.predict(task, loader(False))
+    trainer.predict(task, validation())
     task.eval()
     read = list(read_predictions(f"{root}/predictions"))
     with torch.no_grad():
-        expected = [task.net(batch[0]) for batch in loader(False)]
+        expected = [task.net(batch[0]) for batch in validation()]
     assert all(map(torch.equal, read, expected))
 
 
@@ -146,7 +131,7 @@ def test_a_run_folder_at_a_url_is_locked_listed_and_shown(root, capsys):
     settings = {"max_epochs": 1, "accelerator": "cpu", "enable_progress_bar": False}
     with RunFolder.create(f"{root}/runs", "baseline", settings) as folder:
         trainer = treadle.Trainer(**folder.flags(settings))
-        trainer.fit(Task(), loader(), loader(False))
+        trainer.fit(Task(), loader(), validation())
         with pytest.raises(ValueError, match="is in use by process"):
             RunFolder.open(folder.path)
     assert str(folder.path) == f"{root}/runs/baseline/1"
@@ -155,11 +140,11 @@ def test_a_run_folder_at_a_url_is_locked_listed_and_shown(root, capsys):
     assert main(["runs", f"{root}/runs"]) == 0
     assert "baseline/1  finished" in capsys.readouterr().out
     assert main(["runs", "show", f"{root}/runs/baseline/1", "--ascii"]) == 0
-    assert "val_loss" in capsys.readouterr().out
+    assert "val" in capsys.readouterr().out
     with RunFolder.open(f"{root}/runs/baseline/1") as folder:
         trainer = treadle.Trainer(**folder.flags({**settings, "max_epochs": 2}))
-        trainer.fit(Task(), loader(), loader(False), ckpt_path="auto")
-        assert trainer.global_step == 12
+        trainer.fit(Task(), loader(), validation(), ckpt_path="auto")
+        assert trainer.global_step == 16
 
 
 def test_an_own_loop_writes_its_state_weights_and_data_to_a_url(root, tmp_path, monkeypatch):
@@ -175,7 +160,7 @@ def test_an_own_loop_writes_its_state_weights_and_data_to_a_url(root, tmp_path, 
     accelerator.save_model(model, f"{root}/weights")
     loaded = nn.Linear(3, 1)
     treadle.load_weights(loaded, f"{root}/weights")
-    assert equal(loaded, model)
+    assert are_equal(loaded, model)
     accelerator.save({"a": torch.ones(2)}, f"{root}/file.pt")
     data = torch.load(io.BytesIO(RemotePath(f"{root}/file.pt").read_bytes()), weights_only=True)
     assert torch.equal(data["a"], torch.ones(2))
@@ -188,8 +173,7 @@ def test_an_own_loop_writes_its_state_weights_and_data_to_a_url(root, tmp_path, 
 
 
 def train_on_ranks(root, strategy, epochs, ckpt_path, async_save):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         trainer, task = fit(
             root,
             epochs,

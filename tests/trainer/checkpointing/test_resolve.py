@@ -217,11 +217,8 @@ def test_a_callback_names_the_checkpoint_that_somebody_else_keeps(tmp_path, word
         assert fit(tmp_path, Kept(tmp_path / "vault" / "one"), ckpt_path=word)[1] == 5
     assert fit(tmp_path, Kept(), each(tmp_path), ckpt_path="last")[1] == 4  # it has none, so the folders are searched
     said = [text for text in words.messages if text.startswith("ckpt_path=")]
-    assert (
-        said[0]
-        == "ckpt_path='auto': fit starts from scratch, because there is no checkpoint to resume from in the vault's "
-        "checkpoints"
-    )
+    assert said[0].startswith("ckpt_path='auto': fit starts from scratch")
+    assert said[0].endswith("to resume from in the vault's checkpoints")
     with pytest.warns(UserWarning, match="ckpt_path='last': fit starts from scratch"):
         assert fit(tmp_path, Kept(), ckpt_path="last")[1] == 0
     with pytest.raises(
@@ -355,8 +352,7 @@ def two(root, word, stage="fit"):
     rank = int(os.environ["RANK"])
     kept = each(root if rank == 0 else root / "elsewhere")
     own = made(root, kept, strategy="ddp")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         try:
             getattr(own, stage)(Tiny(), loader(20), ckpt_path=word)
         except (ValueError, RuntimeError) as error:

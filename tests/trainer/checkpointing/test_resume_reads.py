@@ -129,8 +129,7 @@ def test_nothing_of_a_damaged_checkpoint_reaches_anyone(saved, tmp_path, stage):
 
 
 def newest_is_damaged(root):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         with Reads() as reads:
             resumed = made(root, 4)
             resumed.fit(Task(), datamodule=Data(), ckpt_path="last")

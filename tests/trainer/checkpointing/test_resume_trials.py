@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 from support.processes import run
-from support.resume_trials import draw, trial
+from support.resume_trials import trial
 
 FEW = (100, 103, 107, 110, 111, 117, 118, 121)
 PART = 10  # seeds in one part of the long test; each is resumed in two chains of one to three interruptions
@@ -39,32 +39,19 @@ def test_few(tmp_path, seed):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_many(tmp_path, part):
-    found = []
-    for seed in range(1000 + part * PART, 1000 + (part + 1) * PART):
-        own, texts, _ = trial(seed, tmp_path / str(seed))
-        if texts:
-            found.append((seed, own, texts))
+    found = trials_here(range(1000 + part * PART, 1000 + (part + 1) * PART), tmp_path)
     assert not found, report(found)
 
 
-def trials_here(seeds, root, door):
+def trials_here(seeds, root, door=None):
     """Trials in each of these processes; all of them share the checkpoints."""
     torch.set_num_threads(1)
     found = []
     for seed in seeds:
-        own, texts, _ = trial(seed, root / str(seed), door, int(os.environ["WORLD_SIZE"]))
+        own, texts, _ = trial(seed, root / str(seed), door, int(os.environ.get("WORLD_SIZE", "1")))
         if texts:
             found.append((seed, own, texts))
     return found
-
-
-@pytest.mark.exhaustive
-@quiet
-@pytest.mark.guarantee
-def test_few_on_two_processes(tmp_path):
-    assert {draw(seed, "trainer", 2)["strategy"] for seed in (1, 2)} == {"ddp", "fsdp"}
-    for found in run(trials_here, 2, (1, 2), tmp_path, "trainer"):
-        assert not found, report(found)
 
 
 @quiet

@@ -2,12 +2,13 @@
 
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 import torch
 from support import models
-from support.processes import run, script
+from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -55,28 +56,15 @@ def fit(root, task, word="auto", data=None, saver=None, **flags):
 OTHER_RUNS = {
     "learning rate": (lambda: Line(lr=0.1), lambda: Line(lr=0.01), r"lr=0.1 in the checkpoint, 0.01 in this run"),
     "class": (Line, Other, r"task .*test_run_identity.Line in the checkpoint, .*test_run_identity.Other in this run"),
-    "shape": (
-        lambda: Line(width=1),
-        lambda: Line(width=2),
-        r"width=1 in the checkpoint, 2 in this run",
-    ),
     "nested": (
-        lambda: Line(net={"act": "relu"}),
-        lambda: Line(net={"act": "gelu"}),
-        "net.act='relu' in the checkpoint, 'gelu'",
-    ),
-    "list": (
-        lambda: Line(sizes=[1, 2]),
-        lambda: Line(sizes=[1, 3]),
-        r"sizes=\[1, 2\] in the checkpoint, \[1, 3\] in this run",
+        lambda: Line(net={"sizes": [1, 2]}),
+        lambda: Line(net={"sizes": [1, 3]}),
+        r"net.sizes=\[1, 2\] in the checkpoint, \[1, 3\] in this run",
     ),
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.exhaustive if name in ("nested", "list") else ()) for name in OTHER_RUNS],
-)
+@pytest.mark.parametrize("name", OTHER_RUNS)
 def test_another_runs_checkpoints_are_skipped_and_said_once(tmp_path, name):
     first, second, text = OTHER_RUNS[name]
     fit(tmp_path, first(), saver=ModelCheckpoint(tmp_path / "c", "{step}", every_n_train_steps=1, save_top_k=-1))
@@ -191,49 +179,16 @@ def test_in_the_folder_of_a_run_nothing_is_begun_beside_it(tmp_path):
         fit(folder.path, Line(lr=0.2), saver=ModelCheckpoint(folder.path / "checkpoints"))
 
 
-SCRIPT = """
-import sys
-import torch, treadle
-from treadle.callbacks import ModelCheckpoint
-
-class Task(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch).pow(2).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-def main(epochs):
-    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger"), False)
-    trainer = treadle.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=ModelCheckpoint("c"), **quiet)
-    trainer.fit(Task(), [torch.ones(1, 2)] * 3, ckpt_path="auto")
-    return trainer.ckpt_path and trainer.ckpt_path.rpartition("/")[2]
-
-if __name__ == "__main__":
-    print("began with", main(int(sys.argv[1])))
-"""
-
-
-def test_a_script_and_the_module_of_its_file_have_one_class(tmp_path, monkeypatch):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "copied.py").write_text(SCRIPT)
-    monkeypatch.chdir(tmp_path)
-    assert "began with None" in script(tmp_path / "train.py", "1").stdout
-    assert "began with None" in script(tmp_path / "copied.py", "2").stdout
-    monkeypatch.syspath_prepend(tmp_path)
-    import train
-
-    with pytest.warns(UserWarning, match=r"task copied.Task in the checkpoint, train.Task in this run"):
-        assert train.main(3) == "epoch=0-step=3.ckpt"
-
-
-def test_a_class_of_a_notebook_has_no_file(monkeypatch):
-    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
-    assert class_name(type("Task", (), {"__module__": "__main__"})) == "__main__.Task"
+@pytest.mark.parametrize(
+    ("file", "spec", "name"),
+    [("/a/train.py", None, "train.Task"), ("/a/train.py", "b.train", "b.train.Task"), (None, None, "__main__.Task")],
+    ids=["script", "module", "notebook"],
+)
+def test_a_class_of_the_running_program_has_the_name_that_its_module_has_elsewhere(monkeypatch, file, spec, name):
+    main = types.ModuleType("__main__")
+    main.__file__, main.__spec__ = file, spec and ModuleSpec(spec, None)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert class_name(type("Task", (), {"__module__": "__main__"})) == name
 
 
 def two(root):

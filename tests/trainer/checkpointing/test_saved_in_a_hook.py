@@ -126,7 +126,11 @@ def test_what_was_logged_last_goes_with_it(tmp_path):
     assert trainer.callback_metrics["seldom"].item() == 0.0
 
 
-def test_time_runs_out_while_every_step_validates(tmp_path):
-    _, trainer = fit(max_time={"seconds": 0.3}, max_epochs=-1, val_check_interval=1)
+def test_time_runs_out_while_every_step_validates_and_is_up_in_a_resumed_run(tmp_path):
+    flags = {"max_time": {"seconds": 0.3}, "max_epochs": -1, "val_check_interval": 1}
+    _, trainer = fit(**flags)
     assert trainer.progress.batch != 0 or trainer.progress.step % 8 == 0
     assert 0.3 <= trainer.progress.seconds < 3
+    trainer.save_checkpoint(tmp_path / "c")
+    _, resumed = fit(**flags, ckpt_path=tmp_path / "c")
+    assert resumed.global_step <= trainer.global_step + 1

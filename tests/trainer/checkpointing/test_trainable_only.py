@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.failing_runs import Fails
 from support.processes import run
-from support.trainers import NO_OUTPUT
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 from treadle.callbacks import Callback, ModelCheckpoint
@@ -13,7 +13,6 @@ from treadle.engine.weights import load_weights
 
 import treadle
 
-QUIETLY = {**NO_OUTPUT, "enable_checkpointing": True}
 WORLDS = [("ddp", 2), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (("auto", 1), ("fsdp", 2)))]
 
 
@@ -47,7 +46,9 @@ def fit(task, folder, epochs, ckpt_path=None, strategy="auto", callbacks=(), **o
     saved = ModelCheckpoint(
         folder, "{step}", save_top_k=-1, save_trainable_only=True, enable_version_counter=False, **options
     )
-    trainer = treadle.Trainer(max_epochs=epochs, strategy=strategy, callbacks=[saved, *callbacks], **QUIETLY)
+    trainer = make_trainer(
+        max_epochs=epochs, strategy=strategy, callbacks=[saved, *callbacks], enable_checkpointing=True
+    )
     treadle.seed_everything(3)
     trainer.fit(task, loader(), ckpt_path=ckpt_path)
     weights = trainer.accelerator.get_state_dict(trainer.task)

@@ -168,13 +168,16 @@ def make_sampler():
     return BudgetBatchSampler(LENGTHS, BUDGET, buckets=8)
 
 
+def make_loader(sampler, **options):
+    return DataLoader(make_samples(), batch_sampler=sampler, collate_fn=collate, **options)
+
+
 @pytest.mark.parametrize("count", [len(LENGTHS) - 3, len(LENGTHS) + 3])
 def test_lengths_of_another_dataset_are_refused(count):
     """With fewer lengths, the other samples would never be trained."""
     sampler = BudgetBatchSampler(np.resize(LENGTHS, count), BUDGET)
-    loader = DataLoader(make_samples(), batch_sampler=sampler, collate_fn=collate)
     with pytest.raises(ValueError, match=f"lengths of {count} samples, but the dataset has {len(LENGTHS)}"):
-        make_trainer().fit(Task(True), loader)
+        make_trainer().fit(Task(True), make_loader(sampler))
 
 
 def train_by_hand(weighted):
@@ -202,11 +205,9 @@ def fit_task(weighted, strategy, folder, ckpt_path=None, workers=0, **flags):
     trainer = make_trainer(
         max_epochs=EPOCHS, strategy=strategy, accumulate_grad_batches=ACCUMULATE, devices=world, **flags
     )
-    loader = DataLoader(make_samples(), batch_sampler=make_sampler(), collate_fn=collate, num_workers=workers)
+    loader = make_loader(make_sampler(), num_workers=workers)
     in_order = BudgetBatchSampler(LENGTHS, BUDGET, shuffle=False)
-    trainer.fit(
-        task, loader, DataLoader(make_samples(), batch_sampler=in_order, collate_fn=collate), ckpt_path=ckpt_path
-    )
+    trainer.fit(task, loader, make_loader(in_order), ckpt_path=ckpt_path)
     path = Path(folder, f"{weighted}-{strategy}-{world}-{flags.get('max_steps')}.ckpt")
     trainer.save_checkpoint(path)
     weights = {n: getattr(w, "full_tensor", w.clone)().detach() for n, w in task.named_parameters()}

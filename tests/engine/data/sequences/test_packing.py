@@ -14,7 +14,7 @@ from support.models import SGDTask, Stream
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from treadle.engine.data.dataset_check import fingerprint
 from treadle.engine.data.sequences.packing import fit
@@ -105,20 +105,15 @@ def test_labels_of_the_dataset_are_kept():
 
 
 def test_lengths_that_are_passed_spare_the_reading():
-    class Once(Dataset):
-        read = 0
-
-        def __len__(self):
-            return 3
-
+    class Watched(list):
         def __getitem__(self, index):
-            self.read += 1
-            return [1] * (index + 1)
+            read.append(index)
+            return super().__getitem__(index)
 
-    source = Once()
+    source, read = Watched([[1], [1, 1], [1, 1, 1]]), []
     rows = pack(source, 4, lengths=[1, 2, 3])
     assert len(rows) == 2
-    assert source.read == 0
+    assert read == []
     assert repr(rows) == "PackedDataset(3 documents in 2 rows of 4 tokens, 75.0 % filled)"
     with pytest.raises(ValueError, match=r"document 2 has 3 tokens, but had 4 when the dataset was packed"):
         list(pack(source, 4, lengths=[1, 2, 4]))
@@ -261,8 +256,7 @@ def train_and_resume(runs, folder):
         arguments = kind, strategy, accumulate, folder
         seen, losses, weights, *_ = fit_task(*arguments)
         stopped, _, _, path, _ = fit_task(*arguments, max_steps=STOP)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             rest, rest_losses, resumed, _, source = fit_task(*arguments, ckpt_path=path)
         equal = stopped + rest == seen and rest_losses == losses[len(stopped) :]
         equal = equal and all(torch.equal(weight, resumed[name]) for name, weight in weights.items())
@@ -307,23 +301,25 @@ def make_table():
     return Table.from_dict({"input_ids": make_documents(80)})
 
 
+def table_stream():
+    return make_table().to_iterable_dataset(4)
+
+
+def packed(make, kind=DataLoader, **options):
+    buffer = {} if make is make_table else {"buffer": 5}
+    return lambda: kind(pack(make(), LENGTH, **buffer), 2, **options)
+
+
+WORKERS = {"num_workers": 2, "persistent_workers": True}
 SOURCES = {
-    "table": lambda: DataLoader(pack(make_table(), LENGTH), 2, shuffle=True),
-    "table, workers": lambda: DataLoader(
-        pack(make_table(), LENGTH), 2, shuffle=True, num_workers=2, persistent_workers=True
-    ),
-    "HF stream": lambda: DataLoader(pack(make_table().to_iterable_dataset(4), LENGTH, buffer=5), 2),
-    "HF stream, shuffled": lambda: DataLoader(
-        pack(make_table().to_iterable_dataset(4).shuffle(seed=1, buffer_size=20), LENGTH, buffer=5), 2
-    ),
-    "HF stream, workers": lambda: DataLoader(
-        pack(make_table().to_iterable_dataset(4), LENGTH, buffer=5), 2, num_workers=2, persistent_workers=True
-    ),
-    "HF stream, StatefulDataLoader": lambda: StatefulDataLoader(
-        pack(make_table().to_iterable_dataset(4), LENGTH, buffer=5), 2, num_workers=2
-    ),
-    "stateful stream, StatefulDataLoader": lambda: StatefulDataLoader(
-        pack(StatefulStream(make_documents(80)), LENGTH, buffer=5), 2, num_workers=2
+    "table": packed(make_table, shuffle=True),
+    "table, workers": packed(make_table, shuffle=True, **WORKERS),
+    "HF stream": packed(table_stream),
+    "HF stream, shuffled": packed(lambda: table_stream().shuffle(seed=1, buffer_size=20)),
+    "HF stream, workers": packed(table_stream, **WORKERS),
+    "HF stream, StatefulDataLoader": packed(table_stream, StatefulDataLoader, num_workers=2),
+    "stateful stream, StatefulDataLoader": packed(
+        lambda: StatefulStream(make_documents(80)), StatefulDataLoader, num_workers=2
     ),
 }
 READ_AGAIN = {"HF stream, shuffled", "HF stream, workers"}
