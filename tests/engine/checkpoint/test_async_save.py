@@ -133,10 +133,7 @@ def test_what_is_noted_is_as_it_was(tmp_path):
     seen.append(2)
     accelerator.finish_saving()
     assert accelerator.load_state(tmp_path / "a")["seen"] == [1]
-    with pytest.raises(
-        TypeError,
-        match=r"is a tensor or an array, but save_state\(info=\.\.\.\) must not contain any. Pass its .item\(\)",
-    ):
+    with pytest.raises(TypeError, match=r"is a tensor or an array, but save_state\(info=\.\.\.\) must .*\.item"):
         accelerator.save_state(tmp_path / "b", info={"loss": torch.tensor(1.0)}, blocking=False)
     with pytest.raises(ValueError, match="'world_size', which is reserved for the run's own metadata"):
         accelerator.save_state(tmp_path / "b", info={"world_size": 3})

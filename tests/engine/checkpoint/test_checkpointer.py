@@ -270,9 +270,7 @@ def test_what_save_writes_is_read_without_trust():
     ids=["path", "timedelta", "array", "frozenset"],
 )
 def test_what_is_not_read_without_trust_is_refused(value, words, tmp_path):
-    with pytest.raises(
-        TypeError, match=rf"obj\.a\.1 is a \w+, which torch\.load\(weights_only=True\) does not load\. .*{words}"
-    ):
+    with pytest.raises(TypeError, match=rf"obj\.a\.1 is a \w+, which torch\.load\(weights_only=True\) does .*{words}"):
         cpu().save({"a": [0, value]}, tmp_path / "x.pt")
     assert os.listdir(tmp_path) == []
 

@@ -20,9 +20,7 @@ def test_an_own_loop_saves_nothing_that_is_not_finite(tmp_path, what, value):
     accelerator, net, optimizer = prepared(lambda: nn.Linear(4, 2))
     accelerator.save_state(tmp_path / "good")
     spoil(net.weight if what == "weight" else optimizer.state[net.weight]["exp_avg_sq"], value)
-    with pytest.raises(
-        ValueError, match=f"^{what} contains? NaN or infinity after optimizer step 1, so .*bad is not saved"
-    ):
+    with pytest.raises(ValueError, match=f"^{what} contains? NaN or infinity after optimizer step 1, so .*bad "):
         accelerator.save_state(tmp_path / "bad")
     assert [path.name for path in tmp_path.iterdir()] == ["good"]
     accelerator.load_state(tmp_path / "good")

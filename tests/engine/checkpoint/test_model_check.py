@@ -51,9 +51,7 @@ def test_what_fits_is_taken_where_it_is_asked_for(saved, kind, options):
 
 def test_the_same_shapes_that_compute_something_else(saved):
     accelerator, *_ = prepared(lambda: Net(activation=nn.GELU))
-    with pytest.warns(
-        UserWarning, match=r"different results:\n  parts\.act: Tanh in the checkpoint, GELU in this model"
-    ):
+    with pytest.warns(UserWarning, match=r"different results:\n  parts\.act: Tanh in the checkpoint, GELU"):
         accelerator.load_state(saved[0])
 
 

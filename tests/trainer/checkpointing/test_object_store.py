@@ -173,16 +173,9 @@ def test_an_own_loop_writes_its_state_weights_and_data_to_a_url(root, tmp_path, 
 
 
 def train_on_ranks(root, strategy, epochs, ckpt_path, async_save):
+    saving = {"async_save": async_save, "every_n_train_steps": 1}
     with warnings.catch_warnings(action="ignore"):
-        trainer, task = fit(
-            root,
-            epochs,
-            ckpt_path,
-            checkpoint={"async_save": async_save, "every_n_train_steps": 1},
-            strategy=strategy,
-            logger=True,
-            devices=2,
-        )
+        trainer, task = fit(root, epochs, ckpt_path, saving, strategy=strategy, logger=True, devices=2)
     weights = trainer.accelerator.get_state_dict(task)
     return weights if trainer.is_global_zero else None, str(trainer.ckpt_path)
 

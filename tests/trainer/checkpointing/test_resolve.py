@@ -221,9 +221,7 @@ def test_a_callback_names_the_checkpoint_that_somebody_else_keeps(tmp_path, word
     assert said[0].endswith("to resume from in the vault's checkpoints")
     with pytest.warns(UserWarning, match="ckpt_path='last': fit starts from scratch"):
         assert fit(tmp_path, Kept(), ckpt_path="last")[1] == 0
-    with pytest.raises(
-        ValueError, match="ckpt_path='last', but there is no intact checkpoint in the vault's checkpoints"
-    ):
+    with pytest.raises(ValueError, match="'last', but there is no intact checkpoint in the vault's checkpoints"):
         made(tmp_path, Kept()).validate(Tiny(), loader(4), ckpt_path="last")
 
 

@@ -81,9 +81,7 @@ def test_a_sample_over_the_budget_is_named_or_alone():
     lengths = [3, 12, 5, 11]
     with pytest.raises(ValueError, match=r"sample 1 of length 12 costs 12, more than budget=10 \(1 other sample t"):
         BudgetBatchSampler(lengths, 10)
-    with pytest.raises(
-        ValueError, match=r"sample 1 of length 12 costs 144, more than budget=130. Increase .* least 144"
-    ):
+    with pytest.raises(ValueError, match=r"sample 1 .* costs 144, more than budget=130. Increase .* least 144"):
         BudgetBatchSampler(lengths, 130, cost=COSTS["attention"])
     batches = list(BudgetBatchSampler(lengths, 10, oversized="alone"))
     assert sorted(map(sorted, batches)) == [[0, 2], [1], [3]]
