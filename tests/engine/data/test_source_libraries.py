@@ -53,9 +53,6 @@ def streams(kind, folder):
             samples.split_by_node(hf_files()), collate_fn=samples.hf_ids, **settings
         ),
         "webdataset": lambda: DataLoader(web(folder, wds.split_by_node), collate_fn=samples.tar_ids, **settings),
-        "stateful": lambda: samples.stateful_loader(
-            samples.split_by_node(hf_files()), WORKERS, collate_fn=samples.hf_ids
-        ),
         "whole datasets": lambda: DataLoader(hf_files(), collate_fn=samples.hf_ids, **settings),
         "whole webdataset": lambda: DataLoader(
             web(folder, lambda source: source), collate_fn=samples.tar_ids, **settings
@@ -84,7 +81,7 @@ def read_an_epoch(folder, kinds):
     return results
 
 
-SPLIT = ("files", "datasets", "webdataset", "stateful")
+SPLIT = ("files", "datasets", "webdataset")
 
 
 WHOLE = ("whole datasets", "whole webdataset", "whole files")

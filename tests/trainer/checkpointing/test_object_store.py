@@ -92,7 +92,7 @@ def test_weights_come_from_a_url_and_are_exported_to_one(root, tmp_path):
         assert are_equal(Task.load_from_checkpoint(checkpoint), task)
     targets = (str(tmp_path / "model"), f"{root}/model", f"{root}/one.safetensors")
     for target in targets:
-        assert main(["export", path, target, "--max-shard-size", "100"]) == 0
+        assert main(["export", path, target, "--max-shard-size", "80"]) == 0
     for source in (path, *targets):
         model = Task()
         treadle.load_weights(model, source)

@@ -183,11 +183,6 @@ def test_a_search_that_finds_nothing_claims_no_version(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_without_a_logger_the_root_directory(tmp_path):
-    fit(tmp_path, ModelCheckpoint())
-    assert fit(tmp_path, ModelCheckpoint(), ckpt_path="last")[1] == 10
-
-
 def test_folders_below_and_several_callbacks(tmp_path):
     often = ModelCheckpoint(tmp_path / "often", "{epoch}/{step}", every_n_train_steps=3, save_top_k=-1)
     seldom = ModelCheckpoint(tmp_path / "seldom", every_n_train_steps=7)
