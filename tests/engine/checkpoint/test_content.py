@@ -14,10 +14,6 @@ from treadle.strategies import FSDP
 import treadle
 
 
-def cpu(**options):
-    return treadle.Accelerator(cpu=True, **options)
-
-
 def sharded_part(folder):
     torch.manual_seed(0)
     accelerator = treadle.Accelerator(cpu=True, strategy=FSDP())
@@ -43,18 +39,18 @@ def test_a_part_may_be_sharded(tmp_path):
 )
 def test_names_of_the_checkpoints_own_files_are_no_names_of_parts(tmp_path, name):
     with pytest.raises(ValueError, match=f"the name '{name}' is reserved for"):
-        cpu().save_state(tmp_path / "c", parts={name: {"a": torch.ones(1)}})
+        treadle.Accelerator(cpu=True).save_state(tmp_path / "c", parts={name: {"a": torch.ones(1)}})
     assert os.listdir(tmp_path) == []
 
 
 def test_what_is_registered_keeps_its_name():
-    accelerator = cpu()
+    accelerator = treadle.Accelerator(cpu=True)
     one, two, three = Count(1), Count(2), Count(3)
     accelerator.register_for_checkpointing(one, Count_1=two)
     accelerator.register_for_checkpointing(three)
     assert accelerator.registered == {"Count_0": one, "Count_1": two, "Count_2": three}
     accelerator.register_for_checkpointing(Count_1=two)
-    other = cpu()
+    other = treadle.Accelerator(cpu=True)
     other.register_for_checkpointing(Count_1=two)
     other.register_for_checkpointing(one, three)
     assert other.registered == {"Count_1": two, "Count_2": one, "Count_3": three}
@@ -64,7 +60,7 @@ def test_what_is_registered_keeps_its_name():
 
 
 def test_parameters_of_no_prepared_model_are_named(tmp_path):
-    accelerator = cpu()
+    accelerator = treadle.Accelerator(cpu=True)
     net, head = nn.Linear(2, 3), nn.Linear(3, 5)
     optimizer = torch.optim.SGD([*net.parameters(), *head.parameters()], lr=0.1)
     accelerator.prepare(net, optimizer)
@@ -76,7 +72,7 @@ def test_parameters_of_no_prepared_model_are_named(tmp_path):
 
 
 def test_what_is_no_place_and_no_part(tmp_path):
-    accelerator = cpu()
+    accelerator = treadle.Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(2, 1))
     with pytest.raises(TypeError, match=r"save_state\(output_dir=5\) must be a path or a URL, not an int"):
         accelerator.save_state(5)

@@ -19,18 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from safetensors.torch import save as serialize
-from support import stored
-from support.stored_states import (
-    ENTRY,
-    FILES,
-    assert_has_things,
-    assert_holds,
-    equal,
-    flip_a_bit,
-    model_state,
-    put_things_into,
-    save,
-)
+from support import stored, stored_states
+from support.stored_states import ENTRY, FILES, assert_holds, equal, flip_a_bit, save
 from treadle.engine.checkpoint import filesystem
 from treadle.engine.checkpoint import store as checkpoint
 from treadle.engine.checkpoint.store import CheckpointStore
@@ -91,7 +81,7 @@ def test_read_tensors_do_not_depend_on_the_file(tmp_path):
     with (path / "model.safetensors").open("r+b") as file:
         file.seek(-20, os.SEEK_END)
         file.write(b"\xff" * 20)
-    assert equal(copied, model_state(3))
+    assert equal(copied, stored_states.model_state(3))
 
 
 # -- which one is the newest -----------------------------------------------------------------------------------------
@@ -241,7 +231,7 @@ def test_killed_while_overwriting_nothing_of_others_is_lost(tmp_path, hooked):
     target, seen, searched = tmp_path / "run" / "last", set(), False
     action = (lambda: others_beside(target)) if hooked else lambda: save(target, 5)
 
-    put_things_into(others_beside(target) if hooked else save(target, 1))
+    stored_states.put_things_into(others_beside(target) if hooked else save(target, 1))
     (target / "unet").mkdir(exist_ok=True)
     (target / "unet" / "mine.txt").write_text("mine")
     shutil.copytree(target.parent, tmp_path / "before", symlinks=True)
@@ -258,7 +248,7 @@ def test_killed_while_overwriting_nothing_of_others_is_lost(tmp_path, hooked):
             assert_holds(target / "best", 7)
         CheckpointStore(target.parent).recover()
         assert os.listdir(target.parent) == ["last"]
-        assert_has_things(target)
+        stored_states.assert_has_things(target)
         assert (target / "unet" / "mine.txt").read_text() == "mine"
         seen.add(checkpoint.verify(target).sequence)
     assert len(seen) == 2
@@ -399,7 +389,7 @@ def test_a_state_that_is_no_data_is_refused_before_anything_is_written(tmp_path)
 
 
 def test_commit_refuses_what_was_not_staged(tmp_path):
-    files = stored.write_part(tmp_path / "x", "model", model_state(1))
+    files = stored.write_part(tmp_path / "x", "model", stored_states.model_state(1))
     other = {"bytes": 1, filesystem.DIGEST: "0" * 32}
     for wrong, reason in (
         ({**files, "state.json": other}, r"state\.json is missing"),

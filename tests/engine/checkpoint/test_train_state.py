@@ -10,15 +10,7 @@ from support.models import Line, loader
 from support.stored import read_part
 from support.trainers import make_trainer
 from treadle.callbacks import ModelCheckpoint
-from treadle.engine.checkpoint import content
-from treadle.engine.checkpoint.train_state import (
-    CallbackStates,
-    OptimizerState,
-    RandomState,
-    RankState,
-    TrainerStates,
-    TrainState,
-)
+from treadle.engine.checkpoint import content, train_state
 
 import treadle
 
@@ -50,12 +42,12 @@ def test_a_saved_run_has_these_keys_and_one_that_is_added_in_one_place(tmp_path,
     state, own = read_part(saved, "state"), read_part(saved, "rank-00000")
     assert state.pop("new") == 3
     written = {
-        TrainState: state,
-        TrainerStates: state["registered"],
-        CallbackStates: state["registered"]["callbacks"],
-        RankState: own,
-        RandomState: {"cuda": [], "cuda_device": 0, "mps": None, **own["random"]},
-        OptimizerState: read_part(saved, "optimizer"),
+        train_state.TrainState: state,
+        train_state.TrainerStates: state["registered"],
+        train_state.CallbackStates: state["registered"]["callbacks"],
+        train_state.RankState: own,
+        train_state.RandomState: {"cuda": [], "cuda_device": 0, "mps": None, **own["random"]},
+        train_state.OptimizerState: read_part(saved, "optimizer"),
     }
     for form, values in written.items():
         assert set(values) == set(get_type_hints(form)), form

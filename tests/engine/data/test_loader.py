@@ -13,16 +13,7 @@ import pytest
 import torch
 from support.loader_ranks import LAZY, Lazy, Negated, Ranks, flat, make_alone, plain_list, seed
 from support.models import Numbers
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    Subset,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from treadle.engine.checkpoint.json_codec import decode, encode
 from treadle.engine.rng import random_state
 
@@ -472,7 +463,7 @@ class Augmented(Dataset):
 
 def augmented(size, workers, persistent=False, state=None, stop=None, subset=False, generator=False, epochs=2):
     def make():
-        data = Subset(Augmented(20), list(range(10))) if subset else Augmented(10)
+        data = torch.utils.data.Subset(Augmented(20), list(range(10))) if subset else Augmented(10)
         drawn = {"shuffle": True, "generator": torch.Generator().manual_seed(3) if generator else None}
         return DataLoader(data, 2, num_workers=workers, persistent_workers=persistent, **drawn)
 
@@ -819,7 +810,7 @@ def test_out_of_order_loaders_are_refused():
 @pytest.mark.parametrize("inside", [False, True])
 def test_the_users_distributed_sampler_is_respected(inside):
     def make(rank):
-        sampler = DistributedSampler(range(8), 2, rank, shuffle=True, seed=3)
+        sampler = torch.utils.data.DistributedSampler(range(8), 2, rank, shuffle=True, seed=3)
         if inside:
             return DataLoader(range(8), batch_sampler=torch.utils.data.BatchSampler(sampler, 2, False))
         return DataLoader(range(8), sampler=sampler, batch_size=2)
@@ -829,7 +820,7 @@ def test_the_users_distributed_sampler_is_respected(inside):
     for epoch in range(2):
         wanted = []
         for rank in (0, 1):
-            sampler = DistributedSampler(range(8), 2, rank, shuffle=True, seed=3)
+            sampler = torch.utils.data.DistributedSampler(range(8), 2, rank, shuffle=True, seed=3)
             sampler.set_epoch(epoch)
             wanted.append(list(sampler))
         pieces = [parts for parts, _ in both.epoch()]
@@ -962,7 +953,7 @@ def own_batches(first):
 
 
 def picked(seed_of_sampler):
-    return order(sampler=DistributedSampler(range(10), 1, 0, seed=seed_of_sampler))
+    return order(sampler=torch.utils.data.DistributedSampler(range(10), 1, 0, seed=seed_of_sampler))
 
 
 @pytest.mark.guarantee

@@ -12,13 +12,7 @@ from support.models import Scored, loader
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
-from treadle.callbacks import (
-    GradientAccumulationScheduler,
-    LambdaCallback,
-    ModelCheckpoint,
-    WeightAveraging,
-    averaged_weights,
-)
+from treadle.callbacks import LambdaCallback, ModelCheckpoint, WeightAveraging, averaged_weights
 from treadle.engine.checkpoint.parts import read_manifest
 
 import treadle
@@ -52,7 +46,7 @@ class Data(treadle.DataModule):
 
 def made(root, steps, *callbacks, form="file"):
     saver = ModelCheckpoint(root, "{step}", monitor="loss", every_n_train_steps=2, save_top_k=-1, format=form)
-    callbacks = [saver, GradientAccumulationScheduler({0: 1}), WeightAveraging(), *callbacks]
+    callbacks = [saver, treadle.callbacks.GradientAccumulationScheduler({0: 1}), WeightAveraging(), *callbacks]
     return make_trainer(max_epochs=None, max_steps=steps, enable_checkpointing=True, callbacks=callbacks)
 
 

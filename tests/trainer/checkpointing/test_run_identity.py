@@ -11,7 +11,6 @@ from support import models
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import LearningRateFinder, ModelCheckpoint
 from treadle.trainer.checkpointing.run_identity import class_name
 from treadle.trainer.runs.folder import RunFolder
@@ -41,7 +40,7 @@ class Data(treadle.DataModule):
         self.save_hyperparameters()
 
     def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(10, 2)), self.hparams.batch_size)
+        return models.loader(10, self.hparams.batch_size)
 
 
 def fit(root, task, word="auto", data=None, saver=None, **flags):
