@@ -739,6 +739,11 @@ class Deaf(DataLoader):
         return iter([torch.tensor([0]), torch.tensor([1])])
 
 
+class Choosy(DataLoader):
+    def __iter__(self):
+        return itertools.islice(super().__iter__(), 0, None, 2)
+
+
 def test_subclasses_keep_their_class_and_stay_as_they_are():
     seed(7)
     wanted = [plain_list(Negated(range(9), batch_size=4, shuffle=True)) for _ in range(2)]
@@ -761,9 +766,10 @@ def test_subclasses_keep_their_class_and_stay_as_they_are():
 
 
 @pytest.mark.parametrize("data", [range(4), Stream(4)], ids=["map", "stream"])
-def test_a_loader_that_can_not_be_sharded(data):
-    with pytest.raises(ValueError, match=r"Deaf does not yield one batch for each.*iter"):
-        Ranks(lambda: Deaf(data), 2).ids()
+@pytest.mark.parametrize("kind", [Deaf, Choosy])
+def test_a_loader_that_can_not_be_sharded(kind, data):
+    with pytest.raises(ValueError, match=f"{kind.__name__} does not yield one batch for each.*iter"):
+        Ranks(lambda: kind(data), 2).ids()
 
 
 @pytest.mark.long

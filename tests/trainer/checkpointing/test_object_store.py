@@ -76,7 +76,7 @@ def test_a_run_at_a_url_resumes_bit_for_bit(root, tmp_path, word, beside):
 
 
 def test_the_best_are_kept_and_the_others_deleted(root):
-    trainer, _ = fit(f"{root}/run", 3, checkpoint={"save_last": False})
+    trainer, _ = fit(f"{root}/run", 3, checkpoint={"save_last": False, "monitor": "loss"})
     kept = {str(path) for path in CheckpointStore(f"{root}/run/checkpoints").find()}
     assert kept == set(trainer.checkpoint_callback.best_k_models)
     assert len(kept) == 2

@@ -188,6 +188,16 @@ def test_a_class_of_the_running_program_has_the_name_that_its_module_has_elsewhe
     assert class_name(type("Task", (), {"__module__": "__main__"})) == name
 
 
+def test_a_file_has_another_prefix_when_it_is_run_from_within_its_package(tmp_path):
+    def task(module):
+        return type("Task", (Line,), {"__module__": module})()
+
+    fit(tmp_path, task("b.train"))
+    assert fit(tmp_path, task("train"), max_epochs=2) == 5
+    with pytest.warns(UserWarning, match=r"task train\.Task in the checkpoint, copied\.Task in this run"):
+        assert fit(tmp_path, task("copied")) == 0
+
+
 def two(root):
     return [fit(root, Line(lr=lr), strategy="ddp", max_epochs=epochs) for lr, epochs in ((0.1, 2), (0.2, 1))]
 
