@@ -1,24 +1,21 @@
 """Loops that call `accumulate` several times for a batch compared with plain loops, and prepared optimizers."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools
 import pickle
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from support.models import take_step
 from support.processes import run
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 import treadle
-from treadle import Accelerator
 from treadle.utils import GradientAccumulationPlugin
 
 EPOCHS = 2
@@ -61,29 +58,37 @@ def weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
+def by_hand(losses, momentum=0.0, clip=None):
+    """A plain loop with a step on each of ``losses``, which take the model: gradient norms, and weights at the end."""
+    model, norms = build(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum)
+    for loss in losses:
+        loss(model).backward()
+        norms.append(norm_of(model))
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, weights(model)
+
+
+def mean_loss(calls, weight):
+    return lambda model: sum(weight(x) * loss_of(model, x) for x in calls) / sum(map(weight, calls))
+
+
 def plain_loop(kind, k, world):
     """Every k-th call is a step on the mean over the calls since the last step, each with the slices of all ranks.
 
     Whole batches weigh as many samples as they have.
     """
     samples, width, split = KINDS[kind]
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    trace, calls = [], []
-    for _ in range(EPOCHS):
-        for batch in rows(samples).split(width):
-            shares = [split(share, width // world) for share in batch.chunk(world)]
-            for x in map(torch.cat, zip(*shares, strict=True)):
-                calls.append(x)
-                if len(calls) == k:
-                    weight = [float(len(x)) if kind == "batches" else 1.0 for x in calls]
-                    (sum(w * loss_of(model, x) for w, x in zip(weight, calls, strict=True)) / sum(weight)).backward()
-                    trace.append(norm_of(model))
-                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    calls = []
-    return trace, weights(model)
+    calls = []
+    for batch in [*rows(samples).split(width)] * EPOCHS:
+        shares = [split(share, width // world) for share in batch.chunk(world)]
+        calls += map(torch.cat, zip(*shares, strict=True))
+    steps = [calls[first : first + k] for first in range(0, len(calls) - len(calls) % k, k)]
+    weight = len if kind == "batches" else lambda x: 1
+    return by_hand([mean_loss(step, weight) for step in steps], momentum=0.9, clip=0.5)
 
 
 def own_loop(kind, k, sync, stop=None, folder=None):
@@ -119,19 +124,11 @@ def own_loop(kind, k, sync, stop=None, folder=None):
 
 def plain_gan(k, samples=10, width=4):
     """Every k-th batch is a step of both models, and so is the last batch of an epoch."""
-    models = [build(), build()]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in models]
-    trace = []
-    for _ in range(EPOCHS):
-        batches = rows(samples).split(width)
-        for first in range(0, len(batches), k):
-            x = torch.cat(batches[first : first + k])
-            for model, optimizer, power in zip(models, optimizers, (1, 2), strict=True):
-                (loss_of(model, x) * power).backward()
-                trace.append(norm_of(model))
-                optimizer.step()
-                optimizer.zero_grad()
-    return trace, weights(models[0]) + weights(models[1])
+    batches = rows(samples).split(width)
+    steps = [torch.cat(batches[first : first + k]) for first in range(0, len(batches), k)] * EPOCHS
+    first = by_hand([lambda model, x=x: loss_of(model, x) for x in steps])
+    second = by_hand([lambda model, x=x: loss_of(model, x) * 2 for x in steps])
+    return [norm for pair in zip(first[0], second[0], strict=True) for norm in pair], first[1] + second[1]
 
 
 def own_gan(k, weighted=False, samples=10, width=4):
@@ -183,18 +180,9 @@ def weighted_gradients(how, precision="no"):
 
 
 def plain_weighted_gradients(world):
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     tokens = torch.tensor(TOKENS, dtype=torch.float64)[:, :world].flatten()
     x = torch.cat([rows(6)[2 * number + rank][None] for number in range(3) for rank in range(world)])
-    trace = []
-    for _ in range(2):
-        ((model(x) ** 2).squeeze(1) @ tokens / tokens.sum()).backward()
-        trace.append(norm_of(model))
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    return trace, weights(model)
+    return by_hand([lambda model: (model(x) ** 2).squeeze(1) @ tokens / tokens.sum()] * 2, clip=0.5)
 
 
 def skipped_steps():
@@ -219,11 +207,6 @@ def scale(backward, model, inner, x):
     backward(loss_of(model, x))
     for parameter in model.parameters():
         parameter.grad *= 0.5
-
-
-def clip_by_value(backward, model, inner, x):
-    backward(loss_of(model, x))
-    nn.utils.clip_grad_value_(model.parameters(), 0.05)
 
 
 def remove_one(backward, model, inner, x):
@@ -276,7 +259,7 @@ def sharpness_aware(backward, model, inner, x):
 
 
 BODIES = (
-    *(scale, clip_by_value, remove_one, backward_twice_through_one_graph, backward_after_two_forwards),
+    *(scale, remove_one, backward_twice_through_one_graph, backward_after_two_forwards),
     *(forward_of_the_users_module, forward_of_both, penalty, sharpness_aware),
 )
 
@@ -351,11 +334,7 @@ def test_a_weighted_gradient_is_the_mean_as_soon_as_it_is_complete(found, world,
 
 
 def test_discarded_gradients_leave_no_weight(found):
-    model, wanted = build(), []
-    for x in rows(4):
-        model.zero_grad()
-        loss_of(model, x[None]).backward()
-        wanted.append(norm_of(model))
+    wanted = [by_hand([lambda model, x=x: loss_of(model, x[None])])[0][0] for x in rows(4)]
     for ranks in (*found[1], *found[2]):
         assert ranks["skipped"] == pytest.approx(wanted, rel=1e-10)
 
@@ -377,16 +356,12 @@ def take_within(count):
 def test_batches_taken_within_the_context(world):
     """Each call counts from the first, on the mean over the group's calls, also across the end of an epoch."""
     count = 11 * world - 1  # of the last batch, two processes get unequal shares
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     calls = [*rows(count).split(4 * world)] * 2
-    for pair in zip(calls[::2], calls[1::2], strict=True):
-        (sum(loss_of(model, x) for x in pair) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    pairs = zip(calls[::2], calls[1::2], strict=True)
+    _, wanted = by_hand([mean_loss(pair, lambda x: 1) for pair in pairs])
     for synced, found in run(take_within, world, count):
         assert synced == [False, True] * 3
-        assert found == pytest.approx(weights(model), rel=1e-10)
+        assert found == pytest.approx(wanted, rel=1e-10)
 
 
 def take_ahead(steps, sets_sync):
@@ -418,15 +393,10 @@ def test_batches_taken_ahead_without_the_context(world, steps, sets_sync):
 
     That of transformers' ``Trainer`` sets ``sync_gradients`` itself, and may take one batch per process.
     """
-    model, norms = build(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    for x in rows(11).split(2 * steps) * EPOCHS:
-        loss_of(model, x).backward()
-        norms.append(norm_of(model))
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = [lambda model, x=x: loss_of(model, x) for x in rows(11).split(2 * steps) * EPOCHS]
+    norms, values = by_hand(losses)
     for found in run(take_ahead, world, steps // world, sets_sync):
-        assert found == (pytest.approx(norms, rel=1e-10), pytest.approx(weights(model), rel=1e-10))
+        assert found == (pytest.approx(norms, rel=1e-10), pytest.approx(values, rel=1e-10))
 
 
 def test_calls_for_the_only_batch_of_an_epoch(recwarn):
@@ -436,11 +406,8 @@ def test_calls_for_the_only_batch_of_an_epoch(recwarn):
     for _ in range(2):
         for x in loader:
             for _ in range(4):
-                with accelerator.accumulate(model):
-                    accelerator.backward(loss_of(model, x))
-                    synced.append(accelerator.sync_gradients)
-                    optimizer.step()
-                    optimizer.zero_grad()
+                take_step(accelerator, model, optimizer, x)
+                synced.append(accelerator.sync_gradients)
     assert synced == [True, False, True, False, True, False, True, False]
     assert [str(w.message) for w in recwarn if "From now on, each call counts as a micro-batch" in str(w.message)]
 
@@ -468,54 +435,43 @@ def test_backward_passes_that_torch_does_not_reduce_with_accumulation(found):
             assert values == pytest.approx(wanted, rel=1e-10)
 
 
-class CountingSGD(torch.optim.SGD):
-    zeroed = 0
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.zeroed += 1
-        super().zero_grad(set_to_none)
-
-
-def prepare_after_backward(kind: type[torch.optim.Optimizer]) -> tuple[nn.Linear, Any]:
+def prepare_after_backward():
     model = nn.Linear(2, 2)
-    model, optimizer = Accelerator(cpu=True).prepare(model, kind(model.parameters(), lr=0.1))
+    model, optimizer = treadle.Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model(torch.ones(1, 2)).sum().backward()
     return model, optimizer
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, CountingSGD])
-def test_zero_grad_drops_the_gradients_or_keeps_them_as_zeros(kind: type[torch.optim.Optimizer]) -> None:
-    model, optimizer = prepare_after_backward(kind)
+def test_zero_grad_drops_the_gradients_or_keeps_them_as_zeros():
+    model, optimizer = prepare_after_backward()
     optimizer.zero_grad(set_to_none=False)
     assert torch.equal(model.weight.grad, torch.zeros(2, 2))
     optimizer.zero_grad()
     assert [parameter.grad for parameter in model.parameters()] == [None, None]
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         optimizer.zero_grad()
-    assert f"Optimizer.zero_grad#{kind.__name__}.zero_grad" in {row.key for row in recorded.key_averages()}
-    if kind is CountingSGD:
-        assert optimizer.optimizer.zeroed == 3
+    assert "Optimizer.zero_grad#SGD.zero_grad" in {row.key for row in recorded.key_averages()}
 
 
-def test_a_patched_zero_grad_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, optimizer = prepare_after_backward(torch.optim.SGD)
-    calls: list[bool] = []
-    monkeypatch.setattr(optimizer.optimizer, "zero_grad", lambda set_to_none: calls.append(set_to_none))
+@pytest.mark.parametrize("owner", [lambda optimizer: optimizer, type], ids=["patched", "class"])
+def test_a_zero_grad_of_ones_own_is_called(monkeypatch, owner):
+    _, optimizer = prepare_after_backward()
+    calls = []
+    monkeypatch.setattr(owner(optimizer.optimizer), "zero_grad", lambda *_, set_to_none: calls.append(set_to_none))
     optimizer.zero_grad()
     assert calls == [True]
 
 
-def copy_with_torch(optimizer: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(optimizer, buffer)
+def copy_with_torch(optimizer):
+    torch.save(optimizer, buffer := io.BytesIO())
     buffer.seek(0)
     return torch.load(buffer, weights_only=False)
 
 
 @pytest.mark.parametrize("make_copy", [lambda o: pickle.loads(pickle.dumps(o)), copy.deepcopy, copy_with_torch])
-def test_a_copy_is_the_wrapped_optimizer_with_its_state(make_copy: Any) -> None:
+def test_a_copy_is_the_wrapped_optimizer_with_its_state(make_copy):
     model = nn.Linear(2, 2)
-    prepared = Accelerator(cpu=True).prepare(torch.optim.Adam(model.parameters(), lr=0.1))
+    prepared = treadle.Accelerator(cpu=True).prepare(torch.optim.Adam(model.parameters(), lr=0.1))
     x = torch.tensor([[1.0, -2.0]])
     model(x).square().sum().backward()
     prepared.step()

@@ -23,10 +23,10 @@ def data():
     return DataLoader(torch.randn(32, 2, generator=torch.Generator().manual_seed(1)), 2)
 
 
-def train(accelerator, model, optimizer, loader, enters=None, loss=None, clip=False):
+def train(accelerator, model, optimizer, loader, enters=True, loss=None, clip=False):
     for x in loader:
-        for entered in [model] if enters is None else enters:
-            accelerator.accumulate(entered)
+        if enters:
+            accelerator.accumulate(model)
         accelerator.backward(model(x).pow(2).mean() if loss is None else loss(x))
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -52,12 +52,18 @@ def train_prepared(*names, k=1, **options):
 # -- what is forgotten -----------------------------------------------------------------------------------------------
 
 
-def the_second_model():
+def train_with_a_head(prepare_head):
     accelerator, model, optimizer = start()
     head = nn.Linear(1, 1)
     optimizer.add_param_group({"params": head.parameters()})
+    if prepare_head:
+        head = accelerator.prepare(head)
     model, optimizer, loader = accelerator.prepare(model, optimizer, data())
-    train(accelerator, model, optimizer, loader, (), lambda x: head(model(x)).mean())
+    train(accelerator, model, optimizer, loader, False, lambda x: head(model(x)).mean())
+
+
+def the_second_model():
+    train_with_a_head(prepare_head=False)
 
 
 def the_optimizer():
@@ -79,8 +85,7 @@ def the_context_of_two_models():
     accelerator, model, optimizer = start(k=4)
     other = build()
     models = accelerator.prepare(model, other)
-    optimizers = [optimizer, accelerator.prepare(torch.optim.SGD(other.parameters(), lr=0.01))]
-    optimizers[0] = accelerator.prepare(optimizer)
+    optimizers = accelerator.prepare(optimizer, torch.optim.SGD(other.parameters(), lr=0.01))
     for x in accelerator.prepare(data()):
         for one, its_optimizer in zip(models, optimizers, strict=True):
             accelerator.backward(one(x).mean())
@@ -96,13 +101,12 @@ NOT_WHOLE = "it steps inside an accumulation group"
 NOT_ENTERED = "gradient_accumulation_steps=4, but the loop does not enter accumulate"
 FORGOTTEN = {  # the message, whether several ranks would diverge, and the loop
     "nothing prepared": (NOT_PREPARED, True, train_prepared),
-    "nothing prepared nor entered": (NOT_AVERAGED, True, lambda: train_prepared(enters=(), clip=True)),
-    "only the loader": (NOT_PREPARED, True, lambda: train_prepared("loader", k=2)),
-    "the model": (NOT_AVERAGED, True, lambda: train_prepared("optimizer", "loader", enters=())),
+    "nothing prepared nor entered": (NOT_AVERAGED, True, lambda: train_prepared(enters=False, clip=True)),
+    "the model": (NOT_AVERAGED, True, lambda: train_prepared("optimizer", "loader", enters=False)),
     "the optimizer": (NOT_COUNTED, False, the_optimizer),
     "the optimizer at the end of groups": (NOT_COUNTED, False, the_optimizer_at_the_end_of_groups),
     "the optimizer, with accumulation": (NOT_WHOLE, True, lambda: train_prepared("model", "loader", k=4)),
-    "the context": (NOT_ENTERED, False, lambda: train_prepared(*ALL, k=4, enters=())),
+    "the context": (NOT_ENTERED, False, lambda: train_prepared(*ALL, k=4, enters=False)),
     "the context of two models": (NOT_ENTERED, False, the_context_of_two_models),
 }
 
@@ -122,15 +126,7 @@ def outcome(loop):
 
 
 def loss_module_of_its_own():
-    accelerator, model, optimizer = start()
-    head = nn.Linear(1, 1)
-    optimizer.add_param_group({"params": head.parameters()})
-    model, head, optimizer, loader = accelerator.prepare(model, head, optimizer, data())
-    for x in loader:
-        with accelerator.accumulate(model, head):
-            accelerator.backward(head(model(x)).mean())
-            optimizer.step()
-            optimizer.zero_grad()
+    train_with_a_head(prepare_head=True)
 
 
 def teacher_and_average():
@@ -139,14 +135,14 @@ def teacher_and_average():
     probe = nn.Linear(2, 1)
     probe_optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, data())
-    for x in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward((model(x) - teacher(x)).pow(2).mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        average.update_parameters(accelerator.unwrap_model(model))
+
+    def loss(x):
         probe(x).mean().backward()  # each rank's own
         probe_optimizer.step()
+        average.update_parameters(accelerator.unwrap_model(model))
+        return (model(x) - teacher(x)).pow(2).mean()
+
+    train(accelerator, model, optimizer, loader, loss=loss)
 
 
 def evaluation_only():
@@ -193,15 +189,13 @@ def an_input_is_optimized():
         optimizer.step()
 
 
+class Around(torch.optim.Optimizer):
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.step = inner.step
+
+
 def optimizer_around_an_optimizer():
-    class Around(torch.optim.Optimizer):
-        def __init__(self, inner):
-            super().__init__(inner.param_groups, {})
-            self.inner = inner
-
-        def step(self, closure=None):
-            return self.inner.step(closure)
-
     accelerator, model, optimizer = start()
     model, optimizer, loader = accelerator.prepare(model, Around(optimizer), data())
     train(accelerator, model, optimizer, loader)
@@ -220,8 +214,7 @@ def steps_in_hooks():
         model = accelerator.prepare(model)
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(step)
-        for optimizer in [*optimizers.values()]:
-            accelerator.prepare(optimizer)
+        accelerator.prepare(*optimizers.values())
         for x in accelerator.prepare(data()):
             accelerator.backward(model(x).mean())
 
@@ -236,15 +229,8 @@ def nothing_trained_by_the_accelerator():
 
 
 RIGHT = [
-    loss_module_of_its_own,
-    teacher_and_average,
-    evaluation_only,
-    torchs_own_ddp,
-    accumulate_in_a_later_phase,
-    frozen_and_recomputed,
-    an_input_is_optimized,
-    optimizer_around_an_optimizer,
-    steps_in_hooks,
+    *(loss_module_of_its_own, teacher_and_average, evaluation_only, torchs_own_ddp, accumulate_in_a_later_phase),
+    *(frozen_and_recomputed, an_input_is_optimized, optimizer_around_an_optimizer, steps_in_hooks),
     nothing_trained_by_the_accelerator,
 ]
 

@@ -37,12 +37,19 @@ def weights(model):
     return [round(value, 5) for p in model.parameters() for value in p.detach().flatten().tolist()]
 
 
-def joined(accumulate):
-    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+def made():
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+
+
+def prepared(**settings):
+    accelerator = treadle.Accelerator(cpu=True, **settings)
+    return accelerator, *accelerator.prepare(*made())
+
+
+def joined(accumulate):
+    accelerator, model, optimizer, scheduler = prepared(gradient_accumulation_steps=accumulate)
     trace = []
     for epoch in range(3):
         with accelerator.join_uneven_inputs([model]):
@@ -62,9 +69,7 @@ def joined(accumulate):
 
 def by_hand(accumulate):
     """Each step on the mean over the processes that still have a batch."""
-    model = Net()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    model, optimizer, scheduler = made()
     trace = []
     for epoch in range(3):
         shares = [batches(rank, epoch) for rank in range(2)]
@@ -82,21 +87,16 @@ def by_hand(accumulate):
 
 def trained_by_loader(join, even_batches, **settings):
     """Train on 7 samples in batches of 2, so that the ranks' last batches differ."""
-    accelerator = treadle.Accelerator(cpu=True, **settings)
+    accelerator, model, optimizer, _ = prepared(**settings)
     torch.manual_seed(1)
-    loader = torch.utils.data.DataLoader(torch.randn(7, 4), batch_size=2, shuffle=True)
-    model = Net()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.randn(7, 4), batch_size=2, shuffle=True))
     for _ in range(3):
         context = accelerator.join_uneven_inputs([model, optimizer], even_batches) if join else nullcontext()
         with context:
             for batch in loader:
                 take_step(accelerator, model, optimizer, batch)
-    # FSDP's parameters are shards, which have no list.
-    return [
-        getattr(p, "_local_tensor", p).detach().flatten().tolist() for p in model.parameters()
-    ], optimizer.steps_taken
+    shards = [getattr(p, "_local_tensor", p) for p in model.parameters()]  # of FSDP, which have no list
+    return [shard.detach().flatten().tolist() for shard in shards], optimizer.steps_taken
 
 
 def with_and_without_join(strategy="ddp", **settings):
@@ -109,13 +109,8 @@ def with_and_without_join(strategy="ddp", **settings):
         return [trained_by_loader(True, even, **settings) == plain for even in (None, False, True)]
 
 
-def prepared():
-    accelerator, model = treadle.Accelerator(cpu=True), Net()
-    return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
 def evaluated():
-    accelerator, model, optimizer = prepared()
+    accelerator, model, optimizer, _ = prepared()
     losses = []
     with accelerator.join_uneven_inputs([model]):
         for batch in batches(accelerator.process_index, 0):
@@ -128,7 +123,7 @@ def evaluated():
 
 def without_batches(rank):
     """Return the weights after an epoch in which only ``rank`` has batches."""
-    accelerator, model, optimizer = prepared()
+    accelerator, model, optimizer, _ = prepared()
     with accelerator.join_uneven_inputs([model]):
         for batch in batches(0, 0) if accelerator.process_index == rank else []:
             take_step(accelerator, model, optimizer, batch)
@@ -193,8 +188,7 @@ def test_an_evaluation_of_three_and_five_batches(two_ranks):
 
 
 def test_a_rank_without_any_batch(two_ranks):
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, _ = made()
     for batch in batches(0, 0):
         model(batch).pow(2).mean().backward()
         optimizer.step()

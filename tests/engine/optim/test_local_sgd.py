@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
+from support.ddp_loops import Net, sgd, weights
 from support.models import take_step
 from support.processes import run
-from torch import nn
 from torch.utils.data import DataLoader
 from treadle.engine import LocalSGD
 from treadle.strategies import DDP
@@ -20,22 +20,9 @@ def samples():
     return list(torch.randn(SAMPLES, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))
 
 
-def network():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-
-
-def stepper(net):
-    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-
-
-def weights(net):
-    return torch.cat([p.detach().flatten() for p in net.parameters()])
-
-
 def by_hand(every, k):
-    nets = [network(), network()]
-    steppers = [stepper(net) for net in nets]
+    nets = [Net(), Net()]
+    steppers = [sgd(net) for net in nets]
     batches = torch.stack(samples()).view(-1, 2, WIDTH, 3)
     starts = range(0, len(batches), k)
     trace = []
@@ -56,19 +43,15 @@ def by_hand(every, k):
 
 def apart(every, k, enabled=True):
     accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=k)
-    net = network()
-    model, optimizer, loader = accelerator.prepare(net, stepper(net), DataLoader(samples(), WIDTH))
+    net = Net()
+    model, optimizer, loader = accelerator.prepare(net, sgd(net), DataLoader(samples(), WIDTH))
     trace = []
-    context = LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=every, enabled=enabled)
-    with context as local_sgd:
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=every, enabled=enabled) as local_sgd:
         for x in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(model(x).pow(2).mean())
-                optimizer.step()
-                optimizer.zero_grad()
-                if accelerator.sync_gradients:
-                    trace.append(weights(net))
-                local_sgd.step()
+            take_step(accelerator, model, optimizer, x)
+            if accelerator.sync_gradients:
+                trace.append(weights(net))
+            local_sgd.step()
     inside = weights(net)
     for x in loader:  # reduced again
         take_step(accelerator, model, optimizer, x)
@@ -76,17 +59,16 @@ def apart(every, k, enabled=True):
 
 
 def refusals():
-    refused = {"zero": DDP(zero=True), "static": DDP(static_graph=True)}
-    for word, strategy in refused.items():
-        accelerator = treadle.Accelerator(cpu=True, strategy=strategy)
-        with pytest.raises(ValueError, match=word), LocalSGD(accelerator, accelerator.prepare(network()), 2):
+    for option in ("zero", "static_graph"):
+        accelerator = treadle.Accelerator(cpu=True, strategy=DDP(**{option: True}))
+        with pytest.raises(ValueError, match=option), LocalSGD(accelerator, accelerator.prepare(Net()), 2):
             pass
 
 
 def failing():
     """An error inside is not held up by an average that the other process never comes to."""
     accelerator = treadle.Accelerator(cpu=True)
-    model = accelerator.prepare(network())
+    model = accelerator.prepare(Net())
     if accelerator.process_index == 0:
         with pytest.raises(ZeroDivisionError), LocalSGD(accelerator, model, 2) as local_sgd:  # noqa: PT012
             local_sgd.step()
@@ -124,4 +106,4 @@ def test_on_one_process_it_does_nothing():
 def test_a_number_that_is_none(steps):
     accelerator = treadle.Accelerator(cpu=True)
     with pytest.raises(ValueError, match="local_sgd_steps="):
-        LocalSGD(accelerator, network(), steps)
+        LocalSGD(accelerator, Net(), steps)

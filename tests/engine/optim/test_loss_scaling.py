@@ -9,9 +9,9 @@ from torch import nn
 import treadle
 
 
-def prepare(count=1):
+def prepare(count=1, precision="fp16"):
     """An Accelerator with a loss scale, and models with an optimizer each, whose loss has the gradient 0.25."""
-    accelerator = treadle.Accelerator(cpu=True, mixed_precision="fp16")
+    accelerator = treadle.Accelerator(cpu=True, mixed_precision=precision)
     models = [nn.Linear(1, 1, bias=False) for _ in range(count)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     return accelerator, [accelerator.prepare(*pair) for pair in zip(models, optimizers, strict=True)]
@@ -165,31 +165,17 @@ def test_momentum_after_an_overflow_in_the_first_step(fused):
     assert torch.allclose(model.weight, before - 0.1 * 0.125 * (1 + 1.9), atol=1e-6)
 
 
-class StepsTwice(treadle.TaskModule):
-    """Steps the optimizer between two forward passes of one training_step."""
-
-    automatic_optimization = False
-
-    def __init__(self):
-        super().__init__()
-        self.net, self.outputs = nn.Linear(1, 1, bias=False), []
-        nn.init.constant_(self.net.weight, 0.5)
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_a_forward_pass_after_a_step_uses_the_new_weights(precision):
+    """Also within one autocast context, as in a `training_step` with several steps."""
+    accelerator, [(model, optimizer)] = prepare(precision=precision)
+    nn.init.constant_(model.weight, 0.5)
+    optimizer.param_groups[0]["lr"] = 1.0
+    outputs = []
+    with accelerator.autocast():
         for _ in range(3):
-            output = self.net(batch).float().mean()
-            self.outputs.append(output.item())
-            self.manual_backward(output * 0.25)
+            outputs.append(model(torch.ones(1, 1)).item())
+            backward(accelerator, model)
             optimizer.step()
             optimizer.zero_grad()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1.0)
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-def test_a_forward_pass_after_a_step_uses_the_new_weights(precision):
-    task = StepsTwice()
-    make_trainer(precision=precision).fit(task, torch.utils.data.DataLoader(torch.ones(1, 1)))
-    assert task.outputs == [0.5, 0.25, 0.0]
+    assert outputs == [0.5, 0.25, 0.0]

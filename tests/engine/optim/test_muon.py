@@ -65,12 +65,8 @@ def test_hidden_matrices_get_muon():
     assert split_names(Language(tied=True)) == [HIDDEN, {"tokens.weight"}, VECTORS]
     up = {"blocks.0.up.weight", "blocks.1.up.weight"}
     assert split_names(Language(tied=True), adamw=["*.up.weight"]) == [HIDDEN - up, {"tokens.weight"} | up, VECTORS]
-
-
-def test_all_parameters_in_adamw_for_a_comparison():
-    (adamw,) = muon_with_adamw(Language(), 0.1, adamw=["*"])
-    assert type(adamw) is torch.optim.AdamW
-    assert sum(len(group["params"]) for group in adamw.param_groups) == len(list(Language().parameters()))
+    matrices = HIDDEN | {"mix.weight", "tokens.weight", "out.weight"}
+    assert split_names(Language(), adamw=["*"]) == [matrices, VECTORS]  # all in AdamW, for a comparison
 
 
 def test_names_and_shapes_that_are_no_hidden_matrix():
@@ -104,10 +100,8 @@ def test_the_split_is_announced(caplog):
     with caplog.at_level("INFO", "treadle"):
         muon_with_adamw(Language(), 0.1)
     (line,) = caplog.messages
-    assert line == (
-        "Muon: 5 tensors with 4,336 elements (blocks.*.up.weight, blocks.*.down.weight, mix.weight); AdamW: 8 tensors "
-        "with 1,122 elements (tokens.weight, blocks.*.norm.weight, blocks.*.norm.bias, blocks.*.up.bias, out.weight)"
-    )
+    assert "Muon: 5 tensors with 4,336 elements (blocks.*.up.weight, blocks.*.down.weight, mix.weight)" in line
+    assert "AdamW: 8 tensors with 1,122 elements (tokens.weight, blocks.*.norm.weight, " in line
 
 
 def test_errors():

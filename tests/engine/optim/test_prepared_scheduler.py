@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +22,10 @@ import treadle
 from treadle.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ParallelismConfig
 
 SAMPLES = 48
+
+
+def sgd(lr=1.0):
+    return torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=lr)
 
 
 def linear_decay(optimizer, steps):
@@ -86,8 +89,7 @@ def test_with_split_batches_each_step_counts_once(two_ranks):
 
 def tensor_parallel():
     accelerator = treadle.Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=1.0)
-    return accelerator.prepare_scheduler(StepLR(optimizer, 1)).advances
+    return accelerator.prepare_scheduler(StepLR(sgd(), 1)).advances
 
 
 def test_processes_that_share_a_batch_count_once(two_ranks):
@@ -96,7 +98,7 @@ def test_processes_that_share_a_batch_count_once(two_ranks):
 
 def plateau():
     accelerator = treadle.Accelerator(cpu=True)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=1.0)
+    optimizer = sgd()
     optimizer, scheduler = accelerator.prepare(optimizer, ReduceLROnPlateau(optimizer, factor=0.5, patience=0))
     rates = []
     for metric in (4.0, 3.0, 2.0, 2.5, 2.6):
@@ -112,7 +114,7 @@ def test_a_metric_is_told_once(two_ranks):
 
 def by_epoch(**options):
     accelerator = treadle.Accelerator(cpu=True, **options)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=1.0)
+    optimizer = sgd()
     optimizer, scheduler = accelerator.prepare(optimizer, plain := StepLR(optimizer, 1, 0.5))
     assert scheduler.scheduler is plain
     assert accelerator.prepare(plain) is scheduler
@@ -143,7 +145,7 @@ def test_a_schedule_that_counts_epochs_is_told_how_to(two_ranks):
 
 def one_cycle(total):
     accelerator = treadle.Accelerator(cpu=True)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=1.0)
+    optimizer = sgd()
     optimizer, scheduler = accelerator.prepare(optimizer, OneCycleLR(optimizer, 1.0, total_steps=total))
     for _ in range(5):
         optimizer.step()
@@ -188,25 +190,22 @@ SCHEDULES = {
 }
 
 
-def started(folder, name, batch_size, accumulate, stop=None, resumed=False):
+def started(name, folder, batch_size, accumulate, stop=None, resumed=False):
     accelerator, *parts = training(SCHEDULES[name], batch_size, gradient_accumulation_steps=accumulate)
     if resumed:
-        accelerator.load_state(Path(folder) / name)
+        accelerator.load_state(folder / name)
     rates = trained(accelerator, *parts, stop=stop)
     if stop is not None:
-        accelerator.save_state(Path(folder) / name)
+        accelerator.save_state(folder / name)
     return rates
 
 
-def every_start(folder, batch_size, accumulate):
-    return {
-        name: (started(folder, name, batch_size, accumulate), started(folder, name, batch_size, accumulate, 5))
-        for name in SCHEDULES
-    }
+def start_every(*arguments):
+    return {name: started(name, *arguments) for name in SCHEDULES}
 
 
-def every_end(folder, batch_size, accumulate):
-    return {name: started(folder, name, batch_size, accumulate, resumed=True) for name in SCHEDULES}
+def whole_and_begun(*arguments):
+    return start_every(*arguments), start_every(*arguments, 5)
 
 
 @pytest.mark.long
@@ -220,20 +219,20 @@ def every_end(folder, batch_size, accumulate):
     ],
 )
 def test_the_same_global_batch_on_another_number_of_processes_has_the_same_rates(before, after, tmp_path):
-    first = run(every_start, before[0], str(tmp_path), *before[1:])[0]
-    second = run(every_end, after[0], str(tmp_path), *after[1:])[0]
-    for name, (whole, begun) in first.items():
-        assert whole[:5] == begun
-        assert begun + second[name] == pytest.approx(whole, rel=1e-9, abs=1e-12), name
+    whole, begun = run(whole_and_begun, before[0], tmp_path, *before[1:])[0]
+    ended = run(start_every, after[0], tmp_path, *after[1:], None, True)[0]
+    for name, rates in whole.items():
+        assert rates[:5] == begun[name]
+        assert begun[name] + ended[name] == pytest.approx(rates, rel=1e-9, abs=1e-12), name
 
 
 @pytest.mark.guarantee
 def test_the_same_batch_per_process_follows_the_samples(tmp_path):
-    folder, name = str(tmp_path), "functions of the loader's length"
+    arguments = "functions of the loader's length", tmp_path, 4, 1
     alone = trained(*training(linear_decay, 4))
-    begun = run(started, 2, folder, name, 4, 1, 5)[0]
+    begun = run(started, 2, *arguments, 5)[0]
     with pytest.warns(UserWarning, match="global batch of 8 .* this run has 4"):
-        ended = started(folder, name, 4, 1, resumed=True)
+        ended = started(*arguments, resumed=True)
     assert begun == alone[1:10:2]
     assert ended == alone[10:]
 
@@ -241,7 +240,7 @@ def test_the_same_batch_per_process_follows_the_samples(tmp_path):
 def test_it_knows_its_optimizer():
     """Scripts read the rate, or what else is in the groups, through ``scheduler.optimizers[-1].param_groups``."""
     accelerator = treadle.Accelerator(cpu=True)
-    first, second = (torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=lr) for lr in (1.0, 2.0))
+    first, second = sgd(1.0), sgd(2.0)
     first, second, scheduler = accelerator.prepare(first, second, StepLR(second, 1, 0.5))
     assert scheduler.optimizers == [second]
     second.step()

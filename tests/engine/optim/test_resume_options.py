@@ -1,7 +1,9 @@
 """A resume whose script builds another optimizer or schedule than the saved run: what is said, and what holds."""
 
+import copy
 import math
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -42,9 +44,7 @@ KINDS = {
     "cosine": lambda o, n: schedules.CosineAnnealingLR(o, n, eta_min=0.001),
     "one cycle": lambda o, n: schedules.OneCycleLR(o, [0.1, 0.2], total_steps=n),
     "linear": lambda o, n: schedules.LinearLR(o, 0.2, total_iters=n),
-    "steps": lambda o, n: schedules.StepLR(o, n // 5),
     "milestones": lambda o, n: schedules.MultiStepLR(o, [n // 5, n // 5, n // 3]),
-    "polynomial": lambda o, n: schedules.PolynomialLR(o, n),
     "restarts": lambda o, n: schedules.CosineAnnealingWarmRestarts(o, n // 5, 2),
     "cycles": lambda o, n: schedules.CyclicLR(o, [0.01, 0.02], [0.1, 0.2], n // 5, cycle_momentum=False),
     "sequence": warmed,
@@ -57,9 +57,7 @@ SAID = {
     "cosine": "CosineAnnealingLR: T_max 15 in the checkpoint, 30 in this script",
     "one cycle": "OneCycleLR: total_steps 15 in the checkpoint, 30 in this script",
     "linear": "LinearLR: total_iters 15 in the checkpoint, 30 in this script",
-    "steps": "StepLR: step_size 3 in the checkpoint, 6 in this script",
     "milestones": r"MultiStepLR: milestones \[3, 3, 5\] in the checkpoint, \[6, 6, 10\] in this script",
-    "polynomial": "PolynomialLR: total_iters 15 in the checkpoint, 30 in this script",
     "restarts": "CosineAnnealingWarmRestarts: T_0 3 in the checkpoint, 6 in this script",
     "cycles": "CyclicLR: total_size 6.* in the checkpoint, 12.* in this script",
     "sequence": r"SequentialLR: _schedulers\[1\].T_max 11 in the checkpoint, 26 in this script",
@@ -145,10 +143,8 @@ def test_functions_are_the_scripts_and_that_is_said(tmp_path):
 
 
 def test_other_options_are_said_and_what_is_saved_holds_in_every_resume(tmp_path):
-    def steady(optimizer, length):
-        return schedules.ConstantLR(optimizer, 1.0)
-
-    train(steady, SHORT, 2, target=tmp_path / "0")
+    steady = partial(train, lambda optimizer, _: schedules.ConstantLR(optimizer, 1.0), SHORT, 2)
+    steady(target=tmp_path / "0")
     text = (
         r"AdamW group 0: weight_decay 0.01 in the checkpoint, 0.5 in this script\n"
         r"  AdamW group 0: lr 0.1 in the checkpoint, 0.3 in this script\n"
@@ -156,26 +152,24 @@ def test_other_options_are_said_and_what_is_saved_holds_in_every_resume(tmp_path
     )
     for number in range(2):  # the second resume is of a checkpoint that the changed script saved
         with pytest.warns(UserWarning, match=text):
-            rates = train(steady, SHORT, 2, tmp_path / str(number), tmp_path / str(number + 1), lr=0.3, decay=0.5)
+            rates = steady(tmp_path / str(number), tmp_path / str(number + 1), lr=0.3, decay=0.5)
         assert rates == [[0.1, 0.2]] * 2
-    rates = train(steady, SHORT, 2, tmp_path / "2", tmp_path / "3", lr=0.3, decay=0.5, schedule="script")
+    rates = steady(tmp_path / "2", tmp_path / "3", lr=0.3, decay=0.5, schedule="script")
     assert rates == [[0.3, 0.6]] * 2
     with pytest.warns(UserWarning, match="weight_decay 0.01 in the checkpoint, 0.5") as said:
-        train(steady, SHORT, 2, tmp_path / "3", lr=0.3, decay=0.5)
+        steady(tmp_path / "3", lr=0.3, decay=0.5)
     assert not [one for one in said if ": lr" in str(one.message)]
 
 
 def test_a_schedule_by_measurements_stays_as_saved(tmp_path):
-    def build(optimizer, length):
-        return schedules.ReduceLROnPlateau(optimizer, patience=length, factor=0.5)
-
     accelerator = Accelerator(cpu=True)
 
     def prepared(patience, lr):
         accelerator.free_memory()
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-        return accelerator.prepare(model, optimizer, build(optimizer, patience))
+        schedule = schedules.ReduceLROnPlateau(optimizer, patience=patience, factor=0.5)
+        return accelerator.prepare(model, optimizer, schedule)
 
     _, optimizer, schedule = prepared(1, 0.4)
     for _ in range(4):
@@ -198,11 +192,10 @@ def test_a_schedule_that_can_not_be_brought_there_changes_nothing(tmp_path):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     optimizer = torch.optim.AdamW([{"params": part.parameters()} for part in model], lr=0.1)
     model, optimizer, _ = accelerator.prepare(model, optimizer, build(optimizer, SHORT))
-    before = [dict(group) for group in optimizer.param_groups], model[0].weight.clone()
+    before = copy.deepcopy((optimizer.param_groups, model.state_dict()))
     with pytest.raises(ValueError, match="can't advance this script's OneCycleLR to step 20 of the checkpoint"):
         accelerator.load_state(tmp_path / "s", schedule="script")
-    assert [dict(group) for group in optimizer.param_groups] == before[0]
-    assert torch.equal(model[0].weight, before[1])
+    assert str((optimizer.param_groups, model.state_dict())) == str(before)
     with pytest.raises(ValueError, match="schedule='mine' is not one of"):
         accelerator.load_state(tmp_path / "s", schedule="mine")
 
@@ -255,23 +248,20 @@ def test_on_two_processes(tmp_path, strategy):
 class Scheduled(Line):
     """Four steps an epoch, and a rate that ends with ``max_epochs``."""
 
-    def __init__(self, interval, lr=0.1):
-        super().__init__()
-        self.interval, self.lr, self.rates = interval, lr, []
-
     def training_step(self, batch, batch_idx):
         self.rates.append(self.optimizers().param_groups[0]["lr"])
         return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        optimizer = super().configure_optimizers()
         length = self.trainer.max_epochs if self.interval == "epoch" else self.trainer.estimated_stepping_batches
         schedule = schedules.CosineAnnealingLR(optimizer, length)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": self.interval}}
 
 
 def fit(root, epochs, interval, lr=0.1, **resume):
-    task = Scheduled(interval, lr)
+    task = Scheduled()
+    task.interval, task.lr, task.rates = interval, lr, []
     trainer = make_trainer(max_epochs=epochs, callbacks=ModelCheckpoint(root / "c"), enable_checkpointing=True)
     trainer.fit(task, loader(8), **resume)
     return task.rates
