@@ -11,30 +11,21 @@ from treadle.compat.fabric import Fabric
 import treadle
 from treadle import utils
 
-
-def cpu(**options):
-    return treadle.Accelerator(cpu=True, **options)
-
-
+Plugin = utils.FullyShardedDataParallelPlugin
 OWN = {
     "DeepSpeedPlugin": (lambda: utils.DeepSpeedPlugin(zero_stage=3), "strategy='fsdp'"),
     "FP8": (lambda: utils.TERecipeKwargs(), "Set only mixed_precision='fp8'"),
     "context": (lambda: utils.ParallelismConfig(cp_size=2), "cp_size=2"),
     "init": (lambda: utils.InitProcessGroupKwargs(init_method="tcp://x"), "init_method"),
     "limit": (lambda: utils.ProjectConfiguration(total_limit=0), "total_limit=0"),
-    "format": (
-        lambda: utils.FullyShardedDataParallelPlugin(state_dict_type="SHARD_STATE_DICT"),
-        "'SHARDED_STATE_DICT'",
-    ),
-    "ignored": (lambda: utils.FullyShardedDataParallelPlugin(ignored_modules=[1]), "ignored_modules"),
+    "format": (lambda: Plugin(state_dict_type="SHARD_STATE_DICT"), "'SHARDED_STATE_DICT'"),
+    "ignored": (lambda: Plugin(ignored_modules=[1]), "ignored_modules"),
     "two shardings": (
-        lambda: utils.FullyShardedDataParallelPlugin(
-            sharding_strategy="FULL_SHARD", reshard_after_forward="SHARD_GRAD_OP"
-        ),
+        lambda: Plugin(sharding_strategy="FULL_SHARD", reshard_after_forward="SHARD_GRAD_OP"),
         "contradicts sharding_strategy='FULL_SHARD'",
     ),
-    "sharding": (lambda: utils.FullyShardedDataParallelPlugin(sharding_strategy="FULL_SHRAD"), "FULL_SHARD"),
-    "wrapping": (lambda: utils.FullyShardedDataParallelPlugin(auto_wrap_policy="size_based_wrap"), "min_num_params"),
+    "sharding": (lambda: Plugin(sharding_strategy="FULL_SHRAD"), "FULL_SHARD"),
+    "wrapping": (lambda: Plugin(auto_wrap_policy="size_based_wrap"), "min_num_params"),
 }
 
 
@@ -48,8 +39,7 @@ def test_what_a_plugin_can_not_mean(case):
 @pytest.mark.parametrize("spell", [str.lower, str.upper])  # Accelerate's own constants are upper case
 def test_a_wrap_policy_in_any_case(spell):
     def policy(name, **options):
-        plugin = utils.FullyShardedDataParallelPlugin(auto_wrap_policy=spell(name), **options)
-        return plugin.strategy().auto_wrap_policy
+        return Plugin(auto_wrap_policy=spell(name), **options).strategy().auto_wrap_policy
 
     assert policy("no_wrap")(torch.nn.Linear(1, 1)) is False
     assert policy("size_based_wrap", min_num_params=7) == 7
@@ -62,8 +52,7 @@ NOT_OF_REPLICAS = {"cpu_offload": True, "activation_checkpointing": True, "mixed
 @pytest.mark.parametrize("name", NOT_OF_REPLICAS)
 def test_no_shard_means_replicas_and_drops_no_setting(name):
     def strategy(parallelism=None, **options):
-        plugin = utils.FullyShardedDataParallelPlugin(sharding_strategy="NO_SHARD", **options)
-        return plugin.strategy(parallelism)
+        return Plugin(sharding_strategy="NO_SHARD", **options).strategy(parallelism)
 
     assert strategy(cpu_offload=False, transformer_cls_names_to_wrap="Block").name == "ddp"
     assert strategy(utils.ParallelismConfig(dp_replicate_size=2)).name == "ddp"
@@ -75,13 +64,12 @@ def test_no_shard_means_replicas_and_drops_no_setting(name):
 
 @pytest.mark.parametrize(("policy", "offloads"), [("OffloadPolicy", False), ("CPUOffloadPolicy", True)])
 def test_torchs_offload_policies(policy, offloads):
-    plugin = utils.FullyShardedDataParallelPlugin(cpu_offload=getattr(torch.distributed.fsdp, policy)())
-    assert plugin.strategy().cpu_offload is offloads
+    assert Plugin(cpu_offload=getattr(torch.distributed.fsdp, policy)()).strategy().cpu_offload is offloads
 
 
 def mesh_ranks():
     shards = utils.ParallelismConfig(dp_replicate_size=1, dp_shard_size=2)
-    cpu(parallelism_config=shards)
+    treadle.Accelerator(cpu=True, parallelism_config=shards)
     mesh = shards.get_device_mesh("cpu")
     assert shards.get_device_mesh() is mesh
     with pytest.raises(ValueError, match="device_type='cuda' must be 'cpu'"):
@@ -109,7 +97,7 @@ def test_a_grid_from_accelerates_variables(monkeypatch):
 
 
 def test_settings_that_change_no_result_are_accepted():
-    plugin = utils.FullyShardedDataParallelPlugin(
+    plugin = Plugin(
         state_dict_config=FullStateDictConfig(offload_to_cpu=True, rank0_only=False),
         optim_state_dict_config=FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=False),
         **{"backward_prefetch": "BACKWARD_POST", "forward_prefetch": True, "limit_all_gathers": False},
@@ -119,9 +107,9 @@ def test_settings_that_change_no_result_are_accepted():
     assert plugin.state_dict_type is StateDictType.FULL_STATE_DICT
     plugin.set_state_dict_type("sharded_state_dict")
     assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
-    assert utils.FullyShardedDataParallelPlugin(fsdp_version=2).state_dict_type is StateDictType.SHARDED_STATE_DICT
+    assert Plugin(fsdp_version=2).state_dict_type is StateDictType.SHARDED_STATE_DICT
     for second in (2, "2", "shard_grad_op", ShardingStrategy.SHARD_GRAD_OP):
-        assert utils.FullyShardedDataParallelPlugin(sharding_strategy=second).strategy().reshard_after_forward is False
+        assert Plugin(sharding_strategy=second).strategy().reshard_after_forward is False
 
 
 LAUNCHED = {
@@ -158,7 +146,7 @@ def test_variables_of_accelerate_launch_in_one_process(monkeypatch):
     assert treadle.Accelerator().strategy.name == "single"  # nothing to shard over
     monkeypatch.setenv("FSDP_IGNORED_MODULES", "head.*")
     with pytest.raises(ValueError, match="ignored_modules='head"):
-        utils.FullyShardedDataParallelPlugin()
+        Plugin()
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(ValueError, match=r"USE_DEEPSPEED=true is not supported\. .*strategy='fsdp'"):
         treadle.Accelerator()
@@ -168,7 +156,8 @@ def test_variables_of_accelerate_launch_in_one_process(monkeypatch):
 
 def grid_and_replica_settings():
     os.environ |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
-    accelerator = cpu(kwargs_handlers=[utils.DistributedDataParallelKwargs(find_unused_parameters=True)])
+    replicas = utils.DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = treadle.Accelerator(cpu=True, kwargs_handlers=[replicas])
     return accelerator.strategy.name, accelerator.parallelism_config.dp_shard_size
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import SGDTask
+from support.models import Line
 from support.processes import run
-from support.trainers import NO_OUTPUT
+from support.trainers import make_trainer
 from torch.utils.data import DataLoader
 from treadle.strategies import Precision, apply_nested
 
@@ -72,17 +72,13 @@ def test_a_dataclass_that_is_a_mapping_too():
 
 @pytest.mark.parametrize("precision", ["64-true", "16-true"])
 def test_a_frozen_batch_reaches_the_step(precision):
-    class Task(SGDTask):
-        def __init__(self):
-            super().__init__()
-            self.net = torch.nn.Linear(2, 1)
-
+    class Task(Line):
         def training_step(self, batch, batch_idx):
             assert type(batch) is Frozen
             return self.net(batch.x).sum()
 
     loader = DataLoader([Frozen(torch.ones(1, 2))], batch_size=None)
-    treadle.Trainer(precision=precision, max_epochs=1, accelerator="cpu", **NO_OUTPUT).fit(Task(), loader)
+    make_trainer(precision=precision).fit(Task(), loader)
     cast = Precision.parse(precision).cast(Frozen(torch.ones(1)))
     assert cast.x.dtype == Precision.parse(precision).storage
 

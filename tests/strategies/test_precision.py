@@ -6,10 +6,10 @@ import warnings
 import pytest
 import torch
 import torchmetrics
+from support.models import SGDTask, loader
 from support.processes import run
-from support.trainers import NO_OUTPUT
+from support.trainers import make_trainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import WeightAveraging
 from treadle.compat.precision_plugins import HalfPrecision
 from treadle.compat.utils import set_module_tensor_to_device
@@ -34,7 +34,9 @@ class Waves(nn.Module):
         return -(self.amplitude * x.to(torch.promote_types(x.dtype, torch.float32))).imag.sum(-1, keepdim=True)
 
 
-class Net(treadle.TaskModule):
+class Net(SGDTask):
+    lr = 0.5
+
     def __init__(self):
         super().__init__()
         self.waves = Waves()
@@ -49,9 +51,6 @@ class Net(treadle.TaskModule):
     def training_step(self, batch, batch_idx):
         return self(batch[0]).mean()
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.5)
-
 
 def tensors():
     return {
@@ -63,8 +62,7 @@ def tensors():
 
 
 def by_trainer(precision, task, **flags):
-    trainer = treadle.Trainer(precision=precision, max_epochs=1, accelerator="cpu", **NO_OUTPUT | flags)
-    trainer.fit(task, DataLoader(TensorDataset(torch.ones(2, 2)), batch_size=2))
+    make_trainer(precision=precision, **flags).fit(task, loader(2))
     return task
 
 
@@ -78,9 +76,7 @@ def by_fabric(precision, task):
 
 
 def by_average(precision, task):
-    folder = tempfile.mkdtemp()
-    by_trainer(precision, task, callbacks=[WeightAveraging()], default_root_dir=folder)
-    return task
+    return by_trainer(precision, task, callbacks=[WeightAveraging()], default_root_dir=tempfile.mkdtemp())
 
 
 def by_offload(precision, task):
@@ -164,19 +160,20 @@ def test_float16_on_the_cpu_is_that_of_a_gpu():
     assert task.trainer.scaler is not None
 
 
+STRATEGIES = {
+    "ddp": lambda: DDP(),
+    "fp16": lambda: DDP(comm_hook="fp16"),
+    "bf16": lambda: DDP(comm_hook="bf16"),
+    "power_sgd": lambda: DDP(comm_hook="power_sgd"),
+    "fsdp": lambda: FSDP(auto_wrap_policy=[Waves]),
+    "gather": lambda: FSDP(auto_wrap_policy=[Waves], gather_dtype=torch.bfloat16),
+    "bf16-true": lambda: FSDP(auto_wrap_policy=[Waves]),
+}
+
+
 def train(name):
-    options = {
-        "ddp": lambda: DDP(),
-        "fp16": lambda: DDP(comm_hook="fp16"),
-        "bf16": lambda: DDP(comm_hook="bf16"),
-        "power_sgd": lambda: DDP(comm_hook="power_sgd"),
-        "fsdp": lambda: FSDP(auto_wrap_policy=[Waves]),
-        "gather": lambda: FSDP(auto_wrap_policy=[Waves], gather_dtype=torch.bfloat16),
-        "bf16-true": lambda: FSDP(auto_wrap_policy=[Waves]),
-    }
-    accelerator = treadle.Accelerator(
-        cpu=True, strategy=options[name](), mixed_precision=name if "true" in name else "no"
-    )
+    precision = name if "true" in name else "no"
+    accelerator = treadle.Accelerator(cpu=True, strategy=STRATEGIES[name](), mixed_precision=precision)
     net = Net()
     del net.float8  # gloo does not send it
     model = accelerator.prepare_model(net)
@@ -192,7 +189,7 @@ def train(name):
 
 
 def train_all():
-    names = ["ddp", "fp16", "bf16", "power_sgd", "fsdp", "gather", "bf16-true"]
+    names = list(STRATEGIES)
     if torch.__version__ < "2.13":  # which casts complex parameters to the dtype in which real ones are gathered
         names.remove("gather")
         with pytest.raises(ValueError, match="would drop the imaginary part of complex parameters, as in Waves"):

@@ -49,40 +49,30 @@ def test_torch_itself_runs_out():
     assert allocate() == 1
 
 
+@pytest.mark.parametrize("accumulated", [{}, {"gradient_accumulation_steps": 3}], ids=["default", "passed"])
 @pytest.mark.parametrize(
     ("start", "expected"),
     [(128, [128, 64, 32, 16]), (100, [100, 50, 25, 10]), (12, [12]), (127, [127, 1]), (30, [30, 15])],
     ids=str,
 )
-def test_sizes_divide_and_the_global_batch_stays(start, expected):
-    tried = []
+def test_sizes_divide_and_the_global_batch_stays(start, expected, accumulated, caplog):
+    tried, whole = [], start * accumulated.get("gradient_accumulation_steps", 2)
 
     @find_executable_batch_size(starting_batch_size=start)
     def train(batch_size, word, gradient_accumulation_steps=2):
         tried.append(batch_size)
-        assert batch_size * gradient_accumulation_steps == 2 * start
+        assert batch_size * gradient_accumulation_steps == whole
         if batch_size > 16 or (start == 100 and batch_size > 10):
             raise MemoryError
         return word
 
-    assert train("found") == "found"
-    assert tried == expected
-    assert train("again") == "again"
-    assert tried == expected * 2  # nothing is remembered
-
-
-def test_it_says_what_it_does(caplog):
-    @find_executable_batch_size(starting_batch_size=8)
-    def train(batch_size, gradient_accumulation_steps):
-        if batch_size > 2:
-            raise MemoryError
-        return gradient_accumulation_steps
-
     with caplog.at_level("INFO", logger="treadle"):
-        assert train(gradient_accumulation_steps=3) == 12
-    for line, (size, steps) in zip(caplog.messages, ((4, 6), (2, 12)), strict=True):
-        assert f"train ran out of memory; trying batch_size={size}" in line
-        assert f"gradient_accumulation_steps={steps}, the global batch size stays the same." in line
+        assert train("found", **accumulated) == "found"
+    assert tried == expected
+    for size, line in zip(expected[1:], caplog.messages, strict=True):
+        assert f"trying batch_size={size}. With gradient_accumulation_steps={whole // size}, the global" in line
+    assert train("again", **accumulated) == "again"
+    assert tried == expected * 2  # nothing is remembered
 
 
 def test_a_reduction_of_ones_own():
@@ -267,18 +257,15 @@ def test_a_process_aborts_what_it_waits_in_once_another_has_failed():
 def failing():
     @find_executable_batch_size(starting_batch_size=8)
     def train(batch_size):
-        accelerator = treadle.Accelerator(cpu=True)
-        if accelerator.process_index == 1:
+        if treadle.Accelerator(cpu=True).process_index == 1:
             raise KeyError("a real mistake")
 
-    try:
+    with pytest.raises((KeyError, RuntimeError)) as caught:
         train()
-    except BaseException as error:
-        return type(error).__name__, str(error)
+    return f"{caught.typename}: {caught.value}"
 
 
 def test_a_real_mistake_on_one_of_two_reaches_the_other():
-    assert run(failing, 2) == [
-        ("PeerFailed", "rank 1 failed: KeyError: 'a real mistake'"),
-        ("KeyError", "'a real mistake'"),
-    ]
+    first, second = run(failing, 2)
+    assert first == "PeerFailed: rank 1 failed: KeyError: 'a real mistake'"
+    assert second == "KeyError: 'a real mistake'"

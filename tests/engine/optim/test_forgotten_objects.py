@@ -1,6 +1,5 @@
 """Loops that forget to prepare something, or to enter `accumulate`, and loops that only look like them."""
 
-import copy
 import warnings
 
 import pytest
@@ -145,14 +144,6 @@ def teacher_and_average():
     train(accelerator, model, optimizer, loader, loss=loss)
 
 
-def evaluation_only():
-    accelerator, model, _ = start(k=4)
-    model, loader = accelerator.prepare(model, data())
-    with torch.no_grad():
-        for x in loader:
-            accelerator.gather_for_metrics(accelerator.unwrap_model(model)(x))
-
-
 def torchs_own_ddp():
     accelerator, model, optimizer = start()
     if accelerator.num_processes > 1:
@@ -219,19 +210,9 @@ def steps_in_hooks():
             accelerator.backward(model(x).mean())
 
 
-def nothing_trained_by_the_accelerator():
-    accelerator, model, optimizer = start(k=2)
-    mine = copy.deepcopy(model)
-    for x in data():
-        mine(x).mean().backward()
-        optimizer.step()
-    accelerator.gather(torch.ones(1))
-
-
 RIGHT = [
-    *(loss_module_of_its_own, teacher_and_average, evaluation_only, torchs_own_ddp, accumulate_in_a_later_phase),
+    *(loss_module_of_its_own, teacher_and_average, torchs_own_ddp, accumulate_in_a_later_phase),
     *(frozen_and_recomputed, an_input_is_optimized, optimizer_around_an_optimizer, steps_in_hooks),
-    nothing_trained_by_the_accelerator,
 ]
 
 

@@ -198,15 +198,6 @@ def test_a_rank_without_any_batch(two_ranks):
             assert found == pytest.approx(weights(model), abs=2e-5)
 
 
-def test_one_process_has_nothing_to_join():
-    accelerator = treadle.Accelerator(cpu=True)
-    model = accelerator.prepare(Net())
-    batch = torch.ones(1, 4)
-    with accelerator.join_uneven_inputs([model], even_batches=False):
-        joined_output = model(batch)
-    assert torch.equal(joined_output, model(batch))
-
-
 @pytest.mark.parametrize(
     ("joinables", "even_batches", "words"),
     [

@@ -160,9 +160,7 @@ def test_two_models_are_told_apart():
     )
     accelerator.backward(first(torch.ones(1, 1)).sum() + second(torch.full((1, 1), math.nan)).sum())
     one.step()  # its gradients are finite
-    with pytest.raises(
-        ValueError, match=r"the gradient of weight \(model 1, Linear\) is not finite in optimizer step 1"
-    ):
+    with pytest.raises(ValueError, match=r"weight \(model 1, Linear\) is not finite in optimizer step 1"):
         other.step()
 
 

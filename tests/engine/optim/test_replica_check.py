@@ -67,8 +67,8 @@ def test_a_weight_that_one_process_changed(size):
     assert all(found == results[0][0] for found, _ in results)
 
 
-def with_a_weight_changed(zero):
-    accelerator = treadle.Accelerator(cpu=True, strategy=DDP(zero=zero))
+def with_a_weight_changed():
+    accelerator = treadle.Accelerator(cpu=True)
     net, model, optimizer = make(accelerator)
     step(accelerator, model, optimizer)  # the first: checked, and fine
     for number in range(2, 8):
@@ -81,15 +81,13 @@ def with_a_weight_changed(zero):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("every", "found"), [("1", 3), ("4", 5), ("0", None)], ids=["each step", "each fourth", "never"]
-)
+@pytest.mark.parametrize(("every", "found"), [("1", 3), ("4", 5), ("0", None)])
 def test_a_change_is_found_in_the_next_step_that_is_checked(every, found):
-    results = run(with_a_weight_changed, 2, False, env={**DEBUG, "TREADLE_DEBUG_REPLICAS": every})
-    if found is None:
-        assert results == [None, None]
-        return
+    results = run(with_a_weight_changed, 2, env={**DEBUG, "TREADLE_DEBUG_REPLICAS": every})
     assert results[0] == results[1]
+    if found is None:
+        assert results[0] is None
+        return
     number, text = results[0]
     assert number == found
     assert re.match(r"parameters differ between the processes \(1 of 6\): 0.weight\. ", text), text
@@ -123,13 +121,3 @@ def without_false_alarm():
 @pytest.mark.long
 def test_neither_a_strategy_nor_unequal_steps_give_a_false_alarm():
     assert run(without_false_alarm, 2, env={**DEBUG, "TREADLE_DEBUG_REPLICAS": "1"}) == [[4, 4, 4, 4]] * 2
-
-
-@pytest.mark.parametrize("debug", ["1", ""])
-def test_no_optimizer_is_hooked_where_there_is_nothing_to_compare(monkeypatch, debug):
-    monkeypatch.setenv("TREADLE_DEBUG", debug)
-    accelerator = treadle.Accelerator(cpu=True)
-    _, model, optimizer = make(accelerator)
-    step(accelerator, model, optimizer)
-    accelerator.check_replicas()
-    assert not optimizer.optimizer._optimizer_step_post_hooks

@@ -2,13 +2,13 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 
 import pytest
 from support.processes import clean_environment
 from support.trainers import says
+from treadle.compat.environment import get_free_port
 from treadle.strategies import LaunchEnvironment
 from treadle.strategies.distributed.launch_environment import first_host, read_debug_interval, task_counts
 
@@ -99,7 +99,7 @@ def test_no_launch(env):
     assert LaunchEnvironment.read(env) is None
 
 
-@pytest.mark.parametrize("name", [n for n in SLURM if n in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")])
+@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"])
 def test_half_of_slurms_variables_names_what_is_missing(name):
     with pytest.raises(ValueError, match=rf"^{name} is not set, but SLURM_STEP_NUM_TASKS=3 is"):
         LaunchEnvironment.read(without(SLURM, name))
@@ -190,9 +190,8 @@ def test_a_worker_of_ray_train():
 def test_a_trial_of_ray_tune_is_no_task_of_the_cluster_that_srun_started():
     trial = {**SLURM, "RAY_RAYLET_PID": str(os.getppid())}
     assert LaunchEnvironment.read(trial) is None
-    assert (
-        LaunchEnvironment.read({**SLURM, "RAY_RAYLET_PID": "1"}).launcher == "srun"
-    )  # a program that a worker started
+    program_of_a_worker = LaunchEnvironment.read({**SLURM, "RAY_RAYLET_PID": "1"})
+    assert program_of_a_worker.launcher == "srun"
 
 
 def test_flags_are_held_against_the_job():
@@ -221,10 +220,7 @@ def test_mpirun_itself(tmp_path):
         "total = world.all_reduce(torch.tensor([world.rank + 1]))\n"
         "import os; os.write(1, f'{(world.rank, world.local_rank, world.size, int(total))}\\n'.encode())\n"
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = clean_environment({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    env = clean_environment({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())})
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     command = ["mpirun", *root, "--oversubscribe", "-n", "2", sys.executable, "train.py"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90, check=False)

@@ -2,13 +2,13 @@
 
 import os
 import pickle
-import random
 import sys
 
 import pytest
 import torch
 from support.launches import WHOLE
 from support.processes import run
+from support.trainers import says
 from treadle.strategies import LaunchEnvironment, Precision, open_world
 from treadle.strategies.distributed import world as world_module
 from treadle.strategies.distributed.process_group import let_segments_grow
@@ -24,62 +24,44 @@ def test_a_local_rank_without_a_local_size():
         LaunchEnvironment.read(env)
 
 
-def exchanges():
+def exchanges(placed):
+    """Also as on a GPU, in a group that a script made with NCCL alone: no host tensor is exchanged as it is."""
     world = open_world("cpu")
-    rank = world.rank
+    rank, place, carried = world.rank, world._place, []
+
+    def note(tensor):
+        carried.append(place(tensor) is not tensor)
+        return place(tensor)
+
+    world._place = note
+    if placed:
+        world._carried_devices = set()
     found = [world.all_reduce(torch.tensor([rank + 1.0]), op).item() for op in ("sum", "mean", "max", "min")]
-    found += [t.tolist() for t in world.all_gather(torch.tensor([rank]))]
+    for dtype in (torch.int64, torch.int16, torch.bool, torch.float64):
+        found.append([t.tolist() for t in world.all_gather(torch.tensor([rank], dtype=dtype))])
     found += [world.gather_objects({"r": rank}), world.broadcast(f"from {rank}", 1)]
-    found += [world.any(rank == 1), world.all(rank == 1), world.broadcast_tensor(torch.tensor(rank), 1).item()]
+    found += [world.any(rank == 1), world.all(rank == 1)]
+    found.append(world.broadcast_tensor(torch.tensor(rank, dtype=torch.int16), 1).item())
     work = world.start_all_reduce(votes := torch.ones(4))
-    work.wait()
+    if not placed:
+        work.wait()
     found.append(votes.tolist())
+    assert world.reduce_scatter(torch.tensor([[1], [3]]) * (rank + 1)).tolist() == [[3], [9]][rank]
+    assert set(carried) == {placed}
     try:
         world.raise_together(KeyError("broken") if rank else None)
     except (KeyError, RuntimeError) as error:
         return found, f"{type(error).__name__}: {error}"
 
 
-def test_two_processes():
-    first, second = run(exchanges, 2)
-    wanted = [3.0, 1.5, 2.0, 1.0, [0], [1], [{"r": 0}, {"r": 1}], "from 1", True, False, 1, [2.0] * 4]
+@pytest.mark.guarantee
+@pytest.mark.parametrize("placed", [False, True])
+def test_two_processes(placed):
+    first, second = run(exchanges, 2, placed)
+    gathered = [[[0], [1]], [[0], [1]], [[False], [True]], [[0.0], [1.0]]]
+    wanted = [3.0, 1.5, 2.0, 1.0, *gathered, [{"r": 0}, {"r": 1}], "from 1", True, False, 1, [2.0] * 4]
     assert first == (wanted, "PeerFailed: rank 1 failed: KeyError: 'broken'")
     assert second == (wanted, "KeyError: 'broken'")
-
-
-def exchange_placed():
-    """As on a GPU, in a group that a script made with NCCL alone: no host tensor is exchanged as it is."""
-    world = open_world("cpu")
-    carried, gathered_types = [], []
-    place = world._place
-
-    def note(tensor):
-        carried.append(place(tensor) is not tensor)
-        return place(tensor)
-
-    vars(world).update(_carried_devices=set(), _place=note)
-    summed, started = torch.tensor([1.0, 2.0]) * (world.rank + 1), torch.tensor([world.rank])
-    mean = world.all_reduce(torch.tensor([float(world.rank)]), "mean")
-    assert world.all_reduce(summed) is summed
-    assert world.start_all_reduce(started) is None
-    mine = torch.tensor([[1, 2], [3, 4]]) * (world.rank + 1)
-    sent = torch.tensor([7 + world.rank], dtype=torch.int16)
-    for dtype in (torch.int16, torch.bool, torch.float64):
-        gathered_types.append([part.tolist() for part in world.all_gather(torch.tensor([world.rank], dtype=dtype))])
-    world.broadcast_tensor(sent, 1)
-    found = (summed.tolist(), started.tolist(), mean.item(), world.reduce_scatter(mine).tolist(), sent.tolist())
-    return found, gathered_types, carried, world.any(world.rank == 1), world.all(world.rank == 1)
-
-
-@pytest.mark.guarantee
-def test_a_group_that_carries_no_host_tensors():
-    found = run(exchange_placed, 2)
-    for rank, (numbers, types, carried, some, every) in enumerate(found):
-        assert numbers == ([3.0, 6.0], [1], 0.5, [[3, 6], [9, 12]][rank], [8])
-        assert types == [[[0], [1]], [[False], [True]], [[0.0], [1.0]]]
-        assert (some, every) == (True, False)
-        assert len(carried) >= 8
-        assert all(carried)
 
 
 def test_objects_that_go_to_another_device(monkeypatch):
@@ -124,22 +106,18 @@ def test_an_exit_within_a_joint_block_is_that_of_all():
     ]
 
 
-def test_precision_names():
-    for value, name in (
-        (None, "32-true"),
-        ("no", "32-true"),
-        (16, "16-mixed"),
-        ("bf16", "bf16-mixed"),
-        (64, "64-true"),
-    ):
-        assert Precision.parse(value).name == name
-    for bad in (True, 8, "bf16-mxed", [16], 32.0):
-        with pytest.raises(ValueError, match="is not one of 32-true"):
-            Precision.parse(bad)
-    with pytest.raises(ValueError, match="Did you mean 'bf16-mixed'"):
-        Precision.parse("bf16-mxed")
-    with pytest.raises(ValueError, match="mixed_precision='bf15' is not one of"):
-        treadle.Accelerator(cpu=True, mixed_precision="bf15")
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [(None, "32-true"), ("no", "32-true"), (16, "16-mixed"), ("bf16", "bf16-mixed"), (64, "64-true")],
+)
+def test_precision_names(value, name):
+    assert Precision.parse(value).name == name
+
+
+@pytest.mark.parametrize("value", [True, 8, "bf16-mxed", 32.0])
+def test_what_is_no_precision(value):
+    with says(ValueError, f"mixed_precision={value!r} is not one of"):
+        treadle.Accelerator(cpu=True, mixed_precision=value)
 
 
 def test_a_gpu_without_bfloat16(monkeypatch):
@@ -153,20 +131,19 @@ def test_a_gpu_without_bfloat16(monkeypatch):
     Precision.parse("16-mixed").warn_if_emulated(gpu)
 
 
-def test_contexts_may_be_entered_again():
-    generator = random.Random(3)
-    for name in ("bf16-mixed", "16-mixed", "bf16-true", "64-true"):
-        context = Precision.parse(name).context(torch.device("cpu"))
-        outside = torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype, torch.ones(1).dtype
-        inside = None
-        for depth in (1, 2, generator.randrange(3, 6)):
-            for _ in range(depth):
-                context.__enter__()
-                inside = torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype
-            assert inside != torch.float32
-            for _ in range(depth):
-                context.__exit__(None, None, None)
-            assert (torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype, torch.ones(1).dtype) == outside
+@pytest.mark.parametrize("name", ["bf16-mixed", "16-mixed", "bf16-true", "64-true"])
+def test_contexts_may_be_entered_again(name):
+    def dtypes():
+        return torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype, torch.ones(1).dtype
+
+    context, outside = Precision.parse(name).context(torch.device("cpu")), dtypes()
+    for depth in (1, 2, 4):
+        for _ in range(depth):
+            context.__enter__()
+            assert dtypes()[0] != torch.float32
+        for _ in range(depth):
+            context.__exit__(None, None, None)
+        assert dtypes() == outside
 
 
 def count_lines():

@@ -4,12 +4,13 @@ import contextlib
 import copy
 import functools
 import logging
+import os
 import types
 
 import pytest
 import torch
 from support.collective_counts import CountedCollectives
-from support.models import SGDTask
+from support.models import Line, loader, take_step
 from support.processes import run
 from support.sharded_models import BLOCKS, CLASSES, WIDTH, Block, Net, made, same, whole
 from support.trainers import NO_OUTPUT
@@ -24,26 +25,20 @@ import treadle
 class Task(treadle.TaskModule):
     def __init__(self, late=False, frozen=False):
         super().__init__()
-        self.late, self.frozen, self.net = late, frozen, None
-        self.losses = []
+        self.frozen, self.net = frozen, None
         if not late:
-            self.build()
+            self.configure_model()
 
-    def build(self):
+    def configure_model(self):
         if self.net is None:
             self.net = Net()
             self.net.blocks[0].requires_grad_(not self.frozen)
-
-    def configure_model(self):
-        self.build()
 
     def loss(self, batch):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.log("train_loss", loss)
-        return loss
+        return self.loss(batch)
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch))
@@ -66,9 +61,9 @@ def trainer(strategy, epochs=2, **options):
     return treadle.Trainer(accelerator="cpu", strategy=strategy, max_epochs=epochs, **NO_OUTPUT, **options)
 
 
-def fit(options, late=False, frozen=False, world=2, strategy=None, **trainer_options):
+def fit(options, late=False, frozen=False, world=2, strategy=None, seed=11, **trainer_options):
     """Train; the weights that come out."""
-    torch.manual_seed(11)
+    torch.manual_seed(seed)
     task = Task(late, frozen)
     one = trainer(strategy or FSDP(**options), **trainer_options)
     one.fit(task, DataLoader(dataset(), batch_size=4 // world, shuffle=True))
@@ -96,6 +91,7 @@ VARIANTS = {
 FEW = ("plain", "kept", "recomputed", "offloaded", "sync each")
 MORE = tuple(name for name in VARIANTS if name not in FEW)
 """The variants that `make test-all` alone runs."""
+CASES = [*FEW, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE)]
 
 
 def trained():
@@ -105,7 +101,7 @@ def trained():
         "late": fit({}, late=True),
         "frozen": fit({}, frozen=True),
         "late and frozen": fit({}, late=True, frozen=True),
-        "other seeds": other_seeds(),
+        "other seeds": fit({}, seed=11 + int(os.environ["RANK"])),  # those of rank zero count
         "stages": stages(),
         "precisions": precisions(),
         "reductions": [reductions(4, options) for options in ({}, {"sync_each_batch": True})],
@@ -123,22 +119,11 @@ def by_two(work=trained, *args):
 
 @pytest.mark.long
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in MORE else ()) for name in VARIANTS]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_every_variant_trains_as_one_process_does(name, accumulate):
     others = MORE if accumulate == 4 else tuple(VARIANTS)
     for rank in by_two(variants, accumulate, others) if name in others else by_two():
         same(rank[f"{name}-{accumulate}"], in_one_process(accumulate=accumulate))
-
-
-def other_seeds():
-    """Each process starts with other weights; rank zero's count."""
-    rank = treadle.strategies.open_world("cpu").rank
-    torch.manual_seed(11 + rank)
-    task = Task()
-    trainer(FSDP()).fit(task, DataLoader(dataset(), batch_size=2, shuffle=True))
-    return whole(task)
 
 
 @pytest.mark.long
@@ -210,9 +195,7 @@ def watched():
             part.register_forward_hook(look)
             part.register_full_backward_hook(look)
     for _ in range(2):
-        accelerator.backward(model(torch.arange(4)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(accelerator, model, optimizer, torch.arange(4))
     return most / block
 
 
@@ -224,12 +207,17 @@ def test_one_block_is_whole_at_a_time_and_the_next_on_its_way():
 # -- hybrid, tensor parallel -------------------------------------------------------------------------------------------
 
 
-class Parallel(Task):
+class ParallelNet(Net):
     def parallelize(self, mesh):
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-        for block in self.net.blocks:
+        for block in self.blocks:
             parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+class Parallel(Task):
+    def parallelize(self, mesh):
+        ParallelNet.parallelize(self.net, mesh)
 
 
 def hybrid_and_tensor():
@@ -245,11 +233,6 @@ def hybrid_and_tensor():
     wide, shared = made(FSDP(data_parallel_replicate=2)), made(FSDP(tensor_parallel_size=2))
     found["weighed"] = [own_loop(wide, 2), own_loop(shared, 2, build=ParallelNet)]
     return found | overflow()
-
-
-class ParallelNet(Net):
-    def parallelize(self, mesh):
-        Parallel.parallelize(types.SimpleNamespace(net=self), mesh)
 
 
 def overflow():
@@ -291,21 +274,11 @@ def test_hybrid_and_tensor_parallel():
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"data_parallel_replicate": 3}, "data_parallel_replicate=3 must divide"),
-        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 must divide"),
-        ({"data_parallel_size": 4}, "data_parallel_size=4 times tensor_parallel_size=1 must be"),
-    ],
-)
-def test_grids_that_do_not_fit(options, says):
-    with pytest.raises(ValueError, match=says):
-        treadle.Accelerator(cpu=True, strategy=FSDP(**{**options}))
-
-
-@pytest.mark.parametrize(
     ("options", "error", "says"),
     [
+        ({"data_parallel_replicate": 3}, ValueError, "data_parallel_replicate=3 must divide"),
+        ({"tensor_parallel_size": 3}, ValueError, "tensor_parallel_size=3 must divide"),
+        ({"data_parallel_size": 4}, ValueError, "data_parallel_size=4 times tensor_parallel_size=1 must be"),
         ({"data_parallel_size": 0}, ValueError, "data_parallel_size=0"),
         ({"reshard_after_forward": 0}, ValueError, "reshard_after_forward=0 must be True, False"),
         ({"reshard_after_forward": "x"}, ValueError, "reshard_after_forward='x' must be True, False"),
@@ -319,7 +292,7 @@ def test_grids_that_do_not_fit(options, says):
 )
 def test_wrong_arguments(options, error, says):
     with pytest.raises(error, match=says):
-        FSDP(**options)
+        treadle.Accelerator(cpu=True, strategy=FSDP(**options))
 
 
 def test_classes_of_the_plugin_of_accelerate():
@@ -453,10 +426,7 @@ def reductions(accumulate, options):
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     with CountedCollectives() as counts:
         for _ in range(accumulate):
-            with accelerator.accumulate(model):
-                accelerator.backward(model(torch.arange(4)).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
+            take_step(accelerator, model, optimizer, torch.arange(4))
     return counts.found["reduce_scatter"]
 
 
@@ -576,7 +546,7 @@ def looped():
     return run(own_loops, 2, timeout=300)
 
 
-OWN_LOOPS = ["looks", "forgets", "drops", "fails", "tied", "odd", "skips", "adagrad", "fused"]
+OWN_LOOPS = ["looks", "forgets", "drops", "fails", "tied", "odd", "skips", "adagrad", "fused", "after an error"]
 
 
 @pytest.mark.parametrize("name", OWN_LOOPS)
@@ -608,11 +578,6 @@ def after_an_error():
     other.net = Net()
     trainer("ddp", epochs=1).fit(other, loader)
     return whole(task), whole(other)
-
-
-def test_a_run_after_one_that_failed():
-    for rank in looped():
-        same(*rank["after an error"])
 
 
 class Library(Net):
@@ -664,34 +629,26 @@ def test_models_built_late_as_libraries_build_them():
         assert rank["late"] == ([], True, 0)
 
 
-class Single(Net):
-    def __init__(self):
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(1.0))
-
-
-class Empty(Net):
-    def __init__(self):
-        super().__init__()
-        self.none = nn.Parameter(torch.empty(0, 3))
-
-
-class Mixed(Net):
-    def __init__(self):
-        super().__init__()
-        self.blocks[1].up.bias.data = self.blocks[1].up.bias.data.bfloat16()
-
-
 @pytest.mark.parametrize(
-    ("build", "says"),
+    ("change", "says"),
     [
-        (Single, "0-d parameters can't be sharded: temperature"),
-        (Empty, "can't reduce the gradients of parameters without elements: none"),
-        (Mixed, r"of Block differ in dtype: blocks.1.norm.weight is torch.float32, blocks.1.up.bias is torch.bfloat16"),
+        (
+            lambda net: net.register_parameter("temperature", nn.Parameter(torch.tensor(1.0))),
+            "0-d parameters can't be sharded: temperature",
+        ),
+        (
+            lambda net: net.register_parameter("none", nn.Parameter(torch.empty(0, 3))),
+            "can't reduce the gradients of parameters without elements: none",
+        ),
+        (
+            lambda net: net.blocks[1].norm.bfloat16(),
+            "of Block differ in dtype: blocks.1.norm.weight is torch.bfloat16, blocks.1.up.weight is torch.float32",
+        ),
     ],
 )
-def test_parameters_that_cant_be_sharded(build, says):
-    net = build()
+def test_parameters_that_cant_be_sharded(change, says):
+    net = Net()
+    change(net)
     with pytest.raises(ValueError, match=says):
         treadle.Accelerator(cpu=True, strategy="fsdp").prepare(net)
     assert not any(hasattr(parameter, "device_mesh") for parameter in net.parameters())
@@ -744,53 +701,24 @@ def test_a_mesh_of_the_wrong_size():
         World().mesh(a=2, b=3)
 
 
-class Looks(nn.Module):
-    """A block that notes whether autocast keeps what it casts."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.kept = []
-
-    def forward(self, x):
-        self.kept.append(torch.is_autocast_cache_enabled())
-        return self.inner(x)
-
-
-class Looking(SGDTask):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.Sequential(Looks(), Looks())
-
-    def training_step(self, batch, batch_idx):
-        return self.blocks(batch).mean()
-
-
 @pytest.mark.parametrize(("policy", "kept"), [(True, False), (None, True), ({nn.Linear}, False)])
 def test_no_cast_copy_of_the_whole_model_where_activations_are_computed_again(policy, kept):
     """Found by `treadle plan`: for a 7B model autocast's copies were 9 of 19 GiB."""
-    task = Looking()
-    strategy = FSDP(auto_wrap_policy={Looks}, activation_checkpointing_policy=policy)
-    trainer(strategy, epochs=1, precision="bf16-mixed").fit(task, DataLoader(torch.ones(2, 4), batch_size=1))
-    assert {seen for block in task.blocks for seen in block.kept} == {kept}
+    task, seen = Line(), set()
+    task.net = nn.Sequential(Block(4), Block(4))
+    for block in task.net:
+        block.norm.register_forward_pre_hook(lambda *_: seen.add(torch.is_autocast_cache_enabled()))
+    strategy = FSDP(auto_wrap_policy={Block}, activation_checkpointing_policy=policy)
+    trainer(strategy, epochs=1, precision="bf16-mixed").fit(task, loader(2, 1, 4))
+    assert seen == {kept}
 
 
-def test_on_gpus_the_votes_are_summed_after_backward():
-    started = []
-    strategy = FSDP()
+@pytest.mark.parametrize(("device", "at_once"), [("cuda", 0), ("cpu", 1)])
+def test_on_gpus_the_votes_are_summed_after_backward(device, at_once):
+    started, strategy, votes = [], FSDP(), torch.zeros(5)
     strategy._work = None
-    gpu, cpu = (
-        types.SimpleNamespace(device=torch.device(name), start_all_reduce=lambda votes: started.append(votes))
-        for name in ("cuda", "cpu")
-    )
-    votes = torch.zeros(5)
-    strategy.world = gpu
+    strategy.world = types.SimpleNamespace(device=torch.device(device), start_all_reduce=started.append)
     strategy.start_agreement(votes)
-    assert not started  # they would stand in NCCL's queue before the first gather of backward
+    assert len(started) == at_once  # they would stand in NCCL's queue before the first gather of backward
     assert strategy.agreement() is votes
     assert len(started) == 1
-    strategy.world = cpu
-    strategy.start_agreement(votes)
-    assert len(started) == 2
-    assert strategy.agreement() is votes
-    assert len(started) == 2

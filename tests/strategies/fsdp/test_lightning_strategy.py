@@ -4,7 +4,9 @@ from functools import partial
 
 import pytest
 import torch
+from support.models import Line
 from support.processes import run
+from support.sharded_models import Block
 from support.trainers import make_trainer
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -12,32 +14,6 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.compat.strategies import FSDPStrategy, ModelParallelStrategy
 from treadle.strategies import FSDP
-
-import treadle
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return x + self.line(x).tanh()
-
-
-class Net(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.head = nn.Linear(4, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.head(self.blocks(batch[0])).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.1)
-
 
 # As public programs call it.
 PROGRAMS = {
@@ -59,7 +35,9 @@ PROGRAMS = {
 def fit(options, processes):
     torch.manual_seed(1)
     data = TensorDataset(torch.randn(16, 4, dtype=torch.float64))
-    task = Net()
+    torch.manual_seed(0)
+    task = Line()
+    task.net = nn.Sequential(Block(4), Block(4), nn.Linear(4, 1))
     strategy = "auto" if options is None else FSDPStrategy(**options)
     trainer = make_trainer(max_epochs=2, precision="64-true", devices=processes, strategy=strategy)
     trainer.fit(task, DataLoader(data, 4 // processes))
@@ -87,9 +65,8 @@ def test_what_the_arguments_mean():
     assert strategy.activation_checkpointing_policy == {Block}
     assert FSDPStrategy().auto_wrap_policy == "auto"
     assert FSDPStrategy(cpu_offload=True).cpu_offload
-    assert (
-        FSDPStrategy(sharding_strategy="HYBRID_SHARD_ZERO2", reshard_after_forward=True).reshard_after_forward is True
-    )
+    resharded = FSDPStrategy(sharding_strategy="HYBRID_SHARD_ZERO2", reshard_after_forward=True)
+    assert resharded.reshard_after_forward is True
     policy = FSDPStrategy(mixed_precision=MixedPrecision(torch.bfloat16, torch.float32)).mixed_precision
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     layout = FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 4)).layout

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.processes import run
+from support.sharded_models import Block
 from support.trainers import make_trainer
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -18,29 +19,12 @@ def data():
     return torch.randn(SAMPLES, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
-
-    def forward(self, x):
-        return x + self.inner(x)
-
-
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
+class Encoder(nn.Sequential):
     def forward(self, x):
         return self.encode(x)
 
     def encode(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return super().forward(x)
 
 
 class Deep(treadle.TaskModule):
@@ -53,7 +37,7 @@ class Deep(treadle.TaskModule):
     def configure_model(self):
         if not hasattr(self, "encoder"):
             torch.manual_seed(0)
-            self.encoder = Encoder()
+            self.encoder = Encoder(nn.Linear(4, 4), Block(4), Block(4))
             self.critics = nn.ModuleList(nn.Linear(4, 1) for _ in range(2))
             self.frozen = nn.Linear(4, 4).requires_grad_(False)
 
@@ -64,9 +48,8 @@ class Deep(treadle.TaskModule):
     def loss(self, x, index):
         with torch.no_grad():
             target = self.frozen(x)
-        return (self.critics[index % 2](self.encoder(x)) - 1).square().mean() + (
-            self.encoder(x) - target
-        ).square().mean()
+        x = self.encoder(x)
+        return (self.critics[index % 2](x) - 1).square().mean() + (x - target).square().mean()
 
     def training_step(self, batch, batch_idx):
         first, second = self.optimizers()
@@ -123,13 +106,12 @@ def fit(task, processes, dtype=torch.float64, **flags):
     return {name: getattr(p, "full_tensor", p.clone)().detach() for name, p in task.named_parameters()}
 
 
-def variants():
-    return {
-        "blocks": FSDP(),
-        "kept": FSDP(reshard_after_forward=False),
-        "recomputed": FSDP(activation_checkpointing_policy=True),
-        "chosen": FSDP(auto_wrap_policy={nn.Linear}),
-    }
+VARIANTS = {
+    "blocks": {},
+    "kept": {"reshard_after_forward": False},
+    "recomputed": {"activation_checkpointing_policy": True},
+    "chosen": {"auto_wrap_policy": {nn.Linear}},
+}
 
 
 class Raw(Deep):
@@ -172,7 +154,7 @@ class Holds(Deep):
 
 
 def on_two_processes():
-    found = {name: fit(Deep(), 2, strategy=strategy) for name, strategy in variants().items()}
+    found = {name: fit(Deep(), 2, strategy=FSDP(**options)) for name, options in VARIANTS.items()}
     with pytest.raises(ValueError, match=r"used outside of the forward pass.*register_fsdp_forward_method"):
         fit(Encodes(), 2, strategy=FSDP())
     registered = Encodes()

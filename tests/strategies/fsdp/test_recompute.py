@@ -6,12 +6,11 @@ import shutil
 import pytest
 import torch
 import torch._functorch.config as settings
-from support.models import SGDTask
+from support.models import Line, loader
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader
 from treadle.strategies import FSDP, Recompute
 
 mm = torch.ops.aten.mm.default
@@ -28,19 +27,11 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-class Task(SGDTask):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.ModuleDict(
-            {"first": nn.Linear(4, 4), "blocks": nn.ModuleList(Block() for _ in range(4)), "last": nn.Linear(4, 1)}
-        )
-
-    def training_step(self, batch, batch_idx):
-        x = self.net["first"](batch)
-        for block in self.net["blocks"]:
-            x = block(x)
-        return self.net["last"](x).square().mean()
+def build():
+    torch.manual_seed(0)
+    task = Line()
+    task.net = nn.Sequential(nn.Linear(4, 4), *(Block() for _ in range(4)), nn.Linear(4, 1))
+    return task
 
 
 class Products(TorchDispatchMode):
@@ -53,16 +44,13 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def fit(policy, task=None, **flags):
-    task, products = task or Task(), Products()
+def fit(policy, **flags):
+    task, products = build(), Products()
     trainer = make_trainer(strategy=FSDP(activation_checkpointing_policy=policy), **flags)
     with products:
-        trainer.fit(task, DataLoader(torch.ones(2, 4), batch_size=2))
+        trainer.fit(task, loader(2, 2, 4))
     weights = [parameter.full_tensor() for parameter in task.parameters()]
-    return [block.calls for block in task.net["blocks"]], products.count, weights
-
-
-PLAIN = 4 * 2 * 3 + 2  # two products in each block's forward, four in its backward; `first` and `last` add theirs
+    return [block.calls for block in task.net[1:-1]], products.count, weights
 
 
 @pytest.mark.parametrize(
@@ -107,14 +95,17 @@ def test_wrong_arguments(options, error, says):
         Recompute(**options)
 
 
-def test_blocks_that_are_not_there():
-    with pytest.raises(ValueError, match="names Conv2d, but Task has no module of this class"):
-        fit(Recompute(blocks={"Conv2d"}))
-
-
-def test_a_budget_is_for_compiled_models():
-    with pytest.raises(ValueError, match=r"Recompute\(budget=0.5\) needs a compiled model, but Task is not compiled"):
-        fit(Recompute(budget=0.5))
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        (Recompute(blocks={"Conv2d"}), "names Conv2d, but Line has no module of this class"),
+        (Recompute(budget=0.5), r"Recompute\(budget=0.5\) needs a compiled model, but Line is not compiled"),
+    ],
+    ids=["blocks", "budget"],
+)
+def test_policies_that_do_not_fit_the_model(policy, says):
+    with pytest.raises(ValueError, match=says):
+        fit(policy)
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="inductor needs a C++ compiler")
@@ -132,7 +123,7 @@ def gathered():
     found = []
     for gather_dtype in (None, torch.bfloat16):
         trainer = make_trainer(precision="bf16-mixed", strategy=FSDP(gather_dtype=gather_dtype))
-        trainer.fit(Task(), DataLoader(torch.ones(4, 4), batch_size=2))
+        trainer.fit(build(), loader(4, 2, 4))
         found.append(trainer.decided)
     return found
 

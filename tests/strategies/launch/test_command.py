@@ -56,13 +56,10 @@ def test_files_of_each_rank_and_a_module_and_a_program(tmp_path: Path) -> None:
 
 
 def test_the_command_line() -> None:
-    text = treadle().stdout
-    assert re.search(r"launch +start a script", text)
-    assert treadle("--help").stdout == text
+    assert re.search(r"launch +start a script", treadle().stdout)
     shown = treadle("launch", "--help")
     assert shown.returncode == 0
     assert "--rdzv-endpoint HOST:PORT" in shown.stdout
-    assert treadle("--version").stdout.count(".") >= 2
 
 
 def test_options_become_a_job(tmp_path: Path) -> None:

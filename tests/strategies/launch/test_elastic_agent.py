@@ -19,6 +19,7 @@ FAILURES = {
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", 137),
     "leaves": ("os._exit(3)", 3),
 }
+OTHERS = ("raises", "leaves")
 
 
 IN_COLLECTIVE = """
@@ -47,9 +48,7 @@ FAIL = 'say(f"failed at {time.time()}")\n'
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=() if how == "killed" else pytest.mark.exhaustive) for how in FAILURES]
-)
+@pytest.mark.parametrize("how", ["killed", *(pytest.param(how, marks=pytest.mark.exhaustive) for how in OTHERS)])
 def test_first_failure_ends_the_others_and_gives_the_status(start: Start, tmp_path: Path, how: str) -> None:
     action, status = FAILURES[how]
     peer = IN_COLLECTIVE if how == "raises" else STUCK_WITH_A_WORKER

@@ -10,9 +10,7 @@ from support.processes import clean_environment, python
 from treadle.engine.checkpoint import OpenCheckpoint
 from treadle.strategies.launch.supervisor import _quote
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="starts processes as the other tests of the launcher do"
-)
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="starts processes as other tests of the launcher do")
 
 # A second for the clock between the supervisor and its ranks, whose name for the folder would otherwise be the same.
 FOLDERS = """
@@ -33,24 +31,19 @@ def main(cfg):
 main()
 """
 TRAINS = """
-import hydra, torch, treadle
+import hydra, torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import LambdaCallback
+from treadle.compat.demos.boring_classes import BoringModel
 from treadle.loggers import CSVLogger
 
-class Task(treadle.TaskModule):
+class Task(BoringModel):
     def __init__(self, net, cfg):
         super().__init__()
         self.save_hyperparameters()
-        self.net = self.hparams.net
-
-    def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).square().mean()
-        self.log("loss", loss, on_epoch=True, on_step=False)
-        return loss
+        self.layer = self.hparams.net
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.cfg.lr)
@@ -60,11 +53,11 @@ def main(cfg):
     folder = HydraConfig.get().runtime.output_dir
     trainer = OmegaConf.create({
         "_target_": "treadle.Trainer", "accelerator": "cpu", "devices": 2, "max_epochs": 1, "default_root_dir": folder,
-        "enable_progress_bar": False, "enable_model_summary": False, "max_time": {"hours": 1},
+        "enable_progress_bar": False, "limit_train_batches": 2, "limit_val_batches": 0, "max_time": {"hours": 1},
     })
     # Hydra makes an OmegaConf list of each.
     trainer = instantiate(trainer, logger=[CSVLogger(folder)], callbacks=[LambdaCallback(setup=lambda *a, **k: None)])
-    trainer.fit(Task(torch.nn.Linear(2, 1), cfg), DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2))
+    trainer.fit(Task(torch.nn.Linear(32, 2), cfg))
 
 main()
 """

@@ -4,7 +4,6 @@ import contextlib
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from support.launches import wait_for
 from support.processes import clean_environment, programs, run
+from treadle.compat.environment import get_free_port
 from treadle.engine.checkpoint import CheckpointStore
 
 ROOT = Path(__file__).parents[3]
@@ -67,9 +68,7 @@ class Pods:
         self.volume = folder / "checkpoints"
         self.workspace = folder / "workspace"
         make_workspace(self.workspace)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = str(probe.getsockname()[1])
+        self.port = str(get_free_port())
         self.processes = [self._start(number, *pod) for number, pod in enumerate(templates(self.manifest))]
 
     def _start(self, number: int, name: str, template: Any) -> subprocess.Popen[Any]:
@@ -114,11 +113,9 @@ class Pods:
 
     def await_step(self, step: int) -> None:
         """Wait for a checkpoint of at least that step."""
-        end = time.monotonic() + 60
-        while latest_step(self.volume) < step:
-            assert time.monotonic() < end, self.logs()
-            assert all(process.poll() is None for process in self.processes), self.logs()
-            time.sleep(0.01)
+        has_ended = lambda: any(process.poll() is not None for process in self.processes)  # noqa: E731
+        wait_for(lambda: latest_step(self.volume) >= step or has_ended(), 60, self.logs)
+        assert not has_ended(), self.logs()
 
 
 def make_workspace(folder: Path) -> None:
@@ -130,8 +127,7 @@ def make_workspace(folder: Path) -> None:
 
 
 def latest_step(volume: Path) -> int:
-    steps = [manifest.step for manifest, _ in CheckpointStore(volume / "digits").scan()[0]]
-    return max(steps, default=0)
+    return max((manifest.step for manifest, _ in CheckpointStore(volume / "digits").scan()[0]), default=0)
 
 
 def train_here(folder: Path) -> None:
@@ -150,9 +146,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
     return final_weights(folder / "checkpoints")
 
 
-def final_weights(volume: Path) -> dict[str, torch.Tensor]:
-    weights: dict[str, torch.Tensor] = torch.load(volume / "digits" / "last.ckpt", weights_only=True)["state_dict"]
-    return weights
+def final_weights(volume: Path) -> Any:
+    return torch.load(volume / "digits" / "last.ckpt", weights_only=True)["state_dict"]
 
 
 def containers(manifest: Any) -> Iterator[tuple[Any, Any]]:
@@ -182,47 +177,26 @@ def test_what_every_manifest_needs(name: str) -> None:
         assert not manifest.keys() - {"apiVersion", "kind", "metadata", "spec"}
 
 
-@pytest.mark.parametrize("name", [name for name in MANIFESTS if name.startswith("pytorchjob")])
-def test_what_the_training_operator_needs(name: str) -> None:
-    manifest = load(name)
-    assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    specs = manifest["spec"]["pytorchReplicaSpecs"]
-    assert list(specs) == ["Master", "Worker"]
-    assert specs["Master"]["replicas"] == 1
-    assert all(container["name"] == "pytorch" for _, container in containers(manifest))
-    policies = {spec["restartPolicy"] for spec in specs.values()}
-    assert policies == ({"ExitCode"} if name in WITH_STATUS else {"OnFailure"})
-    assert manifest["spec"]["runPolicy"]["cleanPodPolicy"] == "Running"
-
-
-@pytest.mark.parametrize("name", [name for name in MANIFESTS if name.startswith("jobset")])
-def test_what_jobset_needs(name: str) -> None:
-    manifest = load(name)
-    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_what_the_controllers_need(name: str) -> None:
+    manifest, has_statuses = load(name), name in WITH_STATUS
+    if manifest["kind"] == "PyTorchJob":
+        specs = manifest["spec"]["pytorchReplicaSpecs"]
+        assert (list(specs), specs["Master"]["replicas"]) == (["Master", "Worker"], 1)
+        assert {container["name"] for _, container in containers(manifest)} == {"pytorch"}
+        policy = "ExitCode" if has_statuses else "OnFailure"
+        assert {spec["restartPolicy"] for spec in specs.values()} == {policy}
+        return
     (job,) = manifest["spec"]["replicatedJobs"]
-    spec = job["template"]["spec"]
-    assert spec["parallelism"] == spec["completions"]
-    assert (spec["completionMode"], spec["backoffLimit"]) == ("Indexed", 0)
+    spec, policy = job["template"]["spec"], manifest["spec"]["failurePolicy"]
+    assert (spec["completionMode"], spec["parallelism"]) == ("Indexed", spec["completions"])
     assert {pod["restartPolicy"] for pod, _ in containers(manifest)} == {"Never"}
-    policy = manifest["spec"]["failurePolicy"]
     assert policy["maxRestarts"] > 0
-    if name in WITH_STATUS:
-        (rule,) = policy["rules"]
-        assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+    if has_statuses:
+        assert policy["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
         assert spec["podReplacementPolicy"] == "Failed"  # which a podFailurePolicy needs
         statuses = spec["podFailurePolicy"]["rules"][0]["onExitCodes"]
         assert (statuses["operator"], statuses["values"]) == ("In", [128 + signal.SIGTERM])
-        assert {container["name"] for _, container in containers(manifest)} == {statuses["containerName"]}
-
-
-def test_the_files_of_one_kind_differ_in_the_launcher_and_the_policies_alone() -> None:
-    for kind in ("pytorchjob", "jobset"):
-        lines = [
-            [line for line in (FOLDER / name).read_text().splitlines() if not line.lstrip().startswith("#")]
-            for name in (f"{kind}.yaml", f"{kind}_exit_codes.yaml")
-        ]
-        differing = [line.strip(" -") for line in lines[0] if line not in lines[1]]
-        assert all(line.startswith(("torchrun", "restartPolicy", "backoffLimit", "maxRestarts")) for line in differing)
 
 
 @pytest.mark.exhaustive

@@ -6,10 +6,10 @@ import re
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 import torch
+from support.launches import gone, wait_for
 from support.processes import clean_environment, python, run
 from treadle.strategies.launch.notebook import debug_launcher, notebook_launcher
 
@@ -27,15 +27,13 @@ def say(text):
 
 def cell(source: str, command: list[str] | None = None, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     """Runs code of which no file is kept, as in a notebook."""
-    text = HEAD + textwrap.dedent(source)
     return subprocess.run(
         command or [python(), "-"],
-        input=text,
+        input=HEAD + textwrap.dedent(source),
         env=clean_environment(),
         capture_output=True,
         text=True,
         timeout=timeout,
-        check=False,
     )
 
 
@@ -88,9 +86,7 @@ def test_a_function_of_the_session_trains_the_same_in_one_process_and_in_two() -
 @pytest.mark.parametrize(
     ("action", "says"),
     [
-        pytest.param(
-            "raise ValueError('no such thing')", "rank 1 of 2 failed:\nTraceback", marks=pytest.mark.exhaustive
-        ),
+        pytest.param("raise ValueError('no such thing')", "rank 1 of 2 failed:\nTrace", marks=pytest.mark.exhaustive),
         pytest.param("os.kill(os.getpid(), 9)", "rank 1 of 2 was killed by SIGKILL.", marks=pytest.mark.slow),
         pytest.param("sys.exit(3)", "SystemExit: 3", marks=pytest.mark.slow),
         ("os._exit(4)", "rank 1 of 2 ended with exit status 4."),
@@ -123,8 +119,7 @@ def test_a_failing_rank_raises_here_and_ends_the_others(action: str, says: str) 
     assert "launchers.py" not in done.stdout
     assert float(re.search(r"after ([\d.]+)", done.stdout)[1]) < 10  # type: ignore[index]
     worker = re.search(r"worker (\d+)", done.stdout)[1]  # type: ignore[index]
-    time.sleep(0.2)
-    assert subprocess.run(["ps", "-o", "stat=", worker], capture_output=True, text=True, check=False).stdout[:1] in "Z"
+    wait_for(lambda: gone(int(worker)), 2)
 
 
 def test_ports() -> None:
@@ -159,8 +154,7 @@ def test_an_interrupt_ends_the_ranks() -> None:
     """
     done = cell(source, timeout=30)
     assert "interrupted" in done.stdout, done.stderr
-    for pid in re.findall(r"rank (\d+)", done.stdout):
-        assert subprocess.run(["ps", "-p", pid], capture_output=True, check=False).returncode != 0
+    assert all(gone(int(pid)) for pid in re.findall(r"rank (\d+)", done.stdout))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("IPython") is None, reason="needs IPython")
@@ -168,10 +162,6 @@ def test_in_ipython() -> None:
     command = [sys.executable, "-m", "IPython", "--simple-prompt", "--no-banner", "--colors=NoColor"]
     done = cell("%cpaste -q\n" + TRAIN + "--\nnotebook_launcher(train, (0.01,), num_processes=2)\n", command)
     assert len(re.findall(r"trained \d of 2", done.stdout)) == 2, done.stdout + done.stderr
-
-
-def nothing() -> None:
-    pass
 
 
 @pytest.mark.parametrize(
@@ -187,7 +177,7 @@ def nothing() -> None:
 )
 def test_what_is_refused(options: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        notebook_launcher(nothing, **options)  # type: ignore[arg-type]
+        notebook_launcher(print, **options)  # type: ignore[arg-type]
 
 
 def test_what_was_made_before_is_refused() -> None:
@@ -200,22 +190,18 @@ def test_what_was_made_before_is_refused() -> None:
         debug_launcher(3)  # type: ignore[arg-type]
 
 
-def launched_again() -> str:
+def refused() -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        notebook_launcher(nothing, num_processes=2)
+        notebook_launcher(print, num_processes=2)
     return str(caught.value)
 
 
-def with_a_group() -> str:
-    import os
-
+def refused_with_a_group() -> str:
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    launched = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
-        notebook_launcher(nothing, num_processes=2)
-    os.environ.update(launched)
-    return str(caught.value)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        del os.environ[name]
+    return refused()
 
 
 def test_a_session_that_has_opened_the_gpus_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,5 +211,5 @@ def test_a_session_that_has_opened_the_gpus_driver(monkeypatch: pytest.MonkeyPat
 
 
 def test_no_launch_within_a_launch() -> None:
-    assert run(launched_again, 1)[0].startswith("this process is already rank 0 of 1")
-    assert run(with_a_group, 1)[0].startswith("this session already has a process group")
+    assert run(refused, 1)[0].startswith("this process is already rank 0 of 1")
+    assert run(refused_with_a_group, 1)[0].startswith("this session already has a process group")

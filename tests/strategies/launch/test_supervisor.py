@@ -106,9 +106,7 @@ def test_command_survives_changed_directory_and_used_up_arguments(tmp_path: Path
 
 @pytest.mark.parametrize("how", ["-c", "-"])
 def test_refused_where_there_is_no_script(how: str) -> None:
-    source = (
-        "from treadle.strategies.launch.supervisor import has_script, relaunch; assert not has_script(); relaunch(2)"
-    )
+    source = "from treadle.strategies.launch import supervisor as s; assert not s.has_script(); s.relaunch(2)"
     done = run([sys.executable, how, *([source] if how == "-c" else [])], None, source)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.guarantee
 
 JOB = """
 import atexit, os, sys, threading, time, torch, treadle
-from torch.utils.data import DataLoader, TensorDataset
+from treadle.compat.demos.boring_classes import BoringModel
 
 kind, processes = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(1)
@@ -25,28 +25,23 @@ def retry():
     while True:  # as a client whose server is gone
         time.sleep(0.01)
 
-class Task(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(2, 1)
+class Task(BoringModel):
     def training_step(self, batch, batch_idx):
         if kind == "error" and self.trainer.global_rank == self.trainer.world_size - 1:
             raise ValueError("the first cause")
-        return self.net(batch[0]).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 1e-3)
+        return super().training_step(batch, batch_idx)
 
 def main():
     trainer = treadle.Trainer(
         devices=processes, accelerator="cpu", logger=False, max_epochs=1, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, timeout={"seconds": 3},
+        limit_train_batches=4, limit_val_batches=0, enable_checkpointing=False, timeout={"seconds": 3},
     )
     if trainer.global_rank == processes - 1:
         if kind in ("atexit", "error"):
             atexit.register(time.sleep, 3600)
         if kind == "thread":
             threading.Thread(target=retry).start()
-    trainer.fit(Task(), DataLoader(TensorDataset(torch.ones(8, 2)), 2))
+    trainer.fit(Task())
     open(f"ended-{trainer.global_rank}", "w").close()
 
 def wait_in_a_collective():

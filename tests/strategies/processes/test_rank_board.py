@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from support.launches import wait_for
 from support.processes import clean_environment, programs
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.skipif(sys.platform != "linux", reason="SIGSTOP and /proc")]
@@ -38,13 +39,9 @@ def start(folder, ranks, *command):
         text=True,
         start_new_session=True,
     )
-    end = time.monotonic() + 60
-    while len(files := list(folder.glob("*.pid"))) < ranks:
-        assert process.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for(lambda: len(list(folder.glob("*.pid"))) == ranks, 60)
     time.sleep(0.5)  # for a beat, which tells the directory
-    return process, [int(file.stem) for file in files]
+    return process, [int(file.stem) for file in folder.glob("*.pid")]
 
 
 @pytest.mark.long
