@@ -20,23 +20,18 @@ def look(precision):
     accelerator = treadle.Accelerator(cpu=True, mixed_precision=precision)
     torch.manual_seed(accelerator.process_index)
     prepared = accelerator.prepare(Net())
-    replicated = accelerator.num_processes > 1
-    own = prepared.module if replicated else prepared
-    own.seen = 5
-    values = {name: torch.full_like(value, 2) for name, value in Net().state_dict().items()}
-    own.load_state_dict(values)
+    own = prepared.module if accelerator.num_processes > 1 else prepared
+    assert isinstance(own, Net) or precision != "no"
+    own.load_state_dict({name: torch.full_like(value, 2) for name, value in Net().state_dict().items()})
     doubled = {name: 2 * value for name, value in prepared.state_dict().items()}
     prepared.load_state_dict(doubled)
     with pytest.raises(RuntimeError, match="Unexpected"):
         prepared.load_state_dict(doubled | {"other": torch.ones(1)})
-    return {
-        "state": sorted(own.state_dict()),
-        "outer": sorted(prepared.state_dict()),
-        "parameters": [name for name, _ in prepared.named_parameters()],
-        "value": accelerator.unwrap_model(prepared)[0].weight.detach().tolist(),
-        "own": isinstance(own, Net) or precision != "no",
-        "attribute": accelerator.unwrap_model(prepared).seen if replicated else 5,
-    }
+    unwrapped = accelerator.unwrap_model(prepared)
+    own.seen = 5
+    assert accelerator.num_processes == 1 or unwrapped.seen == 5
+    assert unwrapped[0].weight.tolist() == [[4.0, 4.0]] * 3
+    return sorted(own.state_dict()), sorted(prepared.state_dict()), [name for name, _ in prepared.named_parameters()]
 
 
 def look_twice():
@@ -50,10 +45,7 @@ def test_names_are_those_of_the_users_model(world):
     names = list(Net().state_dict())
     parameters = [name for name, _ in Net().named_parameters()]
     before = "module." if world > 1 else ""
-    for found in itertools.chain(*run(look_twice, world)):
-        assert found["state"] == sorted(names)
-        assert found["outer"] == sorted(before + name for name in names)
-        assert found["parameters"] == [before + name for name in parameters]
-        assert found["value"] == [[4.0, 4.0]] * 3
-        assert found["own"]
-        assert found["attribute"] == 5
+    for inner, outer, found in itertools.chain(*run(look_twice, world)):
+        assert inner == sorted(names)
+        assert outer == sorted(before + name for name in names)
+        assert found == [before + name for name in parameters]

@@ -28,6 +28,12 @@ def sgd(lr=1.0):
     return torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=lr)
 
 
+def prepare(make, **options):
+    """An Accelerator, and what it prepared: an optimizer and its scheduler."""
+    accelerator, optimizer = treadle.Accelerator(cpu=True, **options), sgd()
+    return accelerator, *accelerator.prepare(optimizer, make(optimizer))
+
+
 def linear_decay(optimizer, steps):
     return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
 
@@ -88,8 +94,7 @@ def test_with_split_batches_each_step_counts_once(two_ranks):
 
 
 def tensor_parallel():
-    accelerator = treadle.Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
-    return accelerator.prepare_scheduler(StepLR(sgd(), 1)).advances
+    return prepare(lambda optimizer: StepLR(optimizer, 1), parallelism_config=ParallelismConfig(tp_size=2))[-1].advances
 
 
 def test_processes_that_share_a_batch_count_once(two_ranks):
@@ -97,9 +102,7 @@ def test_processes_that_share_a_batch_count_once(two_ranks):
 
 
 def plateau():
-    accelerator = treadle.Accelerator(cpu=True)
-    optimizer = sgd()
-    optimizer, scheduler = accelerator.prepare(optimizer, ReduceLROnPlateau(optimizer, factor=0.5, patience=0))
+    _, optimizer, scheduler = prepare(lambda optimizer: ReduceLROnPlateau(optimizer, factor=0.5, patience=0))
     rates = []
     for metric in (4.0, 3.0, 2.0, 2.5, 2.6):
         optimizer.step()
@@ -113,11 +116,8 @@ def test_a_metric_is_told_once(two_ranks):
 
 
 def by_epoch(**options):
-    accelerator = treadle.Accelerator(cpu=True, **options)
-    optimizer = sgd()
-    optimizer, scheduler = accelerator.prepare(optimizer, plain := StepLR(optimizer, 1, 0.5))
-    assert scheduler.scheduler is plain
-    assert accelerator.prepare(plain) is scheduler
+    accelerator, optimizer, scheduler = prepare(lambda optimizer: StepLR(optimizer, 1, 0.5), **options)
+    assert accelerator.prepare(scheduler.scheduler) is scheduler
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -144,9 +144,7 @@ def test_a_schedule_that_counts_epochs_is_told_how_to(two_ranks):
 
 
 def one_cycle(total):
-    accelerator = treadle.Accelerator(cpu=True)
-    optimizer = sgd()
-    optimizer, scheduler = accelerator.prepare(optimizer, OneCycleLR(optimizer, 1.0, total_steps=total))
+    _, optimizer, scheduler = prepare(lambda optimizer: OneCycleLR(optimizer, 1.0, total_steps=total))
     for _ in range(5):
         optimizer.step()
         scheduler.step()

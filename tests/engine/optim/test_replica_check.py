@@ -4,10 +4,10 @@ import re
 
 import pytest
 import torch
+from support.ddp_loops import message
 from support.models import take_step
 from support.processes import run
 from torch import nn
-from treadle.engine.optim.replica_check import ReplicasDiffer
 from treadle.strategies import DDP
 
 import treadle
@@ -27,36 +27,29 @@ def step(accelerator, called, optimizer):
     take_step(accelerator, called, optimizer, torch.randn(4, 3))
 
 
-def told(call):
-    try:
-        call()
-    except (ReplicasDiffer, ValueError) as error:
-        return str(error)
-
-
 def by_hand():
     accelerator = treadle.Accelerator(cpu=True)
     net, model, optimizer = make(accelerator)
     odd = accelerator.process_index == accelerator.num_processes - 1
     for _ in range(2):
         step(accelerator, model, optimizer)
-    found = [told(accelerator.check_replicas), told(lambda: accelerator.check_replicas(buffers=True))]
+    found = [message(accelerator.check_replicas), message(lambda: accelerator.check_replicas(buffers=True))]
     with torch.no_grad():
         if odd:  # the sum and the set of values stay as they are
             net[2].weight[0, 0], net[2].weight[0, 3] = net[2].weight[0, 3].clone(), net[2].weight[0, 0].clone()
         apart = (net[2].weight[0, 0] - net[2].weight[0, 3]).abs().item()
-    found.append(told(lambda: accelerator.check_replicas(model)))
+    found.append(message(accelerator.check_replicas, model))
     if odd:
         net[2].register_parameter("extra", nn.Parameter(torch.zeros(1)))
-    return [*found, told(accelerator.check_replicas)], apart
+    return [*found, message(accelerator.check_replicas)], apart
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_weight_that_one_process_changed(size):
     results = run(by_hand, size)
     for found, apart in results:
-        fine, buffers, changed, other = found
-        assert fine is None
+        assert found[0] is None
+        buffers, changed, other = (text for _, text in found[1:])
         assert "1.running_mean" in buffers
         assert "1.num_batches_tracked" not in buffers
         assert changed.startswith("parameters differ between the processes (1 of 6): 2.weight. Compared with")
@@ -74,10 +67,8 @@ def with_a_weight_changed():
     for number in range(2, 8):
         with torch.no_grad():
             net[0].weight += accelerator.process_index * (number == 3)
-        try:
-            step(accelerator, model, optimizer)
-        except ReplicasDiffer as error:
-            return number, str(error)
+        if (error := message(step, accelerator, model, optimizer)) is not None:
+            return number, error
 
 
 @pytest.mark.long
@@ -88,8 +79,8 @@ def test_a_change_is_found_in_the_next_step_that_is_checked(every, found):
     if found is None:
         assert results[0] is None
         return
-    number, text = results[0]
-    assert number == found
+    number, (kind, text) = results[0]
+    assert (number, kind) == (found, "ReplicasDiffer")
     assert re.match(r"parameters differ between the processes \(1 of 6\): 0.weight\. ", text), text
     assert "Call the model that prepare returned" in text
 

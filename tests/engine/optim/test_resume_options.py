@@ -68,22 +68,19 @@ SAID = {
 }
 
 
-def train(build, length, steps, source=None, target=None, lr=0.1, late=False, decay=0.01, strategy="auto", **load):
+def train(build, length, steps, source=None, target=None, layers=2, apart=True, lr=0.1, late=False, decay=0.01, **load):
     """Returns the learning rates of both groups before each step, the first one included."""
-    accelerator = Accelerator(cpu=True, strategy=strategy)
+    accelerator = Accelerator(cpu=True, strategy=load.pop("strategy", "auto"))
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    if strategy != "auto":
-        model = accelerator.prepare(model)
-    first, second = accelerator.unwrap_model(model)
-    groups = [{"params": first.parameters()}, {"params": second.parameters(), "lr": 2 * lr}]
-    optimizer = torch.optim.AdamW(groups, lr=lr, weight_decay=decay)
+    model = accelerator.prepare(nn.Sequential(*[nn.Linear(2, 2), nn.Linear(2, 1)][:layers]))
+    parts = accelerator.unwrap_model(model)
+    groups = [{"params": part.parameters(), "lr": lr * number} for number, part in enumerate(parts, 1)]
+    optimizer = torch.optim.AdamW(groups if apart else parts.parameters(), lr=lr, weight_decay=decay)
     if late:  # as many scripts do: the schedule is built on what prepare returned
         optimizer = accelerator.prepare(optimizer)
         schedule = accelerator.prepare(build(optimizer, length))
     else:
         optimizer, schedule = accelerator.prepare(optimizer, build(optimizer, length))
-    model = accelerator.prepare(model) if strategy == "auto" else model
     if source is not None:
         accelerator.load_state(source, **load)
     rates = []
@@ -207,27 +204,10 @@ def test_parameters_that_were_added_do_not_put_the_schedule_back(tmp_path, kind,
     """With strict=False; the rate must not begin anew while the schedule goes on from its step."""
     build = KINDS[kind] if kind != "callable" else lambda o, n: schedules.LambdaLR(o, Ramp(n))
 
-    def steps(count, added, source=None):
-        accelerator = Accelerator(cpu=True)
-        model = nn.Sequential(nn.Linear(2, 2), *([nn.Linear(2, 1)] if added else []))
-        groups = [{"params": part.parameters()} for part in model] if apart else model.parameters()
-        optimizer = torch.optim.AdamW(groups, lr=0.1)
-        model, optimizer, schedule = accelerator.prepare(model, optimizer, build(optimizer, SHORT))
-        if source is not None:
-            accelerator.load_state(source, strict=False)
-        rates = []
-        for _ in range(count):
-            rates.append([group["lr"] for group in optimizer.param_groups])
-            take_step(accelerator, model, optimizer, torch.ones(2, 2))
-            schedule.step()
-        if source is None and not added:
-            accelerator.save_state(tmp_path / "s")
-        return rates
-
-    steps(BEFORE, added=False)
+    train(build, SHORT, BEFORE, target=tmp_path / "s", layers=1, apart=apart)
     with pytest.warns(UserWarning, match="State that does not fit is not restored"):
-        resumed = steps(AFTER, added=True, source=tmp_path / "s")
-    assert resumed == steps(BEFORE + AFTER, added=True)[BEFORE:]
+        resumed = train(build, SHORT, AFTER, tmp_path / "s", apart=apart, strict=False)
+    assert resumed == train(build, SHORT, BEFORE + AFTER, apart=apart)[BEFORE:]
 
 
 def two(root, strategy):

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+from unittest import mock
 
 import pytest
 import torch
@@ -28,12 +29,11 @@ class Task(SGDTask):
         optimizer.step()
 
 
-def loader(samples=16, batch_size=2):
+def data(samples=16, batch_size=2):
     x = torch.randn(samples, 3, generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(x), batch_size)
 
 
-@contextlib.contextmanager
 def counting(sizes):
     """Appends the number of elements of each collective of gradients."""
     reduce = dist.all_reduce
@@ -43,11 +43,7 @@ def counting(sizes):
             sizes.append(tensor.numel())
         return reduce(tensor, *args, **kwargs)
 
-    dist.all_reduce = counted
-    try:
-        yield
-    finally:
-        dist.all_reduce = reduce
+    return mock.patch.object(dist, "all_reduce", counted)
 
 
 class Accumulates(Task):
@@ -105,13 +101,10 @@ class AfterAnError(Task):
     def training_step(self, batch, batch_idx):
         if batch_idx == 1:
             failing = self.net[0](batch[0])
-            failing.register_hook(self.fail)
+            failing.register_hook(lambda gradient: 1 / 0)
             with contextlib.suppress(ZeroDivisionError):
                 self.manual_backward(self.net[1](failing).sum())
         super().training_step(batch, batch_idx)
-
-    def fail(self, gradient):
-        raise ZeroDivisionError
 
 
 class Copies(Task):
@@ -163,7 +156,7 @@ class Sparse(Task):
 
 def fit(task, val=None, **flags):
     task.sizes = []
-    make_trainer(max_epochs=1, devices=2, strategy="ddp", **flags).fit(task, loader(), val)
+    make_trainer(devices=2, strategy="ddp", **flags).fit(task, data(), val)
     return task
 
 
@@ -174,7 +167,7 @@ def fit_all():
         "one part per rank": fit(OnePartPerRank()).gradients,
     }
     for kind in (AfterAnError, Copies, AttacksInValidation):
-        task = fit(kind(), loader(5, 1) if kind is AttacksInValidation else None)
+        task = fit(kind(), data(5, 1) if kind is AttacksInValidation else None)
         found[kind.__name__] = [p.detach() for p in task.parameters()]
     for kind in (UpdatesBlocked, UpdatesFromAutograd):
         with pytest.raises(ValueError, match=r"net.*was updated with gradients that are not averaged, .* manual_back"):

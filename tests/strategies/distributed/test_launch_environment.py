@@ -190,7 +190,7 @@ def test_a_worker_of_ray_train():
 def test_a_trial_of_ray_tune_is_no_task_of_the_cluster_that_srun_started():
     trial = {**SLURM, "RAY_RAYLET_PID": str(os.getppid())}
     assert LaunchEnvironment.read(trial) is None
-    program_of_a_worker = LaunchEnvironment.read({**SLURM, "RAY_RAYLET_PID": "1"})
+    program_of_a_worker = LaunchEnvironment.read({**SLURM, "RAY_RAYLET_PID": str(os.getpid())})
     assert program_of_a_worker.launcher == "srun"
 
 

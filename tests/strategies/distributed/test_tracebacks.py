@@ -86,11 +86,8 @@ def failed(error):
 
 
 @pytest.fixture(autouse=True)
-def hook_is_left_as_it_was():
-    before = sys.excepthook
-    sys.excepthook = sys.__excepthook__
-    yield
-    sys.excepthook = before
+def hook_is_left_as_it_was(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
 
 
 def printed(error):

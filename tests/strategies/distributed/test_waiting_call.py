@@ -6,31 +6,23 @@ from datetime import timedelta
 
 import pytest
 import torch
+from support.ddp_loops import message
 from support.models import LoggedLine, Normed, take_step
 from support.processes import run, script
 from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.strategies import DistributedOperationException, open_world
+from treadle.strategies import open_world
 
 import treadle
 
 DEBUG = {"TREADLE_DEBUG": "1"}
 
 
-def message(call):
-    """Return the text of the error that `call` raises; "" without one."""
-    try:
-        call()
-    except DistributedOperationException as error:
-        return str(error)
-    return ""
-
-
 def other_calls():
     accelerator = treadle.Accelerator(cpu=True)
     main = accelerator.is_main_process
-    return message(lambda: accelerator.reduce(torch.ones(3)) if main else accelerator.gather(torch.ones(1)))
+    return message(lambda: accelerator.reduce(torch.ones(3)) if main else accelerator.gather(torch.ones(1)))[1]
 
 
 def test_exchanges_that_do_not_match_are_refused_on_every_rank():
@@ -42,23 +34,24 @@ def compared():
     accelerator = treadle.Accelerator(cpu=True)
     world, rank = accelerator.world, accelerator.process_index
     odd = rank == world.size - 1
-    texts = [
-        message(lambda: world.all_reduce(torch.ones(3 if odd else 2, 4))),
-        message(lambda: world.all_reduce(torch.ones(2, dtype=torch.float64 if odd else torch.float32))),
-        message(lambda: accelerator.wait_for_everyone() if odd else accelerator.gather(torch.ones(2))),
-        message(lambda: world.all_reduce(torch.ones(2), "max" if odd else "sum")),
-        message(lambda: world.broadcast("x", 1 if odd else 0)),
-        message(lambda: world.any(True) if odd else world.all_gather(torch.tensor(1))),
-        message(lambda: accelerator.wait_for_everyone() if odd else accelerator.save_state("never written")),
+    calls = [
+        lambda: world.all_reduce(torch.ones(3 if odd else 2, 4)),
+        lambda: world.all_reduce(torch.ones(2, dtype=torch.float64 if odd else torch.float32)),
+        lambda: accelerator.wait_for_everyone() if odd else accelerator.gather(torch.ones(2)),
+        lambda: world.all_reduce(torch.ones(2), "max" if odd else "sum"),
+        lambda: world.broadcast("x", 1 if odd else 0),
+        lambda: world.any(True) if odd else world.all_gather(torch.tensor(1)),
+        lambda: accelerator.wait_for_everyone() if odd else accelerator.save_state("never written"),
     ]
+    texts = [message(call)[1] for call in calls]
     if odd:  # a barrier may stand in two branches, but values must not be mixed
         accelerator.wait_for_everyone()
-        texts.append(message(lambda: world.all_reduce(torch.ones(1))))
+        texts.append(message(lambda: world.all_reduce(torch.ones(1)))[1])
     else:
         accelerator.wait_for_everyone()
-        texts.append(message(lambda: world.all_reduce(torch.ones(1))))
+        texts.append(message(lambda: world.all_reduce(torch.ones(1)))[1])
     part = world.part(world.mesh(pair=2, single=2)["pair"])
-    in_part = part.all_reduce(torch.tensor(rank)).item(), message(lambda: part.all_reduce(torch.ones(2 + rank // 2)))
+    in_part = part.all_reduce(torch.tensor(rank)).item(), message(part.all_reduce, torch.ones(2 + rank // 2))
     worlds = world, open_world("cpu")  # two worlds over one group have one sequence of calls
     # Nothing ran, so nothing is out of step.
     total = worlds[rank % 2].all_reduce(torch.tensor(rank + 1)).item()
@@ -84,7 +77,7 @@ def test_debug_mode_compares_each_call_before_it_runs():
         assert re.search(rf"^  rank 3: {odd} .*test_waiting_call.py:\d+$", text, re.MULTILINE), text
     assert [result[0] for result in results] == [texts] * 4
     assert [result[1][0] for result in results] == [2, 4, 2, 4]
-    for rank, (_, (_, text), *_) in enumerate(results):
+    for rank, (_, (_, (_, text)), *_) in enumerate(results):
         assert [n for n in range(4) if f"  rank {n}: all_reduce" in text] == [rank % 2, rank % 2 + 2]
     assert [result[2:] for result in results] == [(10, [0, 1, 2, 3])] * 4
 

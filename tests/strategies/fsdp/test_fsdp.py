@@ -281,7 +281,6 @@ def test_hybrid_and_tensor_parallel():
         ({"data_parallel_size": 4}, ValueError, "data_parallel_size=4 times tensor_parallel_size=1 must be"),
         ({"data_parallel_size": 0}, ValueError, "data_parallel_size=0"),
         ({"reshard_after_forward": 0}, ValueError, "reshard_after_forward=0 must be True, False"),
-        ({"reshard_after_forward": "x"}, ValueError, "reshard_after_forward='x' must be True, False"),
         ({"tensor_parallel_size": True}, ValueError, "tensor_parallel_size=True"),
         ({"auto_wrap_policy": "atuo"}, ValueError, "Did you mean 'auto'"),
         ({"gather_dtype": "bf16"}, TypeError, "gather_dtype='bf16' must be a floating-point dtype"),
@@ -439,14 +438,8 @@ def test_gradients_are_reduced_once_per_step():
 # -- a loop of one's own, which looks and stops where it likes ---------------------------------------------------------
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise RuntimeError("on purpose")
+def fail_in_backward(module, inputs, output):
+    output.register_hook(lambda gradient: 1 / 0)
 
 
 class Odd(Net):
@@ -496,8 +489,8 @@ def by_hand(strategy, disturb="", build=Net, accumulate=1, optimizer=torch.optim
 
     for number in range(6):
         if disturb == "fails in backward" and number == 3:
-            hook = net.blocks[1].register_forward_hook(lambda *passed: Fails.apply(passed[-1]))
-            with contextlib.suppress(RuntimeError):
+            hook = net.blocks[1].register_forward_hook(fail_in_backward)
+            with contextlib.suppress(ZeroDivisionError):
                 backward(7)
             hook.remove()
             stepper.zero_grad()

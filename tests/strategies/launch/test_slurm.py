@@ -46,6 +46,11 @@ def seen(output):
     return sorted(ast.literal_eval(line) for line in re.findall(r"\(\d+(?:, \d+){5}\)", output))
 
 
+@pytest.fixture
+def where(cluster):
+    return write(cluster, "where.py", WHERE)
+
+
 def write(cluster, name, text):
     path = cluster.folder / name
     path.write_text(text)
@@ -69,16 +74,15 @@ def test_srun_trains_the_example_as_two_nodes(cluster, tmp_path):
     ],
     ids=["one-each", "uneven", "cyclic"],
 )
-def test_places(cluster, options, places):
-    done = cluster.run("srun", *options, sys.executable, write(cluster, "where.py", WHERE), env=LOOPBACK)
+def test_places(cluster, where, options, places):
+    done = cluster.run("srun", *options, sys.executable, where, env=LOOPBACK)
     assert done.returncode == 0, done.stderr
     assert seen(done.stdout) == places
 
 
-def test_salloc_and_two_steps_at_once(cluster):
-    script = write(cluster, "where.py", WHERE)
-    shell = f"{sys.executable} {script} & "
-    shell += "".join(f"srun -N1 -n2 --exclusive {sys.executable} {script} & " for _ in range(2)) + "wait"
+def test_salloc_and_two_steps_at_once(cluster, where):
+    shell = f"{sys.executable} {where} & "
+    shell += "".join(f"srun -N1 -n2 --exclusive {sys.executable} {where} & " for _ in range(2)) + "wait"
     done = cluster.run("salloc", "-N2", "-n4", "bash", "-c", shell, env=LOOPBACK)
     assert done.returncode == 0, done.stderr
     pair = [(0, 2, 0, 0, 2, 3), (1, 2, 0, 1, 2, 3)]
@@ -102,9 +106,8 @@ def test_doctor_examines_the_ranks_of_srun(cluster):
     assert len(done.stdout.splitlines()) <= 30
 
 
-def test_a_batch_script_without_srun_is_one_process(cluster):
-    script = write(cluster, "where.py", WHERE)
-    batch = write(cluster, "job.sh", f"#!/bin/bash\n{sys.executable} {script}\n")
+def test_a_batch_script_without_srun_is_one_process(cluster, where):
+    batch = write(cluster, "job.sh", f"#!/bin/bash\n{sys.executable} {where}\n")
     submit = ("sbatch", "--wait", "-N2", "-n2", "--output", "job.out", batch)
     assert cluster.run(*submit).returncode == 0
     assert seen((cluster.folder / "job.out").read_text()) == [(0, 1, 0, 0, 1, 1)]
@@ -115,38 +118,35 @@ def test_a_batch_script_without_srun_is_one_process(cluster):
     assert seen((cluster.folder / "job.out").read_text()) == [(0, 1, 0, 0, 1, 1)]
 
 
-def test_a_shell_of_four_tasks_is_one_process_and_srun_in_it_is_not(cluster):
-    script = write(cluster, "where.py", WHERE)
-    typed = f"[ $SLURM_PROCID != 0 ] || {{ {sys.executable} {script}; srun --overlap -n2 {sys.executable} {script}; }}"
+def test_a_shell_of_four_tasks_is_one_process_and_srun_in_it_is_not(cluster, where):
+    typed = f"[ $SLURM_PROCID != 0 ] || {{ {sys.executable} {where}; srun --overlap -n2 {sys.executable} {where}; }}"
     write(cluster, "typed.sh", typed)
     done = cluster.run("script", "-qec", "srun --pty -N1 -n2 bash typed.sh", "/dev/null", env=LOOPBACK)
     assert done.returncode == 0, done.stdout
     assert seen(done.stdout) == [(0, 1, 0, 0, 1, 1), (0, 2, 0, 0, 2, 3), (1, 2, 0, 1, 2, 3)]
 
 
-def test_devices_and_nodes_against_the_job(cluster):
-    script = write(cluster, "where.py", WHERE)
-    done = cluster.run("srun", "-N2", "-n2", sys.executable, script, "2", env=LOOPBACK)
+def test_devices_and_nodes_against_the_job(cluster, where):
+    done = cluster.run("srun", "-N2", "-n2", sys.executable, where, "2", env=LOOPBACK)
     assert done.returncode != 0
     assert "`#SBATCH --ntasks-per-node=2`" in done.stderr
-    done = cluster.run("srun", "-N2", "-n2", sys.executable, script, "1", "4", env=LOOPBACK)
+    done = cluster.run("srun", "-N2", "-n2", sys.executable, where, "1", "4", env=LOOPBACK)
     assert "num_nodes=4, but the launcher started processes on 2 machines" in done.stderr
     assert "`#SBATCH --nodes=4`" in done.stderr
-    alone = cluster.run("srun", "-N1", "-n1", sys.executable, script, "2", env=LOOPBACK)
+    alone = cluster.run("srun", "-N1", "-n1", sys.executable, where, "2", env=LOOPBACK)
     assert seen(alone.stdout) == [(0, 2, 0, 0, 2, 3), (1, 2, 0, 1, 2, 3)], alone.stderr
 
 
-def test_a_first_host_that_is_unknown_is_named(cluster):
-    done = cluster.run("srun", "-N2", "-n2", sys.executable, write(cluster, "where.py", WHERE))
+def test_a_first_host_that_is_unknown_is_named(cluster, where):
+    done = cluster.run("srun", "-N2", "-n2", sys.executable, where)
     assert done.returncode != 0
     assert "the address of rank 0, 'n1', can't be resolved on " in done.stderr
     assert "Set MASTER_ADDR" in done.stderr
 
 
-def test_torchrun_started_by_srun_counts(cluster):
-    script = write(cluster, "where.py", WHERE)
+def test_torchrun_started_by_srun_counts(cluster, where):
     launch = (sys.executable, "-m", "treadle", "launch", "--nproc-per-node", "2", "--nnodes", "2")
-    done = cluster.run("srun", "-N2", "-n2", *launch, "--rdzv-endpoint", "127.0.0.1:29431", script)
+    done = cluster.run("srun", "-N2", "-n2", *launch, "--rdzv-endpoint", "127.0.0.1:29431", where)
     assert done.returncode == 0, done.stderr
     assert [place[:2] for place in seen(done.stdout)] == [(rank, 4) for rank in range(4)]
 
@@ -161,28 +161,21 @@ import os, sys, time
 import torch
 import treadle
 from treadle.callbacks import ModelCheckpoint
+from treadle.compat.demos.boring_classes import BoringModel
 
-class Task(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
-
+class Task(BoringModel):
     def training_step(self, batch, batch_idx):
         if self.trainer.is_global_zero:
             with open(sys.argv[1] + "/steps", "a") as file:
                 print(os.environ.get("SLURM_RESTART_COUNT", "0"), self.global_step, file=file)
         time.sleep(float(sys.argv[2]))
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.1)
+        return super().training_step(torch.nn.functional.dropout(batch), batch_idx)
 
 treadle.seed_everything(1)
 task = Task()
-loader = torch.utils.data.DataLoader(torch.arange(40.0)[:, None], 1, shuffle=True)
+loader = torch.utils.data.DataLoader(torch.randn(40, 32) / 8, 1, shuffle=True)
 saving = ModelCheckpoint(sys.argv[1] + "/ckpt")
-trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, logger=False, callbacks=saving)
+trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, limit_val_batches=0, logger=False, callbacks=saving)
 trainer.fit(task, loader, ckpt_path="auto")
 if trainer.is_global_zero:
     print("weights", float(sum(p.double().sum() for p in task.parameters())))

@@ -29,31 +29,23 @@ def test_two_launches_at_once_each_see_their_own_ranks(start: Start, tmp_path: P
     dist.init_process_group("gloo")
     total = torch.tensor([float(sys.argv[1]) + rank])
     dist.all_reduce(total)
-    names = ["LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS"]
-    seen = [os.environ[name] for name in names]
-    line = [rank, total.item(), seen, sys.argv[2:], sys.flags.optimize, sys.stdout.write_through, sys.warnoptions]
-    say(line)
-    say(f"port {os.environ['MASTER_PORT']} run {os.environ['TORCHELASTIC_RUN_ID']}")
+    names = ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS", "MASTER_PORT", "TORCHELASTIC_RUN_ID"]
+    say(" ".join([str(total.item()), *(os.environ[name] for name in names)]))
     dist.destroy_process_group()
     """
-    # An argument that looks like one of the agent's templates must arrive as it was typed.
-    extra = ["--lr", "a $$ ${local_rank}"]
-    flags = ("-u", "-O", "-W", "ignore::UserWarning")
-    runs = [start(tmp_path / i, body, f"{i}0", *extra, flags=flags, omit="OMP_NUM_THREADS") for i in ("1", "2")]
+    runs = [start(tmp_path / i, body, f"{i}0", omit="OMP_NUM_THREADS") for i in ("1", "2")]
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
-    meetings = []
+    meetings = set()
     for i, process in zip((1, 2), runs, strict=True):
         folder = tmp_path / str(i)
         assert process.wait(60) == 0, (folder / "err").read_text()
-        lines = (folder / "out").read_text().splitlines()
-        for rank in (0, 1):
-            seen = [str(rank), "2", "2", "0", threads]
-            assert str([rank, 20.0 * i + 1, seen, extra, 1, True, ["ignore::UserWarning"]]) in lines
-        meetings.append({line for line in lines if line.startswith("port")})
+        first, second = (folder / "out").read_text().splitlines()[1:]
+        assert first == second
+        assert first.split()[:5] == [str(20.0 * i + 1), "2", "2", "0", threads]
+        meetings.add(tuple(first.split()[5:]))
         assert (folder / "err").read_text() == ""
         assert list((folder / "tmp").iterdir()) == []
-    assert [len(meeting) for meeting in meetings] == [1, 1]
-    assert meetings[0] != meetings[1]
+    assert len(meetings) == 2
 
 
 @pytest.mark.long
@@ -97,10 +89,10 @@ def test_command_survives_changed_directory_and_used_up_arguments(tmp_path: Path
     print(launch.build_relaunch_command(2)[1:])
     """
     (tmp_path / "train.py").write_text(textwrap.dedent(source))
-    done = run([sys.executable, "-X", "dev", "-uO", "train.py", "--epochs", "3"], tmp_path)
+    done = run([sys.executable, "-X", "dev", "-uO", "train.py", "--lr", "a $$ ${local_rank}"], tmp_path)
     assert done.returncode == 0, done.stderr
     parts = eval(done.stdout)
-    assert parts[-3:] == [str(tmp_path / "train.py"), "--epochs", "3"]
+    assert parts[-3:] == [str(tmp_path / "train.py"), "--lr", "a $$ ${local_rank}"]
     assert {"-O", "-X", "-u", "dev"} <= set(parts[:-3])
 
 

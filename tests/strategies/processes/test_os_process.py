@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -25,15 +24,9 @@ def root(tmp_path, monkeypatch):
     return root
 
 
-def leave_behind(root, job, unfinished, pid=None):
-    """What a rank of ``job`` leaves that was killed while it wrote ``unfinished``."""
-    began = "5"
-    if pid is None:
-        process = subprocess.Popen(["true"])
-        process.wait()
-        pid = process.pid
-    else:
-        began = read_start_time(pid)
+def leave_behind(root, job, unfinished, pid=2**22 + 1):
+    """What a rank of ``job`` leaves that was killed while it wrote ``unfinished``; Linux gives nobody the default."""
+    began = read_start_time(pid) or "5"
     folder = root / f"{job}-{pid}-{began}"
     folder.mkdir()
     (folder / "listener-abc").touch()
@@ -112,15 +105,9 @@ import os, torch
 from multiprocessing.util import get_temp_dir
 from treadle.strategies.processes import open_scratch
 
-class Data(torch.utils.data.Dataset):
-    def __len__(self):
-        return 4
-    def __getitem__(self, index):
-        return torch.ones(1)
-
 if __name__ == "__main__":
     open_scratch(os.getppid())
-    print(sum(int(batch.sum()) for batch in torch.utils.data.DataLoader(Data(), num_workers=2)))
+    print(sum(int(batch) for batch in torch.utils.data.DataLoader([1] * 4, num_workers=2)))
     print("treadle-" in get_temp_dir())
 """
 
