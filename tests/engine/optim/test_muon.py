@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from support.processes import run
+from support.sharded_models import Block
 from support.trainers import make_trainer
 from torch import nn
 from torch.nn import functional as F
@@ -17,23 +18,13 @@ from treadle.optim import muon_with_adamw
 VOCABULARY, WIDTH = 30, 16
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        return x + self.down(self.up(self.norm(x)).relu())
-
-
 class Language(treadle.TaskModule):
     """Predicts the next token from the last one; the 15 rows of a square matrix are cut unevenly by two ranks."""
 
     def __init__(self, tied=False):
         super().__init__()
         torch.manual_seed(0)
-        self.tokens, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(Block() for _ in range(2))
+        self.tokens, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(Block(WIDTH) for _ in range(2))
         self.mix = nn.Linear(WIDTH, 15, bias=False)
         self.out = nn.Linear(15, VOCABULARY, bias=False)
         if tied:
@@ -57,7 +48,8 @@ def split_names(module, **options):
 
 
 HIDDEN = {f"blocks.{number}.{name}.weight" for number in range(2) for name in ("up", "down")}
-VECTORS = {f"blocks.{number}.{name}" for number in range(2) for name in ("norm.weight", "norm.bias", "up.bias")}
+BIASES = ("norm.weight", "norm.bias", "up.bias", "down.bias")
+VECTORS = {f"blocks.{number}.{name}" for number in range(2) for name in BIASES}
 
 
 def test_hidden_matrices_get_muon():
@@ -99,8 +91,8 @@ def test_the_split_is_announced(caplog):
     with caplog.at_level("INFO", "treadle"):
         muon_with_adamw(Language(), 0.1)
     (line,) = caplog.messages
-    assert "Muon: 5 tensors with 4,336 elements (blocks.*.up.weight, blocks.*.down.weight, mix.weight)" in line
-    assert "AdamW: 8 tensors with 1,122 elements (tokens.weight, blocks.*.norm.weight, " in line
+    assert "Muon: 5 tensors with 2,288 elements (blocks.*.up.weight, blocks.*.down.weight, mix.weight)" in line
+    assert "AdamW: 10 tensors with 1,090 elements (tokens.weight, blocks.*.norm.weight, " in line
 
 
 def test_errors():
@@ -186,7 +178,7 @@ def train_on_two(root):
 def test_two_processes_are_one_within_the_rounding_of_newton_schulz(tmp_path):
     expected = train_by_hand()
     (first, second) = run(train_on_two, 2, str(tmp_path))
-    matrices = 2 * 2 * 4 * WIDTH * WIDTH + 15 * WIDTH
+    matrices = 2 * 2 * 2 * WIDTH * WIDTH + 15 * WIDTH
     for name, (weights, held, same, counts) in first.items():
         assert measure_distance(weights, expected) < 1e-2, name
         assert same == len(expected), name  # a run that resumed in the middle, bit for bit

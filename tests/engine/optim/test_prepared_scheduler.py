@@ -94,7 +94,8 @@ def test_with_split_batches_each_step_counts_once(two_ranks):
 
 
 def tensor_parallel():
-    return prepare(lambda optimizer: StepLR(optimizer, 1), parallelism_config=ParallelismConfig(tp_size=2))[-1].advances
+    accelerator = treadle.Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+    return accelerator.prepare_scheduler(StepLR(sgd(), 1)).advances
 
 
 def test_processes_that_share_a_batch_count_once(two_ranks):

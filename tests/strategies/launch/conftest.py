@@ -1,14 +1,13 @@
 """What tests of this folder share."""
 
 import time
-from collections.abc import Iterator
 
 import pytest
 from support.launches import Start
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
+def start():
     start = Start()
     yield start
     for process in start.started:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from support.processes import clean_environment, python
 from treadle.strategies.launch import command as launch_command
-from treadle.strategies.launch.rendezvous import Job
 
 SHOW = """
 import os, sys
@@ -19,18 +18,18 @@ sys.exit(int(os.environ["RANK"]) * 3)
 """
 
 
-def treadle(*args: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def treadle(*args, cwd=None, env=None):
     command = [python(), "-m", "treadle", *args]
     return subprocess.run(
         command, cwd=cwd, env=clean_environment(env), capture_output=True, text=True, timeout=60, check=False
     )
 
 
-def job(*args: str) -> Job:
+def job(*args):
     return launch_command.job_of(launch_command.parse(args))
 
 
-def test_the_ranks_and_the_exit_status(tmp_path: Path) -> None:
+def test_the_ranks_and_the_exit_status(tmp_path):
     (tmp_path / "show.py").write_text(SHOW)
     # What follows the script is the script's, whatever it looks like.
     script = ["show.py", "--nnodes", "3", "--help", "-m", "${local_rank}"]
@@ -42,7 +41,7 @@ def test_the_ranks_and_the_exit_status(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_files_of_each_rank_and_a_module_and_a_program(tmp_path: Path) -> None:
+def test_files_of_each_rank_and_a_module_and_a_program(tmp_path):
     (tmp_path / "module.py").write_text("print('from', __spec__.name)")
     logs = ["--log-dir", str(tmp_path / "logs"), "--redirects", "3"]
     done = treadle("launch", *logs, "--nproc-per-node", "2", "-m", "module", cwd=tmp_path)
@@ -55,14 +54,14 @@ def test_files_of_each_rank_and_a_module_and_a_program(tmp_path: Path) -> None:
     assert "no-such-program" in gone.stderr
 
 
-def test_the_command_line() -> None:
+def test_the_command_line():
     assert re.search(r"launch +start a script", treadle().stdout)
     shown = treadle("launch", "--help")
     assert shown.returncode == 0
     assert "--rdzv-endpoint HOST:PORT" in shown.stdout
 
 
-def test_options_become_a_job(tmp_path: Path) -> None:
+def test_options_become_a_job(tmp_path):
     script = str(tmp_path / "train.py")
     Path(script).touch()
     one = job("--nproc-per-node", "2", "--max-restarts=3", script, "--lr", "1")
@@ -71,11 +70,9 @@ def test_options_become_a_job(tmp_path: Path) -> None:
     assert job("--nproc-per-node", "cpu", script).nproc == len(os.sched_getaffinity(0))
     assert job("--cpu", script).nproc == 1
     many = job("--nnodes", "2:4", "--rdzv-endpoint", "host", "--rdzv-id", "x", "--rdzv-conf", "timeout=9", script)
-    assert many.nodes is not None
     assert (many.nodes.least, many.nodes.most, many.nodes.backend, many.run_id) == (2, 4, "c10d", "x")
     assert many.nodes.conf == {"timeout": "9"}
     named = job("--num_machines", "2", "--num_processes", "4", "--machine_rank", "1", "--main_process_ip", "h", script)
-    assert named.nodes is not None
     assert (named.nproc, named.nodes.rank, named.nodes.endpoint, named.nodes.backend) == (2, 1, "h:29500", "static")
 
 
@@ -106,12 +103,12 @@ def test_options_become_a_job(tmp_path: Path) -> None:
         ("-m --no-python", "contradict"),
     ],
 )
-def test_what_is_refused(options: str, says: str) -> None:
+def test_what_is_refused(options, says):
     with pytest.raises(ValueError, match=says):
         job(*options.split(), __file__)
 
 
-def test_a_script_that_is_not_there() -> None:
+def test_a_script_that_is_not_there():
     with pytest.raises(ValueError, match=r"the script 'nowhere.py' does not exist"):
         job("nowhere.py")
     with pytest.raises(ValueError, match="required"):

@@ -4,10 +4,9 @@ import re
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from support.launches import SAY_PID, Start, gone, pids, wait_for
+from support.launches import SAY_PID, gone, pids, wait_for
 from support.processes import python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and /proc as on Linux")
@@ -49,7 +48,7 @@ FAIL = 'say(f"failed at {time.time()}")\n'
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["killed", *(pytest.param(how, marks=pytest.mark.exhaustive) for how in OTHERS)])
-def test_first_failure_ends_the_others_and_gives_the_status(start: Start, tmp_path: Path, how: str) -> None:
+def test_first_failure_ends_the_others_and_gives_the_status(start, tmp_path, how):
     action, status = FAILURES[how]
     peer = IN_COLLECTIVE if how == "raises" else STUCK_WITH_A_WORKER
     process = start(tmp_path, SAY_PID + peer + FAIL + action, str(tmp_path / "out"), program=python())
@@ -58,7 +57,6 @@ def test_first_failure_ends_the_others_and_gives_the_status(start: Start, tmp_pa
     out, err = (tmp_path / "out").read_text(), (tmp_path / "err").read_text()
     assert code == status, err
     failed = re.search(r"failed at ([\d.]+)", out)
-    assert failed is not None
     assert ended - float(failed[1]) < 5
     report = [line for line in err.splitlines() if line.startswith("treadle:")]
     words = "killed by SIGKILL" if how == "killed" else f"exit status {status}"
@@ -84,8 +82,8 @@ def test_first_failure_ends_the_others_and_gives_the_status(start: Start, tmp_pa
     ],
 )
 def test_signal_goes_to_every_rank_and_sigkill_after_the_grace_or_a_second_ctrl_c(
-    start: Start, tmp_path: Path, number: signal.Signals, times: int, options: str
-) -> None:
+    start, tmp_path, number, times, options
+):
     body = f"""
     def leave(number, frame):
         say(f"rank {{rank}} saved on {{number}}")

@@ -7,9 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,11 +24,11 @@ WITH_STATUS = [name for name in MANIFESTS if "exit_codes" in name]
 GPU = "nvidia.com/gpu"
 
 
-def load(name: str) -> Any:
+def load(name):
     return yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))
 
 
-def templates(manifest: Any) -> list[tuple[str, Any]]:
+def templates(manifest):
     """The name of each pod and its template, in the order of their numbers."""
     name = manifest["metadata"]["name"]
     if manifest["kind"] == "PyTorchJob":
@@ -45,7 +43,7 @@ def templates(manifest: Any) -> list[tuple[str, Any]]:
     return [(f"{name}-{job['name']}-0-{number}.{name}", spec["template"]) for number in range(spec["completions"])]
 
 
-def controller_environment(manifest: Any, number: int) -> dict[str, str]:
+def controller_environment(manifest, number):
     """What the operator, or Kubernetes' own controller of jobs, adds to the containers of a pod."""
     if manifest["kind"] == "JobSet":
         return {"JOB_COMPLETION_INDEX": str(number)}
@@ -63,7 +61,7 @@ class Pods:
         folder: for the folder that the image has, and for the volume that the pods share.
     """
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name, folder):
         self.manifest, self.folder = load(name), folder
         self.volume = folder / "checkpoints"
         self.workspace = folder / "workspace"
@@ -71,7 +69,7 @@ class Pods:
         self.port = str(get_free_port())
         self.processes = [self._start(number, *pod) for number, pod in enumerate(templates(self.manifest))]
 
-    def _start(self, number: int, name: str, template: Any) -> subprocess.Popen[Any]:
+    def _start(self, number, name, template):
         (container,) = template["spec"]["containers"]
         declared = {entry["name"]: entry["value"] for entry in container.get("env", ())}
         env = declared | controller_environment(self.manifest, number)
@@ -92,33 +90,33 @@ class Pods:
                 start_new_session=True,
             )
 
-    def __enter__(self) -> "Pods":
+    def __enter__(self):
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             process.wait()
 
-    def wait(self, seconds: float = 60) -> list[int]:
+    def wait(self, seconds=60):
         """The exit status of each."""
         try:
             return [process.wait(seconds) for process in self.processes]
         except subprocess.TimeoutExpired:
             pytest.fail(self.logs())
 
-    def logs(self) -> str:
+    def logs(self):
         return "\n".join((self.folder / f"log-{number}").read_text() for number in range(len(self.processes)))
 
-    def await_step(self, step: int) -> None:
+    def await_step(self, step):
         """Wait for a checkpoint of at least that step."""
         has_ended = lambda: any(process.poll() is not None for process in self.processes)  # noqa: E731
         wait_for(lambda: latest_step(self.volume) >= step or has_ended(), 60, self.logs)
         assert not has_ended(), self.logs()
 
 
-def make_workspace(folder: Path) -> None:
+def make_workspace(folder):
     """Copy what the Dockerfile copies."""
     folder.mkdir(exist_ok=True)
     copied = re.findall(r"^COPY (.*) /workspace/$", (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
@@ -126,11 +124,11 @@ def make_workspace(folder: Path) -> None:
         shutil.copy(ROOT / path, folder)
 
 
-def latest_step(volume: Path) -> int:
+def latest_step(volume):
     return max((manifest.step for manifest, _ in CheckpointStore(volume / "digits").scan()[0]), default=0)
 
 
-def train_here(folder: Path) -> None:
+def train_here(folder):
     """The same training in ranks of this test, undisturbed."""
     make_workspace(folder)
     sys.path.insert(0, str(folder))
@@ -140,24 +138,24 @@ def train_here(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
     run(train_here, 2, folder)
     return final_weights(folder / "checkpoints")
 
 
-def final_weights(volume: Path) -> Any:
+def final_weights(volume):
     return torch.load(volume / "digits" / "last.ckpt", weights_only=True)["state_dict"]
 
 
-def containers(manifest: Any) -> Iterator[tuple[Any, Any]]:
+def containers(manifest):
     for _, template in templates(manifest):
         for container in template["spec"]["containers"]:
             yield template["spec"], container
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_what_every_manifest_needs(name: str) -> None:
+def test_what_every_manifest_needs(name):
     manifest = load(name)
     count = len(templates(manifest))
     assert count == 2
@@ -178,7 +176,7 @@ def test_what_every_manifest_needs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_what_the_controllers_need(name: str) -> None:
+def test_what_the_controllers_need(name):
     manifest, has_statuses = load(name), name in WITH_STATUS
     if manifest["kind"] == "PyTorchJob":
         specs = manifest["spec"]["pytorchReplicaSpecs"]
@@ -211,9 +209,7 @@ def test_what_the_controllers_need(name: str) -> None:
         ("jobset_exit_codes.yaml", 0),
     ],
 )
-def test_a_preempted_pod_ends_all_and_the_restart_resumes_exactly(
-    name: str, pod: int, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
-) -> None:
+def test_a_preempted_pod_ends_all_and_the_restart_resumes_exactly(name, pod, tmp_path, undisturbed):
     with Pods(name, tmp_path) as pods:
         pods.await_step(20)
         pods.processes[pod].terminate()  # as the kubelet does: the first process of the container gets SIGTERM

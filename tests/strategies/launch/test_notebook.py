@@ -25,7 +25,7 @@ def say(text):
 """
 
 
-def cell(source: str, command: list[str] | None = None, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def cell(source, command=None, timeout=60):
     """Runs code of which no file is kept, as in a notebook."""
     return subprocess.run(
         command or [python(), "-"],
@@ -57,7 +57,7 @@ def train(lr, session=[]):
 
 
 @pytest.mark.long
-def test_a_function_of_the_session_trains_the_same_in_one_process_and_in_two() -> None:
+def test_a_function_of_the_session_trains_the_same_in_one_process_and_in_two():
     # Parallel loops and a backward of the session's own, whose threads the forks will not have.
     session = """
     torch.set_num_threads(2)
@@ -74,7 +74,7 @@ def test_a_function_of_the_session_trains_the_same_in_one_process_and_in_two() -
     """
     done = cell(TRAIN + textwrap.dedent(session))
     assert done.returncode == 0, done.stderr
-    pid = re.search(r"session (\d+)", done.stdout)[1]  # type: ignore[index]
+    pid = re.search(r"session (\d+)", done.stdout)[1]
     lines = re.findall(r"trained (\d) of (\d) (\d+) ([\d.]+)", done.stdout)
     assert re.findall(r"forked (\w+)", done.stdout) == ["True"] * 2
     assert sorted(line[:2] for line in lines) == [("0", "1"), ("0", "2"), ("0", "2"), ("1", "2"), ("1", "2")]
@@ -93,7 +93,7 @@ def test_a_function_of_the_session_trains_the_same_in_one_process_and_in_two() -
     ],
     ids=["raises", "killed", "exits", "leaves"],
 )
-def test_a_failing_rank_raises_here_and_ends_the_others(action: str, says: str) -> None:
+def test_a_failing_rank_raises_here_and_ends_the_others(action, says):
     source = f"""
     import signal, subprocess
     def bad():
@@ -117,12 +117,12 @@ def test_a_failing_rank_raises_here_and_ends_the_others(action: str, says: str) 
     assert says in done.stdout
     assert ("ValueError: no such thing" in done.stdout) == ("raise" in action)
     assert "launchers.py" not in done.stdout
-    assert float(re.search(r"after ([\d.]+)", done.stdout)[1]) < 10  # type: ignore[index]
-    worker = re.search(r"worker (\d+)", done.stdout)[1]  # type: ignore[index]
+    assert float(re.search(r"after ([\d.]+)", done.stdout)[1]) < 10
+    worker = re.search(r"worker (\d+)", done.stdout)[1]
     wait_for(lambda: gone(int(worker)), 2)
 
 
-def test_ports() -> None:
+def test_ports():
     source = """
     import socket
     with socket.socket() as probe:
@@ -140,7 +140,7 @@ def test_ports() -> None:
 
 
 @pytest.mark.long
-def test_an_interrupt_ends_the_ranks() -> None:
+def test_an_interrupt_ends_the_ranks():
     source = """
     import signal, threading
     def wait():
@@ -158,7 +158,7 @@ def test_an_interrupt_ends_the_ranks() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("IPython") is None, reason="needs IPython")
-def test_in_ipython() -> None:
+def test_in_ipython():
     command = [sys.executable, "-m", "IPython", "--simple-prompt", "--no-banner", "--colors=NoColor"]
     done = cell("%cpaste -q\n" + TRAIN + "--\nnotebook_launcher(train, (0.01,), num_processes=2)\n", command)
     assert len(re.findall(r"trained \d of 2", done.stdout)) == 2, done.stdout + done.stderr
@@ -175,28 +175,28 @@ def test_in_ipython() -> None:
         ({"max_restarts": 1}, "max_restarts=1 is not supported in a notebook"),
     ],
 )
-def test_what_is_refused(options: dict[str, object], says: str) -> None:
+def test_what_is_refused(options, says):
     with pytest.raises(ValueError, match=says):
-        notebook_launcher(print, **options)  # type: ignore[arg-type]
+        notebook_launcher(print, **options)
 
 
-def test_what_was_made_before_is_refused() -> None:
+def test_what_was_made_before_is_refused():
     from treadle.strategies import World
 
     world = World()
     with pytest.raises(ValueError, match="'world', which the function uses, was created in this session"):
         debug_launcher(lambda: print(world))
     with pytest.raises(TypeError, match="must be callable, not an int"):
-        debug_launcher(3)  # type: ignore[arg-type]
+        debug_launcher(3)
 
 
-def refused() -> str:
+def refused():
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         notebook_launcher(print, num_processes=2)
     return str(caught.value)
 
 
-def refused_with_a_group() -> str:
+def refused_with_a_group():
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -204,12 +204,12 @@ def refused_with_a_group() -> str:
     return refused()
 
 
-def test_a_session_that_has_opened_the_gpus_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_that_has_opened_the_gpus_driver(monkeypatch):
     monkeypatch.setattr(os, "readlink", lambda path: "/dev/nvidia-uvm")
     with pytest.raises(ValueError, match=r"first set os.environ\['PYTORCH_NVML_BASED_CUDA_CHECK'\] = '1'"):
         notebook_launcher(print, num_processes=2)
 
 
-def test_no_launch_within_a_launch() -> None:
+def test_no_launch_within_a_launch():
     assert run(refused, 1)[0].startswith("this process is already rank 0 of 1")
     assert run(refused_with_a_group, 1)[0].startswith("this session already has a process group")

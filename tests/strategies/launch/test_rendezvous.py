@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,14 +48,14 @@ os.write(1, f"{(*place, weights)}\\n".encode())
 TREADLE, TORCHRUN = ["-m", "treadle", "launch"], ["-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
 
 
-def of_two_machines(program: str, *script: str) -> list[str]:
+def of_two_machines(program, *script):
     """The command of each of two machines that meet at a free port."""
     endpoint = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{get_free_port()}"]
     return [program, *TREADLE, *endpoint, *script]
 
 
 @contextlib.contextmanager
-def agents(commands: list[list[str]], folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
+def agents(commands, folder):
     started = []
     try:
         for number, command in enumerate(commands):
@@ -71,28 +70,28 @@ def agents(commands: list[list[str]], folder: Path) -> Iterator[list[subprocess.
             process.wait()
 
 
-def run(commands: list[list[str]], folder: Path, timeout: float = 120) -> tuple[list[int], list[str]]:
+def run(commands, folder, timeout=120):
     with agents(commands, folder) as started:
         codes = [process.wait(timeout) for process in started]
     return codes, [(folder / f"out{number}").read_text() for number in range(len(commands))]
 
 
-def places(*texts: str) -> list[tuple[object, ...]]:
+def places(*texts):
     return sorted(ast.literal_eval(line) for text in texts for line in re.findall(r"^\(.*\)$", text, re.MULTILINE))
 
 
 @pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> str:
+def script(tmp_path_factory):
     path = tmp_path_factory.mktemp("script") / "train.py"
     path.write_text(TRAIN)
     return str(path)
 
 
 @pytest.fixture(scope="module")
-def alone(script: str) -> list[float]:
+def alone(script):
     """The weights that one process comes to, without any launcher."""
     done = processes.script(Path(script))
-    return places(done.stdout)[0][-1]  # type: ignore[return-value]
+    return places(done.stdout)[0][-1]
 
 
 @pytest.mark.parametrize(
@@ -103,9 +102,7 @@ def alone(script: str) -> list[float]:
         pytest.param(TORCHRUN, 1, id="torchrun"),
     ],
 )
-def test_two_agents_train_what_one_process_does(
-    script: str, alone: list[float], tmp_path: Path, launcher: list[str], count: int
-) -> None:
+def test_two_agents_train_what_one_process_does(script, alone, tmp_path, launcher, count):
     command = [python(), *launcher, "--nnodes", "2", "--nproc-per-node", str(count), "--rdzv-id", "one"]
     command += ["--rdzv-endpoint", f"127.0.0.1:{get_free_port()}", script]
     codes, texts = run([command, command], tmp_path)
@@ -117,7 +114,7 @@ def test_two_agents_train_what_one_process_does(
 
 
 @pytest.mark.slow
-def test_machines_with_numbers(script: str, alone: list[float], tmp_path: Path) -> None:
+def test_machines_with_numbers(script, alone, tmp_path):
     port = str(get_free_port())
     # Accelerate's spelling; the number of processes is that of both machines.
     options = ["--num_machines", "2", "--num_processes", "3", "--main_process_ip", "127.0.0.1"]
@@ -134,21 +131,20 @@ def test_machines_with_numbers(script: str, alone: list[float], tmp_path: Path) 
 
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_failing_rank_ends_both_machines(script: str, tmp_path: Path, rank: int) -> None:
+def test_a_failing_rank_ends_both_machines(script, tmp_path, rank):
     command = of_two_machines(python(), script, str(rank))
     codes, texts = run([command, command], tmp_path)
     ended = time.time()
     assert codes == [7, 7], texts
     failed = re.search(r"failed at ([\d.]+)", "".join(texts))
-    assert failed is not None
     assert ended - float(failed[1]) < 10
-    reports = sorted(re.search(r"treadle: (rank .*)", text)[1] for text in texts)  # type: ignore[index]
+    reports = sorted(re.search(r"treadle: (rank .*)", text)[1] for text in texts)
     words = f"rank {rank} of 2 failed first: exit status 7"
     assert reports == [words, f"{words} on {socket.gethostname()}"]
 
 
 @pytest.mark.long
-def test_a_signal_to_one_machine_ends_both(script: str, tmp_path: Path) -> None:
+def test_a_signal_to_one_machine_ends_both(script, tmp_path):
     command = of_two_machines(sys.executable, script, "none")  # whose ranks are its own children
     with agents([command, command], tmp_path) as started:
         # Ranks are up when a supervisor has children.
@@ -160,7 +156,7 @@ def test_a_signal_to_one_machine_ends_both(script: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nobody_at_the_endpoint_is_said_in_time(script: str, tmp_path: Path) -> None:
+def test_nobody_at_the_endpoint_is_said_in_time(script, tmp_path):
     base = [python(), *TREADLE, "--nnodes", "2", script]
     # 192.0.2.1 is for documentation: a route leads there, nobody answers.
     far = [*base[:-1], "--rdzv-endpoint", "192.0.2.1:29400", "--rdzv-conf", "read_timeout=2", script]
@@ -173,16 +169,14 @@ def test_nobody_at_the_endpoint_is_said_in_time(script: str, tmp_path: Path) -> 
 
 
 @pytest.fixture
-def hosts() -> Iterator[list[str]]:
+def hosts():
     with namespaces() as names:
         yield names
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [TREADLE, TORCHRUN], ids=["treadle", "torchrun"])
-def test_two_hosts_whose_names_are_loopback_addresses(
-    launcher: list[str], script: str, alone: list[float], hosts: list[str], tmp_path: Path
-) -> None:
+def test_two_hosts_whose_names_are_loopback_addresses(launcher, script, alone, hosts, tmp_path):
     command = [python(), *launcher, "--nnodes", "2", "--rdzv-endpoint", "10.213.7.1:29400"]
     commands = []
     for number, host in reversed(list(enumerate(hosts, 1))):

@@ -5,24 +5,23 @@ import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
-from support.launches import HEAD, SAY_PID, Start, gone, pids, wait_for
+from support.launches import HEAD, SAY_PID, gone, pids, wait_for
 from support.processes import clean_environment, python
 from treadle.strategies.launch import Job, supervisor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and /proc as on Linux")
 
 
-def run(command: list[str], folder: Path | None, words: str = "") -> subprocess.CompletedProcess[str]:
+def run(command, folder, words=""):
     return subprocess.run(
         command, input=words, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=60
     )
 
 
 @pytest.mark.slow
-def test_two_launches_at_once_each_see_their_own_ranks(start: Start, tmp_path: Path) -> None:
+def test_two_launches_at_once_each_see_their_own_ranks(start, tmp_path):
     body = """
     import torch, torch.distributed as dist
     assert os.getppid() == int(os.environ["TREADLE_SUPERVISOR"])
@@ -49,7 +48,7 @@ def test_two_launches_at_once_each_see_their_own_ranks(start: Start, tmp_path: P
 
 
 @pytest.mark.long
-def test_no_rank_survives_a_killed_supervisor(start: Start, tmp_path: Path) -> None:
+def test_no_rank_survives_a_killed_supervisor(start, tmp_path):
     body = f"""
     from treadle.strategies.processes import die_with_parent
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -67,7 +66,7 @@ def test_no_rank_survives_a_killed_supervisor(start: Start, tmp_path: Path) -> N
 
 
 @pytest.mark.long
-def test_module_is_run_again_as_a_module(tmp_path: Path) -> None:
+def test_module_is_run_again_as_a_module(tmp_path):
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -78,7 +77,7 @@ def test_module_is_run_again_as_a_module(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()[1:]) == [f"{rank} package.module ['--devices', '2']" for rank in (0, 1)]
 
 
-def test_command_survives_changed_directory_and_used_up_arguments(tmp_path: Path) -> None:
+def test_command_survives_changed_directory_and_used_up_arguments(tmp_path):
     source = """
     import os, sys
     from treadle.strategies.launch import supervisor as launch
@@ -97,7 +96,7 @@ def test_command_survives_changed_directory_and_used_up_arguments(tmp_path: Path
 
 
 @pytest.mark.parametrize("how", ["-c", "-"])
-def test_refused_where_there_is_no_script(how: str) -> None:
+def test_refused_where_there_is_no_script(how):
     source = "from treadle.strategies.launch import supervisor as s; assert not s.has_script(); s.relaunch(2)"
     done = run([sys.executable, how, *([source] if how == "-c" else [])], None, source)
     assert done.returncode == 1
@@ -106,20 +105,20 @@ def test_refused_where_there_is_no_script(how: str) -> None:
     assert "`torchrun --nproc-per-node 2 train.py`" in last
 
 
-def test_refused_in_a_test_runner() -> None:
+def test_refused_in_a_test_runner():
     assert not supervisor.has_script()
     with pytest.raises(ValueError, match="devices=2 runs this script again"):
         supervisor.relaunch(2)
 
 
 @pytest.mark.parametrize("nproc", [0, -1, True, "2"])
-def test_number_of_processes_is_checked(nproc: int) -> None:
+def test_number_of_processes_is_checked(nproc):
     with pytest.raises(ValueError, match="nproc="):
         supervisor.supervise(Job(nproc=nproc, command=["true"]))
 
 
 @pytest.mark.long
-def test_supervise_leaves_the_caller_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
+def test_supervise_leaves_the_caller_as_it_was(capfd):
     code = "import os; print(os.environ['TORCHELASTIC_RUN_ID'], os.environ['TORCHELASTIC_SIGNALS_TO_HANDLE'])"
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     # As `nohup` does; a shell without job control has its background jobs ignore SIGQUIT.

@@ -131,7 +131,7 @@ def test_every_launcher(tmp_path, command):
     check([command], tmp_path)
 
 
-def wait_deep(depth: int, ready: threading.Event, end: threading.Event) -> None:
+def wait_deep(depth, ready, end):
     if depth:
         wait_deep(depth - 1, ready, end)
     else:
@@ -139,7 +139,7 @@ def wait_deep(depth: int, ready: threading.Event, end: threading.Event) -> None:
         end.wait()
 
 
-def test_no_garbage_is_collected_while_the_frames_of_a_thread_are_read() -> None:
+def test_no_garbage_is_collected_while_the_frames_of_a_thread_are_read():
     ready, end = threading.Event(), threading.Event()
     thread = threading.Thread(target=wait_deep, args=(200, ready, end), daemon=True)
     thread.start()
