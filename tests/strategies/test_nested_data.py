@@ -11,6 +11,7 @@ from support.processes import run
 from support.trainers import make_trainer
 from torch.utils.data import DataLoader
 from treadle.strategies import Precision, apply_nested
+from treadle.strategies.nested_data import iter_tensors
 
 import treadle
 
@@ -48,6 +49,7 @@ def double(value):
 def test_frozen_dataclasses():
     batch = Frozen(torch.ones(2), more=[FrozenSlots(torch.ones(1)), Open(torch.ones(1), {"a": torch.ones(1)}), Frozen])
     assert batch.total == 2.0
+    assert len(list(iter_tensors(batch))) == 4
     found = double(batch)
     assert type(found) is Frozen
     assert (found.name, found.built) == ("n", 1)

@@ -210,3 +210,5 @@ def test_wrong_arguments(joinables, even_batches, words):
     accelerator = treadle.Accelerator(cpu=True)
     with pytest.raises(TypeError, match=words), accelerator.join_uneven_inputs(joinables, even_batches):
         pass
+    with accelerator.join_uneven_inputs([Net()]):
+        pass  # a process alone has nothing to join, and so no model has to be prepared

@@ -112,3 +112,9 @@ def without_false_alarm():
 @pytest.mark.long
 def test_neither_a_strategy_nor_unequal_steps_give_a_false_alarm():
     assert run(without_false_alarm, 2, env={**DEBUG, "TREADLE_DEBUG_REPLICAS": "1"}) == [[4, 4, 4, 4]] * 2
+
+
+def test_a_process_alone_has_nothing_to_compare():
+    accelerator = treadle.Accelerator(cpu=True)
+    make(accelerator)
+    accelerator.check_replicas()
