@@ -15,6 +15,7 @@ import torch
 from support import swapped
 from support.differences import differences
 from support.house import read_differences
+from support.models import SGDTask
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
@@ -112,7 +113,7 @@ def test_several_epochs(tmp_path):
     assert ours["losses"][8] != pytest.approx(theirs["losses"][8], rel=1e-4)
 
 
-class Noisy(treadle.TaskModule):
+class Noisy(SGDTask):
     """Notes its samples, and draws random numbers as dropout does."""
 
     def __init__(self, draws):
@@ -127,9 +128,6 @@ class Noisy(treadle.TaskModule):
 
     def validation_step(self, batch, batch_idx):
         pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 class Augmented(Dataset):
@@ -159,14 +157,16 @@ class Stream(IterableDataset):
         return (torch.tensor([index + torch.rand(()).item() / 2]) for index in range(8))
 
 
+def numbers(**options):
+    return DataLoader(torch.arange(8.0)[:, None], 2, shuffle=True, **options)
+
+
 LOADERS = {
-    "shuffled": lambda: DataLoader(torch.arange(8.0)[:, None], 2, shuffle=True),
-    "generator": lambda: DataLoader(
-        torch.arange(8.0)[:, None], 2, shuffle=True, generator=torch.Generator().manual_seed(3)
-    ),
+    "shuffled": numbers,
+    "generator": lambda: numbers(generator=torch.Generator().manual_seed(3)),
     "augmented": lambda: DataLoader(Augmented(), 2, shuffle=True),
     "sampler": lambda: DataLoader(Augmented(), 2, sampler=Permuted()),
-    "workers": lambda: DataLoader(torch.arange(8.0)[:, None], 2, shuffle=True, num_workers=1),
+    "workers": lambda: numbers(num_workers=1),
     "stream": lambda: DataLoader(Stream(), 2),
 }
 

@@ -1,6 +1,6 @@
 """One regressor, two kinds of training data at once, and an evaluation on several sets.
 
-python evaluation.py --epochs 4 --out results.json
+python evaluation.py --out results.json
 """
 
 import argparse
@@ -87,9 +87,6 @@ class Record(Callback):
         self.losses.append(outputs["loss"].item())
         self.sizes.append(list(outputs["sizes"]))
 
-    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
-        assert trainer.validating or trainer.sanity_checking or trainer.training is False
-
     def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self.val_batches.append([trainer.current_epoch, dataloader_idx, batch_idx, len(outputs)])
@@ -103,10 +100,8 @@ class Record(Callback):
 def main(argv=None):
     parser = argparse.ArgumentParser()
     parser.add_argument("--root", default="runs/evaluation")
-    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--sequential", action="store_true")
-    parser.add_argument("--mode", default="max_size_cycle")
     parser.add_argument("--out")
     args = parser.parse_args(argv)
 
@@ -117,38 +112,36 @@ def main(argv=None):
             "clean": DataLoader(surface(160), batch_size=16, shuffle=shuffle),
             "noisy": DataLoader(surface(90, noise=0.5), batch_size=16, shuffle=shuffle),
         }
-        return CombinedLoader(loaders, mode=args.mode)
+        return CombinedLoader(loaders, mode="max_size_cycle")
 
     train = training(shuffle=not args.sequential)
     val = [DataLoader(surface(50), batch_size=16), DataLoader(surface(40, shift=0.2), batch_size=16)]
     test = [DataLoader(surface(size, shift=shift), batch_size=16) for size, shift in ((48, 0.0), (40, 0.1), (33, 0.2))]
 
     starts = []
+    starting = LambdaCallback(on_train_epoch_start=lambda *_: starts.append(1))
     record = Record()
     checkpoint = ModelCheckpoint(
         dirpath=args.root, monitor="val_loss/dataloader_idx_0", filename="{epoch}-{step}", save_top_k=1
     )
     latest = ModelCheckpoint(dirpath=args.root, filename="latest-{epoch}", save_on_train_epoch_end=True)
     stopping = EarlyStopping("val/mean_mae", patience=3, check_on_train_epoch_end=False, verbose=False)
+    common = {
+        "accelerator": "cpu",
+        "devices": args.devices,
+        "strategy": "ddp" if args.devices > 1 else "auto",
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=args.devices,
-        strategy="ddp" if args.devices > 1 else "auto",
-        max_epochs=args.epochs,
+        max_epochs=4,
         val_check_interval=0.5,
         num_sanity_val_steps=-1,
         limit_val_batches=1.0,
         log_every_n_steps=2,
         logger=CSVLogger(args.root),
-        callbacks=[
-            record,
-            stopping,
-            checkpoint,
-            latest,
-            LambdaCallback(on_train_epoch_start=lambda *_: starts.append(1)),
-        ],
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        callbacks=[record, stopping, checkpoint, latest, starting],
+        **common,
     )
     model = Regressor()
     trainer.fit(model, train_dataloaders=train, val_dataloaders=val)
@@ -164,21 +157,18 @@ def main(argv=None):
     # once more from the last checkpoint, for one epoch in the order of the data
     again = Record()
     resumed = pl.Trainer(
-        accelerator="cpu",
-        devices=args.devices,
-        strategy="ddp" if args.devices > 1 else "auto",
-        max_epochs=args.epochs + 1,
+        max_epochs=5,
         check_val_every_n_epoch=5,
         logger=False,
         enable_checkpointing=False,
         callbacks=[again],
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **common,
     )
     resumed.fit(Regressor(), training(shuffle=False), val, ckpt_path=last_path)
 
     results = {
         "losses": record.losses,
+        "path_after_test_exists": Path(latest.best_model_path).exists(),
         "metrics": {
             "epoch": at_end,
             "validations": record.validations,
@@ -199,7 +189,6 @@ def main(argv=None):
             "resumed": [resumed.current_epoch, resumed.global_step, len(again.losses)],
         },
     }
-    results["path_after_test_exists"] = Path(latest.best_model_path).exists()
     if args.out and trainer.is_global_zero:
         Path(args.out).write_text(json.dumps(results))
     return results

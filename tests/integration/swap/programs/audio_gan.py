@@ -70,13 +70,7 @@ def main(root):
     pl.seed_everything(42)
     data = TensorDataset(torch.randn(48, 8))
     wrapper = AutoencoderTrainingWrapper()
-    trainer = pl.Trainer(
-        default_root_dir=root,
-        max_epochs=2,
-        num_sanity_val_steps=0,
-        enable_checkpointing=False,
-        log_every_n_steps=1,
-        **OFF,
-    )
+    flags = {"num_sanity_val_steps": 0, "enable_checkpointing": False, "log_every_n_steps": 1, **OFF}
+    trainer = pl.Trainer(default_root_dir=root, max_epochs=2, **flags)
     trainer.fit(wrapper, DataLoader(data, 8), DataLoader(data, 16))
     return {"printed": wrapper.printed, "metrics": {n: v.item() for n, v in trainer.callback_metrics.items()}}

@@ -11,19 +11,15 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import DataLoader
 
-
-class SimpleExperiment:
-    def __init__(self):
-        self.data = {}
-
-    def log_metrics(self, metrics, step):
-        for name, value in metrics.items():
-            if name != "epoch":
-                self.data.setdefault(name, []).append(float(value))
+OFF = {"num_sanity_val_steps": 0, "enable_checkpointing": False, "enable_progress_bar": False}
+OFF["enable_model_summary"] = False
+NAMES = ("elbo_train", "elbo_validation", "validation_loss", "train_loss_epoch")
 
 
 class SimpleLogger(Logger):
-    def __init__(self, name="lightning_logs", version=None):
+    version = 1
+
+    def __init__(self, name="lightning_logs"):
         super().__init__()
         self._name, self._experiment = name, None
 
@@ -31,7 +27,7 @@ class SimpleLogger(Logger):
     @rank_zero_experiment
     def experiment(self):
         if self._experiment is None:
-            self._experiment = SimpleExperiment()
+            self._experiment = {}
         return self._experiment
 
     @rank_zero_only
@@ -40,19 +36,12 @@ class SimpleLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics, step):
-        self.experiment.log_metrics(metrics, step)
-
-    @property
-    def history(self):
-        return self.experiment.data
+        for name, value in metrics.items():
+            self.experiment.setdefault(name, []).append(float(value))
 
     @property
     def name(self):
         return self._name
-
-    @property
-    def version(self):
-        return 1
 
 
 class LoudEarlyStopping(EarlyStopping):
@@ -70,27 +59,19 @@ class LoudEarlyStopping(EarlyStopping):
             self.early_stopping_reason = reason
         return should_stop, reason
 
-    def teardown(self, _trainer, _pl_module, stage=None):
-        self.torn_down = stage
-
 
 class CellTrainer(Trainer):
-    def __init__(self, accelerator="cpu", max_epochs=20, early_stopping=True, callbacks=None, logger=None, **kwargs):
+    def __init__(self, accelerator="cpu", max_epochs=20, callbacks=None, logger=None, **kwargs):
         callbacks = [] if callbacks is None else callbacks
-        if early_stopping:
-            callbacks.append(
-                LoudEarlyStopping(monitor="elbo_validation", min_delta=0.05, patience=2, mode="min", warmup_epochs=3)
-            )
+        callbacks.append(
+            LoudEarlyStopping(monitor="elbo_validation", min_delta=0.05, patience=2, mode="min", warmup_epochs=3)
+        )
         super().__init__(
             accelerator=accelerator,
             max_epochs=max_epochs,
             callbacks=callbacks,
             logger=logger or SimpleLogger(),
             check_val_every_n_epoch=1,
-            num_sanity_val_steps=0,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             log_every_n_steps=10,
             **kwargs,
         )
@@ -139,16 +120,12 @@ def main(root):
     seed_everything(0)
     rows = [{"X": x} for x in torch.randn(40, 3)]
     plan = TrainingPlan(torch.nn.Linear(3, 3))
-    trainer = CellTrainer(default_root_dir=root)
+    trainer = CellTrainer(default_root_dir=root, **OFF)
     trainer.fit(plan, DataLoader(rows[:30], 10), DataLoader(rows[30:], 10))
-    history = dict(trainer.logger.history)
     stopping = trainer.early_stopping_callback
     return {
         "epochs": trainer.current_epoch,
         "reason": stopping.early_stopping_reason is not None,
-        "stage": str(getattr(stopping.torn_down, "value", stopping.torn_down)),
         "is": trainer.is_global_zero,
-        "history": {
-            name: history[name] for name in ("elbo_train", "elbo_validation", "validation_loss", "train_loss_epoch")
-        },
+        "history": {name: trainer.logger.experiment[name] for name in NAMES},
     }

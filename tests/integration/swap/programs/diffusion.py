@@ -1,12 +1,11 @@
 """Autoencoder with image logs: CompVis/latent-diffusion @1dbf39c1, main.py and ldm/models/autoencoder.py.
 
 A DataModule whose ``*_dataloader`` methods are assigned on the instance, a learning rate set on the module from
-outside, a callback that logs samples in evaluation mode every few batches, one that saves the configuration, and
-weights averaged in the module's own ``on_train_batch_end``.
+outside, a callback that logs samples in evaluation mode every few batches, and weights averaged in the module's own
+``on_train_batch_end``.
 """
 
 from contextlib import contextmanager
-from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class DataModuleFromConfig(pl.LightningDataModule):
-    def __init__(self, batch_size, train=None, validation=None, test=None):
+    def __init__(self, batch_size, train=None, validation=None):
         super().__init__()
         self.batch_size = batch_size
         self.dataset_configs = {}
@@ -28,9 +27,6 @@ class DataModuleFromConfig(pl.LightningDataModule):
         if validation is not None:
             self.dataset_configs["validation"] = validation
             self.val_dataloader = self._val_dataloader
-        if test is not None:
-            self.dataset_configs["test"] = test
-            self.test_dataloader = self._test_dataloader
 
     def setup(self, stage=None):
         self.datasets = {key: TensorDataset(data) for key, data in self.dataset_configs.items()}
@@ -40,24 +36,6 @@ class DataModuleFromConfig(pl.LightningDataModule):
 
     def _val_dataloader(self):
         return DataLoader(self.datasets["validation"], self.batch_size)
-
-    def _test_dataloader(self):
-        return DataLoader(self.datasets["test"], self.batch_size)
-
-
-class SetupCallback(Callback):
-    def __init__(self, ckptdir, config):
-        super().__init__()
-        self.ckptdir, self.config = Path(ckptdir), config
-
-    def on_exception(self, trainer, pl_module, exception):
-        if trainer.global_rank == 0:
-            trainer.save_checkpoint(self.ckptdir / "last.ckpt")
-
-    def on_fit_start(self, trainer, pl_module):
-        if trainer.global_rank == 0:
-            self.ckptdir.mkdir(parents=True, exist_ok=True)
-            (self.ckptdir / "project.txt").write_text(self.config)
 
 
 class ImageLogger(Callback):
@@ -132,12 +110,8 @@ class AutoencoderKL(pl.LightningModule):
 
     def configure_optimizers(self):
         opt = torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
-        scheduler = {
-            "scheduler": torch.optim.lr_scheduler.LambdaLR(opt, lr_lambda=lambda n: min(1.0, (n + 1) / 10)),
-            "interval": "step",
-            "frequency": 1,
-        }
-        return [opt], [scheduler]
+        warmup = torch.optim.lr_scheduler.LambdaLR(opt, lr_lambda=lambda n: min(1.0, (n + 1) / 10))
+        return [opt], [{"scheduler": warmup, "interval": "step", "frequency": 1}]
 
 
 def main(root):
@@ -155,7 +129,7 @@ def main(root):
         enable_model_summary=False,
         logger=CSVLogger(root, name="testtube"),
         log_every_n_steps=1,
-        callbacks=[SetupCallback(f"{root}/checkpoints", "model: kl"), images, LearningRateMonitor("step")],
+        callbacks=[images, LearningRateMonitor("step")],
     )
     trainer.logdir = root
     trainer.fit(model, data)
@@ -163,6 +137,5 @@ def main(root):
         "images": images.logged,
         "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
         "ema": model.ema.tolist(),
-        "config": (Path(root) / "checkpoints" / "project.txt").read_text(),
         "datasets": [[key, len(data.datasets[key])] for key in data.datasets],
     }

@@ -56,13 +56,8 @@ class ForecastModule(pl.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.model.parameters(), lr=self.hparams.lr, weight_decay=1e-8)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {
-                "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="min", factor=0.5, patience=1),
-                "monitor": "val_loss",
-            },
-        }
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="min", factor=0.5, patience=1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
 
 
 def main(root):
@@ -73,12 +68,8 @@ def main(root):
     defaults = {"max_epochs": 100, "gradient_clip_val": 10.0, "accelerator": "cpu", "enable_progress_bar": False}
     options = defaults | {"max_epochs": 4, "limit_train_batches": 9, "callbacks": [checkpoint], "logger": False}
     trainer = pl.Trainer(**options, enable_model_summary=False, default_root_dir=root)
-    trainer.fit(
-        model=module,
-        train_dataloaders=DataLoader(Windows(series, True), 8),
-        val_dataloaders=DataLoader(Windows(series, False), 16),
-        ckpt_path=None,
-    )
+    loaders = DataLoader(Windows(series, True), 8), DataLoader(Windows(series, False), 16)
+    trainer.fit(model=module, train_dataloaders=loaders[0], val_dataloaders=loaders[1], ckpt_path=None)
     best = ForecastModule.load_from_checkpoint(checkpoint.best_model_path)
     return {
         "losses": {name: value.item() for name, value in trainer.callback_metrics.items()},

@@ -30,10 +30,7 @@ class deepforest(pl.LightningModule):
         checkpoint["label_dict"] = self.label_dict
 
     def on_load_checkpoint(self, checkpoint):
-        try:
-            self.label_dict = checkpoint["label_dict"]
-        except KeyError:
-            print("No label_dict found in checkpoint")
+        self.label_dict = checkpoint["label_dict"]
 
     def train_dataloader(self):
         return DataLoader(TensorDataset(self.x, (self.x[:, 0] > 0).long()), 10)

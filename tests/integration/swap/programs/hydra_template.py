@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification.accuracy import Accuracy
 
+OFF = {"accelerator": "cpu", "logger": [], "enable_progress_bar": False, "enable_model_summary": False}
+
 
 class DigitsModule(LightningModule):
     def __init__(self, net, optimizer, scheduler, compile: bool):
@@ -23,10 +25,8 @@ class DigitsModule(LightningModule):
         self.save_hyperparameters(logger=False)
         self.net = net
         self.criterion = nn.CrossEntropyLoss()
-        self.train_acc = Accuracy(task="multiclass", num_classes=3)
-        self.val_acc = Accuracy(task="multiclass", num_classes=3)
-        self.test_acc = Accuracy(task="multiclass", num_classes=3)
-        self.train_loss, self.val_loss, self.test_loss = MeanMetric(), MeanMetric(), MeanMetric()
+        self.val_acc, self.test_acc = (Accuracy(task="multiclass", num_classes=3) for _ in range(2))
+        self.train_loss, self.val_loss = MeanMetric(), MeanMetric()
         self.val_acc_best = MaxMetric()
 
     def forward(self, x):
@@ -43,15 +43,10 @@ class DigitsModule(LightningModule):
         return self.criterion(logits, y), torch.argmax(logits, dim=1), y
 
     def training_step(self, batch, batch_idx):
-        loss, preds, targets = self.model_step(batch)
+        loss, *_ = self.model_step(batch)
         self.train_loss(loss)
-        self.train_acc(preds, targets)
         self.log("train/loss", self.train_loss, on_step=False, on_epoch=True, prog_bar=True)
-        self.log("train/acc", self.train_acc, on_step=False, on_epoch=True, prog_bar=True)
         return loss
-
-    def on_train_epoch_end(self):
-        pass
 
     def validation_step(self, batch, batch_idx):
         loss, preds, targets = self.model_step(batch)
@@ -65,10 +60,8 @@ class DigitsModule(LightningModule):
         self.log("val/acc_best", self.val_acc_best.compute(), sync_dist=True, prog_bar=True)
 
     def test_step(self, batch, batch_idx):
-        loss, preds, targets = self.model_step(batch)
-        self.test_loss(loss)
+        _, preds, targets = self.model_step(batch)
         self.test_acc(preds, targets)
-        self.log("test/loss", self.test_loss, on_step=False, on_epoch=True, prog_bar=True)
         self.log("test/acc", self.test_acc, on_step=False, on_epoch=True, prog_bar=True)
 
     def setup(self, stage):
@@ -77,13 +70,9 @@ class DigitsModule(LightningModule):
 
     def configure_optimizers(self):
         optimizer = self.hparams.optimizer(params=self.trainer.model.parameters())
-        if self.hparams.scheduler is not None:
-            scheduler = self.hparams.scheduler(optimizer=optimizer)
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": scheduler, "monitor": "val/loss", "interval": "epoch", "frequency": 1},
-            }
-        return {"optimizer": optimizer}
+        scheduler = self.hparams.scheduler(optimizer=optimizer)
+        lr_scheduler = {"scheduler": scheduler, "monitor": "val/loss", "interval": "epoch", "frequency": 1}
+        return {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
 
 
 def main(root):
@@ -98,27 +87,10 @@ def main(root):
         scheduler=partial(torch.optim.lr_scheduler.ReduceLROnPlateau, mode="min", factor=0.1, patience=1),
         compile=False,
     )
-    checkpoint = ModelCheckpoint(
-        dirpath=f"{root}/checkpoints",
-        filename="epoch_{epoch:03d}",
-        monitor="val/acc",
-        mode="max",
-        save_last=True,
-        auto_insert_metric_name=False,
-    )
-    trainer = Trainer(
-        default_root_dir=root,
-        min_epochs=1,
-        max_epochs=4,
-        callbacks=[checkpoint],
-        accelerator="cpu",
-        devices=1,
-        check_val_every_n_epoch=1,
-        deterministic=False,
-        logger=[],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    naming = {"filename": "epoch_{epoch:03d}", "auto_insert_metric_name": False}
+    checkpoint = ModelCheckpoint(f"{root}/checkpoints", monitor="val/acc", mode="max", save_last=True, **naming)
+    epochs = {"min_epochs": 1, "max_epochs": 4, "check_val_every_n_epoch": 1}
+    trainer = Trainer(default_root_dir=root, **epochs, callbacks=[checkpoint], devices=1, deterministic=False, **OFF)
     trainer.fit(model=model, train_dataloaders=DataLoader(data, 16), val_dataloaders=DataLoader(data, 24))
     train_metrics = dict(trainer.callback_metrics)
     ckpt_path = trainer.checkpoint_callback.best_model_path

@@ -14,6 +14,8 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 from torchmetrics import MeanAbsoluteError, MeanSquaredError
 
+OFF = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
 
 class TrainingBatch(NamedTuple):
     V: torch.Tensor
@@ -79,10 +81,8 @@ class MPNN(pl.LightningModule):
                 return 1 + (rise - 1) * step / warmup
             return rise * (self.hparams.final_lr / self.hparams.max_lr) ** ((step - warmup) / (total - warmup))
 
-        return {
-            "optimizer": opt,
-            "lr_scheduler": {"scheduler": lr_scheduler.LambdaLR(opt, lr_lambda), "interval": "step"},
-        }
+        schedule = lr_scheduler.LambdaLR(opt, lr_lambda)
+        return {"optimizer": opt, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def main(root):
@@ -93,25 +93,12 @@ def main(root):
         return DataLoader(part, 16, collate_fn=collate)
 
     model = MPNN(nn.Sequential(nn.Linear(5, 6), nn.ReLU()), nn.Linear(6, 1))
-    trainer = pl.Trainer(
-        default_root_dir=root,
-        accelerator="cpu",
-        max_epochs=5,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=True,
-        enable_model_summary=False,
-        callbacks=[pl.callbacks.ModelCheckpoint(root, "best-{epoch}-{val_loss:.2f}", "val_loss", mode="min")],
-    )
+    best = pl.callbacks.ModelCheckpoint(root, "best-{epoch}-{val_loss:.2f}", "val_loss", mode="min")
+    trainer = pl.Trainer(default_root_dir=root, max_epochs=5, enable_checkpointing=True, callbacks=[best], **OFF)
     trainer.fit(model, make(rows[:40]), make(rows[40:50]))
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     rate = trainer.optimizers[0].param_groups[0]["lr"]
     results = trainer.test(model, make(rows[50:]))
     predictions = torch.cat(trainer.predict(model, make(rows[50:])))
-    return {
-        "metrics": metrics,
-        "rate": rate,
-        "tested": results,
-        "predictions": predictions.flatten().tolist(),
-        "hparams": dict(model.hparams),
-    }
+    found = {"metrics": metrics, "rate": rate, "hparams": dict(model.hparams)}
+    return found | {"tested": results, "predictions": predictions.flatten().tolist()}

@@ -10,22 +10,10 @@ import math
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 OFF = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-
-
-class MetricCallback(Callback):
-    def __init__(self):
-        super().__init__()
-        self.val_metrics = {}
-
-    def on_validation_end(self, trainer, pl_module):
-        if not trainer.sanity_checking:
-            for name, value in trainer.callback_metrics.items():
-                self.val_metrics.setdefault(name, []).append(float(value))
 
 
 class BYOL(LightningModule):
@@ -35,9 +23,6 @@ class BYOL(LightningModule):
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         self.online_classifier = nn.Linear(4, 2)
         self.last_step, self.tau = 0, 0.9
-
-    def on_train_start(self):
-        self.last_step = 0
 
     def training_step(self, batch, batch_idx):
         views, y = batch[:2], batch[2]
@@ -82,19 +67,12 @@ def main(root):
     seed_everything(0, workers=True)
     x = torch.randn(64, 6)
     data = TensorDataset(x + 0.1 * torch.randn(64, 6), x + 0.1 * torch.randn(64, 6), (x[:, 0] > 0).long())
-    metrics, model = MetricCallback(), BYOL()
-    trainer = Trainer(
-        default_root_dir=root,
-        max_epochs=3,
-        callbacks=[metrics],
-        enable_checkpointing=False,
-        accumulate_grad_batches=2,
-        num_sanity_val_steps=0,
-        **OFF,
-    )
+    model = BYOL()
+    flags = {"enable_checkpointing": False, "accumulate_grad_batches": 2, "num_sanity_val_steps": 0, **OFF}
+    trainer = Trainer(default_root_dir=root, max_epochs=3, **flags)
     trainer.fit(model, DataLoader(data, 8, drop_last=True), DataLoader(data, 32))
     return {
-        "val_acc": metrics.val_metrics["val_acc"],
+        "val_acc": trainer.callback_metrics["val_acc"].item(),
         "tau": model.tau,
         "last_step": model.last_step,
         "train_loss": trainer.callback_metrics["train_loss_epoch"].item(),

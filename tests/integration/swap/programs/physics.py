@@ -82,14 +82,8 @@ def main(root):
     seed_everything(9)
     tracker = MetricTracker()
     callbacks = [SwitchOptimizer(lambda p: torch.optim.SGD(p, lr=0.1), 3), tracker, Refinement()]
-    trainer = SolverTrainer(
-        Solver(),
-        torch.rand(30, 1) * 3,
-        max_epochs=6,
-        callbacks=callbacks,
-        default_root_dir=root,
-        enable_checkpointing=False,
-    )
+    flags = {"default_root_dir": root, "enable_checkpointing": False}
+    trainer = SolverTrainer(Solver(), torch.rand(30, 1) * 3, max_epochs=6, callbacks=callbacks, **flags)
     trainer.train()
     return {
         "tracked": [{name: value.item() for name, value in row.items()} for row in tracker._collection],

@@ -12,13 +12,15 @@ from torch import nn
 from torch.nn.functional import l1_loss, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+OFF = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
 
 class LNNP(LightningModule):
     def __init__(self, hparams):
         super().__init__()
         self.save_hyperparameters(hparams)
         self.model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
-        self._reset_losses_dict()
+        self.losses = defaultdict(list)
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.hparams.lr)
@@ -63,25 +65,13 @@ class LNNP(LightningModule):
             self.log_dict(result, sync_dist=True)
         self.losses["val"], self.losses["test"] = [], []
 
-    def _reset_losses_dict(self):
-        self.losses = defaultdict(list)
-
 
 def main(root):
     seed_everything(1)
     x = torch.randn(60, 3)
     data = TensorDataset(x, -2 * x)
     model = LNNP({"lr": 0.02, "lr_warmup_steps": 6})
-    trainer = Trainer(
-        default_root_dir=root,
-        accelerator="cpu",
-        max_epochs=5,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        inference_mode=False,
-        gradient_clip_val=5.0,
-    )
+    flags = {"inference_mode": False, "gradient_clip_val": 5.0, "enable_checkpointing": False, **OFF}
+    trainer = Trainer(default_root_dir=root, max_epochs=5, **flags)
     trainer.fit(model, DataLoader(data, 20), [DataLoader(data, 30), DataLoader(data, 60)])
     return {name: value.item() for name, value in trainer.callback_metrics.items()} | {"lr": model.hparams.lr}

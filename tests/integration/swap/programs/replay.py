@@ -1,6 +1,6 @@
 """Deep Q-learning from a replay buffer: lightning-bolts 0.7.0, models/rl/dqn_model.py.
 
-The environment is played in ``training_step``; an IterableDataset samples from the buffer; the target network is
+A walk is played in ``training_step``; an IterableDataset samples from the buffer; the target network is
 synced by ``global_step``; the run is bounded by ``max_steps``.
 """
 
@@ -25,28 +25,13 @@ class RLDataset(IterableDataset):
             yield self.buffer[index]
 
 
-class Walk:
-    def __init__(self, seed):
-        self.random = random.Random(seed)
-        self.reset()
-
-    def reset(self):
-        self.state, self.left = 0.0, 12
-        return self.state
-
-    def step(self, action):
-        self.state += (1 if action else -1) * self.random.random()
-        self.left -= 1
-        return self.state, -abs(self.state - 2), self.left == 0
-
-
 class DQN(LightningModule):
     def __init__(self, sync_rate=5, gamma=0.9):
         super().__init__()
         self.save_hyperparameters()
         self.net, self.target_net = (nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(2))
-        self.env, self.buffer, self.rng = Walk(1), deque(maxlen=200), random.Random(4)
-        self.state, self.episode_reward, self.total_reward, self.rewards = 0.0, 0.0, 0.0, []
+        self.buffer, self.rng = deque(maxlen=200), random.Random(4)
+        self.state, self.plays, self.episode_reward, self.total_reward, self.rewards = 0.0, 0, 0.0, 0.0, []
         for _ in range(40):
             self.play(1.0)
 
@@ -54,9 +39,11 @@ class DQN(LightningModule):
     def play(self, epsilon):
         explore = self.rng.random() < epsilon
         action = self.rng.randrange(2) if explore else int(self.net(torch.tensor([self.state])).argmax())
-        state, reward, done = self.env.step(action)
+        self.plays += 1
+        state = self.state + (1 if action else -1) * self.rng.random()
+        reward, done = -abs(state - 2), self.plays % 12 == 0
         self.buffer.append((np.float32(self.state), action, np.float32(reward), done, np.float32(state)))
-        self.state = self.env.reset() if done else state
+        self.state = 0.0 if done else state
         return reward, done
 
     def training_step(self, batch, _):
@@ -86,15 +73,8 @@ class DQN(LightningModule):
 def main(root):
     seed_everything(6)
     model = DQN()
-    trainer = Trainer(
-        default_root_dir=root,
-        max_epochs=-1,
-        max_steps=41,
-        val_check_interval=None,
-        enable_checkpointing=False,
-        log_every_n_steps=5,
-        **OFF,
-    )
+    flags = {"max_epochs": -1, "max_steps": 41, "val_check_interval": None, "log_every_n_steps": 5}
+    trainer = Trainer(default_root_dir=root, enable_checkpointing=False, **flags, **OFF)
     trainer.fit(model)
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     return {"rewards": model.rewards, "metrics": metrics, "step": trainer.global_step, "buffer": len(model.buffer)}

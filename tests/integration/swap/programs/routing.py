@@ -7,30 +7,19 @@ A Trainer subclass passes on arguments; the module owns its loaders and replaces
 
 import torch
 from lightning import LightningModule, Trainer, seed_everything
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
+
+OFF = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
-class Costs(Dataset):
-    def __init__(self, seed, count=32):
-        self.x = torch.randn(count, 5, generator=torch.Generator().manual_seed(seed))
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, index):
-        return self.x[index]
+def costs(seed, count=32):
+    return torch.randn(count, 5, generator=torch.Generator().manual_seed(seed))
 
 
 class RL4COTrainer(Trainer):
     def __init__(self, max_epochs=3, gradient_clip_val=1.0, reload_dataloaders_every_n_epochs=1, **kwargs):
-        super().__init__(
-            max_epochs=max_epochs,
-            gradient_clip_val=gradient_clip_val,
-            precision="32-true",
-            accelerator="cpu",
-            reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs,
-            **kwargs,
-        )
+        kwargs["reload_dataloaders_every_n_epochs"] = reload_dataloaders_every_n_epochs
+        super().__init__(max_epochs=max_epochs, gradient_clip_val=gradient_clip_val, precision="32-true", **kwargs)
 
     def fit(self, model, train_dataloaders=None, val_dataloaders=None, datamodule=None, ckpt_path=None):
         if ckpt_path is None:
@@ -45,7 +34,7 @@ class REINFORCE(LightningModule):
         self.policy, self.seeds = torch.nn.Linear(5, 5), []
 
     def setup(self, stage="fit"):
-        self.train_dataset, self.val_dataset = Costs(0), [Costs(100), Costs(101, 16)]
+        self.train_dataset, self.val_dataset = costs(0), [costs(100), costs(101, 16)]
 
     def shared_step(self, batch, batch_idx, phase, dataloader_idx=None):
         logp = self.policy(batch).log_softmax(-1)
@@ -80,19 +69,13 @@ class REINFORCE(LightningModule):
         return [DataLoader(data, 16) for data in self.val_dataset]
 
     def on_train_epoch_end(self):
-        self.train_dataset = Costs(self.current_epoch + 1)
+        self.train_dataset = costs(self.current_epoch + 1)
 
 
 def main(root):
     seed_everything(1234)
     model = REINFORCE()
-    trainer = RL4COTrainer(
-        default_root_dir=root,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = RL4COTrainer(default_root_dir=root, enable_checkpointing=False, **OFF)
     trainer.fit(model)
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     return {"metrics": metrics, "seeds": model.seeds, "fitted_with": trainer.fitted_with}

@@ -4,8 +4,6 @@ Model, optimizer, loss and loaders are arguments; ``lr_scheduler_step`` is overr
 logger by hand; ``on_save_checkpoint`` adds to the checkpoint and returns it.
 """
 
-import json
-
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -13,6 +11,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
+
+QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
 
 
 class System(pl.LightningModule):
@@ -28,17 +28,17 @@ class System(pl.LightningModule):
     def forward(self, *args, **kwargs):
         return self.model(*args, **kwargs)
 
-    def common_step(self, batch, batch_nb, train=True):
+    def common_step(self, batch, batch_nb):
         inputs, targets = batch
         return self.loss_func(self(inputs), targets)
 
     def training_step(self, batch, batch_nb):
-        loss = self.common_step(batch, batch_nb, train=True)
+        loss = self.common_step(batch, batch_nb)
         self.log("loss", loss, logger=True)
         return loss
 
     def validation_step(self, batch, batch_nb):
-        self.log("val_loss", self.common_step(batch, batch_nb, train=False), on_epoch=True, prog_bar=True)
+        self.log("val_loss", self.common_step(batch, batch_nb), on_epoch=True, prog_bar=True)
 
     def on_validation_epoch_end(self):
         hp_metric = self.trainer.callback_metrics.get("val_loss", None)
@@ -49,15 +49,10 @@ class System(pl.LightningModule):
         epoch_schedulers = []
         for sched in self.scheduler:
             if not isinstance(sched, dict):
-                if isinstance(sched, ReduceLROnPlateau):
-                    sched = {"scheduler": sched, "monitor": self.default_monitor}
-                epoch_schedulers.append(sched)
-            else:
-                sched.setdefault("monitor", self.default_monitor)
-                sched.setdefault("frequency", 1)
-                if sched["interval"] == "batch":
-                    sched["interval"] = "step"
-                epoch_schedulers.append(sched)
+                sched = {"scheduler": sched, "monitor": self.default_monitor}
+            elif sched["interval"] == "batch":
+                sched = {"monitor": self.default_monitor, "frequency": 1, **sched, "interval": "step"}
+            epoch_schedulers.append(sched)
         return [self.optimizer], epoch_schedulers
 
     def lr_scheduler_step(self, scheduler, metric):
@@ -89,21 +84,13 @@ def main(root):
     ]
     system = System(model, optimizer, nn.L1Loss(), loader, loader, schedulers, {"lr": 0.3, "name": "waves"})
     checkpoint = ModelCheckpoint(f"{root}/checkpoints/", monitor="val_loss", mode="min", save_top_k=5, verbose=False)
-    trainer = pl.Trainer(
-        max_epochs=8,
-        callbacks=[checkpoint, EarlyStopping("val_loss", mode="min", patience=30)],
-        accelerator="cpu",
-        default_root_dir=root,
-        logger=CSVLogger(root),
-        limit_train_batches=1.0,
-        gradient_clip_val=5.0,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    callbacks = [checkpoint, EarlyStopping("val_loss", mode="min", patience=30)]
+    flags = {"limit_train_batches": 1.0, "gradient_clip_val": 5.0, "logger": CSVLogger(root), **QUIET}
+    trainer = pl.Trainer(max_epochs=8, callbacks=callbacks, default_root_dir=root, **flags)
     trainer.fit(system)
     best_k = {k.split("/")[-1]: v.item() for k, v in checkpoint.best_k_models.items()}
     return {
-        "best_k": json.loads(json.dumps(best_k)),
+        "best_k": best_k,
         "rate": optimizer.param_groups[0]["lr"],
         "loss": trainer.callback_metrics["loss"].item(),
         "hparams": dict(system.hparams),

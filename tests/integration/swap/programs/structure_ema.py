@@ -56,12 +56,7 @@ class Boltz(LightningModule):
     def training_step(self, batch, batch_idx):
         loss = (self.layer(batch[0]) - 1).pow(2).mean()
         self.log("train/loss", loss)
-        self.log("train/grad_norm", self.gradient_norm(self), prog_bar=False)
         return loss
-
-    def gradient_norm(self, module):
-        norms = [p.grad.norm(p=2) ** 2 for p in module.parameters() if p.requires_grad and p.grad is not None]
-        return torch.stack(norms).sum().sqrt() if norms else torch.tensor(0.0)
 
     def on_train_epoch_end(self):
         self.log("train/param_norm", sum(p.norm() ** 2 for p in self.parameters()).sqrt(), prog_bar=False)
@@ -85,6 +80,6 @@ def main(root):
             default_root_dir=root, max_epochs=epochs, callbacks=[ema, saver], reload_dataloaders_every_n_epochs=1, **OFF
         )
         trainer.fit(model, *loaders, ckpt_path=path)
-        metrics = {n: v.item() for n, v in trainer.callback_metrics.items() if n != "train/grad_norm"}
+        metrics = {n: v.item() for n, v in trainer.callback_metrics.items()}
         results.append(metrics | {"average": ema._ema_weights["layer.weight"].tolist(), "step": ema._cur_step})
     return results

@@ -32,13 +32,6 @@ class ClassificationRoutine(LightningModule):
     def configure_optimizers(self):
         return self.optim_recipe
 
-    def on_train_start(self):
-        if self.logger is not None:
-            self.logger.log_hyperparams(self.hparams)
-
-    def on_validation_start(self):
-        self.seen = 0
-
     def training_step(self, batch):
         loss = self.loss(self.model(batch[0]), batch[1])
         self.log("train_loss", loss, prog_bar=True, logger=True)
@@ -46,7 +39,6 @@ class ClassificationRoutine(LightningModule):
 
     def validation_step(self, batch):
         self.val_cls_metrics.update(self.model(batch[0]).softmax(-1), batch[1])
-        self.seen += len(batch[1])
 
     def test_step(self, batch, batch_idx, dataloader_idx=0):
         probs = self.model(batch[0]).softmax(-1)
@@ -78,4 +70,4 @@ def main(root):
     trainer.fit(routine, DataLoader(data, 16), DataLoader(data, 25))
     fitted = {name: value.item() for name, value in trainer.callback_metrics.items()}
     tested = trainer.test(routine, [DataLoader(data, 25), DataLoader(ood, 20)], verbose=False)
-    return {"fitted": fitted, "tested": tested, "seen": routine.seen, "rate": optimizer.param_groups[0]["lr"]}
+    return {"fitted": fitted, "tested": tested, "rate": optimizer.param_groups[0]["lr"]}

@@ -9,6 +9,8 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+OFF = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
 
 class FinetuningFreezeUnfreeze(BaseFinetuning):
     def __init__(self, unfreeze_decoder_train_epoch=1, unfreeze_encoder_train_epoch=2):
@@ -21,26 +23,16 @@ class FinetuningFreezeUnfreeze(BaseFinetuning):
         self.make_trainable(pl_module.model["fc_end"])
 
     def finetune_function(self, pl_module, current_epoch, optimizer):
-        if current_epoch == self._unfreeze_decoder_epoch:
-            self.unfreeze_and_add_param_group(
-                modules=pl_module.model["decoder"], optimizer=optimizer, initial_denom_lr=100
-            )
-        if current_epoch == self._unfreeze_encoder_epoch:
-            self.unfreeze_and_add_param_group(
-                modules=pl_module.model["encoder"], optimizer=optimizer, initial_denom_lr=100
-            )
+        for name, epoch in (("decoder", self._unfreeze_decoder_epoch), ("encoder", self._unfreeze_encoder_epoch)):
+            if current_epoch == epoch:
+                self.unfreeze_and_add_param_group(pl_module.model[name], optimizer, initial_denom_lr=100)
 
 
 class Model(LightningModule):
     def __init__(self):
         super().__init__()
-        self.model = nn.ModuleDict(
-            {
-                "encoder": nn.Linear(4, 8),
-                "decoder": nn.Sequential(nn.Linear(8, 8), nn.ReLU()),
-                "fc_end": nn.Linear(8, 1),
-            }
-        )
+        parts = {"encoder": nn.Linear(4, 8), "decoder": nn.Sequential(nn.Linear(8, 8), nn.ReLU())}
+        self.model = nn.ModuleDict({**parts, "fc_end": nn.Linear(8, 1)})
         self.seen = []
 
     def training_step(self, batch, batch_idx):
@@ -63,16 +55,8 @@ def main(root):
     seed_everything(7)
     x = torch.randn(48, 4)
     model = Model()
-    trainer = Trainer(
-        default_root_dir=root,
-        accelerator="cpu",
-        max_epochs=4,
-        callbacks=[FinetuningFreezeUnfreeze()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    phases = FinetuningFreezeUnfreeze()
+    trainer = Trainer(default_root_dir=root, max_epochs=4, callbacks=[phases], enable_checkpointing=False, **OFF)
     trainer.fit(model, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8))
     return {
         "seen": model.seen,

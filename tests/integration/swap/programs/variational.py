@@ -14,19 +14,20 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+
 
 class VAETrainer(L.Trainer):
     def __init__(self, root, epochs):
         self.stopping = EarlyStopping(monitor="val_elbo", patience=2, mode="max", min_delta=0.02)
+        best = ModelCheckpoint(monitor="val_elbo", mode="max", save_last=True)
         super().__init__(
             max_epochs=epochs,
             logger=CSVLogger(root, name="vae", version=0),
-            accelerator="cpu",
             log_every_n_steps=2,
-            callbacks=[self.stopping, ModelCheckpoint(monitor="val_elbo", mode="max", save_last=True)],
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            callbacks=[self.stopping, best],
             default_root_dir=root,
+            **QUIET,
         )
 
 

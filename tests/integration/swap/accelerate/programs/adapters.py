@@ -4,14 +4,8 @@ import inspect
 
 import accelerate
 import torch
-from accelerate.hooks import (
-    AlignDevicesHook,
-    ModelHook,
-    SequentialHook,
-    add_hook_to_module,
-    remove_hook_from_module,
-    remove_hook_from_submodules,
-)
+from accelerate import hooks
+from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
 from accelerate.utils import is_npu_available, is_xpu_available, named_module_tensors
 from accelerate.utils.imports import is_bf16_available
 from torch import nn
@@ -35,9 +29,8 @@ class Scale(ModelHook):
 
 
 def recreate(hook):
-    kwargs = {
-        name: getattr(hook, name) for name in inspect.signature(type(hook).__init__).parameters if hasattr(hook, name)
-    }
+    names = inspect.signature(type(hook).__init__).parameters
+    kwargs = {name: getattr(hook, name) for name in names if hasattr(hook, name)}
     return getattr(accelerate.hooks, type(hook).__name__)(**kwargs)
 
 
@@ -49,16 +42,15 @@ def main(folder):
     add_hook_to_module(model[0], AlignDevicesHook(execution_device="cpu", io_same_device=True))
     add_hook_to_module(model[2], Scale())
     hooked = model(x).sum().item()
-    old = model[0]._hf_hook
-    layer = model[0]
-    remove_hook_from_module(layer)
+    layer, old = model[0], model[0]._hf_hook
+    hooks.remove_hook_from_module(layer)
     model[0] = LoraLinear(layer)
     add_hook_to_module(model[0].base_layer, recreate(old))
     with_adapter = model(x).sum().item()
     add_hook_to_module(model[2], Scale(), append=True)
     both = isinstance(model[2]._hf_hook, SequentialHook)
     twice = model(x).sum().item()
-    remove_hook_from_submodules(model)
+    hooks.remove_hook_from_submodules(model)
     left = [name for name, module in model.named_modules() if hasattr(module, "_hf_hook")]
     return {
         "plain": plain,

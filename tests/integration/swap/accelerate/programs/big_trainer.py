@@ -12,10 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def main(folder):
-    accelerator = Accelerator(
-        dataloader_config=DataLoaderConfiguration(split_batches=False, dispatch_batches=None, even_batches=True),
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
-    )
+    plugin = GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False)
+    config = DataLoaderConfiguration(split_batches=False, dispatch_batches=None, even_batches=True)
+    accelerator = Accelerator(dataloader_config=config, gradient_accumulation_plugin=plugin)
     assert getattr(accelerator.state, "deepspeed_plugin", None) is None
     assert getattr(accelerator.state, "fsdp_plugin", None) is None
     assert isinstance(accelerator.state, AcceleratorState)
@@ -46,9 +45,8 @@ def main(folder):
                 waits = not do_sync and accelerator.distributed_type != DistributedType.DEEPSPEED
                 context = functools.partial(accelerator.no_sync, model=model) if waits else contextlib.nullcontext
                 with context():
-                    loss = nn.functional.cross_entropy(
-                        model(inputs).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
-                    )
+                    logits = model(inputs).flatten(0, 1)
+                    loss = nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
                     loss = loss / count * accelerator.num_processes
                     accelerator.backward(loss)
                 step_loss += loss.detach()

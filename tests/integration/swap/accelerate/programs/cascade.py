@@ -15,13 +15,8 @@ def patched(accelerated_optimizer, method):
 
 
 def main(folder):
-    accelerator = Accelerator(
-        **{
-            "split_batches": True,
-            "mixed_precision": "no",
-            "kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)],
-        }
-    )
+    handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
+    accelerator = Accelerator(**{"split_batches": True, "mixed_precision": "no", "kwargs_handlers": handlers})
     torch.manual_seed(2)
     unets = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)]).to(accelerator.device)
     optimizers = [torch.optim.Adam(unet.parameters(), lr=1e-2, eps=1e-8, betas=(0.9, 0.99)) for unet in unets]

@@ -22,11 +22,9 @@ class Model(nn.Module):
 
     def __init__(self, size=8, depth=4):
         super().__init__()
-        self.stem, self.blocks, self.head = (
-            nn.Linear(size, size),
-            nn.Sequential(*[Block(size) for _ in range(depth)]),
-            nn.Linear(size, 2),
-        )
+        self.stem = nn.Linear(size, size)
+        self.blocks = nn.Sequential(*[Block(size) for _ in range(depth)])
+        self.head = nn.Linear(size, 2)
 
     def forward(self, x):
         return self.head(self.blocks(self.stem(x)))
@@ -44,18 +42,16 @@ def main(folder):
     main_device = next((d for d in device_map.values() if d not in ["cpu", "disk"]), "cpu")
     offload_dir = os.path.join(folder, "offload")
     os.makedirs(offload_dir, exist_ok=True)
-    model = dispatch_model(
-        model, device_map=device_map, main_device=main_device, offload_dir=offload_dir, offload_buffers=False
-    )
+    options = {"main_device": main_device, "offload_dir": offload_dir, "offload_buffers": False}
+    model = dispatch_model(model, device_map=device_map, **options)
     with torch.no_grad():
         spread = model(x)
     with init_empty_weights():
         empty = Model()
     devices = sorted({str(p.device) for p in empty.parameters()})
-    torch.save(state, os.path.join(folder, "pytorch_model.bin"))
-    loaded = load_checkpoint_and_dispatch(
-        empty, os.path.join(folder, "pytorch_model.bin"), device_map={"": "cpu"}, no_split_module_classes=["Block"]
-    )
+    path = os.path.join(folder, "pytorch_model.bin")
+    torch.save(state, path)
+    loaded = load_checkpoint_and_dispatch(empty, path, device_map={"": "cpu"}, no_split_module_classes=["Block"])
     with torch.no_grad():
         again = loaded(x)
     balanced = get_balanced_memory(Model(), max_memory={"cpu": 10**6}, no_split_module_classes=["Block"])

@@ -58,18 +58,11 @@ def main(folder):
             continue
         break
     accelerator.wait_for_everyone()
-    results = {
-        "losses": losses,
-        "epoch": epoch,
-        "saved": saved,
-        "kept": sorted(os.listdir(os.path.join(folder, "checkpoints"))),
-    }
+    kept = sorted(os.listdir(os.path.join(folder, "checkpoints")))
+    results = {"losses": losses, "epoch": epoch, "saved": saved, "kept": kept}
     if saved:
-        before = accelerator.unwrap_model(model).weight.sum().item()
+        weight = accelerator.unwrap_model(model).weight
+        before = weight.sum().item()
         accelerator.load_state()
-        results["loaded"] = [
-            before,
-            accelerator.unwrap_model(model).weight.sum().item(),
-            optimizer.param_groups[0]["lr"],
-        ]
+        results["loaded"] = [before, weight.sum().item(), optimizer.param_groups[0]["lr"]]
     return results

@@ -14,14 +14,13 @@ class Lengths(Sampler):
     """Puts samples into batches of at most ``frames`` frames; an epoch has its order of batches."""
 
     def __init__(self, lengths, frames, seed):
-        batches, batch, taken = [], [], 0
+        self.batches, self.seed, self.epoch, taken = [[]], seed, 0, 0
         for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-            if taken + lengths[index] > frames and batch:
-                batches.append(batch)
-                batch, taken = [], 0
-            batch.append(index)
+            if taken + lengths[index] > frames:
+                self.batches.append([])
+                taken = 0
+            self.batches[-1].append(index)
             taken += lengths[index]
-        self.batches, self.seed, self.epoch = [*batches, batch], seed, 0
         self.drop_last = True
 
     def set_epoch(self, epoch):
@@ -68,7 +67,7 @@ def train(folder, epochs, stop=None, resume=False):
     for epoch in range(skipped_epoch, epochs):
         model.train()
         current = skipped_loader if resume and epoch == skipped_epoch else loader
-        if hasattr(loader, "batch_sampler") and hasattr(loader.batch_sampler, "set_epoch"):
+        if hasattr(loader.batch_sampler, "set_epoch"):
             loader.batch_sampler.set_epoch(epoch)
         for batch in current:
             with accelerator.accumulate(model):
@@ -84,13 +83,8 @@ def train(folder, epochs, stop=None, resume=False):
                 update += 1
                 results["rates"].append(scheduler.get_last_lr()[0])
                 if update == stop:
-                    state = {
-                        "model": accelerator.unwrap_model(model).state_dict(),
-                        "optimizer": optimizer.state_dict(),
-                        "scheduler": {k: v for k, v in scheduler.state_dict().items() if k != "_schedulers"},
-                        "update": update,
-                    }
-                    state["scheduler"]["_schedulers"] = scheduler.state_dict()["_schedulers"]
+                    state = {"model": accelerator.unwrap_model(model).state_dict(), "update": update}
+                    state |= {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
                     accelerator.wait_for_everyone()
                     if accelerator.is_main_process:
                         accelerator.save(state, path)

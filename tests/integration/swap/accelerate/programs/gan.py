@@ -3,34 +3,25 @@
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
 
 class GAN(nn.Module):
-    def __init__(self, accelerator=None, accelerate_kwargs=None):
+    def __init__(self, **accelerate_kwargs):
         super().__init__()
-        if accelerator is None:
-            handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
-            accelerator = Accelerator(kwargs_handlers=handlers, mixed_precision="no", **(accelerate_kwargs or {}))
-        self.accelerator = accelerator
-        G, D = (
-            nn.Sequential(nn.Linear(3, 8), nn.SiLU(), nn.Linear(8, 4)),
-            nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 1)),
-        )
+        handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
+        self.accelerator = Accelerator(kwargs_handlers=handlers, mixed_precision="no", **accelerate_kwargs)
+        G = nn.Sequential(nn.Linear(3, 8), nn.SiLU(), nn.Linear(8, 4))
+        D = nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 1))
         optimizer = lambda model: torch.optim.Adam(model.parameters(), lr=2e-2, betas=(0.5, 0.9))
-        self.G, self.D, self.G_opt, self.D_opt = accelerator.prepare(G, D, optimizer(G), optimizer(D))
+        self.G, self.D, self.G_opt, self.D_opt = self.accelerator.prepare(G, D, optimizer(G), optimizer(D))
         self.register_buffer("steps", torch.ones(1, dtype=torch.long))
 
     def set_dataloader(self, loader):
-        self.batch_size = loader.batch_size
         self.loader = self.accelerator.prepare(loader)
-
-    @property
-    def is_distributed(self):
-        return not (self.accelerator.distributed_type == DistributedType.NO and self.accelerator.num_processes == 1)
 
     def save(self, path):
         pkg = {"G": self.accelerator.unwrap_model(self.G).state_dict(), "D_opt": self.D_opt.state_dict()}
@@ -89,6 +80,4 @@ def main(folder):
         "saved": sorted(saved),
         "state": saved["D_opt"]["state"][0]["exp_avg"].abs().sum().item(),
         "steps": gan.steps.item(),
-        "batch_size": gan.batch_size,
-        "distributed": gan.is_distributed,
     }

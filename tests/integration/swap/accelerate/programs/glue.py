@@ -14,18 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 logger = get_logger(__name__)
 
 
-class Metric:
-    def __init__(self):
-        self.right = self.count = 0
-
-    def add_batch(self, predictions, references):
-        self.right += (predictions == references).sum().item()
-        self.count += len(references)
-
-    def compute(self):
-        return {"accuracy": self.right / self.count, "count": self.count}
-
-
 def train(folder, stop_after=None, resume_from_checkpoint=None):
     accelerator = Accelerator(gradient_accumulation_steps=2, project_dir=folder)
     logging.basicConfig(level=logging.INFO)
@@ -38,24 +26,14 @@ def train(folder, stop_after=None, resume_from_checkpoint=None):
     train_dataloader = DataLoader(TensorDataset(x[:48], y[:48]), batch_size=size)
     eval_dataloader = DataLoader(TensorDataset(x[48:75], y[48:75]), batch_size=size)
     model = nn.Linear(6, 2)
-    no_decay = ["bias"]
-    groups = [
-        {
-            "params": [p for n, p in model.named_parameters() if not any(nd in n for nd in no_decay)],
-            "weight_decay": 0.1,
-        },
-        {"params": [p for n, p in model.named_parameters() if any(nd in n for nd in no_decay)], "weight_decay": 0.0},
-    ]
+    groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=3e-2)
-    epochs = 2
-    max_train_steps = epochs * math.ceil(len(train_dataloader) / accelerator.gradient_accumulation_steps)
+    epochs, updates_per_epoch = 2, math.ceil(len(train_dataloader) / accelerator.gradient_accumulation_steps)
+    max_train_steps = epochs * updates_per_epoch
     lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / max_train_steps))
     model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(
         model, optimizer, train_dataloader, eval_dataloader, lr_scheduler
     )
-    updates_per_epoch = math.ceil(len(train_dataloader) / accelerator.gradient_accumulation_steps)
-    total_batch_size = size * accelerator.num_processes * accelerator.gradient_accumulation_steps
-    logger.info(f"  Total train batch size = {total_batch_size}")
     completed_steps = starting_epoch = 0
     resume_step = None
     if resume_from_checkpoint:
@@ -72,7 +50,7 @@ def train(folder, stop_after=None, resume_from_checkpoint=None):
         total_loss, active = 0, train_dataloader
         if resume_step is not None and epoch == starting_epoch:
             active = accelerator.skip_first_batches(train_dataloader, resume_step)
-        for _, batch in enumerate(active):
+        for batch in active:
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
                 total_loss += loss.detach().float()
@@ -87,25 +65,24 @@ def train(folder, stop_after=None, resume_from_checkpoint=None):
                     accelerator.save_state(os.path.join(folder, f"step_{completed_steps}"))
                     return {"losses": losses}
         model.eval()
-        metric = Metric()
+        right = count = 0
         for batch in eval_dataloader:
             with torch.no_grad():
                 predictions = model(batch[0]).argmax(dim=-1)
             predictions, references = accelerator.gather((predictions, batch[1]))
             if accelerator.num_processes > 1:  # as scripts did before there was gather_for_metrics
-                left = len(eval_dataloader.dataset) - metric.count
+                left = len(eval_dataloader.dataset) - count
                 predictions, references = predictions[:left], references[:left]
-            metric.add_batch(predictions=predictions, references=references)
-        logger.info(f"epoch {epoch}: {metric.compute()}")
-        history.append([metric.compute(), total_loss.item(), lr_scheduler.get_last_lr()[0], completed_steps])
+            right += (predictions == references).sum().item()
+            count += len(references)
+        found = {"accuracy": right / count, "count": count}
+        logger.info(f"epoch {epoch}: {found}")
+        history.append([found, total_loss.item(), lr_scheduler.get_last_lr()[0], completed_steps])
     accelerator.wait_for_everyone()
-    return {"losses": losses, "history": history, "updates": updates_per_epoch, "max_train_steps": max_train_steps}
+    return {"losses": losses, "history": history, "max_train_steps": max_train_steps}
 
 
 def main(folder):
     whole, first = train(folder), train(folder, stop_after=8)
-    return {
-        "whole": whole,
-        "first": first,
-        "second": train(folder, resume_from_checkpoint=os.path.join(folder, "step_8")),
-    }
+    second = train(folder, resume_from_checkpoint=os.path.join(folder, "step_8"))
+    return {"whole": whole, "first": first, "second": second}

@@ -39,22 +39,6 @@ def main(folder):
     results["losses"] = inner_training_loop()
     results["tried"] = tried
 
-    @find_executable_batch_size(starting_batch_size=16, reduce_batch_size_fn=lambda: 3)
-    def with_arguments(batch_size, first, second):
-        if batch_size == 16:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
-        return [batch_size, first, second]
-
-    results["own"] = with_arguments(4, 5)
-
-    @find_executable_batch_size(starting_batch_size=4)
-    def never(batch_size):
-        raise RuntimeError("CUDA out of memory.")
-
-    try:
-        never()
-    except RuntimeError as error:
-        results["never"] = isinstance(error, RuntimeError)
     results["reduce"] = [should_reduce_batch_size(e) for e in (RuntimeError("CUDA out of memory."), ValueError("CUDA"))]
     results["released"] = release_memory(torch.ones(2), torch.ones(3))
     accelerator.clear()

@@ -26,38 +26,27 @@ class EMA(nn.Module):
 
 
 def collate(items):
-    return {
-        "text": [str(int(x[0] > 0)) for x in items],
-        "mel": torch.stack(items),
-        "mel_lengths": torch.full((len(items),), 3),
-    }
+    lengths = torch.full((len(items),), 3)
+    return {"text": [str(int(x[0] > 0)) for x in items], "mel": torch.stack(items), "mel_lengths": lengths}
 
 
 class Trainer:
     def __init__(self, model, folder, accumulation=2, warmup=3, **accelerate_kwargs):
-        self.accelerator = Accelerator(
-            log_with="all",
-            kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
-            gradient_accumulation_steps=accumulation,
-            **accelerate_kwargs,
-        )
+        handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
+        options = {"kwargs_handlers": handlers, "gradient_accumulation_steps": accumulation, **accelerate_kwargs}
+        self.accelerator = Accelerator(log_with="all", **options)
         self.model, self.ema_model, self.warmup = model, EMA(model), warmup
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=5e-2)
-        self.ema_model, self.model, self.optimizer = self.accelerator.prepare(
-            self.ema_model, self.model, self.optimizer
-        )
+        parts = self.accelerator.prepare(self.ema_model, self.model, self.optimizer)
+        self.ema_model, self.model, self.optimizer = parts
         self.path = os.path.join(folder, "model.pth")
 
     def save_checkpoint(self, step):
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            checkpoint = {
-                "model": self.accelerator.unwrap_model(self.model).state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "ema": self.ema_model.state_dict(),
-                "scheduler": {"last_epoch": self.scheduler.state_dict()["last_epoch"]},
-                "step": step,
-            }
+            checkpoint = {"model": self.accelerator.unwrap_model(self.model).state_dict(), "step": step}
+            checkpoint |= {"optimizer": self.optimizer.state_dict(), "ema": self.ema_model.state_dict()}
+            checkpoint["scheduler"] = {"last_epoch": self.scheduler.state_dict()["last_epoch"]}
             self.accelerator.save(checkpoint, self.path)
 
     def train(self, dataset, epochs, batch_size):

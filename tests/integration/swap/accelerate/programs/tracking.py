@@ -50,22 +50,12 @@ def main(folder):
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     calls = []
 
-    @accelerator.on_main_process
-    def note(value):
-        calls.append(["main", value])
+    def note(kind):
+        return lambda value: calls.append([kind, value])
 
-    @accelerator.on_process(process_index=accelerator.num_processes - 1)
-    def last(value):
-        calls.append(["last", value])
-
-    @accelerator.on_local_main_process
-    def local(value):
-        calls.append(["local", value])
-
-    @accelerator.on_last_process
-    def very_last(value):
-        calls.append(["very last", value])
-
+    each_process = [accelerator.on_main_process(note("main"))]
+    each_process += [accelerator.on_process(process_index=accelerator.num_processes - 1)(note("last"))]
+    each_process += [accelerator.on_local_main_process(note("local")), accelerator.on_last_process(note("very last"))]
     for step, (x,) in enumerate(loader):
         loss = (model(x).squeeze(1) - x.sum(1)).pow(2).mean()
         accelerator.backward(loss)
@@ -73,7 +63,7 @@ def main(folder):
         optimizer.zero_grad()
         mean = accelerator.reduce(loss.detach(), reduction="mean").item()
         accelerator.log({"train_loss": mean, "epoch": 0}, step=step, log_kwargs={"lines": {"by": "kwargs"}})
-        for each in (note, last, local, very_last):
+        for each in each_process:
             each(step)
     names = [type(each).__name__ for each in accelerator.trackers]
     results = {"calls": calls}

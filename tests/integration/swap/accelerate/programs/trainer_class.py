@@ -5,13 +5,9 @@ import os
 import torch
 from accelerate import Accelerator, notebook_launcher
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs, GradScalerKwargs, pad_across_processes
+from accelerate.utils import DistributedDataParallelKwargs, GradScalerKwargs
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
-
-class StopTraining(Exception):
-    pass
 
 
 class Trainer:
@@ -38,36 +34,19 @@ class Trainer:
         return (sum(losses) / sum(sizes)).item()
 
     def train(self, train_dataset, eval_dataset, epochs, batch_size):
+        handlers = [DistributedDataParallelKwargs(find_unused_parameters=False), GradScalerKwargs(growth_interval=100)]
         self.accelerator = Accelerator(
-            kwargs_handlers=[
-                DistributedDataParallelKwargs(find_unused_parameters=False),
-                GradScalerKwargs(growth_interval=100),
-            ],
-            gradient_accumulation_steps=2,
-            step_scheduler_with_optimizer=False,
+            kwargs_handlers=handlers, gradient_accumulation_steps=2, step_scheduler_with_optimizer=False
         )
         size = batch_size // self.accelerator.num_processes
-        train, evaluation = (
-            DataLoader(train_dataset, batch_size=size, drop_last=True),
-            DataLoader(eval_dataset, batch_size=size),
-        )
-        self.model, self.optimizer, train, evaluation = self.accelerator.prepare(
-            self.model, self.optimizer, train, evaluation
-        )
-        self.scheduler = self.accelerator.prepare_scheduler(
-            torch.optim.lr_scheduler.StepLR(self.optimizer.optimizer, 4, 0.5)
-        )
-        try:
-            for epoch in range(epochs):
-                self.history["train"].append(self.run_epoch(train, True))
-                self.history["eval"].append(self.run_epoch(evaluation, False))
-                if epoch == 1:
-                    raise StopTraining
-        except StopTraining:
-            self.accelerator.print(f"stopped after {epoch}")
-        preds = torch.ones(2 + self.accelerator.process_index, 2)
-        padded = pad_across_processes(preds, dim=0, pad_index=-1)
-        self.history["padded"] = self.accelerator.gather(padded).sum().item()
+        train, evaluation = DataLoader(train_dataset, size, drop_last=True), DataLoader(eval_dataset, size)
+        parts = self.accelerator.prepare(self.model, self.optimizer, train, evaluation)
+        self.model, self.optimizer, train, evaluation = parts
+        scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer.optimizer, 4, 0.5)
+        self.scheduler = self.accelerator.prepare_scheduler(scheduler)
+        for _ in range(epochs):
+            self.history["train"].append(self.run_epoch(train, True))
+            self.history["eval"].append(self.run_epoch(evaluation, False))
         self.history["rate"] = self.scheduler.get_last_lr()
         self.history["lr"] = self.optimizer.param_groups[0]["lr"]
         self.history["shared"] = bool(AcceleratorState().num_processes == self.accelerator.num_processes)
@@ -80,7 +59,7 @@ def training_function(results):
     y = x @ torch.tensor([[1.0], [-2.0], [0.5]])
     model = nn.Linear(3, 1)
     trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
-    trainer.train(TensorDataset(x[:32], y[:32]), TensorDataset(x[32:], y[32:]), 4, 8)
+    trainer.train(TensorDataset(x[:32], y[:32]), TensorDataset(x[32:], y[32:]), 2, 8)
     results.update(trainer.history)
 
 

@@ -14,14 +14,11 @@ from torch.utils.data import DataLoader
 logger = get_logger(__name__, log_level="INFO")
 
 
-def train(folder, epochs, resume=None):
-    accelerator = Accelerator(
-        gradient_accumulation_steps=2,
-        mixed_precision="no",
-        log_with="tensorboard",
-        project_config=ProjectConfiguration(project_dir=folder, logging_dir=os.path.join(folder, "logs")),
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=7200))],
-    )
+def train(folder, epochs, resume=False):
+    config = ProjectConfiguration(project_dir=folder, logging_dir=os.path.join(folder, "logs"))
+    handlers = [InitProcessGroupKwargs(timeout=timedelta(seconds=7200))]
+    options = {"mixed_precision": "no", "kwargs_handlers": handlers, "project_config": config}
+    accelerator = Accelerator(gradient_accumulation_steps=2, log_with="tensorboard", **options)
     torch.manual_seed(41)
     model = nn.Sequential(nn.Linear(5, 8), nn.SiLU(), nn.Linear(8, 4))
     ema = copy.deepcopy(model)
@@ -51,10 +48,9 @@ def train(folder, epochs, resume=None):
         accelerator.load_state(os.path.join(folder, "checkpoint-4"))
         global_step, first_epoch = 4, 1
     rows = []
-    for epoch in range(first_epoch, epochs):
+    for _ in range(first_epoch, epochs):
         model.train()
-        skips = resume == "skip" and epoch == first_epoch
-        for batch in accelerator.skip_first_batches(loader, 0) if skips else loader:
+        for batch in accelerator.skip_first_batches(loader, 0) if resume else loader:
             clean, noise, time = batch.split([4, 4, 1], 1)
             noisy = clean * (1 - time) + noise * time
             with accelerator.accumulate(model):
@@ -87,6 +83,5 @@ def train(folder, epochs, resume=None):
 def main(folder):
     results = {"whole": train(folder, 2)}
     if os.path.isdir(os.path.join(folder, "checkpoint-4")):
-        results["again"] = train(folder, 2, resume="skip")
-        results["plain"] = train(folder, 2, resume="plain")
+        results["again"] = train(folder, 2, resume=True)
     return results
