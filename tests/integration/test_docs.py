@@ -12,7 +12,7 @@ import torch
 from support.callback_runs import Rows
 from support.house import read_differences
 from support.processes import run
-from support.trainers import NO_OUTPUT
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import HOOKS, ModelCheckpoint
@@ -20,7 +20,6 @@ from treadle.callbacks import HOOKS, ModelCheckpoint
 import treadle
 
 ROOT = Path(__file__).parents[2]
-NO_OUTPUT = {"accelerator": "cpu", "num_sanity_val_steps": 0, **NO_OUTPUT}
 
 
 def loader(samples=5, batch_size=1, **options):
@@ -57,7 +56,7 @@ class Validated(Task):
 
 
 def fit(task, train=None, val=None, *, ckpt_path=None, **flags):
-    trainer = treadle.Trainer(**{**NO_OUTPUT, "max_epochs": 1, **flags})
+    trainer = make_trainer(**{"num_sanity_val_steps": 0, **flags})
     trainer.fit(task, loader() if train is None else train, val, ckpt_path=ckpt_path)
     return trainer
 
@@ -69,79 +68,54 @@ def weight(task):
 # -- docs/hooks.md ---------------------------------------------------------------------------------------------------
 
 
+# What a task is asked for that is not a hook.
+METHODS = ["configure_callbacks", "prepare_data", "configure_model", "configure_optimizers", "lr_scheduler_step"]
+METHODS += ["configure_gradient_clipping", "training_step", "validation_step", "test_step", "predict_step"]
+METHODS += ["train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"]
+
+
+class Whole(Validated):
+    """Has all data and a schedule."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    def train_dataloader(self):
+        return loader(2)
+
+    def test_dataloader(self):
+        return loader(1)
+
+    val_dataloader, predict_dataloader = train_dataloader, test_dataloader
+
+
 def recorder(trace, owner):
     return {name: lambda self, *_, name=name: trace.append(f"{owner}.{name}") for name in HOOKS}
 
 
-class Recorded(Task):
-    """Its methods that are no hooks write themselves into `trace`, a list that a test puts here."""
+def noted(trace, name):
+    """The method of `Whole`, which writes itself into `trace`."""
 
-    trace = None
+    def method(self, *args, **kwargs):
+        trace.append(f"task.{name}")
+        return getattr(Whole, name)(self, *args, **kwargs)
 
-    def configure_callbacks(self):
-        self.trace.append("task.configure_callbacks")
-        return []
-
-    def prepare_data(self):
-        self.trace.append("task.prepare_data")
-
-    def configure_model(self):
-        self.trace.append("task.configure_model")
-
-    def configure_optimizers(self):
-        self.trace.append("task.configure_optimizers")
-        optimizer = super().configure_optimizers()
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-
-    def configure_gradient_clipping(self, *args, **kwargs):
-        self.trace.append("task.configure_gradient_clipping")
-
-    def lr_scheduler_step(self, *args):
-        self.trace.append("task.lr_scheduler_step")
-        super().lr_scheduler_step(*args)
-
-    def training_step(self, batch, batch_idx):
-        self.trace.append("task.training_step")
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch, batch_idx):
-        self.trace.append("task.validation_step")
-
-    def test_step(self, batch, batch_idx):
-        self.trace.append("task.test_step")
-
-    def predict_step(self, batch, batch_idx):
-        self.trace.append("task.predict_step")
-
-    def train_dataloader(self):
-        self.trace.append("task.train_dataloader")
-        return loader(2)
-
-    def val_dataloader(self):
-        self.trace.append("task.val_dataloader")
-        return loader(2)
-
-    def test_dataloader(self):
-        self.trace.append("task.test_dataloader")
-        return loader(1)
-
-    def predict_dataloader(self):
-        self.trace.append("task.predict_dataloader")
-        return loader(1)
+    return method
 
 
 def recorded(folder):
     """The calls of a tiny run, a list for each of fit, test, predict, and a fit that goes on and fails."""
     trace = []
-    task = type("Recording", (Recorded,), {"trace": trace, **recorder(trace, "task")})()
+    task = type("Task", (Whole,), {**recorder(trace, "task"), **{name: noted(trace, name) for name in METHODS}})()
     callback = type("Callback", (treadle.Callback,), recorder(trace, "callback"))()
-    flags = {**NO_OUTPUT, "enable_checkpointing": True, "num_sanity_val_steps": 1, "accumulate_grad_batches": 2}
-    trainer = treadle.Trainer(**flags, max_epochs=1, callbacks=[callback, ModelCheckpoint(folder)])
+    flags = {"enable_checkpointing": True, "num_sanity_val_steps": 1, "accumulate_grad_batches": 2}
+    trainer = make_trainer(**flags, callbacks=[callback, ModelCheckpoint(folder)])
     parts = {}
     for stage in ("fit", "test", "predict"):
         getattr(trainer, stage)(task)
         parts[stage], trace[:] = list(trace), []
-    again = treadle.Trainer(**flags, max_epochs=2, callbacks=[callback, ModelCheckpoint(folder)])
+    again = make_trainer(**flags, max_epochs=2, callbacks=[callback, ModelCheckpoint(folder)])
     task.on_train_start = lambda: trace.append("task.on_train_start")
     type(task).training_step = lambda self, batch, batch_idx: trace.append("task.training_step") or ()
     with pytest.raises(TypeError, match="training_step returned a tuple"):
@@ -168,24 +142,11 @@ def test_hook_order_is_the_documented_one(tmp_path):
         assert calls == wanted, stage
 
 
-def test_every_hook_is_documented():
-    loop = ast.get_docstring(ast.parse((ROOT / "trainer/loop/fit_loop.py").read_text()))
-    assert loop is not None
-    for text, where in ((loop, "trainer/loop/fit_loop.py"), ((ROOT / "docs/hooks.md").read_text(), "docs/hooks.md")):
-        missing = [name for name in HOOKS if not re.search(rf"\b{name}\b", text)]
-        assert not missing, f"{where} does not name {missing}"
-
-
-def test_the_documents_name_no_hook_that_does_not_exist():
-    for where in ("trainer/loop/fit_loop.py", "docs/hooks.md"):
-        named = set(
-            re.findall(r"\bon_\w+\b(?!=)", (ROOT / where).read_text() if "docs" in where else _docstring(where))
-        )
-        assert named <= set(HOOKS), where
-
-
-def _docstring(where):
-    return ast.get_docstring(ast.parse((ROOT / where).read_text())) or ""
+def test_the_documents_name_every_hook_and_none_that_does_not_exist():
+    loop = ast.get_docstring(ast.parse((ROOT / "trainer/loop/fit_loop.py").read_text())) or ""
+    for where, text in (("fit_loop.py", loop), ("docs/hooks.md", (ROOT / "docs/hooks.md").read_text())):
+        assert [name for name in HOOKS if not re.search(rf"\b{name}\b", text)] == [], where
+        assert set(re.findall(r"\bon_\w+\b(?!=)", text)) <= set(HOOKS), where
 
 
 def test_the_quickstart_shows_the_configuration_of_the_example():
@@ -209,16 +170,15 @@ def test_each_difference_names_a_test_that_exists():
             assert f"def {name}(" in (ROOT / (file or "tests/integration/test_docs.py")).read_text(), name
 
 
-class Tokens(Task):
+def test_weights_make_the_mean_over_tokens():
     """Two micro-batches: 4 tokens whose gradient is 4, and 1 token whose gradient is 1."""
 
-    def training_step(self, batch, batch_idx):
+    def training_step(batch, batch_idx):
         tokens = 4.0 - 3.0 * batch[0].item()
-        return {"loss": (self.weight * tokens).sum(), "weight": tokens}
+        return {"loss": (task.weight * tokens).sum(), "weight": tokens}
 
-
-def test_weights_make_the_mean_over_tokens():
-    task = Tokens()
+    task = Task()
+    task.training_step = training_step
     fit(task, loader(2), accumulate_grad_batches=2)
     assert weight(task) == pytest.approx(-17 / 5)  # the mean of the two means is 2.5
 
@@ -236,55 +196,34 @@ def test_step_numbers_count_completed_optimizer_steps():
     assert rows.of("batch") == [(1, 1.0), (2, 3.0), (3, 5.0)]
 
 
-class Scheduled(Validated):
-    def configure_optimizers(self):
-        self.optimizer = super().configure_optimizers()
-        return [self.optimizer], [torch.optim.lr_scheduler.StepLR(self.optimizer, 1)]
-
-    def on_validation_start(self):
-        self.seen.append(self.optimizer.param_groups[0]["lr"])
-
-
 def test_validation_sees_the_learning_rate_its_epoch_was_trained_with():
-    task = Scheduled()
-    task.training_step = lambda batch, batch_idx: task.weight.sum()
+    task, rates = Whole(), []
+    task.on_validation_start = lambda: rates.append(task.trainer.optimizers[0].param_groups[0]["lr"])
     fit(task, val=loader(), max_epochs=2)
-    assert task.seen == [1.0, pytest.approx(0.1)]
+    assert rates == [1.0, pytest.approx(0.1)]
 
 
 def test_gradients_are_dropped_after_the_step():
-    class Gradients(Task):
-        def on_before_zero_grad(self, optimizer):
-            self.seen = [weight(self), self.weight.grad.item()]
-
-    task = Gradients()
+    task, seen = Task(), []
+    task.on_before_zero_grad = lambda optimizer: seen.append((weight(task), task.weight.grad.item()))
     fit(task, loader(1))
-    assert task.seen == [-1.0, 1.0]
+    assert seen == [(-1.0, 1.0)]
     assert task.weight.grad is None
 
 
 def test_validation_waits_for_the_end_of_the_optimizer_step():
-    class Steps(Validated):
-        def on_validation_start(self):
-            self.seen.append("validation")
-
-    task = Steps()
+    task = Validated()
+    task.on_validation_start = lambda: task.seen.append("validation")
     fit(task, loader(6), loader(1), accumulate_grad_batches=2, val_check_interval=3)
     assert task.seen == [0, 1, 2, 3, "validation", 4, 5, "validation"]
 
 
 def test_on_step_end_comes_after_validation_and_before_the_next_step():
-    class Ends(Validated):
-        def on_validation_end(self):
-            self.seen.append("validated")
-
-        def on_step_end(self):
-            self.seen.append(self.global_step)
-
-    task = Ends()
-    task.training_step = lambda batch, batch_idx: task.weight.sum()
+    task, seen = Validated(), []
+    task.on_validation_end = lambda: seen.append("validated")
+    task.on_step_end = lambda: seen.append(task.global_step)
     fit(task, loader(4), loader(1), accumulate_grad_batches=2)
-    assert task.seen == [1, "validated", 2]
+    assert seen == [1, "validated", 2]
 
 
 def test_the_two_forms_of_a_checkpoint(tmp_path):
@@ -303,14 +242,11 @@ def test_the_two_forms_of_a_checkpoint(tmp_path):
         assert content["global_step"] == trainer.global_step
 
 
-class WithoutALoss(Task):
-    def training_step(self, batch, batch_idx):
-        return None
-
-
 def train_without_a_loss():
+    task = Task()
+    task.training_step = lambda batch, batch_idx: None
     with pytest.raises(ValueError, match=r"training_step returned None.*several processes"):
-        fit(WithoutALoss(), loader(4), devices=2, strategy="ddp")
+        fit(task, loader(4), devices=2, strategy="ddp")
     return True
 
 
@@ -320,14 +256,8 @@ def test_none_as_the_loss_is_an_error_on_several_processes():
 
 
 def test_no_model_means_the_last_one_at_its_best_checkpoint(tmp_path):
-    class Logging(Task):
-        def training_step(self, batch, batch_idx):
-            return self.weight.sum()
-
-        def validation_step(self, batch, batch_idx):
-            self.log("distance", (self.weight + 1).abs().sum())  # best after the first epoch
-
-    task = Logging()
+    task = Task()
+    task.validation_step = lambda *_: task.log("distance", (task.weight + 1).abs().sum())  # best after the first epoch
     best = ModelCheckpoint(tmp_path, monitor="distance")
     trainer = fit(task, loader(1), loader(1), max_epochs=3, enable_checkpointing=True, callbacks=best)
     assert trainer.test(task, loader(1), verbose=False) == [{"weight": -3.0}]
@@ -340,7 +270,7 @@ def test_no_model_means_the_last_one_at_its_best_checkpoint(tmp_path):
 def on_each_process(folder):
     """Everything that takes two processes, in one start of them; returns what this one saw."""
     rank = treadle.Accelerator(cpu=True).process_index
-    trainer = treadle.Trainer(**NO_OUTPUT)
+    trainer = make_trainer()
     found = {
         "validation": trainer.validate(Validated(), loader(5), verbose=False)[0]["mean"],
         "predictions": torch.cat(trainer.predict(Task(), loader(5, 2))).tolist(),

@@ -4,6 +4,8 @@ An error of the page is a block of text below `<!-- error: name -->`, in which `
 of that name provokes it.
 """
 
+import functools
+import itertools
 import os
 import re
 import socket
@@ -13,18 +15,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import fork_server
-from support.models import SGDTask
+from support.models import SGDTask, Stream
 from support.processes import clean_environment, python, run, script
 from support.trainers import make_trainer
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, random_split
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset, random_split
 from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from treadle.common import optional
 
 import treadle as tl
 from treadle.runs import RunFolder
 
 PAGE = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text()
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
 SHOWN = re.findall(r"<!-- error: (\w+) -->\n```text\n(.*?)\n```", PAGE, re.DOTALL)
 
 
@@ -48,6 +52,25 @@ class Validated(Net):
 
 def net(**methods):
     return type("Net", (Net,), methods)()
+
+
+def stepping(loss):
+    """A task whose step returns `loss`, a function of the task and the samples."""
+    return net(training_step=lambda self, batch, batch_idx: loss(self, batch[0]))
+
+
+def optimized(optimizers):
+    return net(configure_optimizers=optimizers)
+
+
+def scheduled(schedule):
+    """A task whose schedule is `schedule`, a function of the task and its optimizer."""
+
+    def configure_optimizers(self):
+        optimizer = SGD(self.parameters())
+        return [optimizer], [schedule(self, optimizer)]
+
+    return optimized(configure_optimizers)
 
 
 def fit(task, train=None, val=None, ckpt_path=None, **flags):
@@ -74,33 +97,20 @@ PROVOKERS = {
     # the task
     "no_training_step": lambda: fit(net(training_step=tl.TaskModule.training_step)),
     "no_configure_optimizers": lambda: fit(net(configure_optimizers=tl.TaskModule.configure_optimizers)),
-    "no_optimizer_returned": lambda: fit(net(configure_optimizers=lambda self: None)),
+    "no_optimizer_returned": lambda: fit(optimized(lambda self: None)),
     "not_a_task": lambda: fit(nn.Linear(4, 2)),
-    "loss_without_gradient": lambda: fit(
-        net(training_step=lambda self, batch, batch_idx: self.net(batch[0]).mean().detach())
-    ),
-    "loss_is_a_number": lambda: fit(net(training_step=lambda self, batch, batch_idx: self.net(batch[0]).mean().item())),
-    "loss_of_many_values": lambda: fit(net(training_step=lambda self, batch, batch_idx: self.net(batch[0]))),
-    "loss_under_another_key": lambda: fit(
-        net(training_step=lambda self, batch, batch_idx: {"lss": self.net(batch[0]).mean()})
-    ),
-    "no_loss": lambda: fit(net(training_step=lambda self, batch, batch_idx: None)),
-    "not_in_the_optimizer": lambda: fit(
-        net(configure_optimizers=lambda self: torch.optim.SGD([self.net.weight], lr=0.1))
-    ),
-    "another_models_parameters": lambda: fit(
-        net(configure_optimizers=lambda self: torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
-    ),
-    "two_optimizers": lambda: fit(
-        net(configure_optimizers=lambda self: [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)])
-    ),
+    "loss_without_gradient": lambda: fit(stepping(lambda task, x: task.net(x).mean().detach())),
+    "loss_is_a_number": lambda: fit(stepping(lambda task, x: task.net(x).mean().item())),
+    "loss_of_many_values": lambda: fit(stepping(lambda task, x: task.net(x))),
+    "loss_under_another_key": lambda: fit(stepping(lambda task, x: {"lss": task.net(x).mean()})),
+    "no_loss": lambda: fit(stepping(lambda task, x: None)),
+    "not_in_the_optimizer": lambda: fit(optimized(lambda self: SGD([self.net.weight]))),
+    "another_models_parameters": lambda: fit(optimized(lambda self: SGD(nn.Linear(1, 1).parameters()))),
+    "two_optimizers": lambda: fit(optimized(lambda self: [SGD(self.parameters()), SGD(self.parameters())])),
     "optimizer_idx": lambda: fit(net(training_step=lambda self, batch, batch_idx, optimizer_idx: self.net(batch[0]))),
-    "manual_backward_in_automatic": lambda: fit(
-        net(training_step=lambda self, batch, batch_idx: self.manual_backward(self.net(batch[0]).mean()))
-    ),
-    "log_a_vector": lambda: fit(
-        net(training_step=lambda self, batch, batch_idx: self.log("logits", self.net(batch[0])))
-    ),
+    "plateau_without_monitor": lambda: fit(scheduled(lambda _, optimizer: lr_scheduler.ReduceLROnPlateau(optimizer))),
+    "manual_backward_in_automatic": lambda: fit(stepping(lambda task, x: task.manual_backward(task.net(x).mean()))),
+    "log_a_vector": lambda: fit(stepping(lambda task, x: task.log("logits", task.net(x)))),
     "log_outside": lambda: Net().log("loss", 1.0),
     "no_trainer_yet": lambda: Net().trainer,
     # the Trainer's arguments
@@ -113,18 +123,15 @@ PROVOKERS = {
     # data and shapes
     "no_loader": lambda: make_trainer().fit(Net()),
     "no_batch": lambda: fit(Net(), loader(3, 4, drop_last=True)),
-    "shapes": lambda: fit(net(training_step=lambda self, batch, batch_idx: self.net(batch[0][:, :3]).mean())),
+    "shapes": lambda: fit(stepping(lambda task, x: task.net(x[:, :3]).mean())),
     "no_validation_step": lambda: fit(Net(), val=loader()),
     "no_validation_loader": lambda: fit(Validated()),
     "interval_longer_than_an_epoch": lambda: fit(Validated(), val=loader(), val_check_interval=10),
     # during the run
-    "not_finite": lambda: fit(
-        net(training_step=lambda self, batch, batch_idx: self.net(batch[0]).mean() * float("nan"))
-    ),
+    "not_finite": lambda: fit(stepping(lambda task, x: task.net(x).mean() * float("nan"))),
+    "flag_of_automatic_optimization": lambda: fit(net(automatic_optimization=False), gradient_clip_val=1.0),
     "monitor_never_logged": lambda: fit(Validated(), val=loader(), callbacks=[EarlyStopping("valid_loss")]),
-    "stage_within_a_stage": lambda: fit(
-        net(on_train_epoch_end=lambda self: self.trainer.validate(Validated(), loader()))
-    ),
+    "stage_within_a_stage": lambda: fit(net(on_train_start=lambda self: self.trainer.validate(Validated(), loader()))),
     "no_test_step": lambda: make_trainer().test(Net(), loader()),
     # checkpoints
     "no_such_checkpoint": lambda: fit(Net(), ckpt_path="runs/lst.ckpt"),
@@ -179,21 +186,9 @@ def no_super_init():
 
 @provokes
 def modules_in_a_list():
-    class Net(globals()["Net"]):
-        def __init__(self):
-            super().__init__()
-            self.layers = [nn.Linear(2, 2)]
-
-    fit(Net())
-
-
-@provokes
-def plateau_without_monitor():
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]
-
-    fit(net(configure_optimizers=configure_optimizers))
+    task = net()
+    task.layers = [nn.Linear(2, 2)]
+    fit(task)
 
 
 # -- the Trainer's arguments -----------------------------------------------------------------------------------------
@@ -201,18 +196,9 @@ def plateau_without_monitor():
 
 @provokes
 def missing_package():
-    done = script(
-        """
-import importlib.util
-
-find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, package=None: None if name == "wandb" else find_spec(name, package)
-from treadle.loggers import WandbLogger
-WandbLogger()
-""",
-        env={fork_server.UNIMPORTED: "1"},
-    )
-    return done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optional, "find_spec", lambda name: None)
+        tl.loggers.WandbLogger()
 
 
 # -- data and shapes -------------------------------------------------------------------------------------------------
@@ -220,33 +206,24 @@ WandbLogger()
 
 @provokes
 def float_labels():
-    class Net(globals()["Net"]):
-        def training_step(self, batch, batch_idx):
-            return nn.functional.cross_entropy(self.net(batch[0]), batch[1].float())
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1].float())
 
-    fit(Net())
+    fit(net(training_step=training_step))
 
 
 @provokes
 def endless_schedule():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            while True:
-                yield torch.randn(4), torch.tensor(0)
+    def decay(task, optimizer):
+        return lr_scheduler.CosineAnnealingLR(optimizer, task.trainer.estimated_stepping_batches)
 
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        steps = self.trainer.estimated_stepping_batches
-        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)]
-
-    fit(net(configure_optimizers=configure_optimizers), DataLoader(Stream(), 4), max_epochs=-1)
+    endless = Stream(itertools.repeat((torch.randn(4), torch.tensor(0))))
+    fit(scheduled(decay), DataLoader(endless, 4), max_epochs=-1)
 
 
 @provokes
 def worker_can_not_pickle():
-    data = TensorDataset(torch.randn(8, 4), torch.randint(2, (8,)))
-    collate = lambda samples: samples  # noqa: E731
-    fit(Net(), DataLoader(data, 4, num_workers=1, collate_fn=collate, multiprocessing_context="spawn"))
+    fit(Net(), loader(num_workers=1, collate_fn=lambda samples: samples, multiprocessing_context="spawn"))
 
 
 @provokes
@@ -274,16 +251,6 @@ def evaluation_mode():
     fit(task)
 
 
-@provokes
-def flag_of_automatic_optimization():
-    class Net(globals()["Net"]):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-
-    fit(Net(), gradient_clip_val=1.0)
-
-
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 
@@ -302,13 +269,10 @@ def no_file_possible():
 
 @provokes
 def another_model():
-    class Wider(Net):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Linear(4, 3)
-
     fit(Net()).save_checkpoint("a.ckpt")
-    fit(Wider(), ckpt_path="a.ckpt")
+    wider = Net()
+    wider.net = nn.Linear(4, 3)
+    fit(wider, ckpt_path="a.ckpt")
 
 
 @provokes
@@ -366,11 +330,9 @@ def folder_in_use():
 
 @provokes
 def half_an_environment():
-    os.environ["WORLD_SIZE"] = "2"
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
         tl.Trainer(accelerator="cpu")
-    finally:
-        del os.environ["WORLD_SIZE"]
 
 
 @provokes
@@ -384,17 +346,14 @@ def asks_for_four():
 
 
 def train_with_unused():
-    class Net(globals()["Net"]):
-        def __init__(self):
-            super().__init__()
-            self.other = nn.Linear(2, 2)
-
-    fit(Net(), strategy="ddp")
+    task = Net()
+    task.other = nn.Linear(2, 2)
+    fit(task, strategy="ddp")
 
 
 def train_on_another_split():
     torch.manual_seed(0)
-    data = TensorDataset(torch.randn(40, 4), torch.randint(2, (40,)))
+    data = loader(40).dataset
     torch.manual_seed(int(os.environ["RANK"]))
     train, _ = random_split(data, [20, 20])
     fit(Net(), DataLoader(train, 4), strategy="ddp")
@@ -426,12 +385,7 @@ def port_in_use():
 
 @provokes
 def manual_optimization_with_fsdp():
-    class Net(globals()["Net"]):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
+    def training_step(self, batch, batch_idx):
+        self.manual_backward((batch[0] @ self.net.weight.T).mean())
 
-        def training_step(self, batch, batch_idx):
-            self.manual_backward((batch[0] @ self.net.weight.T).mean())
-
-    fit(Net(), strategy="fsdp")
+    fit(net(automatic_optimization=False, training_step=training_step), strategy="fsdp")
