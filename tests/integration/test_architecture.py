@@ -6,11 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from support.house import files, is_package, picture, tree
+from support.models import Line, loader
 from support.trainers import make_trainer
-from torch.utils.data import DataLoader, TensorDataset
-from treadle.compat.demos.boring_classes import BoringModel
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -62,28 +60,6 @@ def test_tests_stand_where_what_they_test_does():
 MOST_RUN = {"step": 8, "save": 30, "resume": 14}
 
 
-class Watched(BoringModel):
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(8, 32)), 2)
-
-    def val_dataloader(self):  # the length of the demo's own dataset would count as a file of Treadle
-        return DataLoader(torch.ones(8, 32), 2)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch[0]).sum()
-
-    def on_train_batch_start(self, batch, batch_idx):
-        if batch_idx == 0:
-            self.started()
-        self.at_step(batch_idx)
-
-    def started(self):
-        pass
-
-    def at_step(self, batch_idx):
-        pass
-
-
 def test_few_files_run(tmp_path):
     names = {str(path): module for module, path in files().items()}
     run = set()
@@ -95,27 +71,29 @@ def test_few_files_run(tmp_path):
     def watch(on):
         sys.setprofile(note if on else None)
 
-    def fit(max_epochs, **options):
-        """The files that run between the call and the first step."""
-        task = Watched()
-        task.started = lambda: watch(False)
+    def make(on_batch, **options):
+        task = Line()
+        task.on_train_batch_start = lambda batch, batch_idx: on_batch(batch_idx)
+        made = make_trainer(**options)
         run.clear()
-        made = make_trainer(max_epochs=max_epochs)
+        return task, made
+
+    def start(ckpt_path=None, **options):
+        """The files that run between the call and the first step."""
+        task, made = make(lambda batch_idx: watch(False), **options)
         watch(True)
-        made.fit(task, **options)
+        made.fit(task, loader(8), ckpt_path=ckpt_path)
         return set(run), made
 
-    fresh, made = fit(1)
+    fresh, made = start()
     made.save_checkpoint(tmp_path / "first.ckpt")  # names that are imported on first use
     run.clear()
     watch(True)
     made.save_checkpoint(tmp_path / "c.ckpt")
     watch(False)
-    found = {"save": set(run), "resume": fit(2, ckpt_path=tmp_path / "c.ckpt")[0] - fresh}
-    task = Watched()
-    task.at_step = lambda batch_idx: watch(batch_idx == 1)  # from the second batch to the third
-    run.clear()
-    make_trainer(max_epochs=1).fit(task)
+    found = {"save": set(run), "resume": start(tmp_path / "c.ckpt", max_epochs=2)[0] - fresh}
+    task, made = make(lambda batch_idx: watch(batch_idx == 1))  # from the second batch to the third
+    made.fit(task, loader(8))
     found["step"] = set(run)
     counted = {story: len(modules) for story, modules in found.items()}
     assert all(counted[story] <= MOST_RUN[story] for story in counted), found

@@ -62,20 +62,4 @@ def print_warning(message, category, filename, lineno, file=None, line=None):
 
 def test_there_are_examples():
     count = sum(len(list(find_examples(list_objects(module)))) for module in list_modules())
-    assert count >= 5
-
-
-def test_a_wrong_example_is_reported():
-    def wrong():
-        """Return nothing.
-
-        Examples:
-            >>> 1 + 1
-            3
-        """
-
-    wrong.__module__ = __name__
-    reported = []
-    for test in find_examples({"wrong": wrong}):
-        doctest.DocTestRunner().run(test, out=reported.append)
-    assert "Expected:\n    3\nGot:\n    2" in "".join(reported)
+    assert count > 100

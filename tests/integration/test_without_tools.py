@@ -48,36 +48,20 @@ data: {class: cli_samples.Points, batch_size: 8}
 """
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Runs Python on a copy of the package and some of its tests, without `tools/` and the tests of it."""
-    folder = tmp_path_factory.mktemp("copy")
-    skipped = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(Path(treadle.__file__).parent, folder / "treadle", ignore=skipped)
-    for room in set(TOP_ROOMS) - {"tools"}:
-        shutil.copytree(root(room), folder / "treadle" / room, ignore=skipped)
-    for part in ("support", "integration/test_layering.py"):
-        copy = shutil.copytree if (TESTS / part).is_dir() else shutil.copy
-        (folder / "tests" / part).parent.mkdir(parents=True, exist_ok=True)
-        copy(TESTS / part, folder / "tests" / part)
-    (folder / "sitecustomize.py").write_text(WITHOUT_EDITABLE_INSTALLS)
-    (folder / "run.yaml").write_text(CONFIG)
-    path = os.pathsep.join(map(str, (folder, folder / "tests", folder / "tests" / "support" / "samples")))
-
-    def run(*arguments):
-        command, env = [sys.executable, *arguments], clean_environment({"PYTHONPATH": path})
-        done = subprocess.run(
-            command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout
-        return done.stdout
-
-    return run
-
-
 @pytest.mark.long
-def test_every_module_is_imported_a_fit_runs_and_missing_commands_are_named(run):
-    printed, imported = run("-c", PROGRAM).split("\nimported ")
+def test_every_module_is_imported_a_fit_runs_and_missing_commands_are_named(tmp_path):
+    """In a copy of the package, which has no `tools/`."""
+    skipped = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(treadle.__file__).parent, tmp_path / "treadle", ignore=skipped)
+    for room in set(TOP_ROOMS) - {"tools"}:
+        shutil.copytree(root(room), tmp_path / "treadle" / room, ignore=skipped)
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_EDITABLE_INSTALLS)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    path = os.pathsep.join(map(str, (tmp_path, TESTS, TESTS / "support" / "samples")))
+    command, env = [sys.executable, "-c", PROGRAM], clean_environment({"PYTHONPATH": path})
+    done = subprocess.run(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    printed, imported = done.stdout.split("\nimported ")
     _, of_help, of_doctor, of_fit = printed.split("== ")
     assert int(imported) > 200
     for name in ("doctor", "migrate", "plan", "sweep"):
@@ -87,10 +71,3 @@ def test_every_module_is_imported_a_fit_runs_and_missing_commands_are_named(run)
     assert "No module named 'treadle.tools'" in of_doctor
     assert of_doctor.rstrip().endswith("status 1")
     assert "treadle runs show default/1" in of_fit
-
-
-@pytest.mark.exhaustive  # each rule also holds with the folder, which test_layering.py shows
-def test_the_rules_of_the_rooms_hold(run):
-    rules = "every_room or point_down or nothing_imports or faces"
-    file = "tests/integration/test_layering.py"
-    assert " passed" in run("-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", rules)
