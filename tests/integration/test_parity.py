@@ -54,6 +54,7 @@ class Task(treadle.TaskModule):
         torch.manual_seed(1)
         self.net = network()
         self.seen = []
+        torch.manual_seed(7)
 
     def forward(self, x):
         return self.net(x)
@@ -81,9 +82,7 @@ def whole_loss(model):
 
 
 def reference(precision, accumulate):
-    torch.manual_seed(7)
     task = Task()
-    torch.manual_seed(7)
     optimizer = task.configure_optimizers()
     if precision == "64-true":
         task.double()
@@ -104,20 +103,15 @@ def reference(precision, accumulate):
 
 
 def by_trainer(place, precision, accumulate):
-    torch.manual_seed(7)
     task = Task()
-    torch.manual_seed(7)
-    trainer = make_trainer(
-        max_epochs=EPOCHS, strategy=strategy(place), precision=precision, accumulate_grad_batches=accumulate
-    )
+    flags = {"precision": precision, "accumulate_grad_batches": accumulate}
+    trainer = make_trainer(max_epochs=EPOCHS, strategy=strategy(place), **flags)
     trainer.fit(task, DataLoader(dataset(), batch_size=GLOBAL_BATCH // WORLDS[place], shuffle=True))
     return task.seen
 
 
 def by_own_loop(place, precision, accumulate):
-    torch.manual_seed(7)
     task = Task()
-    torch.manual_seed(7)
     accelerator = treadle.Accelerator(
         cpu=True, strategy=strategy(place), mixed_precision=precision, gradient_accumulation_steps=accumulate
     )
