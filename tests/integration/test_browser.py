@@ -81,19 +81,23 @@ def opened(url, folder, *flags, seconds=5):
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
+def seen_in(text, script, folder, *flags):
+    """What a script of ours notes of a page, which has no errors."""
+    page = folder / "page.html"
+    page.write_text(text.replace("</body>", script + "</body>"), encoding="utf-8")
+    dom, console = opened(f"file://{page}", folder / "profile", *flags)
+    assert console == []
+    return re.search(r'<div id="seen">(.*?)</div>', dom)[1].split("|")
+
+
 def test_there_is_a_browser():
     assert BROWSER is not None, "apt-get install --no-install-recommends chromium"
 
 
 @pytest.mark.parametrize("size", ["1250,900", "500,900"])
 def test_the_report(ran, tmp_path, size):
-    with open(f"{ran.log_dir}/report.html", encoding="utf-8") as file:
-        page = file.read()
-    copy = tmp_path / "report.html"
-    copy.write_text(page.replace("</body>", POINTS + "</body>"), encoding="utf-8")
-    dom, console = opened(f"file://{copy}", tmp_path / "profile", f"--window-size={size}")
-    assert console == []
-    seen = re.search(r'<div id="seen">(.*?)</div>', dom)[1].split("|")
+    page = (Path(ran.log_dir) / "report.html").read_text(encoding="utf-8")
+    seen = seen_in(page, POINTS, tmp_path, f"--window-size={size}")
     curve = ran.history["train_loss"]
     first, last = (f"{curve.values[place]:.4g}" for place in (0, -1))
     title = "loss (logarithmic)" if "loss (logarithmic)" in page else "loss"
@@ -131,13 +135,9 @@ def test_smoothing(tmp_path, points):
     generator = torch.Generator().manual_seed(0)
     values = (5 + torch.randn(points, generator=generator, dtype=torch.float64)).tolist()
     few = list(range(1, 30))
-    page = tmp_path / "page.html"
     lines = {"train_loss": (range(1, points + 1), values), "val_loss": (few, few)}
-    text = Page("x", "finished", charts={"loss": lines}).render()
-    page.write_text(text.replace("</body>", SMOOTHED + "</body>"), encoding="utf-8")
-    dom, console = opened(f"file://{page}", tmp_path / "profile")
-    assert console == []
-    hidden, count, *looks = re.search(r'<div id="seen">(.*?)</div>', dom)[1].split("|")
+    page = Page("x", "finished", charts={"loss": lines}).render()
+    hidden, count, *looks = seen_in(page, SMOOTHED, tmp_path)
     assert (hidden, count) == ("false", "3")  # few points are shown as they are
     chart = Chart("loss", lines)
     size = 1 if points == 50 else 9  # means of sections, as many as the chart has pixels
@@ -163,10 +163,7 @@ def test_the_comparison(ran, tmp_path, size):
         folder.release()
     page = tmp_path / "page.html"
     assert runs(["compare", "1", "2", "--dir", str(tmp_path / "runs"), "--output", str(page)]) == 0
-    page.write_text(page.read_text(encoding="utf-8").replace("</body>", POINTS + "</body>"), encoding="utf-8")
-    dom, console = opened(f"file://{page}", tmp_path / "profile", f"--window-size={size}")
-    assert console == []
-    seen = re.search(r'<div id="seen">(.*?)</div>', dom)[1].split("|")
+    seen = seen_in(page.read_text(encoding="utf-8"), POINTS, tmp_path, f"--window-size={size}")
     assert seen[:6] == ["train_loss", "1", "train_loss, step 1", "3", "train_loss, step 50", "1"]
     assert seen[8:] == ["1", "true"]  # two lines that are the same are one; nothing sticks out of the window
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import itertools
 import os
 import re
 import runpy
@@ -15,11 +14,8 @@ import pytest
 import torch
 from support.processes import clean_environment, programs, run, script
 from support.trainers import make_trainer
-from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 import treadle
-from treadle.data import pack
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -44,8 +40,27 @@ ON_TWO_PROCESSES = {
     "fsdp.py": [],
     "tensor_parallel.py": [],
 }
+ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 EPOCHS, BATCH, ACCUMULATE = 2, 64, 4
-NANO_STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def run_command(*words):
+    """What a command line prints that ends well, without a GPU."""
+    done = subprocess.run(words, env=clean_environment(ON_CPU), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+def run_example(name, *options):
+    """What an example prints, run as a script."""
+    done = script(EXAMPLES / name, *options, env=ON_CPU, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 class Losses(treadle.Callback):
@@ -126,9 +141,8 @@ def compare_with_page(printed, name):
     ],
 )
 def test_recipes_print_what_their_page_shows(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
     if name == "custom_strategy.py":  # its name would stay registered, and its process group open
-        printed = script(EXAMPLES / name, env={"CUDA_VISIBLE_DEVICES": ""}).stdout
+        printed = run_example(name)
     else:
         monkeypatch.setattr(sys, "argv", [name])
         monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -139,21 +153,15 @@ def test_recipes_print_what_their_page_shows(name, tmp_path, monkeypatch, capsys
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ON_TWO_PROCESSES)
-def test_recipes_on_two_processes(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = script(EXAMPLES / name, *ON_TWO_PROCESSES[name], env={"CUDA_VISIBLE_DEVICES": ""}, timeout=240)
-    assert done.returncode == 0, done.stderr
-    compare_with_page(done.stdout, name)
+def test_recipes_on_two_processes(name):
+    compare_with_page(run_example(name, *ON_TWO_PROCESSES[name]), name)
 
 
 @pytest.mark.exhaustive
-def test_streaming_on_two_processes_and_export_to_onnx(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_streaming_on_two_processes_and_export_to_onnx():
     command = [programs() / "treadle", "launch", "--nproc-per-node", "2", EXAMPLES / "stream.py"]
-    launched = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120)
-    compare_with_page(launched.stdout, "stream.py")
-    exported = script(EXAMPLES / "export.py", "--onnx")
-    assert "digits.onnx gives the same logits" in exported.stdout, exported.stderr
+    compare_with_page(run_command(*command), "stream.py")
+    assert "digits.onnx gives the same logits" in run_example("export.py", "--onnx")
 
 
 @pytest.mark.exhaustive
@@ -161,14 +169,11 @@ def test_streaming_on_two_processes_and_export_to_onnx(tmp_path, monkeypatch):
     "options",
     [pytest.param((), marks=pytest.mark.slow), ("--devices", "2", "--batch-size", "32", "--accumulate", "2")],
 )
-def test_digits(options, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = script(EXAMPLES / "digits.py", *options)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Test accuracy") == 1
-    (command,) = re.findall(r"^Next: (.* -m treadle runs show digits/1)$", done.stdout, re.MULTILINE)
-    shown = subprocess.run(command.split(), env=clean_environment(), capture_output=True, text=True, timeout=120)
-    assert shown.stdout.startswith("digits/1  finished"), shown.stderr
+def test_digits(options):
+    printed = run_example("digits.py", *options)
+    assert printed.count("Test accuracy") == 1
+    (command,) = re.findall(r"^Next: (.* -m treadle runs show digits/1)$", printed, re.MULTILINE)
+    assert run_command(*command.split()).startswith("digits/1  finished")
 
 
 @pytest.mark.parametrize(
@@ -178,22 +183,17 @@ def test_digits(options, tmp_path, monkeypatch):
         pytest.param(("--steps", "4", "--devices", "2", "--strategy", "fsdp"), id="fsdp", marks=pytest.mark.slow),
     ],
 )
-def test_gpt(options, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = script(EXAMPLES / "gpt.py", *options, "--max-bytes", "300000", env={"CUDA_VISIBLE_DEVICES": ""})
-    assert done.returncode == 0, done.stderr
-    assert "bits per byte" in done.stdout
+def test_gpt(options):
+    assert "bits per byte" in run_example("gpt.py", *options, "--max-bytes", "300000")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("devices", ["1", pytest.param("2", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("example", ["packing.py", "token_budget.py"])
-def test_recipes_for_sequences(example, devices, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = script(EXAMPLES / example, "--devices", devices, "--steps", "5", env={"CUDA_VISIBLE_DEVICES": ""})
-    assert done.returncode == 0, done.stderr
-    assert float(re.search(r"([\d.]+) % filled", done.stdout)[1]) > 90
-    assert float(re.search(r"([\d.]+) bits per byte, the mean of 5 steps", done.stdout)[1]) < 8.5
+def test_recipes_for_sequences(example, devices):
+    printed = run_example(example, "--devices", devices, "--steps", "5")
+    assert float(re.search(r"([\d.]+) % filled", printed)[1]) > 90
+    assert float(re.search(r"([\d.]+) bits per byte, the mean of 5 steps", printed)[1]) < 8.5
 
 
 # -- recipes that fit on a screen ------------------------------------------------------------------------------------
@@ -259,26 +259,17 @@ def test_recipes_train_the_same_on_two_processes_and_resumed(strategy, tmp_path)
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "option"), [("large_vocabulary", "--plain"), ("growing_batch", "--by-epoch")])
-def test_the_other_way_of_a_recipe(name, option, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    chosen, plain = (script(EXAMPLES / f"{name}.py", *RECIPES[name][0], *options) for options in ((option,), ()))
-    assert chosen.returncode == plain.returncode == 0, chosen.stderr + plain.stderr
+def test_the_other_way_of_a_recipe(name, option):
+    for options in ((option,), ()):
+        run_example(f"{name}.py", *RECIPES[name][0], *options)
 
 
 @pytest.mark.exhaustive
 def test_sweep(tmp_path):
     shutil.copytree(EXAMPLES, tmp_path, ignore=shutil.ignore_patterns("runs"), dirs_exist_ok=True)
     quick = ["trials=2", "trainer.max_epochs=1", "trainer.limit_train_batches=4"]
-    done = subprocess.run(
-        [programs() / "treadle", "sweep", "--config", "sweep.yaml", *quick],
-        env=clean_environment({"CUDA_VISIBLE_DEVICES": ""}),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert "sweep sweep: 2 complete" in done.stdout
+    printed = run_command(programs() / "treadle", "sweep", "--config", "sweep.yaml", *quick)
+    assert "sweep sweep: 2 complete" in printed
     assert sorted(path.parent.name for path in (tmp_path / "runs/sweep").glob("*/run.json")) == ["1", "2"]
 
 
@@ -289,14 +280,12 @@ def test_sweep(tmp_path):
         pytest.param(("--devices", "2", "--streaming"), id="two", marks=pytest.mark.exhaustive),
     ],
 )
-def test_finetune(options, tmp_path, monkeypatch):
+def test_finetune(options, tmp_path):
     pytest.importorskip("peft")
-    monkeypatch.chdir(tmp_path)
     sizes = ("--base-steps", "3", "--steps", "4", "--batch-size", "4", "--max-bytes", "200000")
-    done = script(EXAMPLES / "finetune.py", *options, *sizes, env={"CUDA_VISIBLE_DEVICES": ""})
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Perplexity after") == 1
-    assert done.stdout.count('def close(self):\n    """') == 1
+    printed = run_example("finetune.py", *options, *sizes)
+    assert printed.count("Perplexity after") == 1
+    assert printed.count('def close(self):\n    """') == 1
     (checkpoint,) = (tmp_path / "runs" / "finetune" / "checkpoints").glob("*.ckpt")
     names = list(torch.load(checkpoint)["state_dict"])
     assert names
@@ -305,91 +294,11 @@ def test_finetune(options, tmp_path, monkeypatch):
     assert adapter.stat().st_size < (tmp_path / "runs" / "finetune" / "base" / "model.safetensors").stat().st_size / 10
 
 
-def import_nano():
-    if str(EXAMPLES) not in sys.path:
-        sys.path.insert(0, str(EXAMPLES))
-    import nano
-
-    return nano
-
-
-def read_nano_rows():
-    return pack(import_nano().read_documents(300, 12), 64, too_long="cut")
-
-
-def train_nano(folder, strategy="auto", ranks=1, ckpt_path=None):
-    """Train `nano.py` in small; return the losses of this process, and the weights on rank zero."""
-    treadle.seed_everything(0)
-    task, losses = import_nano().Nano(depth=2, vocabulary=300, lr=0.01), Losses()
-    saver = treadle.callbacks.ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=5)
-    flags = {"max_steps": NANO_STEPS, "max_epochs": -1, "gradient_clip_val": 1.0, "enable_checkpointing": True}
-    trainer = make_trainer(devices=ranks, strategy=strategy, callbacks=[losses, saver], **flags)
-    trainer.fit(task, DataLoader(read_nano_rows(), 8 // ranks), ckpt_path=ckpt_path)
-    weights = trainer.accelerator.get_state_dict(task)
-    return torch.stack(losses.seen), {name: value.clone() for name, value in weights.items() if value is not None}
-
-
-def train_nano_by_hand(monkeypatch):
-    """The same loop with torch alone: its optimizers, its loss, and learning rates from their definition."""
-    nano = import_nano()
-    monkeypatch.setattr(
-        nano.tl, "chunked_cross_entropy", lambda x, head, y: F.cross_entropy(head(x).flatten(0, 1), y.flatten())
-    )
-    treadle.seed_everything(0)
-    model = nano.Nano(depth=2, vocabulary=300, lr=0.01)
-    muon = torch.optim.Muon(model.blocks.parameters(), 0.01, 0.0, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW([model.embedding.weight, model.head.weight], 0.01, (0.8, 0.95), weight_decay=0.0)
-    losses = []
-    for step, batch in enumerate(itertools.islice(DataLoader(read_nano_rows(), 8), NANO_STEPS)):
-        loss, _ = model.compute_loss(batch)
-        loss.backward()
-        losses.append(loss.detach())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in (muon, adamw):
-            for group in optimizer.param_groups:
-                group["lr"] = 0.01 * (1.0 if step < 7 else 1 - (step - 7) / 5)
-            optimizer.step()
-            optimizer.zero_grad()
-    return torch.stack(losses), model.state_dict()
-
-
-def train_nano_on_two(folder):
-    results = {}
-    for strategy in ("ddp", "fsdp"):
-        _, weights = train_nano(f"{folder}/{strategy}", strategy, 2)
-        _, resumed = train_nano(f"{folder}/{strategy}-2", strategy, 2, f"{folder}/{strategy}/step=5.ckpt")
-        results[strategy] = weights, all(torch.equal(resumed[name], value) for name, value in weights.items())
-    return results
-
-
-@pytest.mark.long
-def test_nano_is_the_loop_by_hand_on_one_and_two_processes(tmp_path, monkeypatch):
-    """Muon rounds to bfloat16, where the last bit of a gradient in float32 decides; so the losses are compared."""
-    losses, weights = train_nano(tmp_path / "one")
-    by_hand, expected = train_nano_by_hand(monkeypatch)
-    torch.testing.assert_close(losses, by_hand, rtol=5e-4, atol=0)
-    model, batch = import_nano().Nano(depth=2, vocabulary=300, lr=0.01), next(iter(DataLoader(read_nano_rows(), 64)))
-
-    def evaluate(weights):
-        model.load_state_dict(weights)
-        with torch.no_grad():
-            return float(model.compute_loss(batch)[0])
-
-    trained = evaluate(expected)
-    assert trained < evaluate(import_nano().Nano(depth=2, vocabulary=300, lr=0.01).state_dict()) - 2
-    results = {"one": (weights, True), **run(train_nano_on_two, 2, str(tmp_path))[0]}
-    for strategy, (trained_weights, is_same) in results.items():
-        assert is_same, strategy  # a run that resumed in the middle, bit for bit
-        assert evaluate(trained_weights) == pytest.approx(trained, rel=1e-4), strategy
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("options", [(), pytest.param(("--adamw",), marks=pytest.mark.exhaustive)])
-def test_nano_learns(options, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_nano_learns(options):
     small = ("--depth", "2", "--vocabulary", "300", "--files", "12", "--length", "64", "--steps", "20")
-    done = script(EXAMPLES / "nano.py", *small, *options, env={"CUDA_VISIBLE_DEVICES": ""})
-    assert done.returncode == 0, done.stderr
-    (loss,) = [float(line.split()[-1]) for line in done.stdout.splitlines() if "Test loss" in line]
+    printed = run_example("nano.py", *small, *options)
+    (loss,) = [float(line.split()[-1]) for line in printed.splitlines() if "Test loss" in line]
     assert loss < 4.5  # 5.7 is a uniform guess
     assert len((EXAMPLES / "nano.py").read_text(encoding="utf-8").splitlines()) <= 120

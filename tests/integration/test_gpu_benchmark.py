@@ -13,6 +13,12 @@ PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 COMPILED = pytest.mark.skipif(shutil.which("gcc") is None, reason="inductor needs a C++ compiler")
 
 
+def run_program(*arguments):
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, PROGRAM, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "cases",
@@ -24,14 +30,7 @@ COMPILED = pytest.mark.skipif(shutil.which("gcc") is None, reason="inductor need
 )
 def test_every_case_in_small(cases, tmp_path):
     written = tmp_path / "gpu.json"
-    done = subprocess.run(
-        [sys.executable, PROGRAM, "--tiny", "--json", written, "--cases", *cases],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = run_program("--tiny", "--json", written, "--cases", *cases)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(written.read_text())
     measured = {name.partition(",")[0] for name in results["cases"]} | ({"save"} & results.keys())
@@ -45,13 +44,6 @@ def test_every_case_in_small(cases, tmp_path):
 
 @pytest.mark.long
 def test_without_a_gpu_it_says_what_runs_here():
-    done = subprocess.run(
-        [sys.executable, PROGRAM],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_program()
     assert done.returncode == 2
     assert "there is no CUDA device here; --tiny runs the program on the CPU" in done.stderr
