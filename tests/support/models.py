@@ -141,3 +141,19 @@ def take_step(accelerator, model, optimizer, x):
         accelerator.backward(model(x).square().mean())
         optimizer.step()
         optimizer.zero_grad()
+
+
+def whole(tensor):
+    """The tensor without its graph; all of it where it is sharded."""
+    return getattr(tensor, "full_tensor", lambda: tensor)().detach()
+
+
+def optimize(task, loss):
+    """What a training step does with its loss, under manual optimization too."""
+    if task.automatic_optimization:
+        return loss
+    optimizer = task.optimizers()
+    optimizer.zero_grad()
+    task.manual_backward(loss)
+    optimizer.step()
+    return None

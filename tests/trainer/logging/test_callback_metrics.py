@@ -87,7 +87,6 @@ def test_a_written_value_is_in_the_checkpoint(tmp_path):
     kept = ModelCheckpoint(tmp_path, save_top_k=1)
     fit(tmp_path, kept, Writes(lambda trainer: 1 / 3), max_epochs=1)
     seen = []
-
     read = LambdaCallback(on_train_start=lambda trainer, _: seen.append(trainer.callback_metrics["own"].item()))
     fit(tmp_path, read, max_epochs=2, ckpt_path=kept.best_model_path)
     assert seen == [1 / 3]

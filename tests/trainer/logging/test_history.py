@@ -14,8 +14,8 @@ from support.processes import run
 from support.reports import page_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.callbacks import LearningRateMonitor, RunReport
-from treadle.callbacks.reporting.html import Chart, Page, format_duration, group_names
+from treadle.callbacks import LambdaCallback, LearningRateMonitor, RunReport
+from treadle.callbacks.reporting.html import Chart, Page, format_duration
 from treadle.loggers import CSVLogger
 from treadle.trainer.logging.history import MOST_POINTS, Curve
 
@@ -46,6 +46,10 @@ def loader(samples=24):
 
 def trainer(folder, **flags):
     return reports.trainer(folder, **{"log_every_n_steps": 2, "default_root_dir": folder, **flags})
+
+
+def curves(one):
+    return {name: curve.points() for name, curve in one.history.items()}
 
 
 # -- curves ----------------------------------------------------------------------------------------------------------
@@ -86,15 +90,10 @@ def test_rates_have_the_names_that_the_monitor_gives_them(tmp_path):
     class Two(Task):
         def __init__(self):
             super().__init__()
-            self.automatic_optimization = False
             self.other = nn.Linear(4, 1)
 
-        def training_step(self, batch, batch_idx):
-            for optimizer in self.optimizers():
-                optimizer.zero_grad()
-            self.manual_backward(self.net(batch[0]).mean() + self.other(batch[0]).mean())
-            for optimizer in self.optimizers():
-                optimizer.step()
+        def loss(self, batch):
+            return super().loss(batch) + self.other(batch[0]).mean()
 
         def configure_optimizers(self):
             groups = [{"params": [p]} for p in self.net.parameters()]
@@ -107,17 +106,13 @@ def test_rates_have_the_names_that_the_monitor_gives_them(tmp_path):
 
 
 def test_a_resumed_run_goes_on_with_the_curves(tmp_path):
-    torch.manual_seed(0)
-    whole = trainer(tmp_path / "whole", max_epochs=4)
-    whole.fit(Task(), loader(), loader())
-    torch.manual_seed(0)
-    first = trainer(tmp_path / "parts")
-    first.fit(Task(), loader(), loader())
+    whole, first = trainer(tmp_path / "whole", max_epochs=4), trainer(tmp_path / "parts")
+    for one in (whole, first):
+        torch.manual_seed(0)
+        one.fit(Task(), loader(), loader())
     second = trainer(tmp_path / "parts", max_epochs=4)
     second.fit(Task(), loader(), loader(), ckpt_path="last")
-    assert {name: curve.points() for name, curve in second.history.items()} == {
-        name: curve.points() for name, curve in whole.history.items()
-    }
+    assert curves(second) == curves(whole)
     assert second.history.rates["lr-SGD"].points() == whole.history.rates["lr-SGD"].points()
     assert "finished" in page_of(second)
 
@@ -147,26 +142,20 @@ def test_a_newer_value_of_a_step_takes_the_place():
 
 
 def test_time_is_spent_on_one_thing_at_once(tmp_path):
+    def collate(samples):
+        time.sleep(0.02)
+        return [torch.stack(samples)]
+
     one = trainer(tmp_path)
-    one.fit(Task(), loader(), loader())
+    one.fit(Task(), DataLoader(torch.zeros(8, 4), batch_size=2, collate_fn=collate), loader())
     assert set(one.history.spent) == {"setup", "training", "validation", "checkpoints"}
     assert all(seconds > 0 for seconds in one.history.spent.values())
-    assert 0 < one.history.waits["training"] < one.history.spent["training"]
+    assert 2 * 0.08 <= one.history.waits["training"] < one.history.spent["training"]
     before = dict(one.history.spent)
     one.test(dataloaders=loader(), verbose=False)
     assert one.history.spent.pop("test") > 0
     assert one.history.spent == before
     assert "finished, test done" in page_of(one)
-
-
-def test_a_slow_loader_is_seen(tmp_path):
-    def collate(samples):
-        time.sleep(0.02)
-        return [torch.stack(samples)]
-
-    one = trainer(tmp_path, logger=False, max_epochs=1)
-    one.fit(Task(), DataLoader(torch.zeros(8, 4), batch_size=2, collate_fn=collate))
-    assert one.history.waits["training"] >= 0.08
 
 
 def test_plot(tmp_path):
@@ -199,14 +188,7 @@ def test_the_page_has_it_all_and_needs_nothing_else(tmp_path):
         ["training, all processes"],
     ]
     assert charts[0]["lines"][1]["values"] == one.history["val_loss"].values
-    for word in (
-        "finished",
-        "Where the time went",
-        "Profile of fit",
-        "Verdict",
-        "effective batch 4",
-        "log_every_n_steps",
-    ):
+    for word in ("finished", "Profile of fit", "Verdict", "effective batch 4", "log_every_n_steps"):
         assert word in page
     assert html.escape("a </script> & <b>") in page
     assert page.count("</script>") == 2
@@ -240,16 +222,9 @@ def test_the_page_of_a_run_that_did_not_end_well(tmp_path, failure, said):
 
 def test_the_page_of_a_run_that_is_under_way(tmp_path):
     seen = []
-
-    class Looks(Task):
-        def on_train_epoch_start(self):
-            if self.current_epoch:
-                seen.append(page_of(self.trainer))
-
-    one = trainer(tmp_path, callbacks=RunReport(every_seconds=0))
-    one.fit(Looks(), loader(), loader())
-    assert len(seen) == 1
-    assert "under way" in seen[0]
+    looks = LambdaCallback(on_train_epoch_end=lambda trainer, _: seen.append(page_of(trainer)))
+    trainer(tmp_path, callbacks=[RunReport(every_seconds=0), looks]).fit(Task(), loader(), loader())
+    assert "under way" in seen[1]
 
 
 @pytest.mark.parametrize(
@@ -265,28 +240,18 @@ def test_no_page_where_none_is_wanted(tmp_path, flags):
 
 
 def test_a_folder_where_no_logger_has_one(tmp_path):
-    for flags in (
-        {"enable_report": True},
-        {"callbacks": RunReport()},
-        {"callbacks": RunReport(tmp_path / "own", "x.html")},
-    ):
+    own = {"callbacks": RunReport(tmp_path / "own", "x.html")}
+    for flags in ({"enable_report": True}, {"callbacks": RunReport()}, own):
         one = trainer(tmp_path, logger=False, max_epochs=1, enable_checkpointing=False, **flags)
         one.fit(Task(), loader())
         assert one.callbacks[-1].path.read_text(encoding="utf-8").endswith("</html>")
-    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.html")) == [
-        "own/x.html",
-        "report.html",
-    ]
+    assert {*tmp_path.rglob("*.html")} == {tmp_path / "report.html", tmp_path / "own" / "x.html"}
 
 
 def test_no_page_before_training_has_begun(tmp_path):
-    class Fails(Task):
-        def on_fit_start(self):
-            raise ValueError("early")
-
-    one = trainer(tmp_path)
-    with pytest.raises(ValueError, match="early"):
-        one.fit(Fails(), loader())
+    one = trainer(tmp_path, callbacks=LambdaCallback(on_fit_start=lambda *_: 1 // 0))
+    with pytest.raises(ZeroDivisionError):
+        one.fit(Task(), loader())
     treadle.Trainer(default_root_dir=tmp_path, accelerator="cpu").test(Task(), loader(), verbose=False)
     assert not list(tmp_path.rglob("report.html"))
 
@@ -323,20 +288,17 @@ def test_both_ways_at_once_are_refused():
 
 
 def test_a_page_that_can_not_be_written_ends_no_run(tmp_path):
-    class Blocks(Task):
-        def on_train_start(self):
-            os.makedirs(f"{self.trainer.log_dir}/report.html")
-
-    one = trainer(tmp_path)
+    blocks = LambdaCallback(on_train_start=lambda trainer, _: os.makedirs(f"{trainer.log_dir}/report.html"))
+    one = trainer(tmp_path, callbacks=blocks)
     with pytest.warns(UserWarning, match="RunReport failed and is disabled"):
-        one.fit(Blocks(), loader(), loader())
+        one.fit(Task(), loader(), loader())
     assert one.global_step == 12
 
 
 def train(folder):
     one = trainer(folder, strategy="ddp")
     one.fit(Task(), loader(), loader())
-    return {name: curve.points() for name, curve in one.history.items()}, one.log_dir
+    return curves(one), one.log_dir
 
 
 @pytest.mark.long
@@ -347,17 +309,6 @@ def test_two_processes_know_the_same_and_write_one_page(tmp_path):
 
 
 # -- drawing ---------------------------------------------------------------------------------------------------------
-
-
-def test_names_that_say_the_same_are_on_one_chart():
-    names = ["train_loss", "val/loss", "loss_epoch", "valid-acc", "test_acc/dataloader_idx_1", "value", "train", "val_"]
-    assert group_names(names) == {
-        "loss": ["train_loss", "val/loss", "loss_epoch"],
-        "acc": ["valid-acc", "test_acc/dataloader_idx_1"],
-        "value": ["value"],
-        "train": ["train"],
-        "val_": ["val_"],
-    }
 
 
 def test_what_is_no_number_is_counted_and_not_drawn():
@@ -389,13 +340,7 @@ def test_no_peak_is_lost_in_a_long_curve():
 
 
 def test_durations():
-    assert [format_duration(s) for s in (0.0123, 3.44, 59.9, 125, 11_220)] == [
-        "12 ms",
-        "3.4 s",
-        "59.9 s",
-        "2:05 min",
-        "3:07:00 h",
-    ]
+    assert [format_duration(s) for s in (0.0123, 59.94, 125, 11_220)] == ["12 ms", "59.9 s", "2:05 min", "3:07:00 h"]
 
 
 def test_a_page_without_anything():

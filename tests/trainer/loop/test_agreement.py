@@ -1,12 +1,13 @@
 """What one rank alone decides: all ranks act on it after the same step, or all get an error. No one is left waiting."""
 
 import os
+from functools import partial
 
 import pytest
-from support.models import Line, loader
+from support.models import Line, loader, optimize
 from support.processes import run
 from support.trainers import make_trainer
-from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer
+from treadle.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, Timer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -18,57 +19,34 @@ class Task(Line):
         super().__init__()
         self.automatic_optimization = not manual
         self.happened = []
+        for hook in ("on_train_epoch_start", "on_validation_start", "on_save_checkpoint", "on_train_end"):
+            setattr(self, hook, partial(self.note, hook))
 
-    def note(self, what):
-        self.happened.append((what, self.trainer.global_step))
+    def note(self, hook, *_):
+        self.happened.append((hook, self.trainer.global_step))
 
     def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).mean()
         self.log("rank", float(self.global_rank * self.trainer.global_step), sync_dist=False)
-        if not self.automatic_optimization:
-            self.manual_backward(loss)
-            self.optimizers().step()
-            self.optimizers().zero_grad()
-            return None
-        return loss
+        return optimize(self, self.net(batch[0]).mean())
 
     def validation_step(self, batch, batch_idx):
         self.log("val", float(self.global_rank * self.trainer.global_step), sync_dist=False)
 
-    def on_train_epoch_start(self):
-        self.note("epoch")
 
-    def on_validation_start(self):
-        self.note("validation")
+def on_rank_one(hook, action):
+    """A callback that does something in a hook of the third batch of rank 1."""
 
-    def on_save_checkpoint(self, checkpoint):
-        self.note("save")
+    def act(trainer, *others):
+        return action(trainer) if trainer.global_rank == 1 and others[-1] == 2 else None
 
-    def on_train_end(self):
-        self.note("end")
-
-
-class OnRankOne(Callback):
-    """Does something on rank 1, after its third batch."""
-
-    def __init__(self, action):
-        self.action = action
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_rank == 1 and batch_idx == 2:
-            self.action(trainer)
-
-
-class Leaves(Callback):
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        return -1 if trainer.global_rank == 1 and batch_idx == 2 else None
+    return LambdaCallback(**{hook: act})
 
 
 def flags_of(case, rank, folder):
     """Flags and callbacks of a rank."""
     return {
-        "stop": {"callbacks": [OnRankOne(lambda trainer: setattr(trainer, "should_stop", True))]},
-        "leave": {"callbacks": [Leaves()]},
+        "stop": {"callbacks": on_rank_one("on_train_batch_end", lambda one: setattr(one, "should_stop", True))},
+        "leave": {"callbacks": on_rank_one("on_train_batch_start", lambda one: -1)},
         "timer": {"callbacks": [Timer(duration={"seconds": 0.2 if rank else 3600})], "max_epochs": 2000},
         "max_time": {"max_time": {"seconds": 0.2 if rank else 3600}, "max_epochs": 2000},
         "early stopping": {"callbacks": [EarlyStopping("val", patience=1)], "val_check_interval": 2, "max_epochs": 3},
@@ -114,7 +92,7 @@ def decided(request, tmp_path_factory):
 def test_all_ranks_act_after_the_same_step(decided, case):
     first, second = (rank[case] for rank in decided)
     assert first == second
-    assert first[-1][0] == "end"
+    assert first[-1][0] == "on_train_end"
     if case in ("stop", "best"):  # the others depend on a clock, or on the epoch
         assert first[-1][1] == (4 if case == "stop" else 6)
 
@@ -143,4 +121,4 @@ def withdraw():
 
 @pytest.mark.long
 def test_a_request_to_stop_that_was_withdrawn_after_the_vote():
-    assert run(withdraw, 2) == [[("epoch", 0), ("end", 6)]] * 2
+    assert run(withdraw, 2) == [[("on_train_epoch_start", 0), ("on_train_end", 6)]] * 2

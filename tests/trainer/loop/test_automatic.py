@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.models import SaveIn
+from support.models import SaveIn, whole
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
@@ -29,6 +29,8 @@ def loader(batch_size=4):
 class Two(treadle.TaskModule):
     """The body is trained by Adam, whose rate falls after each step, the head by SGD, whose rate falls by epoch."""
 
+    fused = False
+
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -43,8 +45,8 @@ class Two(treadle.TaskModule):
         return self.loss(batch[0])
 
     def configure_optimizers(self):
-        first = torch.optim.Adam(self.body.parameters(), lr=0.05)
-        second = torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9)
+        first = torch.optim.Adam(self.body.parameters(), lr=0.05, fused=self.fused)
+        second = torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9, fused=self.fused)
         by_step = torch.optim.lr_scheduler.ExponentialLR(first, 0.9)
         return [first, second], [
             {"scheduler": by_step, "interval": "step"},
@@ -60,16 +62,16 @@ def fit(task, *callbacks, ckpt_path=None, train=None, **flags):
 
 
 def weights(task):
-    return {name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for name, p in task.named_parameters()}
+    return {name: whole(p).clone() for name, p in task.named_parameters()}
 
 
-def by_hand(clip=CLIP, epochs=3):
+def by_hand(clip=CLIP, epochs=3, groups=(slice(8), slice(8, 16), slice(16, None))):
     task = Two()
     optimizers, (by_step, by_epoch) = task.configure_optimizers()
     steps = []
     for _ in range(epochs):
-        for x in (data()[:8], data()[8:16], data()[16:]):
-            task.loss(x).backward()
+        for group in groups:
+            task.loss(data()[group]).backward()
             if clip is not None:
                 nn.utils.clip_grad_norm_(task.parameters(), clip)
             for optimizer in optimizers:
@@ -102,14 +104,8 @@ def test_steps_equal_those_of_a_loop_by_hand_also_resumed(tmp_path):
 
 
 def test_fused_steps():
-    class Fused(Two):
-        def configure_optimizers(self):
-            both, schedules = super().configure_optimizers()
-            for optimizer in both:
-                optimizer.param_groups[0]["fused"] = True
-            return both, schedules
-
-    task = Fused()
+    task = Two()
+    task.fused = True
     fit(task, gradient_clip_val=CLIP)
     assert_equal(weights(task), by_hand()[-1])
 
@@ -268,15 +264,7 @@ def test_no_optimizer_steps_if_one_has_a_gradient_that_is_not_finite():
     task = Spoiled()
     trainer = fit(task, on_nonfinite="skip", max_epochs=1)
     assert (trainer.global_step, trainer.progress.skipped) == (2, 1)
-    right = Two()
-    optimizers, (by_step, _) = right.configure_optimizers()
-    for x in (data()[:8], data()[16:]):
-        right.loss(x).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        by_step["scheduler"].step()
-    assert_equal(weights(task), weights(right))
+    assert_equal(weights(task), by_hand(None, epochs=1, groups=(slice(8), slice(16, None)))[-1])
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05 * 0.9**2)
     with pytest.raises(ValueError, match=r"the gradient of head\.bias is not.*in optimizer step 2"):
         fit(Spoiled(), max_epochs=1)
@@ -346,11 +334,11 @@ def test_two_processes(tmp_path):
     for name in STRATEGIES:
         (tmp_path / name).mkdir()
     for rank in run(on_two_processes, 2, tmp_path):
-        for name, (whole, again, averages, seen) in rank.items():
-            assert_equal(whole, by_hand()[-1])
+        for name, (first, again, averages, seen) in rank.items():
+            assert_equal(first, by_hand()[-1])
             assert_equal(averages[0], stochastic_by_hand())
-            for first, second in ((whole, again), averages):
-                assert all(torch.equal(second[key], value) for key, value in first.items()), name
+            for one, other in ((first, again), averages):
+                assert all(torch.equal(other[key], value) for key, value in one.items()), name
             assert_skipped(seen)
 
 

@@ -19,36 +19,24 @@ import treadle
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc as on Linux")
 
 HANGS = """
-import os, time, torch, treadle
-from torch.utils.data import DataLoader, TensorDataset
+import os, time, treadle
+from torch.utils.data import DataLoader
+from treadle.compat.demos.boring_classes import BoringModel, RandomDataset
 
-class Task(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(1, 1)
-
-    def hang(self):
+class Task(BoringModel):
+    def {hook}(self, *args):
         if self.trainer.global_step == 2 and self.global_rank == self.trainer.world_size - 1:
             with open("part", "w") as file:
                 file.write(str(os.getpid()))
             os.rename("part", "hangs")
             time.sleep(600)
 
-    def {hook}(self, *args):
-        self.hang()
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 saving = treadle.callbacks.ModelCheckpoint("ckpt", save_top_k=-1, every_n_train_steps=1, save_on_exception=True)
 trainer = treadle.Trainer(
     accelerator="cpu", devices={devices}, callbacks=[saving], logger=False, enable_progress_bar=False,
-    max_epochs=1, grace={{"seconds": 1}},
+    max_epochs=1, grace={{"seconds": 1}}, limit_val_batches=0,
 )
-trainer.fit(Task(), DataLoader(TensorDataset(torch.ones(8, 1)), num_workers=1))
+trainer.fit(Task(), DataLoader(RandomDataset(32, 8), num_workers=1))
 """
 STEP = "on_train_batch_start"
 

@@ -5,12 +5,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support.models import SaveIn, SGDTask
+from support.models import Line, SaveIn, whole, with_step
 from support.processes import run
-from support.trainers import make_trainer
+from support.trainers import make_trainer, says
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+from treadle.callbacks import EMAWeightAveraging, LambdaCallback, ModelCheckpoint
 from treadle.strategies import DDP, FSDP, SingleDevice
 
 import treadle
@@ -35,7 +35,7 @@ def trained(task, *callbacks, train=None, val=None, ckpt_path=None, **flags):
 
 
 def weights(task):
-    return [getattr(p, "full_tensor", p.clone)().detach() for p in task.parameters()]
+    return [whole(p).clone() for p in task.parameters()]
 
 
 # -- two optimizers --------------------------------------------------------------------------------------------------
@@ -123,12 +123,6 @@ def test_two_optimizers(kind):
     assert all(p.requires_grad for p in task.parameters())
 
 
-def gan_on_two(kind, strategy="ddp"):
-    task = kind()
-    trainer = trained(task, strategy=strategy, train=loader(BATCH // 2))  # per process
-    return trainer.global_step, weights(task)
-
-
 class Validated(Gan):
     """Measures the generator's score, and its gradient, in each validation."""
 
@@ -139,19 +133,21 @@ class Validated(Gan):
         return self.generator(x * 0.5)
 
 
+def averaged(task, *callbacks, data, ckpt_path=None, make=lambda: "auto"):
+    """The scores before a fit that averages weights, and within it."""
+    before = make_trainer(precision="64-true", strategy=make())
+    (first,) = before.validate(task, data, verbose=False)
+    average = EMAWeightAveraging(decay=0.5)
+    trainer = trained(task, average, *callbacks, train=data, val=data, ckpt_path=ckpt_path, strategy=make())
+    return first["score"], trainer.callback_metrics["score"].item()
+
+
 def resumed_on_two(folder, make):
     """Evaluation before and within a fit, an average of weights, and a run that resumes in the middle."""
-    task, flags = Validated(), {"strategy": make(), "train": loader(BATCH // 2)}
-    average = EMAWeightAveraging(decay=0.5)
-    before = treadle.Trainer(accelerator="cpu", precision="64-true", strategy=make(), logger=False)
-    scores = [before.validate(task, loader(BATCH // 2), verbose=False)[0]["score"]]
-    trainer = trained(task, SaveIn("on_step_end", 6, folder / "c"), average, val=loader(BATCH // 2), **flags)
-    scores.append(trainer.callback_metrics["score"].item())
-    again = Validated()
-    resumed = EMAWeightAveraging(decay=0.5)
-    trained(again, resumed, val=loader(BATCH // 2), ckpt_path=folder / "c", **flags)
-    whole, split = weights(task), weights(again)
-    return scores, whole, all(map(torch.equal, whole, split))
+    task, again, flags = Validated(), Validated(), {"data": loader(BATCH // 2), "make": make}
+    scores = averaged(task, SaveIn("on_step_end", 6, folder / "c"), **flags)
+    averaged(again, ckpt_path=folder / "c", **flags)
+    return scores, weights(task), all(map(torch.equal, weights(task), weights(again)))
 
 
 STRATEGIES = {"ddp": DDP, "zero": partial(DDP, zero=True), "fsdp": FSDP}
@@ -161,10 +157,6 @@ def on_two_processes(folder):
     trained_by_a_third_party()
     return {
         "resumed": {name: resumed_on_two(folder / name, make) for name, make in STRATEGIES.items()},
-        "two optimizers": [
-            gan_on_two(ToggledByOptimizer),
-            gan_on_two(ToggledByOptimizer, FSDP(reshard_after_forward=False)),
-        ],
         "closure": {search: closure_on_two(search) for search in (None, "strong_wolfe")},
     }
 
@@ -178,22 +170,10 @@ def two_ranks(tmp_path_factory):
 
 
 @pytest.mark.long
-def test_two_optimizers_on_two_processes(two_ranks):
-    for (steps, first), (_, second) in zip(*(found["two optimizers"] for found in two_ranks), strict=True):
-        assert steps == 12
-        for one, other, right in zip(first, second, gan_by_hand(), strict=True):
-            assert torch.equal(one, other)
-            torch.testing.assert_close(one, right, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.long
 @pytest.mark.guarantee
 def test_evaluated_averaged_and_resumed_on_two_processes(two_ranks):
-    average = EMAWeightAveraging(decay=0.5)
     task = Validated()
-    before = treadle.Trainer(accelerator="cpu", precision="64-true", logger=False)
-    scores = [before.validate(task, loader(), verbose=False)[0]["score"]]
-    scores.append(trained(task, average, val=loader()).callback_metrics["score"].item())
+    scores = averaged(task, data=loader())
     for name in STRATEGIES:
         (scores_on_two, first, is_resumed), other = (found["resumed"][name] for found in two_ranks)
         assert scores_on_two == other[0] == pytest.approx(scores, rel=1e-9)
@@ -225,37 +205,25 @@ def test_an_error_while_an_optimizer_is_toggled(error):
     trainer.fit(task, loader())
 
 
-class Calls(Callback):
-    def __init__(self):
-        self.seen = []
-        for name in ("before_backward", "after_backward", "before_optimizer_step", "train_batch_end"):
-            setattr(self, f"on_{name}", lambda *_, name=name: self.seen.append(name))
-
-
 def test_hooks():
-    calls = Calls()
+    seen, names = [], ("before_backward", "after_backward", "before_optimizer_step", "train_batch_end")
+    calls = LambdaCallback(**{f"on_{name}": lambda *_, name=name: seen.append(name) for name in names})
     trained(Gan(), calls, max_steps=2)
     backward = ["before_backward", "after_backward"]
     first = [*backward, "before_optimizer_step", *backward, "train_batch_end"]
-    assert calls.seen == [*first, *first[:-1], "before_optimizer_step", "train_batch_end"]
+    assert seen == [*first, *first[:-1], "before_optimizer_step", "train_batch_end"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flag", "value", "advice"),
     [
-        (
-            {"gradient_clip_val": 1.0},
-            r"gradient_clip_val=1.0 has no effect .* self\.clip_gradients\(optimizer, 1\.0\) before optimizer\.step",
-        ),
-        (
-            {"accumulate_grad_batches": 2},
-            r"accumulate_grad_batches=2 has no effect .* self\.manual_backward\(loss / 2\) for each batch, and step",
-        ),
+        ("gradient_clip_val", 1.0, "self.clip_gradients(optimizer, 1.0) before optimizer.step"),
+        ("accumulate_grad_batches", 2, "self.manual_backward(loss / 2) for each batch, and step"),
     ],
 )
-def test_flags_that_would_do_nothing(flags, words):
-    with pytest.raises(ValueError, match=words):
-        trained(Gan(), **flags)
+def test_flags_that_would_do_nothing(flag, value, advice):
+    with says(ValueError, f"{flag}={value} has no effect", advice):
+        trained(Gan(), **{flag: value})
 
 
 class Third(SingleDevice):
@@ -269,26 +237,15 @@ def trained_by_a_third_party():
         trained(Gan(), strategy=Third())
 
 
-class Automatic(SGDTask):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(3, 1).double()
-
-    def training_step(self, batch, batch_idx):
-        self.manual_backward(self.net(batch[0]).mean())
-
-
 def test_the_two_ways_are_not_mixed():
     with pytest.raises(RuntimeError, match="automatic_optimization = False"):
-        trained(Automatic())
+        trained(with_step(lambda task: task.manual_backward(task.net.weight.mean())))
 
 
-class BackwardTwice(Automatic):
+class BackwardTwice(Line):
     """Passes ``gradient`` and ``retain_graph`` by position, as `Tensor.backward` permits."""
 
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
+    features, automatic_optimization = 3, False
 
     def training_step(self, batch, batch_idx):
         loss = self.net(batch[0]).mean()
@@ -396,12 +353,10 @@ def test_what_a_closure_can_not_do(flags, words):
 
 
 def test_a_closure_without_a_loss():
-    class Skips(Fit):
-        def training_step(self, batch, batch_idx):
-            return None
-
+    task = Fit()
+    task.training_step = lambda batch, batch_idx: None
     with pytest.raises(ValueError, match=r"returned None.*an optimizer that calls training_step itself \(L-BFGS\)"):
-        trained(Skips())
+        trained(task)
 
 
 # -- steps of one's own ----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from support.models import whole
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
@@ -23,6 +24,10 @@ SAMPLES, BATCH, EPOCHS = 15, 4, 2  # the last batch of 3 is uneven over two proc
 def data():
     x = torch.randn(SAMPLES, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     return x, x.sum(1, keepdim=True).sin()
+
+
+def loader(processes=1):
+    return DataLoader(TensorDataset(*data()), BATCH // processes)
 
 
 class Form(treadle.TaskModule):
@@ -150,8 +155,7 @@ class UnfrozenLater(Form):
         super().training_step(batch, batch_idx)
 
     def note_norm(self):
-        norms = [p.grad.norm() for p in self.net.parameters() if p.grad is not None]
-        self.norms.append(sum(getattr(norm, "full_tensor", lambda norm=norm: norm)().item() for norm in norms))
+        self.norms.append(sum(whole(p.grad.norm()).item() for p in self.net.parameters() if p.grad is not None))
 
 
 class StepsInAHook(Form):
@@ -357,11 +361,6 @@ class AccumulatedByOptimizer(Accumulated):
         return self.optimizers().toggle_model(sync_grad=last)
 
 
-class AccumulatedByStrategy(Accumulated):
-    def context(self, last):
-        return contextlib.nullcontext() if last else self.trainer.strategy.block_backward_sync()
-
-
 class AccumulatedByModel(Accumulated):
     def context(self, last):
         model = self.trainer.model
@@ -471,16 +470,8 @@ def by_hand(kind):
 def fit(kind, processes=1, **flags):
     task = kind()
     done = make_trainer(max_epochs=EPOCHS, precision="64-true", **flags)
-    done.fit(task, DataLoader(TensorDataset(*data()), BATCH // processes))
-    return (
-        weights_of(task),
-        [getattr(norm, "full_tensor", lambda norm=norm: norm)() for norm in task.norms],
-        done.global_step,
-    )
-
-
-def weights_of(task):
-    return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in task.parameters()]
+    done.fit(task, loader(processes))
+    return list(map(whole, task.parameters())), task.norms, done.global_step
 
 
 def check(found, kind):
@@ -573,10 +564,8 @@ def test_steps_are_counted_saved_and_logged(kind, tmp_path):
     saving = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=2, save_top_k=-1)
     flags = {"max_epochs": 9, "max_steps": 7, "precision": "64-true", "log_every_n_steps": 1}
     logged = {"enable_checkpointing": True, "callbacks": [saving], "logger": CSVLogger(tmp_path / "logs")}
-    loader = DataLoader(TensorDataset(*data()), BATCH)
-    whole = Logged()
-    done = make_trainer(**flags, **logged)
-    done.fit(whole, loader)
+    first, done = Logged(), make_trainer(**flags, **logged)
+    done.fit(first, loader())
     assert done.global_step == 7
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [f"step={n}.ckpt" for n in (2, 4, 6)]
     (rows,) = (tmp_path / "logs").rglob("metrics.csv")
@@ -584,8 +573,8 @@ def test_steps_are_counted_saved_and_logged(kind, tmp_path):
 
     if kind in (Form, Unwrapped, OfTrainer, Attribute, Closure, OwnClosure):  # whose optimizer state is saved
         again = Logged()
-        make_trainer(**flags).fit(again, loader, ckpt_path=tmp_path / "saved" / "step=2.ckpt")
-        assert all(map(torch.equal, whole.parameters(), again.parameters()))
+        make_trainer(**flags).fit(again, loader(), ckpt_path=tmp_path / "saved" / "step=2.ckpt")
+        assert all(map(torch.equal, first.parameters(), again.parameters()))
 
 
 def spoil(kind, spoilt):
@@ -615,16 +604,15 @@ def fit_spoilt(processes, **flags):
     """By kind: what is left of a run that skips the step, whose weights stay finite where it raises instead."""
     found = []
     flags = {"max_epochs": EPOCHS, "precision": "64-true", "devices": processes, **flags}
-    loader = DataLoader(TensorDataset(*data()), BATCH // processes)
     for kind in GUARDED:
         task, done = spoil(kind, 2), make_trainer(on_nonfinite="raise", **flags)
         with pytest.raises(ValueError, match=r"not finite on rank 0 in optimizer step 3"):
-            done.fit(task, loader)
+            done.fit(task, loader(processes))
         assert done.global_step == 2
-        assert all(weight.isfinite().all() for weight in weights_of(task))
+        assert all(whole(weight).isfinite().all() for weight in task.parameters())
         task, done = spoil(kind, 2), make_trainer(on_nonfinite="skip", **flags)
-        done.fit(task, loader)
-        found.append((weights_of(task), done.global_step, done.progress.skipped))
+        done.fit(task, loader(processes))
+        found.append((list(map(whole, task.parameters())), done.global_step, done.progress.skipped))
     return found
 
 
@@ -665,9 +653,8 @@ class OwnSamWithClosure(SamWithClosure):
     ],
 )
 def test_a_step_that_cannot_be_skipped_is_an_error(kind, words):
-    loader = DataLoader(TensorDataset(*data()), BATCH)
     with pytest.raises(ValueError, match=words):
-        make_trainer(precision="64-true", on_nonfinite="skip").fit(spoil(kind, 1), loader)
+        make_trainer(precision="64-true", on_nonfinite="skip").fit(spoil(kind, 1), loader())
 
 
 class Float16(Form):
@@ -716,10 +703,10 @@ class BothClippedFloat16(ClippedFloat16):
 def fit_float16(kind, devices=1, **flags):
     task = kind()
     done = make_trainer(max_epochs=EPOCHS, precision="16-mixed", devices=devices, **flags)
-    done.fit(task, DataLoader(TensorDataset(*data()), BATCH // devices))
+    done.fit(task, loader(devices))
     assert (done.global_step, done.progress.skipped) == (5, 3)  # the first batch overflows with the first scale
     assert done.scaler.get_scale() == 2.0**13
-    return weights_of(task)
+    return list(map(whole, task.parameters()))
 
 
 def float16_by_hand(processes):
@@ -763,9 +750,9 @@ class SamInBfloat16(SamInTwoSteps):
 
 
 def test_weights_that_autocast_has_cast_are_not_used_after_an_update():
-    task, loader = SamInBfloat16(), DataLoader(TensorDataset(*data()), BATCH)
-    make_trainer(max_epochs=1, precision="bf16-mixed").fit(task, loader)
-    assert len(task.norms) == 2 * len(loader)  # of two passes in each step, which `note_norm` compares
+    task = SamInBfloat16()
+    make_trainer(max_epochs=1, precision="bf16-mixed").fit(task, loader())
+    assert len(task.norms) == 2 * len(loader())  # of two passes in each step, which `note_norm` compares
 
 
 class ReplacedInTrainer(Form):
@@ -812,7 +799,7 @@ def test_hooks_of_an_earlier_run_are_gone():
     task.configure_optimizers = lambda: kept
     task.on_before_optimizer_step = lambda optimizer: seen.append(optimizer)
     for runs in (1, 2, 3):
-        make_trainer(precision="64-true").fit(task, DataLoader(TensorDataset(*data()), BATCH))
+        make_trainer(precision="64-true").fit(task, loader())
         assert len(seen) == 4 * runs
     assert not kept._optimizer_step_pre_hooks
 

@@ -1,6 +1,7 @@
 """Signals before the first step and after the last one: the run leaves with the signal's status, all cleanup done."""
 
 import os
+import re
 import signal
 from functools import partial
 
@@ -10,7 +11,7 @@ from support.models import Line
 from support.processes import in_own_process, run, script
 from support.trainers import make_trainer
 from torch.utils.data import DataLoader
-from treadle.callbacks import ModelCheckpoint
+from treadle.callbacks import LambdaCallback, ModelCheckpoint
 from treadle.engine import Preempted
 
 import treadle
@@ -99,25 +100,13 @@ def test_an_evaluation_leaves_before_its_first_batch_too(tmp_path):
     assert task.passed == []
 
 
-class SavesInSetup(treadle.Callback):
-    """Saves before the first step; the signal comes within that save."""
-
-    def __init__(self, path):
-        self.path, self.gone_on = path, False
-
-    def on_fit_start(self, trainer, pl_module):
-        trainer.save_checkpoint(self.path)
-        self.gone_on = True
-
-    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
 @in_own_process
 def test_a_save_before_the_first_step_is_completed(tmp_path):
-    saves = SavesInSetup(tmp_path / "own")
-    assert fit(tmp_path, Task(), saves)[1] == 143
-    assert not saves.gone_on
+    task = Task("on_save_checkpoint")
+    saves = LambdaCallback(on_fit_start=lambda trainer, _: trainer.save_checkpoint(tmp_path / "own"))
+    passed = LambdaCallback(on_fit_start=lambda *_: task.passed.append("the save"))
+    assert fit(tmp_path, task, saves, passed)[1] == 143
+    assert "the save" not in task.passed
     assert treadle.load_checkpoint(tmp_path / "own")["global_step"] == 0
 
 
@@ -144,33 +133,24 @@ def test_after_the_last_step_all_ranks_leave_alike(tmp_path):
     assert run(signal_to_rank_one_in_teardown, 2, str(tmp_path), "teardown") == [(143, 4, False), (143, 4, True)]
 
 
-TASK = """
-import atexit, os, signal, sys, time, torch, treadle
-from torch.utils.data import DataLoader
-
-class Line(treadle.TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(1, 1)
-    def training_step(self, batch, batch_idx):
-        return self.net(batch).sum()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+IMPORTS = """
+import atexit, os, signal, sys, time, treadle
+from treadle.compat.demos.boring_classes import BoringModel
 """
 AT_EXIT = """
 atexit.register(print, "left by the interpreter")
 
-class Task(Line):
+class Task(BoringModel):
     def teardown(self, stage):
         os.kill(os.getpid(), signal.SIGTERM)
 
-treadle.Trainer(max_steps=1, accelerator="cpu", logger=False).fit(Task(), DataLoader(torch.ones(2, 1)))
+treadle.Trainer(max_steps=1, accelerator="cpu", logger=False).fit(Task())
 print("went on")
 """
 
 
 def test_after_the_last_step_the_interpreter_ends_by_itself():
-    done = script(TASK + AT_EXIT)
+    done = script(IMPORTS + AT_EXIT)
     assert done.returncode == 143, done.stderr
     assert done.stdout.splitlines()[-1] == "left by the interpreter"
     assert "went on" not in done.stdout
@@ -187,22 +167,13 @@ def strike_and_work():
     for _ in range(1200):
         time.sleep(0.1)
 
-class Data(treadle.DataModule):
-    def prepare_data(self):
-        if place == "prepare_data":
-            strike_and_work()
-    def setup(self, stage):
-        if place == "setup":
-            strike_and_work()
-    def train_dataloader(self):
-        return DataLoader(torch.ones(8, 1))
-
-class Task(Line):
+class Task(BoringModel):
     def teardown(self, stage):
         print(f"torn down {rank}", flush=True)
 
+setattr(Task, place, lambda self, stage=None: strike_and_work())
 flags = {"timeout": {"seconds": 20}} if limit == "limit" else {}
-treadle.Trainer(devices=2, accelerator="cpu", max_steps=1, logger=False, **flags).fit(Task(), datamodule=Data())
+treadle.Trainer(devices=2, accelerator="cpu", max_steps=1, logger=False, **flags).fit(Task())
 """
 
 
@@ -219,10 +190,7 @@ treadle.Trainer(devices=2, accelerator="cpu", max_steps=1, logger=False, **flags
     ],
 )
 def test_a_long_setup_of_two_ranks_ends_soon(place, striking, target, limit):
-    done = script(TASK + LONG_SETUP, place, str(striking), target, limit, timeout=90)  # the setup takes longer
+    done = script(IMPORTS + LONG_SETUP, place, str(striking), target, limit, timeout=90)  # the setup takes longer
     assert done.returncode == 143, done.stderr
-    assert sorted(line for line in done.stdout.splitlines() if line.startswith("torn")) == [
-        "torn down 0",
-        "torn down 1",
-    ]
+    assert sorted(re.findall("torn down .", done.stdout)) == ["torn down 0", "torn down 1"]
     assert "Traceback" not in done.stderr
