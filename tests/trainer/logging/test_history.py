@@ -4,7 +4,9 @@ import html
 import json
 import os
 import re
+import sys
 import time
+import types
 
 import pytest
 import torch
@@ -57,7 +59,6 @@ def curves(one):
 
 def test_what_was_logged_is_there_with_and_without_a_logger(tmp_path):
     for logger in (CSVLogger(str(tmp_path)), False):
-        torch.manual_seed(0)
         one = trainer(tmp_path, logger=logger)
         one.fit(Task(), loader(), loader())
         assert sorted(one.history) == ["train_loss_epoch", "train_loss_step", "val_loss"]
@@ -158,8 +159,11 @@ def test_time_is_spent_on_one_thing_at_once(tmp_path):
     assert "finished, test done" in page_of(one)
 
 
-def test_plot(tmp_path):
+def test_plot(tmp_path, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib")
+    from matplotlib import pyplot
+    from matplotlib.backends import backend_agg
+
     matplotlib.use("Agg")
     one = trainer(tmp_path, logger=False)
     one.fit(Task(), loader(), loader())
@@ -171,6 +175,16 @@ def test_plot(tmp_path):
     assert [place.get_ylabel() for place in one.history.plot("lr-SGD").axes] == ["lr-SGD"]
     with pytest.raises(KeyError, match="was not logged"):
         one.history.plot("nothing")
+    # A notebook shows the figure that is returned, and not what pyplot keeps as well.
+    inline = types.ModuleType("inline_backend")
+    vars(inline).update({name: value for name, value in vars(backend_agg).items() if not name.startswith("__")})
+    monkeypatch.setitem(sys.modules, "inline_backend", inline)
+    for backend, kept in (("module://inline_backend", 0), ("agg", 1)):
+        pyplot.close("all")
+        matplotlib.use(backend)
+        assert one.history.plot("val_loss").axes
+        assert len(pyplot.get_fignums()) == kept
+    pyplot.close("all")
 
 
 # -- the page --------------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from support.models import SaveEach
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
-from torchmetrics import CatMetric, MeanMetric, MetricCollection, MetricTracker, SumMetric
-from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
+from torchmetrics import CatMetric, MetricCollection, MetricTracker, SumMetric
+from torchmetrics.classification import BinaryAUROC
 from treadle.loggers import CSVLogger, TensorBoardLogger
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nothing is validated")
@@ -198,54 +198,6 @@ def test_a_skipped_step_is_not_written_twice(tmp_path):
 # -- means and metrics, on one process and on two ---------------------------------------------------------------------
 
 
-class Measured(Base):
-    """Seven samples in batches; a metric object beside the plain mean of the same thing."""
-
-    def __init__(self):
-        super().__init__()
-        self.accuracy = MulticlassAccuracy(3, average="micro")
-
-    def training_step(self, batch, batch_idx):
-        guess, truth = batch[0].long() % 3, batch[0].long() % 2
-        self.accuracy(guess, truth)
-        self.log("metric", self.accuracy, on_step=True, on_epoch=True)
-        self.log("share", (guess == truth).float().mean(), on_step=False, on_epoch=True)
-        self.log("seen", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="sum")
-        return super().training_step(batch, batch_idx)
-
-    def on_train_epoch_end(self):
-        self.log("rank_at_end", float(self.global_rank))
-
-    def validation_step(self, batch, batch_idx):
-        self.log("mean", batch[0].mean())
-
-    def on_validation_epoch_end(self):
-        self.read = floats(self.trainer.callback_metrics)  # what the steps have logged is there, of all processes
-        self.log("rank", float(self.global_rank))
-
-
-def check_measured(train_batch, val_batch, rank):
-    """The values of evaluations are those of `loop/test_evaluation_loop.py`."""
-    task, own = Measured(), make_trainer(max_epochs=2)
-    own.fit(task, numbers(*range(7), batch_size=train_batch), numbers(*range(5), batch_size=val_batch))
-    found = floats(own.callback_metrics)
-    assert found["metric_epoch"] == pytest.approx(3 / 7)  # value % 3 equals value % 2 for 0, 1 and 6
-    assert found["share"] == pytest.approx(3 / 7)
-    assert found["seen"] == 7.0
-    assert found["mean"] == task.read["mean"] == pytest.approx(2.0)
-    assert found["rank"] == found["rank_at_end"] == rank  # logged between batches, every process weighs the same
-
-
-def test_means_are_the_whole_datasets():
-    for train_batch, val_batch in [(4, 2), (3, 4), (7, 5), (1, 1)]:
-        check_measured(train_batch, val_batch, 0.0)
-
-
-@pytest.mark.long
-def test_two_processes_measure_as_one():
-    run(check_measured, 2, 2, 2, 0.5)
-
-
 def test_nothing_is_held_of_the_graph():
     class Task(Base):
         def training_step(self, batch, batch_idx):
@@ -277,21 +229,15 @@ class Sums(Base):
         super().__init__()
         self.level = LEVELS[level]
         self.totals = nn.ModuleDict({stage: SumMetric() for stage in ("fit", "val")})
-        self.several = nn.ModuleDict(
-            {stage: MetricCollection({f"{stage}_a": SumMetric(), f"{stage}_b": MeanMetric()}) for stage in self.totals}
-        )
         self.sums = []
 
     def count(self, stage, batch):
-        x = batch[0].mean()
-        self.totals[stage](x)
-        self.several[stage](x)
+        self.totals[stage](batch[0].mean())
         self.log(stage, self.totals[stage], **self.level)
-        self.log_dict(self.several[stage], **self.level)
 
     def read(self, stage):
         if not self.trainer.sanity_checking:
-            self.sums += [float(self.totals[stage].compute()), float(self.several[stage][f"{stage}_a"].compute())]
+            self.sums.append(float(self.totals[stage].compute()))
 
     def training_step(self, batch, batch_idx):
         self.count("fit", batch)
@@ -311,7 +257,7 @@ class Sums(Base):
 def test_a_metric_object_counts_one_epoch(level):
     task = Sums(level)
     make_trainer(max_epochs=4).fit(task, numbers(1, 3), numbers(1, 3))
-    assert task.sums == [4.0] * 16
+    assert task.sums == [4.0] * 8
 
 
 def test_a_resumed_epoch_counts_what_it_would_have(tmp_path):
@@ -320,8 +266,8 @@ def test_a_resumed_epoch_counts_what_it_would_have(tmp_path):
         make_trainer(max_epochs=3).fit(whole, numbers(1, 3))
         make_trainer(max_epochs=3, max_steps=saved_after, callbacks=SaveEach(tmp_path)).fit(first, numbers(1, 3))
         make_trainer(max_epochs=3).fit(second, numbers(1, 3), ckpt_path=tmp_path / str(saved_after))
-        assert whole.sums == [4.0] * 6
-        assert second.sums == whole.sums[2 * ((saved_after - 1) // 2) :]
+        assert whole.sums == [4.0] * 3
+        assert second.sums == whole.sums[(saved_after - 1) // 2 :]
 
 
 @pytest.mark.parametrize(
@@ -369,30 +315,21 @@ def test_log_dict_copies_no_states_of_a_collection():
     assert task.shared
 
 
-@pytest.mark.parametrize(
-    ("log", "words"),
-    [
-        (
-            lambda task, index: task.log("x", task.totals[index], on_epoch=True),
-            "'x' was logged as two SumMetric objects in one epoch",
-        ),
-        (lambda task, _: task.log("x", 1.0, on_step=False), "'x' is logged with on_step=False and on_epoch=False"),
-    ],
-    ids=["two objects", "no level"],
-)
-def test_what_would_be_lost_is_an_error(log, words):
-    class Task(Base):
-        def __init__(self):
-            super().__init__()
-            self.totals = nn.ModuleList([SumMetric(), SumMetric()])
+def test_what_would_be_lost_is_an_error():
+    task = Base()
+    task.totals = nn.ModuleList([SumMetric(), SumMetric()])
 
-        def training_step(self, batch, batch_idx):
-            self.totals[batch_idx](batch[0])
-            log(self, batch_idx)
-            return super().training_step(batch, batch_idx)
+    def log_two(batch, batch_idx):
+        task.totals[batch_idx](batch[0])
+        task.log("x", task.totals[batch_idx], on_epoch=True)
 
-    with pytest.raises(ValueError, match=words):
-        make_trainer().fit(Task(), numbers(1, 2))
+    for log, words in [
+        (log_two, "'x' was logged as two SumMetric objects in one epoch"),
+        (lambda *_: task.log("x", 1.0, on_step=False), "'x' is logged with on_step=False and on_epoch=False"),
+    ]:
+        task.on_train_batch_start = log
+        with pytest.raises(ValueError, match=words):
+            make_trainer().fit(task, numbers(1, 2))
 
 
 class Uneven(Base):
@@ -425,6 +362,10 @@ class Uneven(Base):
         self.tested.update(batch[0])
         self.log("tested", self.tested)
 
+    def on_test_epoch_end(self):
+        self.read = floats(self.trainer.callback_metrics)  # what the steps have logged is there, of all processes
+        self.log("rank", float(self.global_rank))
+
 
 class UnevenByHand(Uneven):
     automatic_optimization = False
@@ -447,11 +388,13 @@ def uneven():
         own.fit(task, numbers(1, 2, 3, 4, 5, batch_size=2))
         found = floats(own.callback_metrics)
         (tested,) = own.test(task, numbers(7), verbose=False)
+        assert task.read == {"tested": tested["tested"]}
+        assert tested["rank"] == (own.world_size - 1) / 2  # logged between batches, every process weighs the same
         results.append((found["total"], found["mean"], found["sum"], task.values, task.tracked, tested["tested"]))
     return results
 
 
-@pytest.mark.exhaustive
+@pytest.mark.long
 def test_an_empty_share_counts_nothing():
     """Five samples in batches of two on two processes: of the last batch one process has none of its own."""
     (one, *others) = uneven()

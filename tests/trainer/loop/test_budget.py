@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import SGDTask
+from support.models import Line, loader
 from support.processes import script
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from treadle.callbacks import LambdaCallback
 
 import treadle
 from treadle.testing.faults import disk_points
@@ -29,11 +29,8 @@ def is_ours(filename):
     return filename.startswith(FOLDERS) and f"{os.sep}tests{os.sep}" not in filename
 
 
-class Task(SGDTask):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(4, 1)
-        self.frames = None
+class Task(Line):
+    features, frames = 4, None
 
     def training_step(self, batch, batch_idx):
         if self.frames is None:
@@ -53,16 +50,16 @@ class Task(SGDTask):
 def fit(folder, task, steps):
     trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=folder)
     assert {type(callback).__name__ for callback in trainer.callbacks} >= {"ModelCheckpoint", "TQDMProgressBar"}
-    trainer.fit(task, DataLoader(TensorDataset(torch.ones(steps, 4))))
+    trainer.fit(task, loader(steps, 1, features=4))
     assert trainer.global_step == steps
 
 
 def own_loop(steps):
     accelerator = treadle.Accelerator(cpu=True)
     net = nn.Linear(4, 1)
-    loader = DataLoader(TensorDataset(torch.ones(steps, 4)))
-    net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
-    for (x,) in loader:
+    optimizer, batches = torch.optim.SGD(net.parameters(), lr=0.1), loader(steps, 1, features=4)
+    net, optimizer, batches = accelerator.prepare(net, optimizer, batches)
+    for (x,) in batches:
         with accelerator.accumulate(net):
             accelerator.backward(net(x).mean())
             if accelerator.sync_gradients:
@@ -204,30 +201,25 @@ def test_import():
     pytest.fail(f"the imports took {results} of the time that torch's takes")
 
 
-class CountedSaves(treadle.Callback):
-    """Saves three checkpoints side by side, and counts what the second calls and what the third does on the disk."""
-
-    def __init__(self, folder, form):
-        self.folder, self.form = folder, form
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        save = partial(trainer.save_checkpoint, format=self.form)
-        save(self.folder / "first")
-        self.calls = calls(save, self.folder / "second")
-        self.points = disk_points(lambda: save(self.folder / "third"))
-
-
 @pytest.mark.parametrize("form", ["file", "directory"])
 def test_what_a_checkpoint_costs_beside_its_bytes(tmp_path, form):
-    saves = CountedSaves(tmp_path / "saved", form)
+    counted, points = {}, []
+
+    def save_side_by_side(trainer, _):
+        save, folder = partial(trainer.save_checkpoint, format=form), tmp_path / "saved"
+        save(folder / "first")
+        counted.update(calls(save, folder / "second"))
+        points.extend(disk_points(lambda: save(folder / "third")))
+
+    saves = LambdaCallback(on_train_epoch_end=save_side_by_side)
     trainer = treadle.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, callbacks=[saves])
-    trainer.fit(without_frames(), DataLoader(TensorDataset(torch.ones(4, 4))))
+    trainer.fit(without_frames(), loader(4, 1, features=4))
 
-    total = sum(saves.calls.values())
+    total = sum(counted.values())
     most = MOST_CALLS_CHECKPOINT[form]
-    assert total <= most, f"{total} calls: {sorted(saves.calls.items(), key=lambda n: -n[1])[:20]}"
+    assert total <= most, f"{total} calls: {sorted(counted.items(), key=lambda n: -n[1])[:20]}"
 
-    done = [point for point in saves.points if point.moment == "after"]
+    done = [point for point in points if point.moment == "after"]
     if form == "file":  # it is created, so that it is known whose it is if the writing is killed
         assert [point.operation for point in done] == ["write_bytes", "write_stream", "fsync", "replace", "fsync"]
         assert os.path.basename(done[-1].path) == "saved"

@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 import torch
-from support.models import SGDTask
+from support.fit_runs import Line
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
@@ -110,18 +110,16 @@ def test_the_parts_are_compiled_and_nothing_else_changes(tmp_path):
     assert task.blocks[3]._compiled_call_impl is not None
     assert task.seen == plain_losses(tmp_path)
     assert trainer.callback_metrics["val"] > 0
+    assert "torch.compile: stem, blocks.0, " in trainer.decided
+    assert "heads.out, loss, each compiled by its first calls, which take longer" in trainer.decided
 
 
 class Inner(nn.Module):
-    def __init__(self, stem, blocks, head):
+    def __init__(self, net):
         super().__init__()
-        self.stem, self.blocks, self.head = stem, blocks, head
+        self.stem, self.blocks, self.heads = net.stem, net.blocks, net.heads
 
-    def forward(self, x):
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+    forward = Net.compute
 
 
 class Deep(Net):
@@ -129,7 +127,8 @@ class Deep(Net):
 
     def __init__(self, blocks=6):
         super().__init__()
-        self.net = Inner(self.stem, self.blocks[:blocks], self.heads["out"])
+        del self.blocks[blocks:]
+        self.net = Inner(self)
         del self.stem, self.blocks, self.heads
 
     def compute(self, x):
@@ -140,9 +139,9 @@ class Deep(Net):
 @pytest.mark.parametrize(
     ("blocks", "regional", "compiled"),
     [
-        (6, None, {"net.stem", *(f"net.blocks.{n}" for n in range(6)), "net.head", "loss"}),
+        (6, None, {"net.stem", *(f"net.blocks.{n}" for n in range(6)), "net.heads.out", "loss"}),
         pytest.param(2, None, {"net", "loss"}, marks=pytest.mark.exhaustive),  # little would be shared
-        (2, True, {"net.stem", "net.blocks.0", "net.blocks.1", "net.head", "loss"}),
+        (2, True, {"net.stem", "net.blocks.0", "net.blocks.1", "net.heads.out", "loss"}),
         pytest.param(6, False, {"net", "loss"}, marks=pytest.mark.exhaustive),
     ],
 )
@@ -358,23 +357,15 @@ def test_what_is_compiled_in_vain_is_said(tmp_path):
     with pytest.warns(UserWarning, match="torch.compile had no effect on .*stem.* because no step called"):
         trainer_in(tmp_path, compile={"backend": Counting()}).fit(task, loader())
 
-    class Bare(SGDTask):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4, 1))
-
-        def training_step(self, batch, batch_idx):
-            return (batch[0] @ self.weight).square().mean()
-
-    with pytest.warns(UserWarning, match="Bare has no submodule with parameters"):
-        trainer_in(tmp_path, compile={"backend": Counting()}).fit(Bare(), loader())
+    with pytest.warns(UserWarning, match="Line has no submodule with parameters"):
+        trainer_in(tmp_path, compile={"backend": Counting()}).fit(Line(), loader())
 
 
-def test_wrong_arguments(tmp_path):
+def test_wrong_arguments():
     with pytest.raises(ValueError, match="'inductor'"):
-        tl.Trainer(compile={"backend": "inducter"}, accelerator="cpu")
+        make_trainer(compile={"backend": "inducter"})
     with pytest.raises(TypeError, match=r"modes.*'mode'"):
-        tl.Trainer(compile={"modes": "max-autotune"}, accelerator="cpu")
+        make_trainer(compile={"modes": "max-autotune"})
 
 
 def on_two_processes(root, strategy):
@@ -403,13 +394,6 @@ def test_on_two_processes(strategy, tmp_path):
 @pytest.mark.slow  # 25 s
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="inductor needs a C++ compiler")
 def test_the_real_compiler(tmp_path):
-    task = new()
-    del task.blocks[1:]
+    task = new(lambda: Deep(1))
     trainer_in(tmp_path, compile=True).fit(task, loader(), loader())
-
-    class Short(Net):
-        def __init__(self):
-            super().__init__()
-            del self.blocks[1:]
-
-    torch.testing.assert_close(task.seen, plain_losses(tmp_path, Short), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(task.seen, plain_losses(tmp_path, lambda: Deep(1)), rtol=1e-4, atol=1e-6)

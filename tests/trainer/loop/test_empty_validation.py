@@ -97,18 +97,9 @@ def test_a_monitor_that_never_comes(tmp_path):
     assert trainer.checkpoint_callback.best_model_path
 
 
-class Later(Task):
-    """Has validation data in every second epoch."""
-
-    def train_dataloader(self):
-        return loader(8)
-
-    def val_dataloader(self):
-        return loader(4 * (self.current_epoch % 2))
-
-
 def test_loaders_that_are_asked_anew():
-    task = Later()
+    task = Task()
+    task.train_dataloader, task.val_dataloader = (lambda: loader(8)), lambda: loader(4 * (task.current_epoch % 2))
     trainer = make_trainer(max_epochs=4, reload_dataloaders_every_n_epochs=1)
     with pytest.warns(UserWarning, match="validation dataloader is empty"):
         trainer.fit(task)
@@ -137,12 +128,10 @@ def test_two_processes(tmp_path):
 
 def test_none_disables_the_tasks_own_loader():
     task = Task()
-    task.train_dataloader = lambda: loader(8)
-    task.val_dataloader = None
+    task.train_dataloader, task.val_dataloader = (lambda: loader(8)), None
     with pytest.warns(UserWarning, match="no validation dataloader"):
         make_trainer().fit(task)
-    assert task.seen == []
-    assert task.trainer.global_step == 4
+    assert (task.seen, task.trainer.global_step) == ([], 4)
 
 
 def test_none_in_a_data_module_leaves_the_tasks_loader():

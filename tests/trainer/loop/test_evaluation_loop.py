@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from support.models import Stream
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torchmetrics import MeanSquaredError, Metric, MetricCollection, PearsonCorrCoef
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
@@ -31,19 +32,16 @@ class Rows(Dataset):
         return index, torch.randn(4, generator=generator), torch.tensor(index % 3)
 
 
-class RowStream(IterableDataset):
-    def __init__(self, count):
-        self.count = count
-
+class RowStream(Stream):
     def __iter__(self):
         worker = get_worker_info()
         first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return map(Rows(self.count).__getitem__, range(first, self.count, step))
+        return map(self.samples.__getitem__, range(first, len(self.samples), step))
 
 
 class SizedStream(RowStream):
     def __len__(self):
-        return self.count
+        return len(self.samples)
 
 
 class Boxes(Metric):
@@ -77,10 +75,7 @@ class Judge(treadle.TaskModule):
     def forward(self, features):
         return self.net(features)
 
-    def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self(batch[1]), batch[2])
-
-    def validation_step(self, batch, batch_idx):
+    def test_step(self, batch, batch_idx):
         ids, features, classes = batch
         logits = self(features)
         self.log("loss", nn.functional.cross_entropy(logits, classes))
@@ -98,9 +93,7 @@ class Judge(treadle.TaskModule):
         self.samples += len(ids)
         self.total += features.sum()
 
-    test_step = validation_step
-
-    def on_validation_epoch_end(self):
+    def on_test_epoch_end(self):
         self.log("area", self.area.compute())
         self.area.reset()
         self.log("boxes", self.boxes.compute())
@@ -109,17 +102,13 @@ class Judge(treadle.TaskModule):
         counts = self.all_gather(torch.tensor(every, dtype=torch.float64)).reshape(-1, 4).sum(0)
         self.log_dict({f"own {i}": value for i, value in enumerate(counts)})
 
-    on_test_epoch_end = on_validation_epoch_end
-
     def predict_step(self, batch, batch_idx):
         return {"id": batch[0], "logits": self(batch[1])}
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
 
 def loader_of(kind, count, workers=0):
-    data = {"rows": Rows, "stream": RowStream, "sized stream": SizedStream}[kind](count)
+    rows = Rows(count)
+    data = {"rows": rows, "stream": RowStream(rows), "sized stream": SizedStream(rows)}[kind]
     return DataLoader(data, batch_size=BATCH, num_workers=workers)
 
 
@@ -153,9 +142,7 @@ def test_any_number_of_samples_counts_as_on_one_process(kind, workers, strategy,
     ranks = run(evaluate_all, world, kind, workers, strategy, world, counts)
     for count, (_, reference, order, logits), *found in zip(counts, expected, *ranks, strict=True):
         assert sorted(number for ids, *_ in found for number in ids) == list(range(count))
-        if (
-            count <= world
-        ):  # the correlation of a single sample, which a rank may have, is not a number for torchmetrics
+        if count <= world:  # the correlation of one sample, which a rank may have, is no number for torchmetrics
             reference.pop("pearson")
         for _, values, numbers, own_logits in found:
             assert {name: values[name] for name in reference} == pytest.approx(reference, abs=1e-6, nan_ok=True), count
@@ -180,36 +167,3 @@ def test_values_are_those_of_the_whole_data():
     assert values["mse"] == pytest.approx((logits[:, 0] - features[:, 0]).square().mean().item(), rel=1e-5)
     positive, negative = logits[classes == 0, 0], logits[classes != 0, 0]
     assert values["area"] == pytest.approx((positive[:, None] > negative).double().mean().item())
-
-
-def gather_all(kind, workers, counts):
-    """Return, for each number of samples, what an own loop gathers: ids, and the rows' logits."""
-    accelerator = treadle.Accelerator(cpu=True)
-    task = accelerator.prepare(Judge())
-    found = []
-    for count in counts:
-        loader = accelerator.prepare(loader_of(kind, count, workers))
-        gathered = [accelerator.gather_for_metrics((ids, task(features))) for ids, features, _ in loader]
-        found.append((torch.cat([ids for ids, _ in gathered]).tolist(), torch.cat([rows for _, rows in gathered])))
-    return found
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("kind", "workers", "world"),
-    [
-        pytest.param(
-            kind, workers, world, marks=() if (kind, workers, world) == ("stream", 0, 2) else pytest.mark.exhaustive
-        )
-        for kind in KINDS
-        for workers in (0, 2)
-        for world in (2, 3)
-    ],
-)
-def test_own_loops_gather_each_sample_once(kind, workers, world):
-    counts = range(1, 2 * world * BATCH + 2)
-    (expected,) = run(gather_all, 1, kind, workers, counts)
-    for found in run(gather_all, world, kind, workers, counts):
-        for count, (order, logits), (ids, own_logits) in zip(counts, expected, found, strict=True):
-            assert ids == order, count
-            torch.testing.assert_close(own_logits, logits)

@@ -1,11 +1,11 @@
 """Which methods are called as hooks, with which arguments, and which ones are only warned of."""
 
-import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
 from support.models import Line, loader
-from support.trainers import make_trainer
+from support.trainers import make_trainer, says
 from torch import nn
 from treadle.callbacks import LambdaCallback
 
@@ -26,69 +26,31 @@ class Task(Line):
         return self.net(batch[0])
 
 
-def run_stages(task, callback):
-    run = make_trainer(callbacks=callback, num_sanity_val_steps=0)
-    run.fit(task, loader(), loader())
-    run.test(task, loader(), verbose=False)
-    run.predict(task, loader())
-
-
 class Short(treadle.Callback):
-    """Hooks of evaluation batches as they were written while there was one loader."""
-
-    def __init__(self):
-        self.calls = []
+    """A hook of evaluation batches as it was written while there was one loader."""
 
     def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.calls.append(("validation start", batch_idx))
-
-    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.calls.append(("validation end", outputs.shape, batch_idx))
-
-    def on_test_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.calls.append(("test end", batch_idx))
-
-    def on_predict_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.calls.append(("predict end", batch_idx))
+        pl_module.calls.append(("validation start", batch_idx))
 
 
 def test_hooks_of_evaluation_batches_may_leave_out_the_loaders_index():
-    class ShortTask(Task):
-        def on_validation_batch_end(self, outputs, batch, batch_idx):
-            self.calls.append(("validation", batch_idx))
-
-        def on_test_batch_start(self, batch, batch_idx):
-            self.calls.append(("test", batch_idx))
-
-        def on_predict_batch_start(self, *arguments):
-            self.calls.append(("predict", *arguments[1:]))
-
-    task, callback = ShortTask(), Short()
-    run_stages(task, callback)
-    validation = [call for index in (0, 1) for call in (("validation start", index), ("validation end", (), index))]
-    assert callback.calls == [*validation, *[(name, index) for name in ("test end", "predict end") for index in (0, 1)]]
-    assert task.calls == [(name, index) for name in ("validation", "test", "predict") for index in (0, 1)]
-
-
-def test_a_function_of_a_lambda_callback_may_leave_it_out_too():
-    indices = []
-    callback = LambdaCallback(on_validation_batch_start=lambda trainer, task, batch, index: indices.append(index))
-    make_trainer(callbacks=callback, num_sanity_val_steps=0).fit(Task(), loader(), loader())
-    assert indices == [0, 1]
+    task = Task()
+    note = task.calls.append
+    task.on_validation_batch_end = lambda outputs, batch, index: note(("validation end", outputs.shape, index))
+    task.on_test_batch_start = lambda batch, index: note(("test", index))
+    task.on_predict_batch_start = lambda *arguments: note(("predict", *arguments[1:]))
+    last = LambdaCallback(on_predict_batch_end=lambda one, task, out, batch, index: note(("predict end", index)))
+    run = make_trainer(callbacks=[Short(), last], num_sanity_val_steps=0)
+    run.fit(task, loader(), loader())
+    run.test(task, loader(), verbose=False)
+    run.predict(task, loader())
+    pairs = ((("validation start",), ("validation end", ())), (("test",),), (("predict",), ("predict end",)))
+    assert task.calls == [(*call, index) for calls in pairs for index in (0, 1) for call in calls]
 
 
 def test_several_loaders_need_the_index():
-    with pytest.raises(
-        ValueError, match=r"Short.on_validation_batch_start has no argument dataloader_idx, but there are 2 dataloaders"
-    ):
+    with says(ValueError, "Short.on_validation_batch_start has no argument dataloader_idx", "there are 2 dataloaders"):
         make_trainer(callbacks=Short(), num_sanity_val_steps=0).fit(Task(), loader(), [loader(), loader()])
-
-
-def fit_with_warnings(task, callback=None):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        make_trainer(callbacks=callback).fit(task, loader(), loader())
-    return [str(warning.message) for warning in caught]
 
 
 def never(self, *arguments):
@@ -107,25 +69,22 @@ def never(self, *arguments):
     ],
 )
 @pytest.mark.parametrize("of_task", [True, False], ids=["task", "callback"])
-def test_a_method_that_nearly_is_a_hook_is_warned_of(name, advice, of_task):
+def test_a_method_that_nearly_is_a_hook_is_warned_of(name, advice, of_task, recwarn):
     odd = type("Odd", (Task if of_task else treadle.Callback,), {name: never})()
-    messages = fit_with_warnings(*([odd] if of_task else [Task(), odd]))
+    make_trainer(callbacks=None if of_task else odd).fit(odd if of_task else Task(), loader(), loader())
+    messages = [str(warning.message) for warning in recwarn]
     assert [message for message in messages if f"Odd.{name} is " in message and advice in message], messages
 
 
-def test_a_method_with_a_name_of_its_own_is_not_warned_of():
+def test_a_method_with_a_name_of_its_own_is_not_warned_of(recwarn):
     odd = type("Odd", (Task,), {"on_disk": never, "training_step_end": None})()
-    assert not [message for message in fit_with_warnings(odd) if "Odd" in message]
+    make_trainer().fit(odd, loader(), loader())
+    assert not [warning for warning in recwarn if "Odd" in str(warning.message)]
 
 
 def test_none_disables_a_hook():
-    class Hooked(Task):
-        on_train_epoch_end = never
-        on_validation_epoch_end = never
-
-    task = Hooked()
-    task.on_train_epoch_end = None
-    task.on_validation_epoch_end = None
+    task = type("Hooked", (Task,), {"on_train_epoch_end": never, "on_validation_epoch_end": never})()
+    task.on_train_epoch_end = task.on_validation_epoch_end = None
     make_trainer().fit(task, loader(), loader())
     assert task.trainer.global_step == 2
 
@@ -169,13 +128,10 @@ def test_a_task_may_set_the_modes_of_evaluation():
 
 
 def test_modes_are_taken_back_when_an_evaluation_fails():
-    class Fails(OwnModes):
-        def validation_step(self, batch, batch_idx):
-            raise RuntimeError("no")
-
-    task = Fails()
+    task = OwnModes()
+    task.validation_step = Mock(side_effect=RuntimeError)
     task.net.eval()
-    with pytest.raises(RuntimeError, match="no"):
+    with pytest.raises(RuntimeError):
         make_trainer().validate(task, loader(2), verbose=False)
     assert (task.training, task.net.training, task.norm.training) == (True, False, True)
 
@@ -213,16 +169,14 @@ OF_TRANSFER = {"on_before_batch_transfer": 2, "transfer_batch_to_device": 3, "on
 def test_star_arguments_get_the_arguments_that_lightning_passes(loaders):
     # Lightning 2.6 passes the index of the dataloader only with several; the counts were measured with it.
     class Plain(Task):
-        def predict_step(self, batch, batch_idx, dataloader_idx=0):
-            return self(batch)
+        predict_step = Task.validation_step
 
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
-    seen = set()
-    shared = [*BATCH_HOOKS, "setup", "teardown", "on_train_batch_start", "on_train_batch_end"]
-    shared.append("on_before_optimizer_step")
+    seen, shared = set(), [*BATCH_HOOKS, "setup", "teardown", *TRAINING]
+    shared.remove("training_step")
     task_names = [*shared, *STEPS, *OF_TASK, "training_step", "configure_gradient_clipping"]
     task = with_star_arguments(Plain, task_names, seen)()
     callback = with_star_arguments(treadle.Callback, shared, seen)()

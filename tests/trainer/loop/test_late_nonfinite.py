@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from support.models import whole
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
@@ -50,7 +51,7 @@ class Net(treadle.TaskModule):
 
 def read(task, optimizer):
     tensors = [*task.parameters(), *(v for state in optimizer.state.values() for v in state.values())]
-    return [t.full_tensor() if hasattr(t, "full_tensor") else t.detach().clone() for t in tensors]
+    return [whole(t).clone() for t in tensors]
 
 
 class LateAccumulation(Accumulation):

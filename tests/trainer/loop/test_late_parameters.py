@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from support.models import Line, LoggedLine
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
@@ -17,30 +18,21 @@ def loader(batch_size=2):
     return DataLoader(TensorDataset(torch.linspace(0, 1, 16).view(8, 2)), batch_size)
 
 
-class Lazy(treadle.TaskModule):
-    def __init__(self, lazy=True):
+class Lazy(LoggedLine):
+    def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.LazyLinear(3) if lazy else nn.Linear(2, 3), nn.Linear(3, 1))
-
-    def training_step(self, batch, batch_idx):
-        loss = self.layers(batch[0]).square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.1)
+        self.net = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))
 
 
 def train_by_hand():
     torch.manual_seed(3)
-    layers = Lazy().layers
-    optimizer = torch.optim.Adam(layers.parameters(), lr=0.1)
-    batches = loader()
+    task, batches = Lazy(), loader()
+    optimizer = task.configure_optimizers()
     for (batch,) in itertools.chain(batches, batches):  # each begins with the number that a DataLoader draws
-        layers(batch).square().mean().backward()
+        task.net(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return layers
+    return task
 
 
 def test_a_lazy_layer_trains_as_in_a_loop_by_hand(tmp_path):
@@ -48,18 +40,18 @@ def test_a_lazy_layer_trains_as_in_a_loop_by_hand(tmp_path):
     task = Lazy()
     saving = ModelCheckpoint(tmp_path, save_top_k=-1)  # which looks at the room on the disk before the first batch
     make_trainer(max_epochs=2, enable_checkpointing=None, callbacks=saving).fit(task, loader())
-    for trained, expected in zip(task.layers.parameters(), train_by_hand().parameters(), strict=True):
+    for trained, expected in zip(task.parameters(), train_by_hand().parameters(), strict=True):
         assert torch.equal(trained, expected)
 
     first = next(path for path in tmp_path.iterdir() if path.name.startswith("epoch=0"))
     resumed = Lazy()
     make_trainer(max_epochs=2).fit(resumed, loader(), ckpt_path=first)
-    for trained, expected in zip(resumed.layers.parameters(), task.layers.parameters(), strict=True):
+    for trained, expected in zip(resumed.parameters(), task.parameters(), strict=True):
         assert torch.equal(trained, expected)
 
 
 def fit_on_several():
-    with pytest.raises(ValueError, match=r"Lazy.layers.0.weight belongs to a lazy layer .* Run a batch through"):
+    with pytest.raises(ValueError, match=r"Lazy.net.0.weight belongs to a lazy layer .* Run a batch through"):
         make_trainer(devices=2, strategy="ddp").fit(Lazy(), loader())
     task, rank = Private(), treadle.Accelerator(cpu=True).process_index
     task.start = 1.0 + rank  # rank zero's value counts from the first step on
@@ -74,15 +66,10 @@ def test_several_ranks_need_lazy_layers_before():
     assert gradient == other
 
 
-class Private(Lazy):
+class Private(Line):
     """Keeps its own optimizer, which it makes with its parameters in the first step, as Pyro does."""
 
-    start = 1.0
-
-    def __init__(self):
-        super().__init__(lazy=False)
-        self.automatic_optimization = False
-        self.optimizer = None
+    start, optimizer, automatic_optimization = 1.0, None, False
 
     def training_step(self, batch, batch_idx):
         if self.optimizer is None:
@@ -94,7 +81,6 @@ class Private(Lazy):
         self.optimizer.step()
         if batch_idx == 0:
             self.first_gradient = self.scale.grad.item()
-        self.log("loss", loss.detach())
 
     def configure_optimizers(self):
         return None
@@ -115,19 +101,20 @@ def test_a_task_with_an_optimizer_of_its_own():
     assert run.global_step == 6
 
 
-class Counting(Lazy):
+class Counting(Line):
     """Has no optimizer, and steps the one that `optimizers` returns in every other batch."""
 
+    automatic_optimization = False
+
     def __init__(self):
-        super().__init__(lazy=False)
-        self.automatic_optimization = False
+        super().__init__()
         self.kinds = set()
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
         self.kinds |= {type(optimizer), type(self.optimizers(use_pl_optimizer=False))}
         if batch_idx % 2 == 0:
-            self.manual_backward(self.layers(batch[0]).mean())
+            self.manual_backward(self.net(batch[0]).mean())
             optimizer.step()
 
     def configure_optimizers(self):
@@ -142,7 +129,3 @@ def test_a_task_without_an_optimizer_steps_one_that_changes_nothing():
     assert (run.global_step, run.optimizers, len(task.kinds)) == (5, [], 2)
     assert all(torch.equal(value, weights[name]) for name, value in task.state_dict().items())
     assert all(issubclass(kind, torch.optim.Optimizer) for kind in task.kinds)
-
-
-def test_without_a_trainer_there_is_no_mesh():
-    assert Lazy().device_mesh is None

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from support.failing_runs import OtherWeights
+from support.models import whole
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
@@ -29,26 +30,24 @@ class Task(treadle.TaskModule):
         torch.manual_seed(3)
         self.net = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
         self.register_buffer("validated", torch.zeros(()))
-        self.pause, self.seen, self.drawn = pause, [], []
+        self.pause, self.seen = pause, []
 
     def training_step(self, batch, batch_idx):
         return self.net(batch).square().mean()
 
-    def validation_step(self, batch, batch_idx):
+    def look(self, batch_idx):
         self.seen.append(batch_idx)
-        self.validated += 1
-        self.drawn.append(torch.rand(()).item())
-        self.log("val", self.net(batch).square().mean() + self.drawn[-1])
         time.sleep(self.pause * (1 + self.global_rank / 4))
+
+    def validation_step(self, batch, batch_idx):
+        self.look(batch_idx)
+        self.validated += 1
+        self.log("val", self.net(batch).square().mean() + torch.rand(()))
 
     test_step = validation_step
 
     def predict_step(self, batch, batch_idx):
-        self.validation_step(batch, batch_idx)
-
-    def log(self, *args, **kwargs):
-        if self.trainer.stage != "predict":
-            super().log(*args, **kwargs)
+        self.look(batch_idx)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
@@ -80,19 +79,18 @@ def loaders(world):
     return [DataLoader(torch.arange(float(n))[:, None], 2 // world, shuffle=True) for n in sizes]
 
 
-def fit(folder, number=None, rank=0, world=1, strategy="auto", pause=0.0, callbacks=(), task=None, **flags):
-    task = task or Task(pause)
-    sends = SendsOnce(number, rank=rank)
+def fit(folder, number=None, rank=0, pause=0.0, callbacks=(), task=None, **flags):
+    task, sends = task or Task(pause), SendsOnce(number, rank=rank)
     saving = ModelCheckpoint(folder, filename="{step}", save_on_exception=True)
     flags = {"max_epochs": 2, "num_sanity_val_steps": 0, "enable_checkpointing": None, **flags}
-    own = make_trainer(callbacks=[sends, saving, *callbacks], strategy=strategy, devices=world, **flags)
-    status = None
-    began = time.monotonic()
+    own = make_trainer(callbacks=[sends, saving, *callbacks], **flags)
+    status, began = None, time.monotonic()
     try:
-        own.fit(task, *loaders(world), ckpt_path="auto")
+        own.fit(task, *loaders(own.world_size), ckpt_path="auto")
     except (Preempted, KeyboardInterrupt) as error:
         status = getattr(error, "code", 130)
-    words = {
+    return {
+        "weights": [whole(p).clone() for p in task.parameters()],
         "status": status,
         "step": own.global_step,
         "seen": task.seen,
@@ -103,15 +101,14 @@ def fit(folder, number=None, rank=0, world=1, strategy="auto", pause=0.0, callba
         "seconds": time.monotonic() - began,
         "training": (task.training, torch.is_grad_enabled()),
     }
-    return words if strategy == "fsdp" else words | {"weights": [p.detach().clone() for p in task.parameters()]}
 
 
-def check(first, second, whole, status):
+def check(first, second, right, status):
     assert (first["status"], first["step"], first["training"]) == (status, STEPS, (True, True))
     assert second["status"] is None
     for name in ("step", "values", "validated", "drawn", "batches"):
-        assert second[name] == whole[name], name
-    assert all(map(torch.equal, second.get("weights", ()), whole.get("weights", ())))
+        assert second[name] == right[name], name
+    assert all(map(torch.equal, second["weights"], right["weights"]))
 
 
 @pytest.mark.guarantee
@@ -128,17 +125,17 @@ def check(first, second, whole, status):
     ids=str,
 )
 def test_a_signal_leaves_the_validation_at_the_next_batch(number, status, flags, tmp_path):
-    whole = fit(tmp_path / "whole", **flags)
+    right = fit(tmp_path / "whole", **flags)
     first = fit(tmp_path / "a", number, **flags)
     assert first["seen"][-5:] == [0, 1, 2, 3, 4]
-    check(first, fit(tmp_path / "a", **flags), whole, status)
+    check(first, fit(tmp_path / "a", **flags), right, status)
 
 
 def leave_on_two(folder, strategy, rank, number, status):
-    whole = fit(f"{folder}/whole", world=2, strategy=strategy)
-    first = fit(f"{folder}/a", number, rank, world=2, strategy=strategy, pause=0.02)
-    second = fit(f"{folder}/a", world=2, strategy=strategy)
-    check(first, second, whole, status)
+    flags = {"devices": 2, "strategy": strategy}
+    right = fit(f"{folder}/whole", **flags)
+    first = fit(f"{folder}/a", number, rank, pause=0.02, **flags)
+    check(first, fit(f"{folder}/a", **flags), right, status)
     return first["seen"], first["seconds"]
 
 
@@ -179,12 +176,8 @@ def test_an_evaluation_alone_ends_too(stage, tmp_path):
 
 
 def test_a_sanity_check_ends_and_saves_nothing(tmp_path):
-    own = make_trainer(
-        callbacks=[SendsOnce(signal.SIGTERM, step=0), ModelCheckpoint(tmp_path)],
-        num_sanity_val_steps=-1,
-        enable_checkpointing=None,
-    )
-    task = Task()
+    callbacks = [SendsOnce(signal.SIGTERM, step=0), ModelCheckpoint(tmp_path)]
+    task, own = Task(), make_trainer(callbacks=callbacks, num_sanity_val_steps=-1, enable_checkpointing=None)
     with pytest.raises(Preempted):
         own.fit(task, *loaders(1))
     assert task.seen == [0, 1, 2, 3, 4]
@@ -216,7 +209,7 @@ class Counting(Task):
     ids=["averages", "other weights", "metric object"],
 )
 def test_what_a_validation_holds_is_right_after_it_was_left(tmp_path, task, callback, seen):
-    whole = fit(tmp_path / "whole", task=task(), callbacks=[callback()])
+    right = fit(tmp_path / "whole", task=task(), callbacks=[callback()])
     first = fit(tmp_path / "a", signal.SIGTERM, task=task(), callbacks=[callback()])
     assert len(first["seen"]) == seen
-    check(first, fit(tmp_path / "a", task=task(), callbacks=[callback()]), whole, 143)
+    check(first, fit(tmp_path / "a", task=task(), callbacks=[callback()]), right, 143)

@@ -2,22 +2,21 @@
 
 import pytest
 import torch
+from support.models import Count, Line, loader, optimize
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
-from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import ModelCheckpoint
 
-import treadle
 
-
-class Plateau(treadle.TaskModule):
+class Plateau(Line):
     """Its k-th validation logs ``values[k]``; ``fed`` are the values with which the scheduler stepped, by step."""
+
+    features = 1
 
     def __init__(self, values, fails_at=None, **config):
         super().__init__()
-        self.net = nn.Linear(1, 1)
         self.values, self.fails_at, self.config = values, fails_at, {"monitor": "val", **config}
         self.register_buffer("rounds", torch.tensor(0))
         self.fed, self.rates = [], []
@@ -51,8 +50,8 @@ def fit(task, *callbacks, ckpt_path=None, **flags):
     defaults = {"max_epochs": 4, "val_check_interval": 2, "num_sanity_val_steps": 0}
     saves = {"callbacks": list(callbacks), "enable_checkpointing": bool(callbacks)}
     trainer = make_trainer(**{**defaults, **saves, **flags})
-    data = TensorDataset(torch.ones(4 * trainer.world_size, 1))
-    trainer.fit(task, DataLoader(data, 1), DataLoader(data, 4), ckpt_path=ckpt_path)
+    train, val = (loader(4 * trainer.world_size, batch_size, features=1) for batch_size in (1, 4))
+    trainer.fit(task, train, val, ckpt_path=ckpt_path)
     return task
 
 
@@ -102,16 +101,15 @@ def test_a_plateau_scheduler_by_step_in_a_run_that_goes_on(tmp_path):
     assert (rest.fed, rest.rates) == (whole.fed[2:], whole.rates[6:])
 
 
-class Leaves(treadle.TaskModule):
+class Leaves(Line):
+    features = 1
+
     def __init__(self, at):
         super().__init__()
-        self.net, self.at, self.rates = nn.Linear(1, 1), at, []
+        self.at, self.rates = at, []
 
     def on_train_batch_start(self, batch, batch_idx):
         return -1 if batch_idx == self.at else None
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).mean()
 
     def on_train_epoch_end(self):
         self.rates.append(self.optimizers().param_groups[0]["lr"])
@@ -126,9 +124,9 @@ def on_each_rank():
     return task.fed, [fit(Leaves(at), devices=2, strategy="ddp", limit_val_batches=0).rates for at in (0, 2)]
 
 
-def test_an_epoch_that_a_hook_ends_counts_for_schedulers_by_epoch():
-    for at in (0, 2):
-        assert fit(Leaves(at), limit_val_batches=0).rates == [0.5, 0.25, 0.125, 0.0625]
+@pytest.mark.parametrize("at", [0, 2])
+def test_an_epoch_that_a_hook_ends_counts_for_schedulers_by_epoch(at):
+    assert fit(Leaves(at), limit_val_batches=0).rates == [0.5, 0.25, 0.125, 0.0625]
 
 
 @pytest.mark.long
@@ -138,47 +136,32 @@ def test_on_two_processes():
         assert rates == [[0.5, 0.25, 0.125, 0.0625]] * 2
 
 
-class WithoutStep:
+class WithoutStep(Count):
     """A scheduler that training_step steps in its own way."""
 
     def __init__(self, optimizer):
-        self.optimizer, self.count = optimizer, 0
-
-    def state_dict(self):
-        return {"count": self.count}
-
-    def load_state_dict(self, state_dict):
-        self.count = state_dict["count"]
-
-    def advance(self):
-        self.count += 1
+        super().__init__()
+        self.optimizer = optimizer
 
 
-@pytest.mark.parametrize("automatic", [False, True])
-def test_a_scheduler_without_step_is_for_manual_optimization(automatic, tmp_path):
+def test_a_scheduler_without_step_is_for_manual_optimization(tmp_path):
     class Task(Leaves):
-        def __init__(self):
+        def __init__(self, automatic=False):
             super().__init__(at=None)
             self.automatic_optimization = automatic
 
         def training_step(self, batch, batch_idx):
-            if automatic:
-                return super().training_step(batch, batch_idx)
-            self.optimizers().zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx))
-            self.optimizers().step()
-            self.lr_schedulers().advance()
+            self.lr_schedulers().value += 1
+            return optimize(self, super().training_step(batch, batch_idx))
 
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), 1.0)
             return [optimizer], [WithoutStep(optimizer)]
 
-    if automatic:
-        with pytest.raises(TypeError, match=r"has no step\(\)"):
-            fit(Task(), limit_val_batches=0)
-        return
+    with pytest.raises(TypeError, match=r"has no step\(\)"):
+        fit(Task(automatic=True), limit_val_batches=0)
     kept, task = ModelCheckpoint(tmp_path), Task()
     fit(task, kept, limit_val_batches=0, max_epochs=2)
-    assert task.lr_schedulers().count == 8
+    assert task.lr_schedulers().value == 8
     task = fit(Task(), ckpt_path=kept.best_model_path, limit_val_batches=0, max_epochs=3)
-    assert task.lr_schedulers().count == 12
+    assert task.lr_schedulers().value == 12

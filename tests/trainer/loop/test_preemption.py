@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from support.fit_runs import Recorder
+from support.models import optimize, whole
 from support.processes import in_own_process, run
 from support.trainers import make_trainer
 from torch import nn
@@ -36,13 +37,7 @@ class Task(treadle.TaskModule):
         self.seen.append(batch.flatten().tolist())
         loss = self.net(batch).square().mean()
         self.log("loss", loss, on_epoch=True, on_step=False)
-        if self.automatic_optimization:
-            return loss
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return None
+        return optimize(self, loss)
 
     def validation_step(self, batch, batch_idx):
         self.log("val", self.net(batch).square().mean())
@@ -68,43 +63,38 @@ class Signals(treadle.Callback):
                 os.kill(os.getpid(), self.number)
 
 
-def fit(folder, callbacks=(), manual=False, accumulate=1, strategy="auto", world=1, saving=None, loading=None, **flags):
-    task = Task(manual)
-    data, val = (
-        DataLoader(torch.arange(float(n))[:, None], BATCH // world, shuffle=n > 9, **(loading or {}))
-        for n in (SAMPLES, 6)
-    )
-    saving = ModelCheckpoint(folder, **(saving or {}))
-    flags = {"max_epochs": 2, "num_sanity_val_steps": 0, "accumulate_grad_batches": accumulate, **flags}
-    own = make_trainer(
-        callbacks=[saving, *callbacks], enable_checkpointing=None, strategy=strategy, devices=world, **flags
-    )
+def loaders(batch_size=BATCH, **options):
+    """Of training and of validation."""
+    return [DataLoader(torch.arange(float(n))[:, None], batch_size, shuffle=n > 9, **options) for n in (SAMPLES, 6)]
+
+
+def fit(folder, callbacks=(), manual=False, saving=None, loading=None, **flags):
+    task, saving = Task(manual), ModelCheckpoint(folder, **(saving or {}))
+    flags = {"max_epochs": 2, "num_sanity_val_steps": 0, "enable_checkpointing": None, **flags}
+    own = make_trainer(callbacks=[saving, *callbacks], **flags)
     error = None
     try:
-        own.fit(task, data, val, ckpt_path="auto")
-    except Preempted as caught:
-        error = caught.code
-    except KeyboardInterrupt:
-        error = 130
-        assert own.interrupted
-    weights = [parameter.detach().clone() for parameter in task.parameters()] if strategy != "fsdp" else []
+        own.fit(task, *loaders(BATCH // own.world_size, **(loading or {})), ckpt_path="auto")
+    except (Preempted, KeyboardInterrupt) as caught:
+        error = getattr(caught, "code", 130)
+        assert own.interrupted or error != 130
     return {
         "status": error,
         "step": own.global_step,
         "seen": task.seen,
         "means": task.means,
-        "weights": weights,
+        "weights": list(map(whole, task.parameters())),
         "flag": own.received_sigterm,
         "drawn": torch.rand(()).item(),
     }
 
 
-def check(first, second, whole, step, status=143):
+def check(first, second, right, step, status=143):
     assert (first["status"], first["step"]) == (status, step)
     assert second["status"] is None
-    assert first["seen"] + second["seen"] == whole["seen"]
-    assert (first["means"] + second["means"], second["drawn"]) == (whole["means"], whole["drawn"])
-    assert all(map(torch.equal, second["weights"], whole["weights"]))
+    assert first["seen"] + second["seen"] == right["seen"]
+    assert (first["means"] + second["means"], second["drawn"]) == (right["means"], right["drawn"])
+    assert all(map(torch.equal, second["weights"], right["weights"]))
 
 
 # The last step's validation is still to come when a run of 24 steps is resumed.
@@ -135,11 +125,11 @@ RANKS = [
 @in_own_process
 def test_a_signal_saves_at_the_next_step_boundary(place, step, saved, times, tmp_path):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
-    whole = fit(tmp_path / "whole")
+    right = fit(tmp_path / "whole")
     first = fit(tmp_path / "a", [Signals(signal.SIGTERM, step, place, times=times)])
     assert first["flag"]
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
-    check(first, fit(tmp_path / "a"), whole, saved)
+    check(first, fit(tmp_path / "a"), right, saved)
 
 
 @pytest.mark.long
@@ -147,7 +137,7 @@ def test_a_signal_saves_at_the_next_step_boundary(place, step, saved, times, tmp
     "more",
     [
         {"manual": True},
-        {"accumulate": 3},
+        {"accumulate_grad_batches": 3},
         pytest.param({"saving": {"save_last": True}}, marks=pytest.mark.exhaustive),
         pytest.param({"val_check_interval": 5}, marks=pytest.mark.exhaustive),
     ],
@@ -155,20 +145,20 @@ def test_a_signal_saves_at_the_next_step_boundary(place, step, saved, times, tmp
 )
 @in_own_process
 def test_whatever_the_run_is_like(more, tmp_path):
-    step = 3 if "accumulate" in more else 5
-    whole = fit(tmp_path / "whole", **more)
+    step = 3 if "accumulate_grad_batches" in more else 5
+    right = fit(tmp_path / "whole", **more)
     first = fit(tmp_path / "a", [Signals(signal.SIGUSR1, step)], **more)
     assert not first["flag"]
-    check(first, fit(tmp_path / "a", **more), whole, step)
+    check(first, fit(tmp_path / "a", **more), right, step)
     assert (tmp_path / "a" / ("last.ckpt" if "saving" in more else "preempted.ckpt")).exists()
 
 
 def on_two(folder, strategy, rank, number, status, saving=None):
-    more = {"strategy": strategy, "world": 2, "saving": saving}
-    whole = fit(f"{folder}/whole", **more)
+    more = {"strategy": strategy, "devices": 2, "saving": saving}
+    right = fit(f"{folder}/whole", **more)
     first = fit(f"{folder}/a", [Signals(number, 12 if rank else 4, rank=rank)], **more)
     # The votes of the step were cast before it came; between two epochs there are others.
-    check(first, fit(f"{folder}/a", **more), whole, 12 if rank else 5, status)
+    check(first, fit(f"{folder}/a", **more), right, 12 if rank else 5, status)
     return first["flag"]
 
 
@@ -186,24 +176,21 @@ def test_a_closed_terminal_has_a_status_of_its_own(tmp_path):
     assert (tmp_path / "preempted.ckpt").exists()
 
 
-class Forks(treadle.Callback):
-    """Starts a child within fit, and sends it a signal of the run and then the one of its parent."""
-
-    def on_train_batch_end(self, trainer, *args):
-        if trainer.global_step == 3:
-            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
-            child.start()
-            os.kill(child.pid, signal.SIGUSR1)
-            time.sleep(0.2)
-            assert child.is_alive()
-            child.terminate()
-            child.join(10)
-            assert child.exitcode == -signal.SIGTERM
+def fork(*_):
+    """Starts a child, and sends it a signal of the run and then the one of its parent."""
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    os.kill(child.pid, signal.SIGUSR1)
+    time.sleep(0.2)
+    assert child.is_alive()
+    child.terminate()
+    child.join(10)
+    assert child.exitcode == -signal.SIGTERM
 
 
 @in_own_process
 def test_a_child_forked_within_fit_can_be_terminated(tmp_path):
-    assert fit(tmp_path, [Forks()])["status"] is None
+    assert fit(tmp_path, [LambdaCallback(on_train_start=fork)])["status"] is None
 
 
 class Finalized:
@@ -230,12 +217,9 @@ def test_nothing_can_be_saved(tmp_path):
 
 @in_own_process
 def test_a_signal_that_is_ignored_stays_so(tmp_path):
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        assert fit(tmp_path, [Signals(signal.SIGTERM, 3)])["status"] is None
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert fit(tmp_path, [Signals(signal.SIGTERM, 3)])["status"] is None
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
 @in_own_process
@@ -245,14 +229,11 @@ def test_the_scripts_own_handler_is_called_too_and_put_back(tmp_path):
     def handler(number, frame):
         called.append(number)
 
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        assert fit(tmp_path, [Signals(signal.SIGUSR1, 3)])["status"] == 143
-        assert signal.getsignal(signal.SIGUSR1) is handler
-        # Of one that comes after the last step the handler knows already.
-        assert fit(tmp_path / "b", [Signals(signal.SIGUSR1, 24, "on_train_end")])["status"] is None
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    signal.signal(signal.SIGUSR1, handler)
+    assert fit(tmp_path, [Signals(signal.SIGUSR1, 3)])["status"] == 143
+    assert signal.getsignal(signal.SIGUSR1) is handler
+    # Of one that comes after the last step the handler knows already.
+    assert fit(tmp_path / "b", [Signals(signal.SIGUSR1, 24, "on_train_end")])["status"] is None
     assert called == [signal.SIGUSR1] * 2
 
 
@@ -270,12 +251,12 @@ ASKED = {"save_on_exception": True, "filename": "{step}", "every_n_epochs": 1, "
 @in_own_process
 def test_ctrl_c_saves_at_the_next_step_boundary_if_asked_to(place, step, saved, tmp_path):
     before, called = signal.getsignal(signal.SIGINT), []
-    whole = fit(tmp_path / "whole", saving=ASKED)
+    right = fit(tmp_path / "whole", saving=ASKED)
     first = fit(tmp_path / "a", [Signals(signal.SIGINT, step, place), Recorder(None, called)], saving=ASKED)
     assert signal.getsignal(signal.SIGINT) is before
     paired = ("setup", "on_exception", "teardown")
     assert [name for name in called if name in paired] == [*paired]
-    check(first, fit(tmp_path / "a", saving=ASKED), whole, saved, status=130)
+    check(first, fit(tmp_path / "a", saving=ASKED), right, saved, status=130)
     assert (tmp_path / "a" / f"step={saved}.ckpt").exists()
 
 
@@ -311,18 +292,17 @@ def test_ctrl_c_after_the_last_step_is_not_lost(tmp_path):
 
 
 @in_own_process
-def test_the_same_trainer_fits_again_after_ctrl_c(tmp_path):
+def test_the_same_trainer_fits_again_after_ctrl_c():
     task = Task()
     task.net[1].eval()
     interrupting = Signals(signal.SIGINT, 12, "on_validation_batch_start")
-    data, val = (DataLoader(torch.arange(float(n))[:, None], BATCH) for n in (SAMPLES, 6))
-    own = make_trainer(callbacks=[interrupting, ModelCheckpoint(tmp_path)], enable_checkpointing=None, max_epochs=2)
+    own = make_trainer(callbacks=interrupting, max_epochs=2)
     with pytest.raises(KeyboardInterrupt):
-        own.fit(task, data, val)
+        own.fit(task, *loaders())
     assert own.interrupted
     assert (task.training, task.net[0].training, task.net[1].training) == (True, True, False)
     assert torch.is_grad_enabled()
-    own.fit(task, data, val)
+    own.fit(task, *loaders())
     assert (own.interrupted, own.current_epoch, own.status.value) == (False, 2, "finished")
 
 
@@ -345,9 +325,9 @@ class Group(treadle.Callback):
 @in_own_process
 def test_data_workers_stay_until_the_step_is_complete(method, tmp_path):
     workers = {"num_workers": 2, "multiprocessing_context": method}
-    whole = fit(tmp_path / "whole", saving=ASKED, loading=workers)
+    right = fit(tmp_path / "whole", saving=ASKED, loading=workers)
     first = fit(tmp_path / "a", [Group()], saving=ASKED, loading=workers)
-    check(first, fit(tmp_path / "a", saving=ASKED, loading=workers), whole, 4, status=130)
+    check(first, fit(tmp_path / "a", saving=ASKED, loading=workers), right, 4, status=130)
     assert multiprocessing.active_children() == []
 
 

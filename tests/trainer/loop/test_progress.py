@@ -3,18 +3,8 @@
 import pytest
 from treadle.trainer.loop.progress import Phase, Progress
 
-COUNTERS = {
-    "epoch": 2,
-    "step": 9,
-    "batch": 3,
-    "batches": 19,
-    "samples": 76,
-    "validated": 16,
-    "skipped": 1,
-    "seconds": 1.5,
-    "loaded": 2,
-    "val_loaded": 1,
-}
+NAMES = ("epoch", "step", "batch", "batches", "samples", "validated", "skipped", "seconds", "loaded", "val_loaded")
+COUNTERS = {name: number for number, name in enumerate(NAMES, 2)}
 
 
 @pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.EPOCH_END])

@@ -1,15 +1,10 @@
 """What fit says: of the steps to come, of what it compiles, and at its end; what Ctrl-C leaves behind."""
 
-import contextlib
-import io
 import logging
-import sys
-import types
 
 import pytest
 import torch
 from support.models import Scored, Stream, loader, optimize
-from support.processes import run
 from support.trainers import make_trainer
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
@@ -56,15 +51,6 @@ def test_manual_optimization_announces_what_is_known(tmp_path):
     trainer = make_trainer(max_epochs=None, max_steps=1)
     trainer.fit(ByHand(), stream())
     assert "the dataloader has no length, until 1 optimizer step" in trainer.decided
-
-
-def test_compile_says_what_it_compiles():
-    trainer = make_trainer(max_steps=1, compile={"backend": "eager"})
-    trainer.fit(Task(), loader(16))
-    assert "torch.compile: net, each compiled by its first calls, which take longer" in trainer.decided
-    trainer = make_trainer(max_steps=1)
-    trainer.fit(Task(), loader(16))
-    assert "compile" not in trainer.decided
 
 
 ENDLESS = {
@@ -125,9 +111,8 @@ def test_after_fit_nothing_is_said_of_what_is_not_there(tmp_path, capsys, monkey
     monkeypatch.chdir(tmp_path)
     treadle.Trainer(accelerator="cpu", max_epochs=1, barebones=True).fit(Task(), loader(16), loader(16))
     assert capsys.readouterr().err.splitlines()[-1].startswith("3 trainable parameters")
-    treadle.Trainer(**QUIET, max_epochs=1, enable_checkpointing=False, enable_report=False, log_every_n_steps=0).fit(
-        ByHand(), loader(16)
-    )
+    quiet = {**QUIET, "enable_checkpointing": False, "enable_report": False}
+    treadle.Trainer(**quiet, max_epochs=1, log_every_n_steps=0).fit(ByHand(), loader(16))
     assert capsys.readouterr().err.splitlines()[-1].startswith("3 trainable parameters")
     # Scripts read hparams.yaml, which is written also when it is empty, as in Lightning. It is not worth a line.
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["hparams.yaml"]
@@ -140,25 +125,6 @@ def test_the_logger_named_treadle_is_the_switch(tmp_path, capsys):
     finally:
         logging.getLogger("treadle").setLevel("INFO")
     assert capsys.readouterr().err == ""
-
-
-def test_one_figure_in_a_notebook(monkeypatch):
-    matplotlib = pytest.importorskip("matplotlib")
-    from matplotlib import pyplot
-    from matplotlib.backends import backend_agg
-
-    inline = types.ModuleType("inline_backend")
-    vars(inline).update({name: value for name, value in vars(backend_agg).items() if not name.startswith("__")})
-    monkeypatch.setitem(sys.modules, "inline_backend", inline)
-    trainer = make_trainer(max_epochs=1, log_every_n_steps=2)
-    trainer.fit(Task(), loader(16))
-    for backend, kept in (("agg", 1), ("module://inline_backend", 0)):
-        pyplot.close("all")
-        matplotlib.use(backend)
-        assert trainer.history.plot("loss").axes
-        assert len(pyplot.get_fignums()) == kept
-    pyplot.close("all")
-    matplotlib.use("agg")
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------------------------
@@ -174,9 +140,8 @@ class Interrupts(treadle.Callback):
 
 
 def interrupted(root, **flags):
-    trainer = treadle.Trainer(
-        **{**QUIET, "logger": False, "max_epochs": 2, "default_root_dir": root, "callbacks": [Interrupts()], **flags}
-    )
+    flags = {"default_root_dir": root, "callbacks": [Interrupts()], **flags}
+    trainer = treadle.Trainer(**QUIET, logger=False, max_epochs=2, **flags)
     with pytest.raises(KeyboardInterrupt) as raised:
         trainer.fit(Task(), loader(16))
     assert not hasattr(raised.value, "__notes__")  # its place is in what is said
@@ -209,19 +174,6 @@ def test_an_interrupt_without_a_checkpoint(tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt):
         trainer.test(Task(), loader(16))
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted in test, in batch 0"
-
-
-def said_on_two(root):
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        interrupted(root, max_epochs=4, callbacks=[Interrupts(), ModelCheckpoint(root / "c", every_n_train_steps=2)])
-    return said.getvalue()
-
-
-@pytest.mark.long
-def test_rank_zero_says_it_for_all(tmp_path):
-    first, second = run(said_on_two, 2, tmp_path)
-    assert "interrupted in fit, epoch 1, after optimizer step 5, in batch 1\nlatest checkpoint: " in first
-    assert "interrupted" not in second
 
 
 @pytest.mark.parametrize("depth", [None, 0, 1])

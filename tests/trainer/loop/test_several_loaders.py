@@ -34,7 +34,7 @@ class Task(SGDTask):
         super().__init__()
         torch.manual_seed(1)
         self.net = nn.Linear(1, 1)
-        self.seen, self.evaluated, self.moved = [], [], []
+        self.seen, self.evaluated = [], []
 
     def training_step(self, batch, batch_idx):
         self.seen.append([part.flatten().tolist() for part in parts(batch)])
@@ -49,10 +49,6 @@ class Task(SGDTask):
     def predict_step(self, batch, batch_idx, dataloader_idx=0):
         return torch.cat(parts(batch)).sum()
 
-    def on_before_batch_transfer(self, batch, dataloader_idx):
-        self.moved.append((type(batch), dataloader_idx))
-        return batch
-
 
 def weights(task):
     return [p.flatten().tolist() for p in task.parameters()]
@@ -60,22 +56,16 @@ def weights(task):
 
 @pytest.mark.parametrize("form", [dict, list, tuple], ids=lambda form: form.__name__)
 def test_a_collection_is_cycled_and_keeps_its_form(form):
-    class Formed(Task):
-        def training_step(self, batch, batch_idx):
-            assert type(batch) is form
-            return super().training_step(batch, batch_idx)
-
-        def train_dataloader(self):
-            several = {"a": numbers(4, shuffle=False), "b": numbers(6, shuffle=False)}
-            return several if form is dict else form(several.values())
-
-    task, own = Formed(), make_trainer()
+    several = {"a": numbers(4, shuffle=False), "b": numbers(6, shuffle=False)}
+    task, own, moved = Task(), make_trainer(), []
+    task.train_dataloader = lambda: several if form is dict else form(several.values())
+    task.on_before_batch_transfer = lambda batch, number: moved.append((type(batch), number)) or batch
     own.fit(task)
     assert [[len(p) for p in row] for row in task.seen] == [[2, 2]] * 3
     assert task.seen[2][0] == task.seen[0][0]
     assert own.num_training_batches == 3
     assert own.estimated_stepping_batches == 3
-    assert task.moved == [(form, 0)] * 3
+    assert moved == [(form, 0)] * 3
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -165,22 +155,19 @@ def test_prediction():
 
 
 def test_the_checkpoint_of_other_loaders_is_refused(tmp_path):
-    task = Task()
-    make_trainer(callbacks=[SaveEach(tmp_path)]).fit(task, [numbers(4), numbers(6)])
-    with pytest.raises(ValueError, match="2 combined dataloaders"):
-        make_trainer(max_epochs=2).fit(Task(), numbers(4), ckpt_path=tmp_path / "2")
-    with pytest.raises(ValueError, match="saved with 2 training"):
-        make_trainer(max_epochs=2).fit(Task(), [numbers(4)] * 3, ckpt_path=tmp_path / "2")
-    with pytest.raises(ValueError, match="max_size_cycle"):
-        make_trainer(max_epochs=2).fit(Task(), CombinedLoader([numbers(4)] * 2), ckpt_path=tmp_path / "2")
+    make_trainer(callbacks=[SaveEach(tmp_path)]).fit(Task(), [numbers(4), numbers(6)])
+    for loaders, words in [
+        (numbers(4), "2 combined dataloaders"),
+        ([numbers(4)] * 3, "saved with 2 training"),
+        (CombinedLoader([numbers(4)] * 2), "max_size_cycle"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            make_trainer(max_epochs=2).fit(Task(), loaders, ckpt_path=tmp_path / "2")
 
 
 def test_a_list_of_iterators_is_a_list_of_dataloaders():
-    class Task(treadle.TaskModule):
-        def predict_step(self, batch, batch_idx, dataloader_idx=0):
-            return batch, batch_idx, dataloader_idx
-
-    own = make_trainer(limit_predict_batches=2)
-    predicted = own.predict(Task(), [itertools.count(), iter([5, 6, 7])])
+    task, own = treadle.TaskModule(), make_trainer(limit_predict_batches=2)
+    task.predict_step = lambda batch, batch_idx, dataloader_idx=0: (batch, batch_idx, dataloader_idx)
+    predicted = own.predict(task, [itertools.count(), iter([5, 6, 7])])
     assert predicted == [[(0, 0, 0), (1, 1, 0)], [(5, 0, 1), (6, 1, 1)]]
-    assert own.predict(Task(), [[0, 1], [2, 3]]) == [([0, 1], 0, 0), ([2, 3], 1, 0)]
+    assert own.predict(task, [[0, 1], [2, 3]]) == [([0, 1], 0, 0), ([2, 3], 1, 0)]

@@ -1,14 +1,17 @@
 """A stage ends on all ranks together."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
+from support.callback_runs import Rows
+from support.fit_runs import Recorder
 from support.models import LoggedLine, loader, optimize
 from support.processes import run, script
 from support.trainers import make_trainer
 from torch.utils.data import DataLoader
-from treadle.callbacks import Callback, ModelCheckpoint, ProgressBar
+from treadle.callbacks import LambdaCallback, ModelCheckpoint, ProgressBar
 from treadle.engine.checkpoint import CheckpointStore
-from treadle.loggers import Logger
 from treadle.strategies.distributed.tracebacks import PeerFailed
 
 import treadle
@@ -18,7 +21,7 @@ def fail_in_teardown():
     trainer = make_trainer(devices=2, max_steps=1)
     fails = trainer.global_rank == 1
     if fails:
-        trainer.callbacks.append(Raises("teardown", OSError("no such disk")))
+        trainer.callbacks.append(raising("teardown", OSError("no such disk")))
     with pytest.raises(OSError if fails else PeerFailed, match="no such disk") as caught:
         trainer.fit(Simple(), loader())
     return str(caught.value)
@@ -50,24 +53,12 @@ class Simple(LoggedLine):
         return super().training_step(batch, batch_idx)
 
 
-class Raises(Callback):
-    def __init__(self, hook, error):
-        setattr(self, hook, self._raise)
-        self._error = error
-
-    def _raise(self, *args, **kwargs):
-        raise self._error
+def raising(hook, error):
+    return LambdaCallback(**{hook: Mock(side_effect=error)})
 
 
-class Told(Callback):
-    def __init__(self):
-        self.calls = []
-
-    def on_exception(self, trainer, pl_module, exception):
-        self.calls.append(type(exception).__name__)
-
-    def teardown(self, trainer, pl_module, stage):
-        self.calls.append("teardown")
+def endings(told):
+    return [name for name in told if name in ("on_exception", "teardown")]
 
 
 def fitted(task, *callbacks, **options):
@@ -83,70 +74,51 @@ def fitted(task, *callbacks, **options):
     "second", [KeyError("second"), SystemExit(0), GeneratorExit(), KeyboardInterrupt(), Unreadable()], ids=repr
 )
 def test_nothing_that_a_handler_raises_replaces_the_first_error(hook, second):
-    told = Told()
+    told = []
     with pytest.raises(ValueError, match="first") as raised:
-        fitted(Simple(ValueError("first")), Raises(hook, second), told)
+        fitted(Simple(ValueError("first")), raising(hook, second), Recorder(None, told))
     assert any(type(second).__name__ in note for note in raised.value.__notes__)
     interrupts = isinstance(second, KeyboardInterrupt)  # the user does not want to wait for the others
-    assert told.calls == [
-        *([] if interrupts and hook == "on_exception" else ["ValueError"]),
-        *([] if interrupts and hook == "teardown" else ["teardown"]),
-    ]
+    assert endings(told) == [name for name in ("on_exception", "teardown") if name != hook or not interrupts]
 
 
 @pytest.mark.parametrize("error", [SystemExit, IndexError])
 def test_an_error_or_exit_in_the_teardown_of_a_stage_that_succeeded_is_one(error):
-    told = Told()
+    told = []
     with pytest.raises(error, match="3"):
-        fitted(Simple(), Raises("teardown", error(3)), told)
-    assert told.calls == ["teardown"]
+        fitted(Simple(), raising("teardown", error(3)), Recorder(None, told))
+    assert endings(told) == ["teardown"]
 
 
 @pytest.mark.guarantee
 def test_an_error_whose_text_cannot_be_read_is_raised_and_handled(tmp_path):
     saving = ModelCheckpoint(tmp_path, save_on_exception=True, save_last=True)
-    told = Told()
+    told = []
     with pytest.raises(Unreadable):
-        fitted(Simple(Unreadable()), saving, told, enable_checkpointing=True)
-    assert told.calls == ["Unreadable", "teardown"]
+        fitted(Simple(Unreadable()), saving, Recorder(None, told), enable_checkpointing=True)
+    assert endings(told) == ["on_exception", "teardown"]
     assert CheckpointStore(tmp_path).scan()[0][-1][0].step == 2
 
 
 @pytest.mark.guarantee
 def test_a_logger_or_bar_whose_error_cannot_be_read_is_only_disabled():
-    class Broken(Logger):
-        def log_metrics(self, metrics, step=None):
-            raise Unreadable
-
-        def log_hyperparams(self, params, metrics=None): ...
-
-    class Bar(ProgressBar):
-        calls = 0
-
-        def on_train_batch_end(self, *args):
-            self.calls += 1
-            raise Unreadable
-
-    bar = Bar()
+    bar, logger = ProgressBar(), Rows()
+    bar.on_train_batch_end, logger.log_metrics = Mock(side_effect=Unreadable), Mock(side_effect=Unreadable)
     with pytest.warns(UserWarning, match="is disabled") as said:
-        trainer = fitted(Simple(), bar, logger=Broken(), log_every_n_steps=1)
+        trainer = fitted(Simple(), bar, logger=logger, log_every_n_steps=1)
     assert trainer.global_step == 4
-    assert bar.calls == 1
+    assert bar.on_train_batch_end.call_count == 1
     texts = [str(one.message) for one in said]
-    for start in ("Bar failed and is disabled", "Broken.log_metrics failed, so the logger is disabled"):
+    for start in ("ProgressBar failed and is disabled", "Rows.log_metrics failed, so the logger is disabled"):
         assert texts.count(f"{start}: Unreadable: <its __str__ raised RuntimeError>") == 1
 
 
 @pytest.mark.guarantee
 def test_a_bar_of_the_users_own_ends_the_run_only_if_it_is_strict():
-    class Bar(ProgressBar):
-        def setup(self, trainer, pl_module, stage):
-            super().setup(trainer, pl_module, stage)
-            raise RuntimeError("terminal lost")
-
-    with pytest.warns(UserWarning, match="Bar failed and is disabled: RuntimeError: terminal lost"):
-        assert fitted(Simple(), Bar()).global_step == 4
-    bar = Bar()
+    bar = ProgressBar()
+    bar.setup = Mock(side_effect=RuntimeError("terminal lost"))
+    with pytest.warns(UserWarning, match="ProgressBar failed and is disabled: RuntimeError: terminal lost"):
+        assert fitted(Simple(), bar).global_step == 4
     bar.strict = True
     with pytest.raises(RuntimeError, match="terminal lost"):
         fitted(Simple(), bar)

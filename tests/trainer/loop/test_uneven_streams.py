@@ -5,23 +5,11 @@ import os
 
 import pytest
 import torch
-from support.models import SGDTask, Stream
+from support.models import Line, Stream
 from support.processes import run
 from support.trainers import make_trainer
 from torch.utils.data import DataLoader
-
-
-class Task(SGDTask):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(1, 1)
-        self.steps = []
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch / 1000).mean()
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.steps.append(self.trainer.global_step)
+from treadle.callbacks import LambdaCallback
 
 
 def fit(strategy, accumulate, epochs):
@@ -30,11 +18,14 @@ def fit(strategy, accumulate, epochs):
     handler.emit = lambda record: words.append(record.getMessage())
     logging.getLogger("treadle").addHandler(handler)
     rank = int(os.environ["RANK"])
-    loader = DataLoader(Stream(torch.arange(2.0 * (7, 3)[rank])[:, None] + 1000 * rank), 2)  # of this rank alone
-    task = Task()
-    own = make_trainer(devices=2, strategy=strategy, max_epochs=epochs, accumulate_grad_batches=accumulate)
-    own.fit(task, loader)
-    return task.steps, [text for text in words if "ran out of data" in text], own.progress.samples
+    values = torch.arange(2.0 * (7, 3)[rank])[:, None].repeat(1, 2) + 1000 * rank  # of this rank alone
+    task, steps = Line(), []
+    task.lr = 0.0
+    counts = LambdaCallback(on_train_batch_end=lambda trainer, *_: steps.append(trainer.global_step))
+    flags = {"devices": 2, "strategy": strategy, "max_epochs": epochs, "accumulate_grad_batches": accumulate}
+    own = make_trainer(**flags, callbacks=counts)
+    own.fit(task, DataLoader(Stream([*zip(values)]), 2))
+    return steps, [text for text in words if "ran out of data" in text], own.progress.samples
 
 
 CASES = {
