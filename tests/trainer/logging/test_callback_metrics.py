@@ -80,7 +80,8 @@ def test_what_is_written_is_kept_until_it_is_logged_or_removed(tmp_path):
     assert trainer.callback_metrics["own"] == 3
     trainer.callbacks.clear()
     trainer.validate(Tiny([5.0]), [trainer.val_dataloaders], verbose=False)
-    assert trainer.callback_metrics == {"val_loss": 5.0}  # of the latest stage
+    assert trainer.callback_metrics == trainer.logged_metrics == {"val_loss": 5.0}  # of the latest stage
+    assert trainer.progress_bar_metrics == {"val_loss": 5.0}
 
 
 def test_a_written_value_is_in_the_checkpoint(tmp_path):
@@ -143,20 +144,12 @@ def test_numbers_are_not_rounded(tmp_path):
     assert double.callback_metrics["train_loss"].dtype == torch.float64
 
 
-class Twice(Tiny):
-    def training_step(self, batch, batch_idx):
-        self.log("x", float(batch_idx), reduce_fx="MAX", on_step=False, on_epoch=True)
-        return super().training_step(batch, batch_idx)
-
-
-class TwiceApart(Twice):
-    def on_train_epoch_end(self):
-        self.log("x", 9.0)
-
-
 def test_a_name_of_a_step_and_of_an_epoch_is_told(tmp_path):
     """Lightning keeps the later value too, without a word. The case of a reduction does not matter."""
-    assert fit(tmp_path, task=Twice(), max_epochs=1).callback_metrics["x"] == 4.0
+    task, options = Tiny(), {"reduce_fx": "MAX", "on_step": False, "on_epoch": True}
+    task.on_train_batch_start = lambda batch, index: task.log("x", float(index), **options)
+    assert fit(tmp_path, task=task, max_epochs=1).callback_metrics["x"] == 4.0
+    task.on_train_epoch_end = lambda: task.log("x", 9.0)
     with pytest.warns(UserWarning, match="'x' is logged both within batches and between them") as caught:
-        assert fit(tmp_path, task=TwiceApart(), max_epochs=2).callback_metrics["x"] == 9.0
+        assert fit(tmp_path, task=task, max_epochs=2).callback_metrics["x"] == 9.0
     assert len([w for w in caught if "logged both" in str(w.message)]) <= 2

@@ -88,21 +88,15 @@ def test_rates_are_those_the_next_step_is_taken_with(tmp_path):
 
 
 def test_rates_have_the_names_that_the_monitor_gives_them(tmp_path):
-    class Two(Task):
-        def __init__(self):
-            super().__init__()
-            self.other = nn.Linear(4, 1)
-
-        def loss(self, batch):
-            return super().loss(batch) + self.other(batch[0]).mean()
-
-        def configure_optimizers(self):
-            groups = [{"params": [p]} for p in self.net.parameters()]
-            return torch.optim.SGD(groups, lr=0.1), torch.optim.SGD(self.other.parameters(), lr=0.2)
-
+    task = Task()
+    task.other = nn.Linear(4, 1)
+    task.loss = lambda batch: Task.loss(task, batch) + task.other(batch[0]).mean()
+    groups = [{"params": [p]} for p in task.net.parameters()]
+    both = torch.optim.SGD(groups, lr=0.1), torch.optim.SGD(task.other.parameters(), lr=0.2)
+    task.configure_optimizers = lambda: both
     monitor = LearningRateMonitor("step")
     one = trainer(tmp_path, callbacks=monitor)
-    one.fit(Two(), loader())
+    one.fit(task, loader())
     assert one.history.rates.keys() == monitor.lrs.keys() == {"lr-SGD/pg1", "lr-SGD/pg2", "lr-SGD-1"}
 
 

@@ -115,6 +115,7 @@ def test_a_value_logged_as_step_is_the_place_of_its_row(tmp_path):
     assert [(row["step"], row.get("step_metric", row["step"])) for row in batches] == [(1, 0), (2, 1), (3, 0), (4, 1)]
     assert [row["evaluation/global_step"] for row in written if "loss" in row or "val" in row] == [3, 3, 6, 6]
     assert own.history["loss"].steps == [3, 6]
+    assert not own.callback_metrics["loss"].requires_grad
     assert own.checkpoint_callback.best_model_path.endswith("epoch=1-step=6.ckpt")
 
 
@@ -196,20 +197,6 @@ def test_a_skipped_step_is_not_written_twice(tmp_path):
 
 
 # -- means and metrics, on one process and on two ---------------------------------------------------------------------
-
-
-def test_nothing_is_held_of_the_graph():
-    class Task(Base):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            self.log("loss", loss, on_epoch=True)
-            self.log("weight", self.w)
-            return loss
-
-    own = make_trainer()
-    own.fit(Task(), numbers(1, 2, 3))
-    assert not any(value.requires_grad for value in own.callback_metrics.values() if isinstance(value, torch.Tensor))
-    assert float(own.callback_metrics["weight"]) == pytest.approx(-0.3)  # before the third step: 0.1 + 0.2
 
 
 # -- metric objects and their epochs ----------------------------------------------------------------------------------
@@ -514,9 +501,6 @@ class Both(Base):
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "loss", "interval": "step"}}
 
-    def test_step(self, batch, batch_idx):
-        self.log("test_loss", 5.0)
-
 
 def test_a_bare_name_has_the_steps_value_until_the_epoch_is_over():
     task = Both()
@@ -525,15 +509,6 @@ def test_a_bare_name_has_the_steps_value_until_the_epoch_is_over():
     assert task.seen == [1.0, 2.0, 3.0, 2.0, 1.0, 2.0, 3.0, 2.0]
     assert task.schedule == [8.0, 8.0, 4.0, 2.0, 1.0, 0.5]  # worse than the first in each step but that one
     assert run.callback_metrics["loss"] == 2.0
-
-
-def test_the_metrics_are_those_of_the_last_stage():
-    task, run = Both(), make_trainer()
-    run.fit(task, numbers(1.0))
-    assert {"loss", "loss_step", "loss_epoch"} <= run.callback_metrics.keys()
-    run.test(task, numbers(1.0), verbose=False)
-    assert run.callback_metrics == run.logged_metrics == {"test_loss": 5.0}
-    assert run.progress_bar_metrics == {}
 
 
 def test_a_custom_logger_saves_after_each_row():

@@ -86,19 +86,18 @@ def assert_equal(found, right, **tolerance):
         torch.testing.assert_close(found[name], value, **tolerance or {"rtol": 1e-10, "atol": 1e-12}, msg=name)
 
 
-def resumed(folder, **flags):
-    """The weights of a whole run, and of one that resumed in the middle of its second epoch."""
-    whole, again = Two(), Two()
-    fit(whole, SaveIn("on_step_end", 4, folder / "c"), gradient_clip_val=CLIP, **flags)
+def check_resumed(folder, **flags):
+    """A run is the loop by hand, and one that resumed in the middle of its second epoch is the same."""
+    first, again = Two(), Two()
+    fit(first, SaveIn("on_step_end", 4, folder / "c"), gradient_clip_val=CLIP, **flags)
     assert fit(again, ckpt_path=folder / "c", gradient_clip_val=CLIP, **flags).global_step == 9
-    return weights(whole), weights(again)
+    assert_equal(weights(first), by_hand()[-1])
+    assert all(map(torch.equal, weights(again).values(), weights(first).values()))
 
 
 @pytest.mark.guarantee
 def test_steps_equal_those_of_a_loop_by_hand_also_resumed(tmp_path):
-    whole, again = resumed(tmp_path)
-    assert_equal(whole, by_hand()[-1])
-    assert all(torch.equal(again[name], value) for name, value in whole.items())
+    check_resumed(tmp_path)
 
 
 def test_without_clipping_and_with_its_limit_by_value():
@@ -280,15 +279,11 @@ class Record(Callback):
         self.seen.append(((progress.step, progress.skipped), weights(pl_module), (state, rates), scale))
 
 
-def overflow(**flags):
-    """What three steps leave, of which the second overflows."""
+def check_overflow(**flags):
+    """Of three steps, the second overflows."""
     record = Record()
     fit(Half(), record, precision="16-mixed", max_epochs=1, gradient_clip_val=CLIP, **flags)
-    return record.seen
-
-
-def assert_skipped(seen):
-    counts, values, states, scales = zip(*seen, strict=True)
+    counts, values, states, scales = zip(*record.seen, strict=True)
     assert counts == ((1, 0), (1, 1), (2, 1))
     assert all(torch.equal(values[0][name], value) for name, value in values[1].items())
     assert states[0] == states[1]
@@ -297,7 +292,7 @@ def assert_skipped(seen):
 
 
 def test_an_overflow_of_one_skips_the_steps_of_all():
-    assert_skipped(overflow())
+    check_overflow()
 
 
 # -- two processes ---------------------------------------------------------------------------------------------------
@@ -305,75 +300,52 @@ def test_an_overflow_of_one_skips_the_steps_of_all():
 STRATEGIES = {"ddp": DDP, "zero": partial(DDP, zero=True), "fsdp": FSDP}
 
 
-def on_two_processes(folder):
-    found = {}
+def check_on_two(folder):
     for name, make in STRATEGIES.items():
-        first, again = resumed(folder / name, strategy=make(), train=loader(2))
-        found[name] = first, again, overflow(strategy=make(), train=loader(2))
-    return found
+        check_resumed(folder / name, strategy=make(), train=loader(2))
+        check_overflow(strategy=make(), train=loader(2))
 
 
 @pytest.mark.guarantee
 def test_two_processes(tmp_path):
     for name in STRATEGIES:
         (tmp_path / name).mkdir()
-    for rank in run(on_two_processes, 2, tmp_path):
-        for name, (first, again, seen) in rank.items():
-            assert_equal(first, by_hand()[-1])
-            assert all(torch.equal(again[key], value) for key, value in first.items()), name
-            assert_skipped(seen)
+    run(check_on_two, 2, tmp_path)
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 
-def configured(make):
-    class Task(Two):
-        configure_optimizers = make
-
-    return Task()
-
-
 def test_a_parameter_in_two_optimizers_is_named():
-    def shared(self):
-        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.Adam(self.head.parameters())]
-
+    task = Two()
+    both = torch.optim.SGD(task.parameters(), lr=0.1), torch.optim.Adam(task.head.parameters())
+    task.configure_optimizers = lambda: both
     with pytest.raises(
         ValueError, match=r"head\.weight is in two optimizers.*\(SGD and Adam\).*automatic_optimization"
     ):
-        fit(configured(shared))
-
-    def twice(self):
-        return [torch.optim.SGD(self.parameters(), lr=0.1)] * 2
-
+        fit(task)
+    task.configure_optimizers = lambda: both[:1] * 2
     with pytest.raises(ValueError, match=r"body\.0\.weight is in two optimizers"):
-        fit(configured(twice))
+        fit(task)
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_an_optimizer_with_a_closure_must_be_alone(first):
-    def mixed(self):
-        both = [torch.optim.LBFGS(self.body.parameters()), torch.optim.SGD(self.head.parameters(), lr=0.1)]
-        return both if first else both[::-1]
-
+    task = Two()
+    both = [torch.optim.LBFGS(task.body.parameters()), torch.optim.SGD(task.head.parameters(), lr=0.1)]
+    task.configure_optimizers = lambda: both if first else both[::-1]
     with pytest.raises(ValueError, match=r"LBFGS steps with a closure and cannot run with other optimizers \(SGD\)"):
-        fit(configured(mixed))
+        fit(task)
 
 
 def test_optimizers_that_take_turns_are_sent_to_manual_optimization(capsys):
-    class Indexed(Two):
-        def training_step(self, batch, batch_idx, optimizer_idx):
-            return self.loss(batch[0])
-
+    task = Two()
+    task.training_step = lambda batch, batch_idx, optimizer_idx: task.loss(batch[0])
     with pytest.raises(ValueError, match=r"optimizer_idx.*take turns, as in a GAN.*automatic_optimization = False"):
-        fit(Indexed())
-
-    class Toggles(Two):
-        def training_step(self, batch, batch_idx):
-            self.toggle_optimizer(self.optimizers()[0])
-
+        fit(task)
+    task.training_step = lambda batch, batch_idx: task.toggle_optimizer(task.optimizers()[0])
     with pytest.raises(RuntimeError, match=r"take turns.*all 2 optimizers step together.*automatic_optimization = Fa"):
-        fit(Toggles())
+        fit(task)
     capsys.readouterr()
     fit(Two(), max_steps=1)
     assert "2 optimizers (Adam, SGD) step together after one backward pass" in capsys.readouterr().err

@@ -342,14 +342,10 @@ def test_modes_and_gradients_in_evaluation():
 
 
 def test_the_parts_of_a_frozen_module_are_frozen_too(recwarn):
-    class Task(Line):
-        def __init__(self):
-            super().__init__()
-            self.backbone = nn.Sequential(nn.Linear(1, 1), nn.Dropout(), nn.Sequential(nn.Tanh())).eval()
-            self.backbone.requires_grad_(False)
-            self.loose = nn.Dropout().eval()
-
-    fit(Task(), ones(1))
+    task = Line()
+    task.backbone = nn.Sequential(nn.Linear(1, 1), nn.Dropout(), nn.Sequential(nn.Tanh())).eval().requires_grad_(False)
+    task.loose = nn.Dropout().eval()
+    fit(task, ones(1))
     (message,) = [str(w.message) for w in recwarn if "evaluation mode" in str(w.message)]
     assert message.startswith("loose will be trained in evaluation mode")
 
@@ -553,33 +549,26 @@ def test_a_strict_logger_ends_training(tmp_path, method):
 
 def on_two_processes():
     """Everything that two processes are needed for, in the same two."""
-    found = {}
     task = Clocked(seconds=treadle.Accelerator(cpu=True).process_index)
     with mock.patch.object(fit_loop, "time", task):
-        found["clock"] = fit(task, ones(8), max_epochs=-1, max_steps=200, max_time={"seconds": 5}).global_step
-    found["tokens"] = [tokens(k) for k in (1, 2, 4)]
+        own = fit(task, ones(8), max_epochs=-1, max_steps=200, max_time={"seconds": 5})
+    assert own.global_step == 5
+    assert tokens(1) == pytest.approx([17 / 5, 4 / 5])
+    assert tokens(2) == tokens(4) == pytest.approx([21 / 10])
     task = Line()
     fit(task, ones(9), accumulate_grad_batches=2)
-    found["partial"] = task.gradients
+    assert task.gradients == [1.0, 1.0, 1.0]
     task = Regression()
     fit(task, DataLoader(regression(), 2), max_epochs=2, gradient_clip_val=0.5, precision="64-true")
-    found["clipped"] = weights(task).tolist()
+    wanted = by_hand(1, lambda p: nn.utils.clip_grad_norm_(p, 0.5), dtype=torch.float64)
+    torch.testing.assert_close(weights(task), wanted, rtol=0, atol=1e-12)
     task = UsesEverything()
-    own = fit(task, Everything())
-    found["predicted"] = own.predict(task, datamodule=Everything())
-    return found
+    predicted = fit(task, Everything()).predict(task, datamodule=Everything())
+    assert sorted(value for batch in predicted for value in batch) == [104.0, 110.0, 116.0]
 
 
 def test_two_processes_stop_at_the_same_step_and_weigh_as_one():
-    for rank in run(on_two_processes, 2):
-        assert rank["clock"] == 5
-        assert rank["tokens"][0] == pytest.approx([17 / 5, 4 / 5])
-        assert rank["tokens"][1] == pytest.approx([21 / 10])
-        assert rank["tokens"][2] == pytest.approx([21 / 10])
-        assert rank["partial"] == [1.0, 1.0, 1.0]
-        wanted = by_hand(1, lambda p: nn.utils.clip_grad_norm_(p, 0.5), dtype=torch.float64)
-        assert rank["clipped"] == pytest.approx(wanted.tolist(), abs=1e-12)
-        assert sorted(value for batch in rank["predicted"] for value in batch) == [104.0, 110.0, 116.0]
+    run(on_two_processes, 2)
 
 
 @pytest.mark.parametrize(("size", "drop", "left"), [(4, True, 2), (5, True, 0), (4, False, 0)])

@@ -197,23 +197,13 @@ def test_star_arguments_get_the_arguments_that_lightning_passes(loaders):
 
 
 def test_hooks_may_mix_names_and_star_arguments_or_use_names_of_their_own():
-    class Mixed(Task):
-        def setup(self, which):
-            self.calls.append(which)
-
-        def teardown(self, *, stage):
-            self.calls.append(stage)
-
-        def validation_step(self, batch, *rest):
-            self.calls.append(rest)
-
-        def test_step(self, batch, batch_idx, dataloader_idx, *rest):
-            self.calls.append((batch_idx, dataloader_idx, rest))
-
-        def configure_gradient_clipping(self, optimizer, limit, kind):
-            self.calls.append((limit, kind))
-
-    task, run = Mixed(), make_trainer(num_sanity_val_steps=0, max_steps=1, gradient_clip_val=1.0)
+    task, run = Task(), make_trainer(num_sanity_val_steps=0, max_steps=1, gradient_clip_val=1.0)
+    note = task.calls.append
+    task.setup = lambda which: note(which)
+    task.teardown = lambda *, stage: note(stage)
+    task.validation_step = lambda batch, *rest: note(rest)
+    task.test_step = lambda batch, batch_idx, dataloader_idx, *rest: note((batch_idx, dataloader_idx, rest))
+    task.configure_gradient_clipping = lambda optimizer, limit, kind: note((limit, kind))
     run.validate(task, loader(2), verbose=False)
     run.test(task, loader(2), verbose=False)
     run.fit(task, loader(2))

@@ -211,8 +211,12 @@ class SamInTwoSteps(Form):
         self.choose().second_step()
 
 
-class OwnSamInTwoSteps(SamInTwoSteps):
-    choose = Attribute.choose
+def owned(kind):
+    """The form whose optimizer is an attribute of the task's."""
+    return type(f"Own{kind.__name__}", (kind,), {"choose": Attribute.choose})
+
+
+OwnSamInTwoSteps = owned(SamInTwoSteps)
 
 
 class SamWithClosure(SamInTwoSteps):
@@ -234,8 +238,7 @@ class Closure(Form):
         optimizer.step(closure=closure)
 
 
-class OwnClosure(Closure):
-    choose = Attribute.choose
+OwnClosure = owned(Closure)
 
 
 class Lbfgs(Closure):
@@ -245,8 +248,7 @@ class Lbfgs(Closure):
         return torch.optim.LBFGS(self.net.parameters(), lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
 
 
-class OwnLbfgs(Lbfgs):
-    choose = Attribute.choose
+OwnLbfgs = owned(Lbfgs)
 
 
 class ByHand(Form):
@@ -282,11 +284,6 @@ class ScaledInHook(Form):
         self.note_norm()
         for parameter in self.net.parameters():
             parameter.grad.div_(self.norms[-1])
-
-
-class BackwardByHand(Form):
-    def compute(self, batch):
-        self.loss(batch).backward()
 
 
 class SeveralPasses(Form):
@@ -405,8 +402,7 @@ class TwoNetworks(Form):
             first.zero_grad()
 
 
-class OwnTwoNetworks(TwoNetworks):
-    choose = Attribute.choose
+OwnTwoNetworks = owned(TwoNetworks)
 
 
 class GradientPenalty(TwoNetworks):
@@ -626,17 +622,13 @@ def test_the_step_of_a_loss_that_is_not_finite_is_an_error_or_skipped(processes)
                 torch.testing.assert_close(weight, expected, rtol=1e-9, atol=1e-12)
 
 
-class OwnSamWithClosure(SamWithClosure):
-    choose = Attribute.choose
-
-
 @pytest.mark.filterwarnings("ignore:.*returned no optimizer")
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         (OwnLbfgs, r"LBFGS steps with a closure and cannot run with on_nonfinite='skip'"),
         (ByHand, r"updated parameters without an optimizer in step 2.* not finite any more"),
-        (OwnSamWithClosure, r"gradients of Sam are not finite.* Step that optimizer"),  # through the wrapper
+        (owned(SamWithClosure), r"gradients of Sam are not finite.* Step that optimizer"),  # through the wrapper
     ],
 )
 def test_a_step_that_cannot_be_skipped_is_an_error(kind, words):
@@ -657,10 +649,6 @@ class Float16(Form):
 
     def note_norm(self):
         """The gradients are scaled here."""
-
-
-class OwnFloat16(Float16):
-    choose = Attribute.choose
 
 
 class ClippedFloat16(Float16):
@@ -716,7 +704,7 @@ def float16_by_hand(processes):
 
 
 def test_float16_with_any_optimizer():
-    results = [fit_float16(kind) for kind in (Float16, OwnFloat16, BothClippedFloat16, ClippedFloat16)]
+    results = [fit_float16(kind) for kind in (Float16, owned(Float16), BothClippedFloat16, ClippedFloat16)]
     torch.testing.assert_close(results[0], float16_by_hand(processes=1), rtol=0, atol=0)
     assert all(map(torch.equal, results[0], results[1]))
     assert all(map(torch.equal, results[2], results[3]))
