@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 from support import reports
-from support.models import Scored
+from support.models import Scored, optimize
 from support.processes import run
 from support.reports import page_of
 from torch import nn
@@ -207,6 +207,11 @@ def test_the_page_has_it_all_and_needs_nothing_else(tmp_path):
 @pytest.mark.parametrize(("failure", "said"), [(ValueError, "failed: ValueError"), (KeyboardInterrupt, "interrupted")])
 def test_the_page_of_a_run_that_did_not_end_well(tmp_path, failure, said):
     class Fails(Task):
+        automatic_optimization = failure is ValueError
+
+        def training_step(self, batch, batch_idx):
+            return optimize(self, super().training_step(batch, batch_idx))
+
         def on_train_batch_end(self, outputs, batch, batch_idx):
             if self.trainer.global_step == 5:
                 raise failure("that <i>was</i> it")

@@ -12,7 +12,7 @@ from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
 from torchmetrics import CatMetric, MetricCollection, MetricTracker, SumMetric
-from torchmetrics.classification import BinaryAUROC
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 from treadle.loggers import CSVLogger, TensorBoardLogger
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nothing is validated")
@@ -304,13 +304,18 @@ def test_log_dict_copies_no_states_of_a_collection():
 
 def test_what_would_be_lost_is_an_error():
     task = Base()
-    task.totals = nn.ModuleList([SumMetric(), SumMetric()])
+    task.totals, task.each = nn.ModuleList([SumMetric(), SumMetric()]), MulticlassAccuracy(3, average=None)
+
+    def log_classes(batch, batch_idx):
+        task.each(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))
+        task.log("x", task.each)
 
     def log_two(batch, batch_idx):
         task.totals[batch_idx](batch[0])
         task.log("x", task.totals[batch_idx], on_epoch=True)
 
     for log, words in [
+        (log_classes, r"'x'\) got a tensor of shape \(3,\), but can log only one number"),
         (log_two, "'x' was logged as two SumMetric objects in one epoch"),
         (lambda *_: task.log("x", 1.0, on_step=False), "'x' is logged with on_step=False and on_epoch=False"),
     ]:

@@ -35,16 +35,11 @@ class ShortStream(Stream):
         return 4
 
 
-def trainer(**flags):
-    saves = any(isinstance(c, ModelCheckpoint) for c in flags.get("callbacks", ()))
-    return make_trainer(enable_checkpointing=saves, **flags)
-
-
 # -- how a stream ends -----------------------------------------------------------------------------------------------
 
 
 def test_max_steps_at_the_end_of_a_stream():
-    task, one = Task(), trainer(max_epochs=-1, max_steps=6)
+    task, one = Task(), make_trainer(max_epochs=-1, max_steps=6)
     one.fit(task, stream(6), loader(1))
     assert (one.global_step, one.current_epoch, task.validated) == (6, 0, [])
     one.max_steps = 7
@@ -53,7 +48,7 @@ def test_max_steps_at_the_end_of_a_stream():
 
 
 def test_a_stream_that_is_longer_than_it_says_is_cut_and_that_is_said():
-    task, one = Task(), trainer(max_epochs=2)
+    task, one = Task(), make_trainer(max_epochs=2)
     with pytest.warns(UserWarning, match=r"more batches than its length of 2"):
         one.fit(task, loader(6, ShortStream), loader(1))
     assert (one.global_step, one.current_epoch, task.validated) == (4, 2, [2, 4])
@@ -64,9 +59,9 @@ def test_a_stream_that_is_longer_than_it_says_is_cut_and_that_is_said():
 
 @pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_end", "on_train_epoch_end"])
 def test_saved_at_the_end_of_an_epoch_without_a_length(tmp_path, hook):
-    whole, task = trainer(max_epochs=3, callbacks=[SaveIn(hook, 12, tmp_path / "x")]), Task()
+    whole, task = make_trainer(max_epochs=3, callbacks=[SaveIn(hook, 12, tmp_path / "x")]), Task()
     whole.fit(task, stream(6), loader(1))
-    again, other = trainer(max_epochs=3), Task()
+    again, other = make_trainer(max_epochs=3), Task()
     again.fit(other, stream(6), loader(1), ckpt_path=tmp_path / "x")
     counts = ("step", "epoch", "batch", "batches", "samples", "validated")
     assert [getattr(again.progress, name) for name in counts] == [getattr(whole.progress, name) for name in counts]
@@ -91,7 +86,7 @@ class SameName(Task):
 def test_what_validation_measured_is_known_after_a_resume(tmp_path, hook):
     def run(path=None, *callbacks):
         stopping = EarlyStopping("loss", patience=9, check_on_train_epoch_end=True)
-        one, task = trainer(max_epochs=4, callbacks=[stopping, *callbacks]), SameName()
+        one, task = make_trainer(max_epochs=4, callbacks=[stopping, *callbacks]), SameName()
         one.fit(task, loader(3), loader(1), ckpt_path=path)
         return one.optimizers[0].param_groups[0]["lr"], stopping.best_score, task.net.weight.tolist()
 
@@ -103,11 +98,11 @@ def test_what_validation_measured_is_known_after_a_resume(tmp_path, hook):
 
 def test_the_history_of_a_run_that_was_saved_when_it_failed(tmp_path):
     saves = ModelCheckpoint(tmp_path, save_on_exception=True)
-
+    flags = {"enable_checkpointing": True, "log_every_n_steps": 1}
     fails = LambdaCallback(on_before_backward=lambda trainer, *_: 1 // (5 - trainer.global_step))
     with pytest.raises(ZeroDivisionError):
-        trainer(callbacks=[saves, fails], log_every_n_steps=1).fit(Task(), loader(8))
-    again = trainer(callbacks=[ModelCheckpoint(tmp_path)], log_every_n_steps=1)
+        make_trainer(**flags, callbacks=[saves, fails]).fit(Task(), loader(8))
+    again = make_trainer(**flags, callbacks=ModelCheckpoint(tmp_path))
     again.fit(Task(), loader(8), ckpt_path=tmp_path / "epoch=0-step=5.ckpt")
     assert again.history["loss"].steps == [1, 2, 3, 4, 5, 6, 7, 8]
 
@@ -117,7 +112,7 @@ def test_the_history_of_a_run_that_was_saved_when_it_failed(tmp_path):
 
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 def test_a_loss_that_was_not_finite_in_a_group_that_was_left_is_forgotten(policy):
-    task, one = Task(), trainer(max_epochs=3, accumulate_grad_batches=3, on_nonfinite=policy)
+    task, one = Task(), make_trainer(max_epochs=3, accumulate_grad_batches=3, on_nonfinite=policy)
     factor = {(0, 1): float("nan")}
     task.training_step = lambda batch, index: task.net(batch[0]).mean() * factor.get((task.current_epoch, index), 1.0)
     task.on_train_batch_start = lambda batch, index: -1 if (task.current_epoch, index) == (0, 2) else None
@@ -129,7 +124,7 @@ def test_a_loss_that_was_not_finite_in_a_group_that_was_left_is_forgotten(policy
 
 
 def test_a_second_fit_with_nothing_left_says_so():
-    one = trainer()
+    one = make_trainer()
     one.fit(Task(), loader(3))
     with pytest.warns(UserWarning, match=r"nothing is left to train: 3 optimizer steps and 1 epoch are done"):
         one.fit(Task(), loader(3))
@@ -142,7 +137,7 @@ def test_a_stage_within_a_stage_is_refused():
             with pytest.raises(ValueError, match=r"trainer.validate was called within trainer.fit"):
                 self.trainer.validate(self, loader(1))
 
-    one = trainer(max_epochs=2)
+    one = make_trainer(max_epochs=2)
     one.fit(Nested(), loader(3), loader(1))
     assert one.global_step == 6
     assert len(one.optimizers) == 1
@@ -151,6 +146,6 @@ def test_a_stage_within_a_stage_is_refused():
 def test_no_tests_where_the_limit_is_zero():
     task = Task()
     task.test_step = task.predict_step = task.validation_step
-    assert trainer(limit_test_batches=0).test(task, loader(2)) == []
-    assert trainer(limit_predict_batches=0).predict(task, loader(2)) == []
+    assert make_trainer(limit_test_batches=0).test(task, loader(2)) == []
+    assert make_trainer(limit_predict_batches=0).predict(task, loader(2)) == []
     assert task.validated == []

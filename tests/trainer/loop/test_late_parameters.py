@@ -129,3 +129,7 @@ def test_a_task_without_an_optimizer_steps_one_that_changes_nothing():
     assert (run.global_step, run.optimizers, len(task.kinds)) == (5, [], 2)
     assert all(torch.equal(value, weights[name]) for name, value in task.state_dict().items())
     assert all(issubclass(kind, torch.optim.Optimizer) for kind in task.kinds)
+
+
+def test_without_a_trainer_there_is_no_mesh():
+    assert Lazy().device_mesh is None
