@@ -1,12 +1,11 @@
 """What a person gets wrong, and the words that say so: the value, the rule, the fix. Nothing is ignored in silence."""
 
 import warnings
-from datetime import timedelta
 
 import pytest
 import torch
-from support.models import Line, loader, with_step
-from support.trainers import Dry, make_trainer, says
+from support.models import Line, LoggedLine, SGDTask, loader, with_step
+from support.trainers import NO_OUTPUT, Dry, make_trainer, says
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
@@ -19,11 +18,7 @@ import treadle
 NAN = float("nan")
 
 
-class Plain(Line):
-    pass
-
-
-class Validated(Plain):
+class Validated(Line):
     def validation_step(self, batch, batch_idx):
         self.log("val", self.net(batch[0]).mean())
 
@@ -32,29 +27,19 @@ FLAGS = [
     ({"strategy": "fdsp"}, ValueError, "strategy='fdsp'", "ddp", "Did you mean"),
     ({"strategy": 5}, TypeError, "strategy=5", "name or a Strategy"),
     ({"accelerator": "tpu"}, ValueError, "accelerator='tpu'", "auto, cpu"),
-    ({"accelerator": 3}, ValueError, "accelerator=3"),
     ({"devices": 0}, ValueError, "devices=0", "at least 1"),
     ({"devices": "x"}, ValueError, "devices='x'", "'auto'"),
     ({"devices": [0, 0]}, ValueError, "devices=[0, 0]", "only once"),
     ({"devices": 1.5}, TypeError, "devices=1.5", "float"),
     ({"num_nodes": 2}, ValueError, "num_nodes=2", "treadle launch --nnodes 2"),
     ({"precision": "fp9"}, ValueError, "precision='fp9'", "float8", "Did you mean 'fp8'"),
-    ({"precision": "bf16-mixd"}, ValueError, "precision='bf16-mixd'", "Did you mean 'bf16-mixed'"),
-    ({"precision": [16]}, ValueError, "precision=[16]"),
     ({"fast_dev_run": 0.5}, ValueError, "fast_dev_run=0.5", "integer"),
-    ({"fast_dev_run": -1}, ValueError, "fast_dev_run=-1", "at least 0"),
     ({"max_epochs": -2}, ValueError, "max_epochs=-2", "at least -1"),
-    ({"max_epochs": True}, ValueError, "max_epochs=True", "integer"),
     ({"max_steps": None}, ValueError, "max_steps=None", "integer"),
-    ({"max_steps": "9"}, ValueError, "max_steps='9'", "integer"),
     ({"min_epochs": -1}, ValueError, "min_epochs=-1", "at least 0"),
     ({"min_steps": 2.5}, ValueError, "min_steps=2.5", "integer"),
     ({"min_epochs": 5, "max_epochs": 2}, ValueError, "min_epochs=5", "max_epochs=2"),
     ({"min_steps": 5, "max_steps": 2}, ValueError, "min_steps=5", "max_steps=2"),
-    ({"max_time": "1h"}, ValueError, "max_time='1h'", "DD:HH:MM:SS"),
-    ({"max_time": 5}, TypeError, "max_time=5", "timedelta"),
-    ({"max_time": {"hour": 1}}, TypeError, "max_time={'hour': 1}", "hours"),
-    ({"max_time": timedelta(seconds=-3)}, ValueError, "max_time=", "positive duration"),
     *[
         ({f"limit_{kind}_batches": value}, error, f"limit_{kind}_batches={value!r}", "from 0.0 to 1.0")
         for kind in ("train", "val", "test", "predict")
@@ -63,7 +48,6 @@ FLAGS = [
     ({"limit_train_batches": True}, TypeError, "limit_train_batches=True", "whole number"),
     ({"val_check_interval": 0}, ValueError, "val_check_interval=0", "limit_val_batches=0"),
     ({"val_check_interval": 2.5}, ValueError, "val_check_interval=2.5", "from 0.0 to 1.0"),
-    ({"val_check_interval": "1"}, ValueError, "val_check_interval='1'", "DD:HH:MM:SS"),
     ({"check_val_every_n_epoch": 0}, ValueError, "check_val_every_n_epoch=0", "at least 1"),
     ({"check_val_every_n_epoch": None}, ValueError, "check_val_every_n_epoch=None", "whole number of batches"),
     ({"num_sanity_val_steps": -2}, ValueError, "num_sanity_val_steps=-2", "at least -1"),
@@ -71,26 +55,18 @@ FLAGS = [
     ({"accumulate_grad_batches": 0}, ValueError, "accumulate_grad_batches=0", "at least 1"),
     ({"accumulate_grad_batches": {0: 2}}, ValueError, "accumulate_grad_batches={0: 2}"),
     ({"gradient_clip_val": -1}, ValueError, "gradient_clip_val=-1", "above 0"),
-    ({"gradient_clip_val": NAN}, ValueError, "gradient_clip_val=nan", "above 0"),
     ({"gradient_clip_algorithm": "l2"}, ValueError, "gradient_clip_algorithm='l2'", "norm, value"),
     ({"deterministic": "yes"}, ValueError, "deterministic='yes'", "'warn'"),
     *[
         ({flag: "False"}, TypeError, f"{flag}='False'", "True or False")
-        for flag in (
-            "benchmark",
-            "inference_mode",
-            "use_distributed_sampler",
-            "detect_anomaly",
-            "enable_checkpointing",
-            "enable_progress_bar",
-            "enable_model_summary",
-        )
+        for words in ("benchmark inference_mode use_distributed_sampler detect_anomaly", " ".join(NO_OUTPUT))
+        for flag in words.split()
+        if flag != "logger"
     ],
     ({"default_root_dir": 5}, TypeError, "default_root_dir=5", "path"),
     ({"on_nonfinite": "stop"}, ValueError, "on_nonfinite='stop'", "raise, skip, ignore"),
     ({"logger": "tensorboard"}, TypeError, "logger", "'tensorboard'"),
     ({"logger": [5]}, TypeError, "logger", "5"),
-    ({"callbacks": 5}, TypeError, "callbacks", "5"),
     ({"callbacks": "bar"}, TypeError, "callbacks", "'bar'"),
     ({"callbacks": EarlyStopping}, TypeError, "callbacks", "EarlyStopping"),
     ({"callbacks": [EarlyStopping]}, TypeError, "callbacks", "Pass EarlyStopping() instead of the class"),
@@ -98,15 +74,13 @@ FLAGS = [
     ({"enable_checkpointing": False, "callbacks": ModelCheckpoint()}, ValueError, "enable_checkpointing=False"),
     ({"enable_progress_bar": False, "callbacks": TQDMProgressBar()}, ValueError, "enable_progress_bar=False"),
     ({"max_epoch": 3}, TypeError, "no argument 'max_epoch'", "Did you mean 'max_epochs'"),
-    ({"acumulate_grad_batches": 3}, TypeError, "Did you mean 'accumulate_grad_batches'"),
-    ({"gpus": 1}, TypeError, "no argument 'gpus'", "Use accelerator='gpu' and devices"),
     ({"model_registry": "x"}, TypeError, "'model_registry'", "Pass a checkpoint's path to fit as ckpt_path"),
     ({"plugins": "deepspeed"}, TypeError, "plugins='deepspeed' must be"),
     ({"plugins": [Precision.parse("64-true")], "precision": 32}, ValueError, "Pass only one"),
     ({"plugins": [TorchSyncBatchNorm()], "sync_batchnorm": True}, ValueError, "set the same option"),
     ({"compile": "yes"}, TypeError, "compile='yes' must be True, False or a dict"),
     ({"reload_dataloaders_every_n_epochs": -1}, ValueError, "at least 0"),
-    ({"gpus": 1, "max_epoch": 3}, TypeError, "no argument 'gpus'", "no argument 'max_epoch'"),
+    ({"gpus": 1, "max_epoch": 3}, TypeError, "no argument 'gpus'", "Use accelerator='gpu' and devices", "'max_epoch'"),
 ]
 
 
@@ -133,16 +107,12 @@ def test_a_loader_that_yields_nothing():
         (iter([batch, batch]), {"max_epochs": 2}, ["iterated more than once"]),  # exhausted in the first epoch
         (DataLoader(Dry()), {}, ["yielded no batch"]),
         ([], {}, ["yielded no batch"]),
-        (
-            loader(6),
-            {"limit_train_batches": 0.01},
-            ["limit_train_batches=0.01", "3 batches", "less than one batch", "integer 1"],
-        ),
+        (loader(6), {"limit_train_batches": 0.01}, ["limit_train_batches=0.01", "3 batches", "integer 1"]),
         (iter([batch]), {"limit_train_batches": 0.5}, ["limit_train_batches=0.5", "no length"]),
         (None, {}, ["training dataloader", "train_dataloader"]),
     ]:
         with says(ValueError, *words):
-            make_trainer(**flags).fit(Plain(), source)
+            make_trainer(**flags).fit(Line(), source)
     with says(ValueError, "validation dataloader", "empty"):
         make_trainer().validate(Validated(), DataLoader(Nothing()))
     with says(ValueError, "validate has no dataloader"):
@@ -158,13 +128,13 @@ def test_things_that_are_no_loader():
         (TensorDataset(torch.ones(4, 2)), ["TensorDataset", "single samples", "DataLoader"]),
     ]:
         with says(TypeError, *words):
-            make_trainer().fit(Plain(), source)
+            make_trainer().fit(Line(), source)
         with says(TypeError, *words):
             make_trainer().validate(Validated(), source)
         with says(TypeError, *words):
-            make_trainer().fit(Plain(), {"a": loader(6), "b": source})
+            make_trainer().fit(Line(), {"a": loader(6), "b": source})
     with says(ValueError, "contains no dataloader"):
-        make_trainer().fit(Plain(), {})
+        make_trainer().fit(Line(), {})
 
 
 def test_val_check_interval_that_never_comes():
@@ -174,7 +144,7 @@ def test_val_check_interval_that_never_comes():
         make_trainer(val_check_interval=0.5).fit(Validated(), iter([[torch.ones(2, 2)]]), loader(6))
 
 
-def adam(task):
+def sgd(task):
     return torch.optim.SGD(task.parameters(), lr=0.1)
 
 
@@ -182,93 +152,63 @@ def steps(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
 
-def plateau(optimizer):
-    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-
-
-def scheduled(**config):
-    def configure(task):
-        optimizer = adam(task)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": steps(optimizer), **config}}
-
-    return configure
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
 
 
 def of(make):
     """configure_optimizers that makes what it returns from one optimizer of the task."""
-    return lambda task: make(adam(task))
+    return lambda task: make(sgd(task))
+
+
+def scheduled(**config):
+    return of(lambda optimizer: {"optimizer": optimizer, "lr_scheduler": {"scheduler": steps(optimizer), **config}})
 
 
 @pytest.mark.parametrize(
     ("configure", "error", "words"),
     [
         (lambda t: "adam", TypeError, ["str", "an optimizer"]),
-        (lambda t: 5, TypeError, ["int", "two lists"]),
-        (lambda t: torch.optim.SGD, TypeError, ["type", "an optimizer"]),
-        (lambda t: (o for o in [adam(t)]), TypeError, ["generator"]),
+        (lambda t: (o for o in [sgd(t)]), TypeError, ["generator"]),
         (lambda t: [], ValueError, ["empty list"]),
         (lambda t: ([], []), ValueError, ["empty"]),
         (of(lambda o: ([], [steps(o)])), ValueError, ["optimizers, is empty"]),
         (of(lambda o: (o, steps(o))), TypeError, ["StepLR", "two lists (optimizers, schedulers)"]),
         (of(lambda o: ([o], [steps(o)], [1])), TypeError, ["list where an optimizer is expected"]),
-        (lambda t: [adam(t), adam(t)], ValueError, ["net.weight is in two optimizers", "one optimizer"]),
+        (lambda t: [sgd(t), sgd(t)], ValueError, ["net.weight is in two optimizers", "one optimizer"]),
         (lambda t: {"lr_scheduler": 1}, ValueError, ["without 'optimizer'"]),
         (lambda t: {"optimizer": None}, TypeError, ["returned None where an optimizer is expected"]),
         (of(lambda o: {"optimizer": o, "lr_scheduler": "cosine"}), TypeError, ["step()", "'cosine'"]),
-        (of(lambda o: {"optimizer": o, "lr_scheduler": [steps(o)]}), TypeError, ["step()"]),
         (of(lambda o: {"optimizer": o, "lr_scheduler": {"interval": "step"}}), ValueError, ["without 'scheduler'"]),
         (scheduled(interval="batch"), ValueError, ["interval='batch'", "epoch, step"]),
         (scheduled(frequency=0), ValueError, ["frequency=0", "at least 1"]),
-        (scheduled(frequency=True), ValueError, ["frequency=True"]),
         (of(lambda o: {"optimizer": o, "lr_scheduler": plateau(o)}), ValueError, ["ReduceLROnPlateau", "'monitor'"]),
-        (of(lambda o: {"optimizer": o, "lr_scheduler": plateau(o), "monitor": "vall"}), ValueError, ["'vall'", "los"]),
-        (
-            lambda t: {"optimizer": adam(t), "lr_scheduler": steps(adam(t))},
-            ValueError,
-            ["StepLR", "not the optimizer of this scheduler"],
-        ),
-        (lambda t: adam(nn.Linear(2, 2)), ValueError, ["none of Odd's parameters", "self.parameters()"]),
+        (of(lambda o: {"optimizer": o, "lr_scheduler": plateau(o), "monitor": "vall"}), ValueError, ["'vall'", "loss"]),
+        (lambda t: {"optimizer": sgd(t), "lr_scheduler": steps(sgd(t))}, ValueError, ["StepLR", "not the optimizer"]),
+        (lambda t: sgd(nn.Linear(2, 2)), ValueError, ["none of Odd's parameters", "self.parameters()"]),
     ],
 )
 def test_what_configure_optimizers_returns(configure, error, words):
-    class Odd(Plain):
-        configure_optimizers = configure
-
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            self.log("los", loss)
-            return loss
-
+    task = type("Odd", (LoggedLine,), {"configure_optimizers": configure})()
     with says(error, *words):
-        make_trainer().fit(Odd(), loader(6))
+        make_trainer().fit(task, loader(6))
 
 
 def test_missing_steps():
-    class NoStep(treadle.TaskModule):
-        configure_optimizers = Plain.configure_optimizers
-
     class NoOptimizer(treadle.TaskModule):
-        training_step = Plain.training_step
+        training_step = Line.training_step
 
-    for task, words in [
-        (NoStep(), ["NoStep", "training_step"]),
-        (NoOptimizer(), ["NoOptimizer", "configure_optimizers"]),
-    ]:
+    for task, words in [(SGDTask(), ["SGDTask", "training_step"]), (NoOptimizer(), ["configure_optimizers"])]:
         with says(ValueError, *words):
             make_trainer().fit(task, loader(6))
-    for stage, words in [
-        ("validate", "validation_step"),
-        ("test", "test_step"),
-        ("predict", "predict_step or forward"),
-    ]:
-        with says(ValueError, f"{stage} needs", words, "but Plain"):
-            getattr(make_trainer(), stage)(Plain(), loader(6))
-    with pytest.warns(UserWarning, match="Plain has no validation_step"):
-        make_trainer().fit(Plain(), loader(6), loader(6))
-    with pytest.warns(UserWarning, match="no validation dataloader"):
-        make_trainer().fit(Validated(), loader(6))
-    with pytest.warns(UserWarning, match="no validation dataloader"):
-        make_trainer().fit(Validated(), loader(6), [])
+    steps = {"validate": "validation_step", "test": "test_step", "predict": "predict_step or forward"}
+    for stage, words in steps.items():
+        with says(ValueError, f"{stage} needs", words, "but Line"):
+            getattr(make_trainer(), stage)(Line(), loader(6))
+    with pytest.warns(UserWarning, match="Line has no validation_step"):
+        make_trainer().fit(Line(), loader(6), loader(6))
+    for absent in (None, []):
+        with pytest.warns(UserWarning, match="no validation dataloader"):
+            make_trainer().fit(Validated(), loader(6), absent)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_trainer(limit_val_batches=0).fit(Validated(), loader(6))
@@ -278,16 +218,13 @@ def test_missing_steps():
 
 
 def test_the_wrong_kind_of_task():
-    class Forgot(treadle.TaskModule):
+    class Forgot(Line):
         def __init__(self):
             self.number = 1
 
-        training_step = Plain.training_step
-        configure_optimizers = Plain.configure_optimizers
-
     for task, error, words in [
         (nn.Linear(2, 1), TypeError, ["TaskModule", "Linear"]),
-        (Plain, TypeError, ["the class Plain", "Pass Plain() instead"]),
+        (Line, TypeError, ["the class Line", "Pass Line() instead"]),
         (Forgot(), TypeError, ["Forgot.__init__", "super().__init__()"]),
     ]:
         with says(error, *words):
@@ -300,7 +237,7 @@ def test_the_wrong_kind_of_task():
 
 def test_where_a_checkpoint_is_saved(tmp_path):
     run = make_trainer(max_steps=1)
-    run.fit(Plain(), loader(6))
+    run.fit(Line(), loader(6))
     for path in (None, 5):
         with says(TypeError, f"save_checkpoint(filepath={path}) must be a path or a URL", "Pass a str or a Path"):
             run.save_checkpoint(path)
@@ -310,34 +247,28 @@ def test_where_a_checkpoint_is_saved(tmp_path):
         run.save_checkpoint(tmp_path / "a", also="xyz")
     assert not (tmp_path / "a").exists()
     with says(ValueError):
-        run.validate(Plain(), loader(6), ckpt_path=tmp_path / "missing")
+        run.validate(Line(), loader(6), ckpt_path=tmp_path / "missing")
     with says(ValueError, "no model to save"):
         run.save_checkpoint(tmp_path / "a")
 
 
 def test_hooks_that_nobody_would_call():
-    def nothing(self, *args):
-        raise AssertionError("called after all")
-
-    for name, words in [
-        ("training_epoch_end", "use on_train_epoch_end"),
-        ("validation_epoch_end", "use on_validation_epoch_end"),
-    ]:
-        task = type("Odd", (Plain,), {name: nothing})()
-        with says(ValueError, f"Odd.{name}", words):
+    for stage, name in (("train", "training_epoch_end"), ("validation", "validation_epoch_end")):
+        task = type("Odd", (Line,), {name: lambda self, outputs: None})()
+        with says(ValueError, f"Odd.{name}", f"use on_{stage}_epoch_end"):
             make_trainer().fit(task, loader(6))
 
 
 def test_loaders_and_data_modules():
     data = treadle.DataModule.from_datasets(TensorDataset(torch.ones(4, 2)), batch_size=2)
-    for arguments in [{"train_dataloaders": loader(6), "datamodule": data}, {"val_dataloaders": loader(6)}]:
-        first = () if "datamodule" in arguments else (data,)
+    both = {"datamodule": data, "train_dataloaders": loader(6)}
+    for more in (both, {"train_dataloaders": data, "val_dataloaders": loader(6)}):
         with says(ValueError, "Pass only one of the two"):
-            make_trainer().fit(Plain(), *first, **arguments)
+            make_trainer().fit(Line(), **more)
     with says(TypeError, "datamodule", "DataModule", "DataLoader"):
-        make_trainer().fit(Plain(), datamodule=loader(6))
+        make_trainer().fit(Line(), datamodule=loader(6))
     with says(ValueError, "training dataloader"):
-        make_trainer().fit(Plain(), datamodule=treadle.DataModule())
+        make_trainer().fit(Line(), datamodule=treadle.DataModule())
 
 
 @pytest.mark.parametrize("samples", [5, [1, 2]])
@@ -351,18 +282,11 @@ class Immovable:
         return self
 
 
-class Movable(Immovable):
-    def to(self, device):
-        self.device = device
-
-
 def test_a_batch_that_can_not_be_moved():
     with says(TypeError, "Immovable", "meta", "to(device)", "transfer_batch_to_device"):
         move_data_to_device({"a": [torch.ones(1), Immovable()]}, "meta")
-    moved = move_data_to_device({"a": [torch.ones(1), Movable(), "text", 5]}, "meta")["a"]
-    assert moved[0].device.type == "meta"
-    assert moved[1].device == "meta"
-    assert moved[2:] == ["text", 5]
+    moved = move_data_to_device({"a": [torch.ones(1), "text", 5]}, "meta")["a"]
+    assert (moved[0].device.type, *moved[1:]) == ("meta", "text", 5)
 
 
 def test_what_is_logged():
@@ -405,12 +329,12 @@ def test_checkpoints_that_are_none(tmp_path):
         ("hostile", ["manifest.json is damaged"], "manifest.json"),
     ]:
         with says(ValueError, *words):
-            make_trainer().fit(Plain(), loader(6), ckpt_path=tmp_path / path)
+            make_trainer().fit(Line(), loader(6), ckpt_path=tmp_path / path)
         with says(ValueError, path, at_load):
-            Plain.load_from_checkpoint(tmp_path / path)
+            Line.load_from_checkpoint(tmp_path / path)
 
 
-class Sized(Plain):
+class Sized(Line):
     def __init__(self, width):
         super().__init__()
         self.save_hyperparameters()
@@ -423,7 +347,7 @@ def test_checkpoints_of_something_else(tmp_path):
     run.save_checkpoint(tmp_path / "run")
     run.save_checkpoint(tmp_path / "weights", weights_only=True)
     with says(ValueError, "a different model", "net.weight", "(3, 2)", "(1, 2)"):
-        make_trainer().fit(Plain(), loader(6), ckpt_path=tmp_path / "run")
+        make_trainer().fit(Line(), loader(6), ckpt_path=tmp_path / "run")
     assert Sized.load_from_checkpoint(tmp_path / "weights").hparams == {"width": 3}
     with says(ValueError, "a different model"):
         Sized.load_from_checkpoint(tmp_path / "run", width=4)
@@ -445,61 +369,42 @@ def test_callbacks_that_would_not_be_saved(tmp_path):
 
     run = make_trainer(callbacks=[Counting(), Counting()])
     with says(ValueError, "two callbacks", "Counting", "state_key"):
-        run.fit(Plain(), loader(6))
+        run.fit(Line(), loader(6))
     assert run.global_step == 0  # said before the first step, not at the first save
 
-    class Wrong(Plain):
-        def configure_callbacks(self):
-            return ["bar"]
-
+    wrong = Line()
+    wrong.configure_callbacks = lambda: ["bar"]
     with says(TypeError, "configure_callbacks", "'bar'"):
-        make_trainer().fit(Wrong(), loader(6))
+        make_trainer().fit(wrong, loader(6))
 
 
 def test_what_save_hyperparameters_takes():
-    class Task(Plain):
-        def __init__(self, width=1, net=None):
-            super().__init__()
-            self.width = width
-
-    with says(TypeError, "save_hyperparameters", "5"):
-        Task().save_hyperparameters(5)
-
-    class Named(Task):
+    class Named(Line):
         def __init__(self, width=1):
-            super().__init__(width)
+            super().__init__()
             self.save_hyperparameters("widht")
 
     with says(ValueError, "'widht'", "width"):
         Named()
-
-    class Holding(Task):
-        def __init__(self, net):
-            super().__init__()
-            self.save_hyperparameters()
-
+    with says(TypeError, "save_hyperparameters", "5"):
+        Sized(1).save_hyperparameters(5)
     with says(TypeError, "save_hyperparameters", "one object with all hyperparameters"):
-        Holding(nn.Linear(1, 1)).save_hyperparameters({"a": 1}, {"b": 2})
+        Sized(1).save_hyperparameters({"a": 1}, {"b": 2})
 
 
 def test_a_wrong_type_is_caught_as_either_kind():
     """A script that catches Lightning's MisconfigurationException catches a ValueError."""
 
-    configures = Plain()
+    configures = Line()
     configures.configure_optimizers = lambda: 1
-
-    class Saves(Plain):
-        def __init__(self, size):
-            super().__init__()
-            self.save_hyperparameters(size)
 
     for call in (
         lambda: make_trainer().fit(with_step(lambda task: task.log("x", None)), loader(6)),
         lambda: make_trainer().fit(with_step(lambda task: 1.0), loader(6)),
         lambda: make_trainer().fit(configures, loader(6)),
-        lambda: make_trainer().fit(Plain()),
-        lambda: make_trainer().predict(Plain()),
-        lambda: Saves(3),
+        lambda: make_trainer().fit(Line()),
+        lambda: make_trainer().predict(Line()),
+        lambda: Sized(1).save_hyperparameters(3),
     ):
         for kind in (TypeError, ValueError):
             with pytest.raises(kind):

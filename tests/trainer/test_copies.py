@@ -5,10 +5,10 @@ import pickle
 
 import pytest
 import torch
-from support.models import Scored
+from support.models import Scored, loader
 from support.processes import run, script
-from support.trainers import NO_OUTPUT, make_trainer
-from torch.utils.data import DataLoader, TensorDataset
+from support.trainers import make_trainer
+from torch.utils.data import DataLoader
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from treadle.compat.demos.boring_classes import BoringModel
 from treadle.loggers import CSVLogger
@@ -27,10 +27,6 @@ class Task(Scored):
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)]
 
 
-def loader():
-    return DataLoader(TensorDataset(torch.arange(16.0).view(8, 2) / 16), batch_size=2)
-
-
 def by_pickle(value):
     return pickle.loads(pickle.dumps(value))
 
@@ -40,15 +36,12 @@ COPIES = pytest.mark.parametrize("make", [by_pickle, copy.deepcopy])
 
 @COPIES
 def test_a_copy_holds_flags_callbacks_and_values_and_can_go_on(tmp_path, make):
-    torch.manual_seed(0)
     callbacks = [ModelCheckpoint(monitor="val_loss"), EarlyStopping("val_loss"), TQDMProgressBar()]
-    trainer = treadle.Trainer(
-        max_epochs=2, accelerator="cpu", callbacks=callbacks, logger=CSVLogger(tmp_path), enable_model_summary=False
-    )
+    flags = {"logger": CSVLogger(tmp_path), "enable_progress_bar": True, "enable_checkpointing": True}
+    trainer = make_trainer(max_epochs=2, callbacks=callbacks, **flags)
     task = Task()
-    trainer.fit(task, loader(), loader())
+    trainer.fit(task, loader(8), loader(8))
     copied = make(trainer)
-    assert "accelerator" not in vars(copied)  # no process group, thread or signal handler yet
     assert (copied.max_epochs, copied.current_epoch, copied.global_step) == (2, 2, 8)
     assert copied.callback_metrics == trainer.callback_metrics
     assert copied.logged_metrics == trainer.logged_metrics
@@ -59,19 +52,18 @@ def test_a_copy_holds_flags_callbacks_and_values_and_can_go_on(tmp_path, make):
     assert copied.early_stopping_callbacks[0].state_dict() == trainer.early_stopping_callbacks[0].state_dict()
     assert copied.log_dir == trainer.log_dir
     assert copied.loggers[0] is not trainer.loggers[0]
-    assert "accelerator" not in vars(copied)
+    assert "accelerator" not in vars(copied)  # no process group, thread or signal handler yet
 
     assert torch.equal(copied.lightning_module.net.weight, task.net.weight)
-    expected = trainer.test(task, loader(), verbose=False)
-    assert copied.test(Task(), loader(), ckpt_path="best", verbose=False) == trainer.test(
-        Task(), loader(), ckpt_path="best", verbose=False
-    )
-    assert copied.test(copied.lightning_module, loader(), verbose=False) == expected
+    expected = trainer.test(task, loader(8), verbose=False)
+    best = trainer.test(Task(), loader(8), ckpt_path="best", verbose=False)
+    assert copied.test(Task(), loader(8), ckpt_path="best", verbose=False) == best
+    assert copied.test(copied.lightning_module, loader(8), verbose=False) == expected
 
     trainer.fit_loop.max_epochs = copied.fit_loop.max_epochs = 3
     other = copy.deepcopy(task)
-    trainer.fit(task, loader(), loader())
-    copied.fit(other, loader(), loader())
+    trainer.fit(task, loader(8), loader(8))
+    copied.fit(other, loader(8), loader(8))
     assert torch.equal(other.net.weight, task.net.weight)
     assert copied.global_step == trainer.global_step == 12
 
@@ -82,7 +74,7 @@ def test_an_unused_trainer_and_a_shallow_copy(tmp_path, make):
     copied, task = make(trainer), Task()
     assert copied.precision == "bf16-mixed"
     assert copied.accumulate_grad_batches == 2
-    copied.fit(task, loader())
+    copied.fit(task, loader(8))
     assert copied.global_step == 2
     assert trainer.global_step == 0
     assert copy.copy(trainer).accelerator is trainer.accelerator
@@ -105,16 +97,14 @@ class CopiesWithin(treadle.Callback):
 @pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
 def test_copies_within_a_run(tmp_path, kind):
     within = CopiesWithin()
-    trainer = treadle.Trainer(
-        max_epochs=1, accelerator="cpu", callbacks=[within, kind()], default_root_dir=tmp_path, logger=False
-    )
-    trainer.fit(Task(), loader(), loader())
+    trainer = make_trainer(callbacks=[within, kind()], default_root_dir=tmp_path, enable_progress_bar=True)
+    trainer.fit(Task(), loader(8), loader(8))
     *bars, copied = within.copies
     assert [type(bar[0]) for bar in bars] == [kind, kind]
     assert all("accelerator" not in vars(bar[0].trainer) for bar in bars)
     assert copied.global_step == 4
     assert copied.stage is None
-    copied.fit(Task(), loader(), loader())
+    copied.fit(Task(), loader(8), loader(8))
 
 
 class Data(treadle.DataModule):
@@ -123,7 +113,7 @@ class Data(treadle.DataModule):
         return [torch.stack(samples)]
 
     def train_dataloader(self):
-        rows = [torch.full((2,), float(index)) for index in range(8)]
+        rows = torch.arange(16.0).view(8, 2).unbind()
         return DataLoader(rows, batch_size=2, num_workers=1, multiprocessing_context="spawn", collate_fn=self.collate)
 
     def test_dataloader(self):
@@ -133,7 +123,7 @@ class Data(treadle.DataModule):
 @pytest.mark.long
 def test_a_data_module_goes_to_spawned_workers(tmp_path):
     task, data = Task(), Data()
-    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", **NO_OUTPUT)
+    trainer = make_trainer()
     trainer.fit(task, datamodule=data)
     assert trainer.global_step == 4
     assert data.trainer is trainer
@@ -143,17 +133,17 @@ def test_a_data_module_goes_to_spawned_workers(tmp_path):
 
 
 def copy_in_ranks(folder):
-    trainer = treadle.Trainer(max_epochs=1, accelerator="cpu", devices=2, default_root_dir=folder, **NO_OUTPUT)
-    trainer.fit(Task(), loader())
+    trainer = make_trainer(devices=2, default_root_dir=folder)
+    trainer.fit(Task(), loader(8))
     copied, results = copy.deepcopy(trainer), []
     assert copied.callback_metrics == trainer.callback_metrics
     for used in (trainer, copied):
         torch.manual_seed(1)
         task = Task()
         used.fit_loop.max_epochs = 2
-        used.fit(task, loader())
+        used.fit(task, loader(8))
         results.append((used.world_size, used.global_step, task.net.weight.detach().clone()))
-    boring = treadle.Trainer(max_steps=1, accelerator="cpu", devices=2, default_root_dir=folder, **NO_OUTPUT)
+    boring = make_trainer(max_steps=1, devices=2, default_root_dir=folder)
     boring.fit(BoringModel())
     return results, pickle.dumps(boring)  # of classes that any process can import
 
@@ -169,9 +159,6 @@ def test_a_copy_on_two_processes(tmp_path):
     path = tmp_path / "trainer.pkl"
     path.write_bytes(ranks[0][1])
     # Reading a copy starts no processes, although its flag is devices=2.
-    program = (
-        f"import pickle\ntrainer = pickle.load(open({str(path)!r}, 'rb'))\n"
-        "print(trainer.global_step, trainer.callback_metrics, 'accelerator' in vars(trainer))"
-    )
-    done = script(program)
+    program = f"import pickle\ntrainer = pickle.load(open({str(path)!r}, 'rb'))\n"
+    done = script(program + "print(trainer.global_step, trainer.callback_metrics, 'accelerator' in vars(trainer))")
     assert done.stdout.strip() == "1 {} False", done.stderr

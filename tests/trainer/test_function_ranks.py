@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,11 @@ import torch
 import torch.distributed as dist
 from support.models import Scored
 from support.processes import python, run, script
-from support.trainers import NO_OUTPUT
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from treadle.strategies import DDP, SingleDevice, plan_function_launch
-
-import treadle
 
 ROWS = torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(8, 2)
 
@@ -91,16 +88,8 @@ def test_the_state_comes_back(strategy, tmp_path) -> None:
     expected, last_loss = plain()  # also a backward pass in this process
     checkpoints, ranks = ModelCheckpoint(monitor="val_loss"), Ranks(tmp_path)
     stop = EarlyStopping("val_loss", patience=3)
-    flags = NO_OUTPUT | {"enable_checkpointing": True}
-    trainer = treadle.Trainer(
-        strategy=strategy,
-        devices=2,
-        accelerator="cpu",
-        max_epochs=2,
-        callbacks=[checkpoints, ranks, stop],
-        default_root_dir=tmp_path / "run",
-        **flags,
-    )
+    options = {"max_epochs": 2, "enable_checkpointing": True, "default_root_dir": tmp_path / "run"}
+    trainer = make_trainer(strategy=strategy, devices=2, callbacks=[checkpoints, ranks, stop], **options)
     trainer.limit_train_batches = 2
     task = Line()
     assert trainer.fit(task, loader(), loader()) is None
@@ -128,12 +117,8 @@ def test_the_state_comes_back(strategy, tmp_path) -> None:
     assert metrics["test_loss"] == pytest.approx(val)
 
 
-def make(strategy, **flags):
-    return treadle.Trainer(strategy=strategy, devices=2, accelerator="cpu", max_epochs=1, **NO_OUTPUT | flags)
-
-
 def test_a_rank_fails() -> None:
-    trainer = make("ddp_notebook")
+    trainer = make_trainer(strategy="ddp_notebook", devices=2)
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 failed:(.|\n)*KeyError: 'no such thing'"):
         trainer.fit(Fails(), loader())
 
@@ -143,21 +128,7 @@ def test_what_can_not_be_pickled() -> None:
         pass
 
     with pytest.raises(ValueError, match=r"can't be pickled: .*Local.*strategy='ddp_fork'"):
-        make("ddp_spawn").fit(Local(), loader())
-
-
-@pytest.mark.long
-def test_a_script_without_a_main_guard() -> None:
-    source = """
-    import torch, treadle
-    from treadle.compat.demos.boring_classes import BoringModel
-    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    treadle.Trainer(strategy="ddp_spawn", devices=2, accelerator="cpu", max_steps=1, **off).fit(BoringModel())
-    """
-    done = script(textwrap.dedent(source))
-    assert done.returncode == 1
-    assert "Put the run under `if __name__ == '__main__':`" in done.stderr
-    assert re.search(r"RuntimeError: rank \d of 2", done.stderr)
+        make_trainer(strategy="ddp_spawn", devices=2).fit(Local(), loader())
 
 
 def test_which_names_start_processes(monkeypatch) -> None:
@@ -166,15 +137,14 @@ def test_which_names_start_processes(monkeypatch) -> None:
     assert plan_function_launch("ddp_notebook", "cpu", 2).start_method == "fork"
     for strategy, devices in (("ddp", 2), ("auto", 2), (DDP(), 2), ("ddp_spawn", 1), ("ddp_spawn", "auto")):
         assert plan_function_launch(strategy, "cpu", devices) is None
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+    sizes = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     assert plan_function_launch("ddp_spawn", "cpu", 2) is None
 
 
 def one_process(strategy):
-    trainer = treadle.Trainer(strategy=strategy, devices=1, accelerator="cpu", max_epochs=1, **NO_OUTPUT)
+    trainer = make_trainer(strategy=strategy, devices=1)
     if isinstance(trainer.strategy, SingleDevice):
         return dist.is_initialized()
     total = torch.ones(1)
@@ -197,26 +167,40 @@ def test_one_process_has_a_group_only_if_its_strategy_is_distributed() -> None:
         assert found[name] == (1, 1.0, 8, "Line")
 
 
+MAKE_TRAINER = """
+import torch, treadle
+from treadle.compat.demos.boring_classes import BoringModel
+off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+trainer = treadle.Trainer(strategy="ddp_spawn", devices=2, accelerator="cpu", max_steps=1, **off)
+"""
+
+
+@pytest.mark.long
+def test_a_script_without_a_main_guard() -> None:
+    done = script(f"{MAKE_TRAINER}\ntrainer.fit(BoringModel())")
+    assert done.returncode == 1
+    assert "Put the run under `if __name__ == '__main__':`" in done.stderr
+    assert re.search(r"RuntimeError: rank \d of 2", done.stderr)
+
+
+FITS = """
+class Own(BoringModel):
+    pass
+try:
+    trainer.fit(Own())
+except ValueError as error:
+    print(error)
+task = BoringModel()
+before = task.layer.weight.clone()
+trainer.fit(task)
+print(trainer.global_step, bool((task.layer.weight != before).any()))
+"""
+
+
 @pytest.mark.long
 def test_a_session_without_a_script() -> None:
     """It can spawn what modules define, as under pytest-xdist, but not what it defines itself."""
-    source = """
-    import torch, treadle
-    from treadle.compat.demos.boring_classes import BoringModel
-    class Own(BoringModel):
-        pass
-    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = treadle.Trainer(strategy="ddp_spawn", devices=2, accelerator="cpu", max_steps=1, **off)
-    try:
-        trainer.fit(Own())
-    except ValueError as error:
-        print(error)
-    task = BoringModel()
-    before = task.layer.weight.clone()
-    trainer.fit(task)
-    print(trainer.global_step, bool((task.layer.weight != before).any()))
-    """
-    done = subprocess.run([python(), "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([python(), "-c", MAKE_TRAINER + FITS], capture_output=True, text=True, timeout=120)
     refused, trained = done.stdout.splitlines()
     assert re.search("this session has none .* Move them into a module, or use strategy='ddp_fork'", refused)
     assert trained == "1 True", done.stderr

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import Stream, loader
+from support.models import Line, Scored, Stream, loader
 from support.trainers import make_trainer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.engine.preemption import SLURMEnvironment
 from treadle.strategies import LaunchEnvironment, TorchSyncBatchNorm
@@ -20,10 +20,9 @@ def counts(progress: Any) -> list[int]:
     return [progress.ready, progress.started, progress.processed, progress.completed]
 
 
-class Watched(treadle.TaskModule):
+class Watched(Line):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Linear(2, 1)
         self.seen: list[Any] = []
 
     def note(self, moment: str) -> None:
@@ -37,17 +36,16 @@ class Watched(treadle.TaskModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.note("step")
         assert self.trainer.fit_loop.epoch_loop.batch_idx == batch_idx
-        return self.net(batch[0]).mean()
+        return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert self.trainer.fit_loop.epoch_loop._batches_that_stepped == self.global_step
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         self.validates = self.trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().configure_optimizers()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("loss", self.net(batch[0]).mean())
         assert self.trainer._logger_connector.callback_metrics is not None
 
 
@@ -99,26 +97,11 @@ def test_the_indices_after_an_epoch_are_lightnings(end: Any, stream: bool) -> No
     assert task.seen == expected
 
 
-def test_a_raised_limit_goes_on_with_the_run() -> None:
-    task, run = Watched(), make_trainer(max_epochs=1)
-    run.fit(task, loader(2), loader(2))
-    assert task.validates
-    run.fit_loop.max_epochs = run.fit_loop.epoch_progress.current.ready + 2
-    run.fit(task, loader(2), loader(2))
-    assert (run.max_epochs, run.current_epoch, run.global_step) == (3, 3, 3)
-
-
 def test_what_is_not_there() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'advance'.*instead"):
-        make_trainer().fit_loop.advance()
     with pytest.raises(AttributeError, match=r"no attribute 'state_dict'.*instead"):
         make_trainer().fit_loop.state_dict()
     with pytest.raises(AttributeError, match=r"epoch_loop cannot be set.*instead"):
         make_trainer().fit_loop.epoch_loop = None
-
-
-def test_the_devices_before_a_run() -> None:
-    assert make_trainer()._accelerator_connector._parallel_devices == [torch.device("cpu")]
 
 
 def test_the_cluster_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,9 +138,11 @@ def test_the_indices_of_listed_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lightnings_names_of_a_strategy() -> None:
-    task, run = Watched(), make_trainer(max_epochs=1)
+    task, run = Watched(), make_trainer()
     assert (run.strategy.model, run.strategy.optimizers) == (None, [])
-    run.fit(task, loader(2))
+    assert run._accelerator_connector._parallel_devices == [torch.device("cpu")]
+    run.fit(task, loader(2), loader(2))
+    assert task.validates
     strategy = run.strategy
     assert strategy.root_device == torch.device("cpu")
     assert (strategy.global_rank, strategy.local_rank, strategy.world_size, strategy.is_global_zero) == (0, 0, 1, True)
@@ -176,13 +161,9 @@ class Scheduled(Watched):
         run = self.trainer
         run.fit_loop.setup_data()
         source = run._data_connector._train_dataloader_source
-        self.lengths = [
-            len(run.train_dataloader),
-            len(source.dataloader()),
-            len(run.fit_loop._data_source.dataloader()),
-        ]
-        self.lengths += [len(each) for each in run.fit_loop._combined_loader.flattened]
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        loaders = [run.train_dataloader, source.dataloader(), run.fit_loop._data_source.dataloader()]
+        self.lengths = [len(each) for each in (*loaders, *run.fit_loop._combined_loader.flattened)]
+        return super().configure_optimizers()
 
     def note(self, moment: str) -> None:
         loop = self.trainer.fit_loop
@@ -195,8 +176,7 @@ class Scheduled(Watched):
 
 def test_where_a_step_stands() -> None:
     task, run = Scheduled(), make_trainer(max_epochs=2, accumulate_grad_batches=2, log_every_n_steps=2)
-    data = DataLoader(TensorDataset(torch.ones(3, 2)), batch_size=1)
-    run.fit(task, data)
+    run.fit(task, loader(3, 1))
     assert task.lengths == [3, 3, 3, 3]
     assert task.seen == [
         [0, 0, True, False, False],
@@ -227,11 +207,8 @@ def test_loaders_of_an_evaluation() -> None:
             moved = trainer.strategy.batch_to_device([torch.ones(1)], torch.device("cpu"))
             self.moved = moved[0].device.type
 
-    class Tested(Watched):
-        def test_step(self, batch: Any, batch_idx: int) -> None: ...
-
     asks = Asks()
-    make_trainer(callbacks=[asks]).test(Tested(), loader(2), verbose=False)
+    make_trainer(callbacks=[asks]).test(Scored(), loader(2), verbose=False)
     assert (asks.seen, asks.moved) == (([1], 1), "cpu")
 
 
@@ -255,16 +232,15 @@ def test_an_optimizer_step_belongs_to_the_batch_before_it_is_counted(accumulate:
             loop = self.trainer.fit_loop
             seen.append((loop.batch_idx, loop.total_batch_idx, *counts(loop.epoch_loop.batch_progress.total)))
 
-    samples = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=1)
-    make_trainer(max_epochs=2, accumulate_grad_batches=accumulate).fit(Steps(), samples)
+    make_trainer(max_epochs=2, accumulate_grad_batches=accumulate).fit(Steps(), loader(4, 1))
     assert seen == [(i % 4, i, i + 1, i + 1, i, i) for i in range(accumulate - 1, 8, accumulate)]
 
 
 def test_a_second_fit_draws_the_order_of_a_plain_loop() -> None:
-    class Reads(Watched):
+    class Reads(Line):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             order.append(batch[0].tolist())
-            return self.net(batch[0]).mean()
+            return super().training_step(batch, batch_idx)
 
     def shuffled() -> DataLoader[Any]:
         return DataLoader(TensorDataset(torch.arange(16.0).view(8, 2)), batch_size=2, shuffle=True)
@@ -273,7 +249,8 @@ def test_a_second_fit_draws_the_order_of_a_plain_loop() -> None:
     task, run = Reads(), make_trainer(max_epochs=1)
     torch.manual_seed(0)
     run.fit(task, shuffled())
-    run.fit_loop.max_epochs = 3
+    run.fit_loop.max_epochs = run.fit_loop.epoch_progress.current.ready + 2
     run.fit(task, shuffled())
+    assert (run.max_epochs, run.current_epoch, run.global_step) == (3, 3, 12)
     torch.manual_seed(0)
     assert order == [batch[0].tolist() for _ in range(3) for batch in shuffled()]

@@ -5,27 +5,24 @@ import time
 from pathlib import Path
 
 import pytest
+from support.callback_runs import Rows
 from support.models import LoggedLine, loader
 from support.processes import run
+from support.trainers import make_trainer
 from treadle.callbacks import RunReport
 from treadle.loggers import CSVLogger, Logger
 
-import treadle
 
-
-class ServiceLogger(Logger):
+class ServiceLogger(Rows):
     """Sends numbers somewhere, and has no files; a run has an id once it has begun."""
 
     begun = 0
+    name = "/Users/me/digits"  # as Databricks has them
+    version = Logger.version
 
     def __init__(self, run=None, fails=False):
-        self._version = run
-        self.fails = fails
-        self.rows = []
-
-    @property
-    def name(self):
-        return "/Users/me/digits"  # as Databricks has them
+        super().__init__()
+        self._version, self.fails = run, fails
 
     @property
     def experiment(self):
@@ -36,12 +33,6 @@ class ServiceLogger(Logger):
             self._version = f"run-{os.getpid()}-{ServiceLogger.begun}"
         return self
 
-    def log_metrics(self, metrics, step=None):
-        self.rows.append(metrics)
-
-    def log_hyperparams(self, params, metrics=None):
-        pass
-
 
 class Documented(ServiceLogger):
     """As loggers in tutorials have it."""
@@ -49,10 +40,10 @@ class Documented(ServiceLogger):
     version = "0.1"
 
 
-def fit(root, logger, ckpt_path=None, task=None, samples=8, **flags):
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "log_every_n_steps": 1}
-    trainer = treadle.Trainer(default_root_dir=root, logger=logger, **{"max_epochs": 1, **quiet, **flags})
-    trainer.fit(task or LoggedLine(), loader(samples), ckpt_path=ckpt_path)
+def fit(root, logger, ckpt_path=None, **flags):
+    options = {"enable_checkpointing": None, "log_every_n_steps": 1, **flags}
+    trainer = make_trainer(default_root_dir=root, logger=logger, **options)
+    trainer.fit(LoggedLine(), loader(8), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -69,9 +60,8 @@ def test_runs_of_a_service_are_named_by_their_id(tmp_path):
     assert folders == [tmp_path / "Users_me_digits" / logger.version for logger in (first, second)]
     assert [sorted(os.listdir(folder)) for folder in folders] == [["checkpoints", "report.html"]] * 2
     assert os.listdir(tmp_path) == ["Users_me_digits"]
-    again = fit(
-        tmp_path, ServiceLogger(first.version), "last", max_epochs=2
-    )  # this run goes on, though it is not the newest
+    # This run goes on, though it is not the newest.
+    again = fit(tmp_path, ServiceLogger(first.version), "last", max_epochs=2)
     assert folder_of(again) == folders[0]
     assert (again.global_step, len(again.loggers[0].rows)) == (8, 4)
 

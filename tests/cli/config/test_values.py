@@ -1,7 +1,7 @@
 """Each value knows its place; keys with numbers; secrets."""
 
 import pytest
-from support.configs import made, wrote
+from support.configs import wrote
 from treadle.cli.config.resolve import load
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -21,10 +21,6 @@ def test_each_value_knows_where_it_was_written(here):
         "run.name": "script",
     }
     assert {key: config.find_source(key) for key in places} == places
-
-
-def test_numbered_keys():
-    assert made("data: {n: {0: x, 4: y}}", "data.n.4=z") == {"data": {"n": {0: "x", 4: "z"}}}
 
 
 def test_secrets_are_noted(monkeypatch):

@@ -7,11 +7,10 @@ import uuid
 import pytest
 import torch
 from safetensors import safe_open
-from support.models import SGDTask
+from support.models import SGDTask, loader
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from treadle.common.remote_path import RemotePath
 
 import treadle as tl
@@ -83,17 +82,16 @@ def test_files_at_urls(net, tmp_path, monkeypatch):
         torch.testing.assert_close(load(tmp_path / name)(x), expected(net, x))
 
 
-@pytest.mark.parametrize("form", ["tuple", "dict"])
-def test_several_arguments(form, tmp_path):
+def test_several_arguments():
     task, x, scale = TwoInputs(), torch.randn(3, 4), torch.tensor(2.0)
-    program = task.to_torch_export(input_sample=(x, scale) if form == "tuple" else {"x": x, "scale": scale})
-    found = program.module()(x, scale) if form == "tuple" else program.module()(x=x, scale=scale)
-    torch.testing.assert_close(found, {"scaled": task.net(x) * scale, "sum": x.sum(1)})
+    by_place = task.to_torch_export(input_sample=(x, scale)).module()(x, scale)
+    by_name = task.to_torch_export(input_sample={"x": x, "scale": scale}).module()(x=x, scale=scale)
+    for found in (by_place, by_name):
+        torch.testing.assert_close(found, {"scaled": task.net(x) * scale, "sum": x.sum(1)})
 
 
 def test_a_task_after_a_compiled_fit(net, tmp_path):
-    data = DataLoader(TensorDataset(torch.randn(8, 4)), 4)
-    make_trainer(default_root_dir=tmp_path, compile={"backend": "eager"}).fit(net, data)
+    make_trainer(default_root_dir=tmp_path, compile={"backend": "eager"}).fit(net, loader(8, 4, 4))
     x = torch.randn(2, 4)
     torch.testing.assert_close(net.to_torch_export(input_sample=x).module()(x), expected(net, x))
     assert net.first._compiled_call_impl is not None
@@ -161,16 +159,13 @@ def test_torchscript(net, tmp_path, method):
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:to_torchscript")
 def test_torchscript_of_a_task_in_a_task_after_a_fit():
     class Outer(Net):
-        def __init__(self):
-            super().__init__()
-            self.inner = Net()
-
         def forward(self, x):
             return self.inner.first(x) + self.first(x)
 
     task = Outer()
+    task.inner = Net()
     trainer = make_trainer(max_steps=1)
-    trainer.fit(task, DataLoader(TensorDataset(torch.randn(4, 4)), batch_size=2))
+    trainer.fit(task, loader(features=4))
     x = torch.randn(2, 4)
     assert torch.equal(task.to_torchscript()(x), expected(task, x))
     assert task.trainer is trainer
@@ -197,8 +192,7 @@ def test_errors_name_the_value_the_rule_and_the_fix(net, tmp_path):
 
 def sharded(root):
     task = Net()
-    data = DataLoader(TensorDataset(torch.randn(8, 4)), 2)
-    make_trainer(default_root_dir=root, devices=1, strategy="fsdp").fit(task, data)
+    make_trainer(default_root_dir=root, devices=1, strategy="fsdp").fit(task, loader(8, 2, 4))
     for method in (task.to_torch_export, lambda: task.to_safetensors(f"{root}/file.safetensors")):
         with pytest.raises(ValueError, match="load_from_checkpoint"):
             method()

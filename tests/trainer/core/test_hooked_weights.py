@@ -1,13 +1,15 @@
 """Checkpoint hooks that edit ``checkpoint["state_dict"]``: frozen parts left out, weights replaced, other shapes."""
 
+import copy
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
+from support.models import loader
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import LambdaCallback
 from treadle.engine.checkpoint import OpenCheckpoint
 
@@ -36,9 +38,8 @@ class Captioner(treadle.TaskModule):
 
 class WithoutEncoder(Captioner):
     def on_save_checkpoint(self, checkpoint):
-        for name in list(checkpoint["state_dict"]):
-            if name.startswith("encoder."):
-                del checkpoint["state_dict"][name]
+        for name in self.encoder.state_dict():
+            del checkpoint["state_dict"][f"encoder.{name}"]
 
     def on_load_checkpoint(self, checkpoint):
         assert sorted(checkpoint["state_dict"]) == ["head.bias", "head.weight"]
@@ -51,10 +52,6 @@ class Filtered(Captioner):
 
     def load_state_dict(self, state_dict, strict=True):
         return super().load_state_dict(state_dict, strict=False)
-
-
-def loader():
-    return DataLoader(TensorDataset(torch.arange(8.0).view(4, 2)), batch_size=2)
 
 
 def fitted(task, path, epochs=1, ckpt_path=None, weights_only=False):
@@ -80,22 +77,19 @@ def test_a_part_that_is_left_out_stays_the_models_own(tmp_path, kind, weights_on
     assert torch.equal(loaded.head.weight, task.head.weight)
     assert not torch.equal(loaded.encoder.weight, task.encoder.weight)  # those of a new model, as in Lightning
 
-    other = kind()
+    other, expected = kind(), trainer.validate(task, loader(), verbose=False)
     other.encoder.load_state_dict(task.encoder.state_dict())
-    assert trainer.validate(other, loader(), ckpt_path=path, verbose=False) == trainer.validate(
-        task, loader(), verbose=False
-    )
-
-
-class Replaced(Captioner):
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["state_dict"] = {name: torch.zeros_like(value) for name, value in checkpoint["state_dict"].items()}
+    assert trainer.validate(other, loader(), ckpt_path=path, verbose=False) == expected
 
 
 def test_what_is_put_in_place_of_a_weight_is_saved_and_not_trained(tmp_path):
-    task = Replaced()
+    def replace(checkpoint):
+        checkpoint["state_dict"] = {name: torch.zeros_like(value) for name, value in checkpoint["state_dict"].items()}
+
+    task = Captioner()
+    task.on_save_checkpoint = replace
     fitted(task, tmp_path / "c")
-    assert not any(value.any() for value in Replaced.load_from_checkpoint(tmp_path / "c").state_dict().values())
+    assert not any(value.any() for value in Captioner.load_from_checkpoint(tmp_path / "c").state_dict().values())
     assert task.head.weight.any()
 
 
@@ -123,22 +117,18 @@ def test_a_task_edits_what_it_loads(tmp_path):
         assert torch.equal(InPlace.load_from_checkpoint(tmp_path / "c").head.weight, 2 * task.head.weight)
 
 
-class Emptied(Captioner):
-    def on_save_checkpoint(self, checkpoint):
-        del checkpoint["state_dict"]
-
-
 def test_a_state_dict_has_to_be_left(tmp_path):
-    words = r"checkpoint\['state_dict'\] is None after the checkpoint hooks, but it must be a dict"
-    with pytest.raises(ValueError, match=words):
-        fitted(Emptied(), tmp_path / "c")
+    task = Captioner()
+    task.on_save_checkpoint = lambda checkpoint: checkpoint.pop("state_dict")
+    with pytest.raises(ValueError, match=r"checkpoint\['state_dict'\] is None after the checkpoint hooks"):
+        fitted(task, tmp_path / "c")
 
 
 def test_callbacks_get_the_weights_too(tmp_path):
     seen = []
 
     def average(trainer, pl_module, checkpoint):
-        checkpoint["averages"] = {name: value.clone() for name, value in checkpoint["state_dict"].items()}
+        checkpoint["averages"] = dict(checkpoint["state_dict"])
 
     def note(trainer, pl_module, checkpoint):
         seen.extend(sorted(checkpoint[key]) for key in ("averages", "state_dict"))
@@ -245,25 +235,20 @@ def full_values(task):
 def grow_and_resume(folder, kinds, lates, **flags):
     """Train with five classes, resume and test in a task that begins with two; return what the ranks have, by kind."""
     results = {}
-    for kind in kinds:
-        for late in lates:
-            torch.manual_seed(0)
-            straight = kind(5, late)
-            if late:
-                straight.configure_model()
-            start, path = {name: v.clone() for name, v in straight.state_dict().items()}, Path(folder, kind.__name__)
-            first = kind(5, late)
-            first.configure_model()
-            nn.Module.load_state_dict(first, start)
-            trainer = make_trainer(**flags)
-            trainer.fit(first, loader())
-            trainer.save_checkpoint(path)
-            resumed = kind(late=late)
-            make_trainer(max_epochs=2, **flags).fit(resumed, loader(), ckpt_path=path)
-            make_trainer(max_epochs=2, **flags).fit(straight, loader())
-            tested = make_trainer(**flags).test(kind(late=late), loader(), ckpt_path=path, verbose=False)
-            expected = make_trainer(**flags).test(first, loader(), verbose=False)
-            results[kind.__name__, late] = full_values(resumed), full_values(straight), tested, expected
+    for kind, late in itertools.product(kinds, lates):
+        torch.manual_seed(0)
+        straight, path = kind(5, late), Path(folder, kind.__name__)
+        straight.configure_model()
+        first = copy.deepcopy(straight)
+        trainer = make_trainer(**flags)
+        trainer.fit(first, loader())
+        trainer.save_checkpoint(path)
+        resumed = kind(late=late)
+        make_trainer(max_epochs=2, **flags).fit(resumed, loader(), ckpt_path=path)
+        make_trainer(max_epochs=2, **flags).fit(straight, loader())
+        tested = make_trainer(**flags).test(kind(late=late), loader(), ckpt_path=path, verbose=False)
+        expected = make_trainer(**flags).test(first, loader(), verbose=False)
+        results[kind.__name__, late] = full_values(resumed), full_values(straight), tested, expected
     return results
 
 

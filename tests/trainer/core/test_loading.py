@@ -6,6 +6,8 @@ from support.models import Line, loader
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
+from treadle.compat.fabric.utilities.cloud_io import _load as pl_load
+from treadle.compat.plugins.io import TorchCheckpointIO
 
 import treadle
 
@@ -15,7 +17,6 @@ class Tiny(Line):
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Linear(2, hidden)
-        self.words = None
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint["words"] = ["a", "b"]
@@ -41,9 +42,6 @@ def test_a_data_module_without_a_state_is_none_of_a_checkpoints_business(tmp_pat
 
 @pytest.mark.parametrize("weights_only", [False, True])
 def test_a_checkpoint_as_the_dict_of_lightning(tmp_path, weights_only):
-    from treadle.compat.fabric.utilities.cloud_io import _load as pl_load
-    from treadle.compat.plugins.io import TorchCheckpointIO
-
     task = Tiny(hidden=4)
     path = saved(task, tmp_path, weights_only)
     for read in (torch.load, treadle.load_checkpoint, pl_load, TorchCheckpointIO().load_checkpoint):
@@ -77,9 +75,7 @@ def test_a_checkpoint_that_does_not_exist_is_a_file_not_found_error(tmp_path):
     path = tmp_path / "none.ckpt"
     calls = [
         lambda: trainer.fit(Tiny(), loader(), ckpt_path=path),
-        lambda: trainer.validate(Tiny(), loader(), ckpt_path=path),
-        lambda: trainer.test(Tiny(), loader(), ckpt_path=str(path)),
-        lambda: trainer.predict(Tiny(), loader(), ckpt_path=path),
+        lambda: trainer.predict(Tiny(), loader(), ckpt_path=str(path)),
         lambda: Tiny.load_from_checkpoint(path),
         lambda: treadle.DataModule.load_from_checkpoint(path),
         lambda: treadle.load_checkpoint(path),
@@ -107,28 +103,18 @@ class Wraps(Tiny):
         self.net = net
 
 
-def load_on_each_rank(path):
-    """Load a task whose argument is a module, which only this process still has."""
-    task = Wraps(nn.Linear(2, 3))
-    trainer = make_trainer(devices=2)
-    trainer.fit(task, loader())
-    trainer.save_checkpoint(path)
-    again = Wraps.load_from_checkpoint(path)
-    return again.net is not task.net and torch.equal(again.net.weight, task.net.weight)
-
-
 def start_from_scratch(path):
-    trainer = make_trainer(devices=2)
-    task, caught = Tiny(), []
+    """Then load a task whose argument is a module, which only this process still has."""
+    trainer, task = make_trainer(devices=2), Wraps(nn.Linear(2, 3))
     accelerator = treadle.Accelerator(cpu=True)
     for call in (lambda: trainer.fit(task, loader(), ckpt_path=path), lambda: accelerator.load_state(path)):
-        try:
+        with pytest.raises(FileNotFoundError):
             call()
-        except FileNotFoundError:
-            caught.append("missing")
     trainer.fit(task, loader())
-    return caught, trainer.global_step, load_on_each_rank(f"{path} saved")
+    trainer.save_checkpoint(f"{path} saved")
+    again = Wraps.load_from_checkpoint(f"{path} saved")
+    return trainer.global_step, again.net is not task.net and torch.equal(again.net.weight, task.net.weight)
 
 
 def test_every_rank_may_catch_it_and_has_its_objects(tmp_path):
-    assert run(start_from_scratch, 2, str(tmp_path / "none")) == [(["missing", "missing"], 1, True)] * 2
+    assert run(start_from_scratch, 2, str(tmp_path / "none")) == [(1, True)] * 2

@@ -13,10 +13,7 @@ def test_words_of_docstrings():
     assert words["backbone"] == "what maps four numbers to two; a linear layer by default."
     assert described(torch.nn.Linear)["in_features"] == "size of each input sample"
     assert "learning rate" in described(torch.optim.AdamW)["lr"]
-    assert (
-        described(treadle.Trainer)["limit_val_batches"]
-        == "Maximum number (int) or fraction (float) of batches of each validation dataloader. Default: all batches."
-    )
+    assert "of batches of each validation dataloader" in described(treadle.Trainer)["limit_val_batches"]
 
 
 def test_variadic_arguments_that_a_class_hands_on_are_those_of_its_base():

@@ -32,21 +32,14 @@ def test_a_finished_run(tmp_path):
     found, best = record(folder.path), trainer.checkpoint_callback
     assert (found["state"], found["note"], found["error"]) == ("finished", "finished", None)
     assert (found["steps"], found["epochs"], found["samples"]) == (16, 2, 32)
-    value = best.best_model_score.item()
-    assert found["best"] == {
-        "metric": "val_loss",
-        "mode": "min",
-        "value": value,
-        "checkpoint": os.path.relpath(best.best_model_path, folder.path),
-    }
+    checkpoint = os.path.relpath(best.best_model_path, folder.path)
+    expected = {"metric": "val_loss", "mode": "min", "value": best.best_model_score.item(), "checkpoint": checkpoint}
+    assert found["best"] == expected
     assert found["metrics"]["val_loss"] == pytest.approx(trainer.callback_metrics["val_loss"].item())
     assert found["began"] <= found["ended"] <= found["updated"]
     assert 0 < found["seconds"] < 60
     assert (folder.path / "config.yaml").read_text() == "seed: 0\n"
-    assert (
-        json.loads((folder.path / "environment.json").read_text())["torch"].partition("+")[0]
-        == (torch.__version__.partition("+")[0])
-    )
+    assert json.loads((folder.path / "environment.json").read_text())["torch"][:3] == torch.__version__[:3]
     files = {path.name for path in folder.path.iterdir()}
     assert {"report.html", "checkpoints", "run.json", "curves.json", "lock"} <= files
     assert sum(name.startswith("events.") for name in files) == 1
@@ -64,9 +57,8 @@ def test_another_stage_in_the_folder_keeps_what_training_came_to(tmp_path):
         treadle.Trainer(**folder.flags(settings())).test(Task(), data(), verbose=False)
     after = record(folder.path)
     assert (after["stage"], after["state"], after["note"]) == ("test", "finished", "test done")
-    assert {name: after[name] for name in ("steps", "epochs", "best", "began")} == {
-        name: before[name] for name in ("steps", "epochs", "best", "began")
-    }
+    for name in ("steps", "epochs", "best", "began"):
+        assert after[name] == before[name]
     assert after["metrics"] == {**before["metrics"], "test_loss": after["metrics"]["test_loss"]}
     assert (folder.path / "curves.json").read_bytes() == curves
     assert after["seconds"] > before["seconds"]

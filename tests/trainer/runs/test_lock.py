@@ -99,6 +99,12 @@ def test_a_folder_that_can_not_be_locked(tmp_path):
         RunFolder.open(folder.path)
 
 
+def write_holder(folder, by="beat", since=0.0, **changed):
+    """Write what a process on another machine has written, which may be dead or not."""
+    other = Holder("far", 1, since, "far 0", "", "1" * 32, by)
+    (folder / LOCK).write_text(json.dumps({**vars(other), **changed}))
+
+
 HOSTILE = {"token": "../../x", "pid": -1, "host": "\x1b[2J", "since": float("nan"), "began": 3, "place": None}
 
 
@@ -106,8 +112,7 @@ HOSTILE = {"token": "../../x", "pid": -1, "host": "\x1b[2J", "since": float("nan
 def test_what_stands_in_a_lock_is_not_trusted(name, value, tmp_path):
     RunFolder.create(tmp_path).release()
     path = tmp_path / "default" / "1"
-    good = vars(Holder("far", 1, 0.0, "far 0", "", "1" * 32, "beat"))
-    (path / LOCK).write_text(json.dumps({**good, name: value}))
+    write_holder(path, **{name: value})
     assert holder(path) is None
     RunFolder.open(path).release()
 
@@ -151,8 +156,7 @@ def test_a_holder_elsewhere_lives_by_its_signs(without_locks, tmp_path):
         time.sleep(0.01)
     held.release()
     (tmp_path / LOCK).unlink()
-    other = Holder("far", 1, time.time(), "far 0", "", "1" * 32, "beat")
-    (tmp_path / LOCK).write_text(json.dumps(vars(other)))
+    write_holder(tmp_path, since=time.time())
     with pytest.raises(ValueError, match=r"process 1 on far.*cannot be checked from this machine, delete .*lock"):
         RunLock(tmp_path)
     silent = time.time() - lock.SILENCE - 1
@@ -162,16 +166,14 @@ def test_a_holder_elsewhere_lives_by_its_signs(without_locks, tmp_path):
 
 
 def test_who_can_not_see_a_system_lock_leaves_it_alone(without_locks, tmp_path):
-    other = Holder("far", 1, 0.0, "far 0", "", "1" * 32, "system")
-    (tmp_path / LOCK).write_text(json.dumps(vars(other)))
+    write_holder(tmp_path, "system")
     os.utime(tmp_path / LOCK, (0, 0))
     with pytest.raises(ValueError, match="process 1 on far"):
         RunLock(tmp_path)
 
 
 def test_who_has_system_locks_respects_one_that_has_not(tmp_path):
-    other = Holder("far", 1, 0.0, "far 0", "", "1" * 32, "beat")
-    (tmp_path / LOCK).write_text(json.dumps(vars(other)))
+    write_holder(tmp_path)
     with pytest.raises(ValueError, match="process 1 on far"):
         RunLock(tmp_path)
     os.utime(tmp_path / LOCK, (0, 0))
@@ -186,8 +188,7 @@ def test_of_many_jobs_one_takes_over_a_dead_lock(tmp_path, monkeypatch):
 
     monkeypatch.setattr(lock, "fcntl", None)
     monkeypatch.setattr(Holder, "is_alive", judged)
-    dead = Holder("far", 1, 0.0, "far 0", "", "1" * 32, "beat")
-    (tmp_path / LOCK).write_text(json.dumps(vars(dead)))
+    write_holder(tmp_path)
 
     def take():
         try:
