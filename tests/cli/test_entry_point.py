@@ -1,5 +1,6 @@
 """Commands that packages register in the entry-point group ``treadle.commands``."""
 
+import argparse
 import sys
 
 import pytest
@@ -17,19 +18,26 @@ def package(tmp_path, monkeypatch):
     (info / "entry_points.txt").write_text(
         "[treadle.commands]\npolish = polish_command\nscratch = scratch_command\nfit = polish_command\n"
     )
-    (tmp_path / "polish_command.py").write_text(
-        "import argparse\n"
-        "SUMMARY = 'make it shine'\n"
-        "def main(arguments):\n    print(arguments)\n    return 7\n"
-        "def run_for_script(arguments, program, command, model, data, defaults):\n"
-        "    print(arguments, program.split()[-1], len(command), model, data, defaults)\n    return 8\n"
-        "def build_parser():\n"
-        "    parser = argparse.ArgumentParser()\n    parser.add_argument('--wax')\n    return parser\n"
-    )
     (tmp_path / "scratch_command.py").write_text("import a_package_that_is_missing\n")
+
+    class PolishCommand:
+        SUMMARY = "make it shine"
+
+        def main(arguments):
+            print(arguments)
+            return 7
+
+        def run_for_script(arguments, program, command, model, data, defaults):
+            print(arguments, program.split()[-1], len(command), model, data, defaults)
+            return 8
+
+        def build_parser():
+            parser = argparse.ArgumentParser()
+            parser.add_argument("--wax")
+            return parser
+
+    monkeypatch.setitem(sys.modules, "polish_command", PolishCommand)
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield
-    sys.modules.pop("polish_command", None)
 
 
 def test_a_registered_command_is_listed_completed_and_run(package, capsys):

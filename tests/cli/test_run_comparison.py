@@ -6,8 +6,8 @@ import re
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
-from treadle.callbacks import LearningRateMonitor
+from support.models import LoggedLine, loader
+from treadle.callbacks import LearningRateMonitor, ModelCheckpoint
 from treadle.cli.commands.runs import main
 
 import treadle
@@ -16,13 +16,11 @@ from treadle.runs import RunFolder
 STEPS = list(range(1, 101))
 
 
-def make_run(directory, config="", charts=None, name="base", **facts):
-    folder = RunFolder.create(directory, name)
-    if config:
-        (folder.path / "config.yaml").write_text(config)
-    folder.record({"state": "finished", **facts}, charts)
-    folder.release()
-    return folder.path
+def make_run(directory, config="", charts=None, **facts):
+    with RunFolder.create(directory, "base") as folder:
+        if config:
+            folder.write_config(config)
+        folder.record({"state": "finished", **facts}, charts)
 
 
 def loss(rate):
@@ -44,25 +42,19 @@ def rows_of(text):
 def runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     common = "data:\n  batch_size: 32\ntrainer:\n  default_root_dir: {}\n"
-    make_run(
-        "runs", common.format(1) + "optimizer:\n  class: SGD\n  lr: 0.1\n", loss(0.9), steps=100, metrics={"acc": 0.5}
-    )
-    make_run(
-        "runs", common.format(2) + "optimizer:\n  class: AdamW\n  lr: 0.1\n  betas: [0.9, 0.99]\n", loss(0.95),
-        steps=90, metrics={"acc": 0.75, "val_loss": "nan"},
-    )  # fmt: skip
+    first = common.format(1) + "optimizer: {class: SGD, lr: 0.1}\n"
+    second = common.format(2) + "optimizer: {class: AdamW, lr: 0.1, betas: [0.9, 0.99]}\n"
+    make_run("runs", first, loss(0.9), steps=100, metrics={"acc": 0.5})
+    make_run("runs", second, loss(0.95), steps=90, metrics={"acc": 0.75, "val_loss": "nan"})
     return tmp_path
 
 
 def test_what_differs_is_printed_and_what_does_not_is_counted(runs, capsys):
     printed = compare(capsys, 1, 2)
     rows = rows_of(printed)
-    assert rows["run"] == ["base/1", "base/2"]
-    assert rows["steps"] == ["100", "90"]
-    assert rows["acc"] == ["0.5", "0.75"]
+    assert (rows["run"], rows["steps"], rows["acc"]) == (["base/1", "base/2"], ["100", "90"], ["0.5", "0.75"])
     assert rows["val_loss"] == ["nan"]  # of the second alone
-    assert rows["optimizer.class"] == ["SGD", "AdamW"]
-    assert rows["optimizer.betas.0"] == ["0.9"]
+    assert (rows["optimizer.class"], rows["optimizer.betas.0"]) == (["SGD", "AdamW"], ["0.9"])
     assert not {"optimizer.lr", "data.batch_size", "trainer.default_root_dir"} & set(rows)
     assert "the same in all runs: 2 configuration values" in printed
 
@@ -97,34 +89,27 @@ def test_json_has_all_of_it_and_writes_no_page(runs, capsys):
     assert not list(runs.glob("*.html"))
 
 
-class Task(treadle.TaskModule):
+class Task(LoggedLine):
     def __init__(self, kind="SGD", lr=0.1):
         super().__init__()
         self.save_hyperparameters()
-        self.net = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).square().mean()
-        self.log("train_loss", loss)
-        return loss
 
     def configure_optimizers(self):
         optimizer = getattr(torch.optim, self.hparams.kind)(self.parameters(), lr=self.hparams.lr)
-        return [optimizer], [{"scheduler": self.make_schedule(optimizer), "interval": "step"}]
-
-    def make_schedule(self, optimizer):
-        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-class Changing(Task):
+class Changing(LoggedLine):
     """A task whose learning rate is 0.1, and from the fourth step on a given one."""
 
     def __init__(self, rate):
         super().__init__()
         self.rate = rate
 
-    def make_schedule(self, optimizer):
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 if step < 3 else self.rate)
+    def on_step_end(self):
+        if self.global_step == 3:
+            self.trainer.optimizers[0].param_groups[0]["lr"] = self.rate
 
     def on_train_batch_end(self, outputs, batch, index):
         if self.global_step in (2, 5):
@@ -133,15 +118,13 @@ class Changing(Task):
 
 def test_the_first_step_at_which_the_weights_differ(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for rate, leaves in ((1.0, 2), (1.0, 2), (0.5, 2), (0.5, None)):
+    for rate, leaves in ((0.1, 2), (0.1, 2), (0.05, 2), (0.05, None)):
         treadle.seed_everything(1)
-        data = DataLoader(TensorDataset(torch.arange(24.0).reshape(12, 2)), batch_size=1)
         with RunFolder.create("runs", "digests") as run:
-            checkpoints = treadle.callbacks.ModelCheckpoint(every_n_train_steps=1, save_top_k=1)
+            checkpoints = ModelCheckpoint(every_n_train_steps=1, save_top_k=1)
             flags = {"accelerator": "cpu", "max_epochs": 1, "step_micro_batches": leaves, "callbacks": [checkpoints]}
-            treadle.Trainer(**run.flags({**flags, "accumulate_grad_batches": 1 if leaves else 2})).fit(
-                Changing(rate), data
-            )
+            trainer = treadle.Trainer(**run.flags({**flags, "accumulate_grad_batches": 1 if leaves else 2}))
+            trainer.fit(Changing(rate), loader(12, 1))
     assert "the weights are equal at all recorded steps, up to 6\n" in compare(capsys, 1, 2, "--no-page")
     assert "the weights differ at step 4, after equality at 3\n" in compare(capsys, 1, 2, 3, "--no-page")
     assert json.loads(compare(capsys, 1, 3, "--json"))["weights"] == {"equal_until": 3, "differ_at": 4}
@@ -196,21 +179,19 @@ def test_runs_of_a_script_differ_in_hyperparameters_flags_and_rates(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     runs = {"base/1": ("SGD", 0.1, 20), "base/2": ("AdamW", 0.2, 10)}
     for kind, lr, steps in runs.values():
-        flags = {"max_steps": steps, "log_every_n_steps": 1, "accelerator": "cpu", "enable_progress_bar": False}
-        flags |= {"callbacks": [LearningRateMonitor()]}
+        flags = {"max_steps": steps, "log_every_n_steps": 1, "accelerator": "cpu", "callbacks": [LearningRateMonitor()]}
         with RunFolder.create("runs", "base", flags) as folder:
-            data = DataLoader(TensorDataset(torch.ones(10, 2)), batch_size=1)
-            treadle.Trainer(**folder.flags(flags)).fit(Task(kind, lr), data)
+            treadle.Trainer(**folder.flags(flags)).fit(Task(kind, lr), loader(10, 1))
     rows = rows_of(compare(capsys, 1, 2, "--output", "page.html"))
     assert rows["task.lr"] == ["0.1", "0.2"]
     assert rows["trainer.max_steps"] == rows["steps"] == ["20", "10"]
     assert "trainer.accelerator" not in rows
     page = (tmp_path / "page.html").read_text()
     titles = re.findall(r"<figcaption>([\w ]+?)(?: \(log.*?)?</figcaption>", page)
-    assert [title for title in titles if title != "train_loss"] == ["learning rate", "samples per second"]
+    assert [title for title in titles if title != "loss"] == ["learning rate", "samples per second"]
     # The rates of different optimizers are one chart, with the values of the table.
     found = json.loads(compare(capsys, 1, 2, "--json"))
-    assert [name for name in found["charts"] if "r" in name] == ["train_loss", "learning rate", "samples per second"]
+    assert [name for name in found["charts"] if "r" in name] == ["loss", "learning rate", "samples per second"]
     for column, (label, (kind, lr, steps)) in enumerate(runs.items()):
         rates = found["charts"]["learning rate"][label]
         assert rates["steps"] == list(range(1, steps + 1))

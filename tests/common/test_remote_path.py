@@ -18,17 +18,10 @@ class Flaky(MemoryFileSystem):
     protocol = "flaky"
     failures: list[Exception] = []
 
-    def _fail(self):
+    def pipe_file(self, *args, **options):
         if self.failures:
             raise self.failures.pop()
-
-    def pipe_file(self, *args, **options):
-        self._fail()
         return super().pipe_file(*args, **options)
-
-    def cat_file(self, *args, **options):
-        self._fail()
-        return super().cat_file(*args, **options)
 
 
 fsspec.register_implementation("flaky", Flaky, clobber=True)
@@ -52,7 +45,6 @@ def flaky(monkeypatch):
         ("bucket/run", "Use scheme://bucket/path"),
         ("s3://", "must have the form scheme://bucket/path"),
         ("s3://bucket/../other", "without '..'"),
-        ("s3://bucket/step-*", "without '..'"),
         ("https://host/run", "https:// URLs are read-only"),
     ],
 )
@@ -114,10 +106,9 @@ def test_objects_are_written_listed_read_and_deleted(folder, tmp_path):
     assert (folder / "c").read_bytes() == b"345"
     (folder / "c").unlink()
     (folder / "c").unlink()
-    with pytest.raises(FileNotFoundError):
-        (folder / "c").unlink(missing_ok=False)
-    with pytest.raises(FileNotFoundError):
-        (folder / "c").read_bytes()
+    for call in (lambda: (folder / "c").unlink(missing_ok=False), (folder / "c").read_bytes):
+        with pytest.raises(FileNotFoundError):
+            call()
     assert (folder / "none").names() == []
 
 
@@ -217,13 +208,12 @@ class Parts(MemoryFileSystem):
 
 @pytest.fixture
 def parts(monkeypatch):
-    known = Parts(skip_instance_cache=True)
     for name in ("failures", "requests", "uploads", "checksums"):
         monkeypatch.setattr(Parts, name, type(getattr(Parts, name))())
     monkeypatch.setattr(remote_path, "_PAUSES", (0.0,))
     monkeypatch.setattr(remote_path, "_PART_BYTES", 100)
     path = RemotePath(f"s3a://{uuid.uuid4().hex}/file")
-    path.__dict__["_store"] = known
+    path.__dict__["_store"] = Parts(skip_instance_cache=True)
     return path
 
 
@@ -255,26 +245,21 @@ def test_there_are_no_more_parts_than_an_object_may_have(parts, monkeypatch):
     assert parts.read_bytes() == b"x" * 1000
 
 
-def test_a_part_that_fails_is_sent_again(parts):
-    Parts.failures += ["part 2", "part 5", "part 5"]
+@pytest.mark.parametrize("failures", [["part 2", "part 5", "part 5"], ["complete"]])  # the latter is done first
+def test_a_request_for_parts_that_fails_is_sent_again(failures, parts):
+    Parts.failures += failures
     parts.upload_parts([b"x" * 1000], 1000)
     assert parts.read_bytes() == b"x" * 1000
 
 
 def test_a_part_that_can_not_be_sent_is_an_error_and_leaves_nothing(parts):
     Parts.failures += ["part 3"] * remote_path.ATTEMPTS
-    made = []
-
-    def pieces():
-        for number in range(1000):
-            made.append(number)
-            yield b"x" * 100
-
+    pieces = iter([b"x" * 100] * 1000)
     with pytest.raises(StoreError, match=r"\(4 attempts failed\): part 3 failed"):
-        parts.upload_parts(pieces(), 100_000)
+        parts.upload_parts(pieces, 100_000)
     assert not parts.exists()
     assert Parts.uploads == {}
-    assert len(made) < 100  # no more is made once one has failed
+    assert len(list(pieces)) > 900  # no more is made once one has failed
 
 
 def test_content_that_can_not_be_made_leaves_nothing(parts):
@@ -286,9 +271,3 @@ def test_content_that_can_not_be_made_leaves_nothing(parts):
         parts.upload_parts(pieces(), 1000)
     assert not parts.exists()
     assert Parts.uploads == {}
-
-
-def test_a_lost_answer_to_the_last_request_is_no_failure(parts):
-    Parts.failures += ["complete"]  # which is done first
-    parts.upload_parts([b"x" * 1000], 1000)
-    assert parts.read_bytes() == b"x" * 1000

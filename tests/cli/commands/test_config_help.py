@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("here")
         (["optimizer=AdamW", "--help", "optimizer"], ["weight_decay: float", "default [0.9, 0.999]"]),
         (["--help", "cli_samples.Many"], ["mode: 'min' or 'max'", "hidden: int; required", "color: 'RED' or 'BLUE'"]),
     ],
-    ids=["fit", "trainer", "callback", "class", "model", "optimizer", "many"],
+    ids=str,
 )
 def test_help(arguments, words, capsys):
     assert main(["fit", *arguments]) == 0

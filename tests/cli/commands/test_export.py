@@ -17,13 +17,13 @@ import treadle
 
 @pytest.fixture
 def saved(tmp_path):
-    accelerator, model, optimizer = prepared(steps=2)
+    accelerator, model, _ = prepared(steps=2)
     accelerator.save_state(tmp_path / "saved")
-    return tmp_path / "saved", model, optimizer
+    return tmp_path / "saved", model
 
 
 def test_export_to_a_file_and_to_a_folder(saved, capsys):
-    path, model, _ = saved
+    path, model = saved
     out = path.parent / "new" / "m.safetensors"
     assert main([str(path), str(out)]) == 0
     same(load_file(out), dict(model.state_dict()))
@@ -38,20 +38,25 @@ def test_export_to_a_file_and_to_a_folder(saved, capsys):
 
 @pytest.mark.parametrize("name", ["Qwen2.5-7B", "weights.bin/", "there.ckpt", "w.safetensors/"])
 def test_names_of_folders(saved, name):
-    (saved[0].parent / "there.ckpt").mkdir()
-    export(saved[0], f"{saved[0].parent}/{name}")
-    same(load_file(saved[0].parent / name / "model.safetensors"), dict(saved[1].state_dict()))
+    path, model = saved
+    (path.parent / "there.ckpt").mkdir()
+    export(path, f"{path.parent}/{name}")
+    same(load_file(path.parent / name / "model.safetensors"), dict(model.state_dict()))
+
+
+def contents(folder):
+    return {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 @pytest.mark.guarantee
 @pytest.mark.parametrize("output", ["saved", "saved/model.safetensors", "other/new.safetensors"])
 def test_export_destroys_no_checkpoint(saved, output, capsys):
-    path, *_ = saved
+    path, _ = saved
     shutil.copytree(path, path.parent / "other")
-    before = {str(file): file.read_bytes() for file in path.parent.rglob("*") if file.is_file()}
+    before = contents(path.parent)
     assert main([str(path), str(path.parent / output)]) == 2
     assert "is a checkpoint" in capsys.readouterr().err
-    assert {str(file): file.read_bytes() for file in path.parent.rglob("*") if file.is_file()} == before
+    assert contents(path.parent) == before
 
 
 def test_export_names_what_it_leaves_out(tmp_path, capsys):
@@ -60,16 +65,11 @@ def test_export_names_what_it_leaves_out(tmp_path, capsys):
     assert "4 tensors, 232 bytes, without values that are not tensors: _extra_state" in capsys.readouterr().out
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(3, 3, bias=False) for _ in range(3))
-        self.b.weight = self.a.weight
-
-
 def test_export_writes_tied_weights_once(tmp_path):
     accelerator = treadle.Accelerator(cpu=True)
-    accelerator.prepare(Tied())
+    tied = nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in "abc"})
+    tied.b.weight = tied.a.weight
+    accelerator.prepare(tied)
     accelerator.save_state(tmp_path / "x")
     with pytest.raises(ValueError, match=r"dtype=torch\.int8 must be a floating-point dtype"):
         export(tmp_path / "x", tmp_path / "m.safetensors", torch.int8)

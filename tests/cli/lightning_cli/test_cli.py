@@ -17,6 +17,7 @@ import treadle
 
 SAMPLES = str(Path(__file__).parents[2] / "support" / "samples")
 MODEL = "lightning_cli_samples.Model"
+SAVING = {**DEFAULTS, "enable_checkpointing": True, "default_root_dir": "."}
 
 
 class WithOptimizer(LightningCLI):
@@ -63,10 +64,8 @@ def test_the_subcommand_is_run_and_everything_is_at_hand():
     cli = execute("fit", "--trainer.max_epochs=1", "--model.sizes=[20,10]", "--data.batch_size", "4")
     assert cli.subcommand == "fit"
     assert cli.trainer.current_epoch == cli.trainer.max_epochs == 1
-    assert (
-        cli.config.fit.model.sizes == cli.config["fit"]["model"]["sizes"] == cli.config["fit.model.sizes"] == [20, 10]
-    )
-    assert cli.model.hparams.sizes == [20, 10]
+    read = (cli.config.fit.model.sizes, cli.config["fit"]["model"]["sizes"], cli.config["fit.model.sizes"])
+    assert [*read, cli.model.hparams.sizes] == [[20, 10]] * 4
     assert cli.datamodule.batch_size == 4
     assert cli.config_init.fit.model is cli.model
     assert cli.config_init["fit"].data is cli.datamodule
@@ -75,10 +74,9 @@ def test_the_subcommand_is_run_and_everything_is_at_hand():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("stage", "metric"), [("validate", "val_loss"), ("test", "test_loss"), ("predict", None)])
-def test_other_subcommands(stage, metric):
-    cli = execute(stage)
-    assert list(cli.trainer.callback_metrics) == ([metric] if metric else [])
+@pytest.mark.parametrize(("stage", "metrics"), [("validate", ["val_loss"]), ("test", ["test_loss"]), ("predict", [])])
+def test_other_subcommands(stage, metrics):
+    assert list(execute(stage).trainer.callback_metrics) == metrics
 
 
 def test_without_a_subcommand_the_objects_are_built():
@@ -97,10 +95,10 @@ def test_a_class_named_on_the_command_line():
     assert (type(cli.model), cli.model.hparams.lr, cli.datamodule.samples) == (Model, 0.1, 16)
     assert cli.config.model.class_path == MODEL
     assert cli.config.model.init_args.lr == 0.1
-    both = build(
-        f"--model={MODEL}", "--data=lightning_cli_samples.Data", subclass_mode_model=True, subclass_mode_data=True
-    )
-    assert type(both.model) is Model
+    words = (f"--model={MODEL}", "--data=lightning_cli_samples.Data")
+    assert type(build(*words, subclass_mode_model=True, subclass_mode_data=True).model) is Model
+    made = build("--model.lr=0.3", model=build_model).model  # by a function
+    assert (type(made), made.hparams.lr) == (Model, 0.3)
     with pytest.raises(SystemExit) as ended:
         build(model=None)
     assert ended.value.code == 2
@@ -110,16 +108,9 @@ def test_a_class_named_on_the_command_line():
 @pytest.mark.filterwarnings("ignore:Alone has a validation_step")
 def test_a_task_may_bring_its_own_data():
     class Alone(Model):
-        def train_dataloader(self):
-            return Data().train_dataloader()
+        train_dataloader = Data().train_dataloader
 
     assert execute("fit", model=Alone, data=None).trainer.global_step == 8
-
-
-@pytest.mark.long
-def test_functions_in_place_of_classes():
-    cli = build("--model.lr=0.3", model=build_model)
-    assert (type(cli.model), cli.model.hparams.lr) == (Model, 0.3)
 
 
 @pytest.mark.long
@@ -181,9 +172,8 @@ def test_links_and_further_arguments():
             parser.add_argument("--tags", nargs="+", default=["a"])
             parser.add_argument("--verbose", action="store_true")
             parser.add_argument("--options", type=Options, default=Options(width=3))
-            parser.link_arguments(
-                "data", "model.lr", compute_fn=lambda data: data.samples / 100, apply_on="instantiate"
-            )
+            rate = {"compute_fn": lambda data: data.samples / 100, "apply_on": "instantiate"}
+            parser.link_arguments("data", "model.lr", **rate)
             parser.link_arguments(("factor", "data.batch_size"), "model.batch_size", compute_fn=lambda a, b: a * b)
 
     words = ("--factor=5", "--verbose", "--options.bias=false", "--data.samples=16", "--tags", "b", "c")
@@ -217,8 +207,7 @@ class Stored(Model):
 class Partly(Model):
     def __init__(self, encoder: Encoder, width: int = 3):
         super().__init__()
-        for name in list(self.hparams):
-            del self.hparams[name]
+        self.hparams.clear()
         self.save_hyperparameters("width")
         self.width = width
 
@@ -226,7 +215,7 @@ class Partly(Model):
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*will be overridden by")
 def test_a_checkpoint_brings_the_objects_in_its_arguments():
-    defaults = {**DEFAULTS, "enable_checkpointing": True, "default_root_dir": ".", "max_epochs": 1}
+    defaults = SAVING | {"max_epochs": 1}
     words = ("fit", "--model.encoder=DeepEncoder", "--model.encoder.depth=7", "--model.width=5", "--optimizer=SGD")
     cli = execute(*words, model=Stored, trainer_defaults=defaults)
     path = cli.trainer.checkpoint_callback.best_model_path
@@ -240,21 +229,19 @@ def test_a_checkpoint_brings_the_objects_in_its_arguments():
     assert type(treadle.TaskModule.load_from_checkpoint(path).encoder) is DeepEncoder
     tested = execute("test", f"--ckpt_path={path}", f"--model={MODEL}", model=None).model
     assert (type(tested), tested.encoder.depth) == (Stored, 7)
-    path = execute(
-        "fit", *words[1:], model=Partly, trainer_defaults=defaults
-    ).trainer.checkpoint_callback.best_model_path
+    partly = execute("fit", *words[1:], model=Partly, trainer_defaults=defaults)
+    path = partly.trainer.checkpoint_callback.best_model_path
     assert execute("test", f"--ckpt_path={path}", "--model.encoder=Encoder", model=Partly).model.width == 5
-    kept = build("--model.encoder=DeepEncoder", model=Stored, load_from_checkpoint_support=False).model
-    assert isinstance(kept.hparams.encoder, DeepEncoder)
 
 
-def test_a_subclass_without_instantiators_saves_the_arguments():
+def test_without_instantiators_the_arguments_are_saved():
     class Arguments(LightningCLI):
         def _add_instantiators(self):
             pass
 
-    kept = build("--model.encoder=DeepEncoder", model=Stored, cli=Arguments).model
-    assert isinstance(kept.hparams.encoder, DeepEncoder)
+    for way in ({"load_from_checkpoint_support": False}, {"cli": Arguments}):
+        kept = build("--model.encoder=DeepEncoder", model=Stored, **way).model
+        assert isinstance(kept.hparams.encoder, DeepEncoder)
 
 
 def test_callbacks_from_everywhere():
@@ -268,19 +255,17 @@ def test_callbacks_from_everywhere():
     cli = build(*words, cli=Stopped, trainer_defaults={**DEFAULTS, "callbacks": Timer()})
     kinds = [type(callback).__name__ for callback in cli.trainer.callbacks]
     assert sorted(kinds) == ["EarlyStopping", "LambdaCallback", "ModelCheckpoint", "Timer"]
-    assert cli.trainer.early_stopping_callback.patience == 5
-    assert cli.trainer.early_stopping_callback.mode == "max"
-    assert cli.trainer.checkpoint_callback.monitor == "val_loss"
+    stopping = cli.trainer.early_stopping_callback
+    assert (stopping.patience, stopping.mode, cli.trainer.checkpoint_callback.monitor) == (5, "max", "val_loss")
 
 
 def test_a_class_path_of_lightning_means_ours(here):
     word = '--trainer.callbacks=[{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}]'
     cli = build(word, "--trainer.enable_checkpointing=true")
     assert isinstance(cli.trainer.checkpoint_callback, ModelCheckpoint)
-    (here / "lightning.yaml").write_text(
-        "trainer:\n  callbacks:\n  - class_path: pytorch_lightning.callbacks.ModelCheckpoint\n  model_registry: null\n"
-        "model:\n  name: pytorch_lightning.Trainer\n"
-    )
+    callback = "{class_path: pytorch_lightning.callbacks.ModelCheckpoint}"
+    trainer = f"trainer: {{callbacks: [{callback}], model_registry: null}}\n"
+    (here / "lightning.yaml").write_text(trainer + "model: {name: pytorch_lightning.Trainer}\n")
     cli = build("--config=lightning.yaml", "--trainer.enable_checkpointing=true")
     assert isinstance(cli.trainer.checkpoint_callback, ModelCheckpoint)
     assert cli.config.model.name == "pytorch_lightning.Trainer"
@@ -292,17 +277,8 @@ def test_trainers_of_ones_own():
             super().__init__(*args, **kwargs)
             self.note = note
 
-    class Limited(LightningCLI):
-        def instantiate_trainer(self, **kwargs):
-            return super().instantiate_trainer(max_epochs=7, **kwargs)
-
-    cli = build("--trainer.note=5", trainer_class=Own, cli=Limited)
-    assert (cli.trainer.note, cli.trainer.max_epochs) == (5, 7)
-
-
-def test_a_trainer_may_be_built_again():
-    cli = build(trainer_defaults={**DEFAULTS, "max_epochs": None})
-    assert cli.trainer.max_epochs is None
+    cli = build("--trainer.note=5", trainer_class=Own, trainer_defaults={**DEFAULTS, "max_epochs": None})
+    assert (cli.trainer.note, cli.trainer.max_epochs) == (5, None)
     again = cli.instantiate_trainer(max_epochs=7, callbacks=[Timer()])
     assert (again.max_epochs, cli.trainer.max_epochs, cli.config_init.trainer.max_epochs) == (7, None, None)
     assert [type(callback) for callback in again.callbacks] == [Timer]
@@ -345,14 +321,6 @@ def test_what_is_printed_names_treadle(capsys):
     assert "class_path: treadle.callbacks.DeviceStatsMonitor\n" in printed
 
 
-def test_the_names_are_those_of_the_peer():
-    names = "LightningCLI SaveConfigCallback LightningArgumentParser ArgsType ReduceLROnPlateau instantiate_class"
-    names += " instantiate_module OptimizerCallable LRSchedulerCallable LRSchedulerTypeUnion LRSchedulerTypeTuple"
-    for name in names.split():
-        assert getattr(treadle.compat.cli, name) is getattr(treadle.cli, name)
-    assert treadle.compat.LightningCLI is LightningCLI
-
-
 @pytest.mark.long
 def test_environment_variables(monkeypatch, here):
     (here / "fit.yaml").write_text("model:\n  lr: 0.07\n  mode: max\n")
@@ -370,8 +338,7 @@ def test_environment_variables(monkeypatch, here):
 
 
 def test_a_checkpoint_brings_its_hyperparameters(here, capsys):
-    defaults = {**DEFAULTS, "enable_checkpointing": True, "default_root_dir": "."}
-    cli = execute("fit", "--model.lr=0.1", "--model.color=BLUE", "--model.options.width=9", trainer_defaults=defaults)
+    cli = execute("fit", "--model.lr=0.1", "--model.color=BLUE", "--model.options.width=9", trainer_defaults=SAVING)
     path = cli.trainer.checkpoint_callback.best_model_path
     tested = execute("test", f"--ckpt_path={path}", "--model.mode=max")
     hparams = tested.model.hparams

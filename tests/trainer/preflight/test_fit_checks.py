@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.models import Scored, loader
 from support.processes import run
-from support.trainers import NO_OUTPUT
+from support.trainers import make_trainer
 from torch import nn
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
 from treadle.trainer.preflight.fit_checks import _is_score, hidden_modules
@@ -24,7 +24,7 @@ def fit(task, **flags):
     """Train for one epoch; returns the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        treadle.Trainer(**{"accelerator": "cpu", "max_epochs": 1, **NO_OUTPUT, **flags}).fit(task, loader(), loader())
+        make_trainer(**flags).fit(task, loader(), loader())
     return [str(warning.message) for warning in caught]
 
 
@@ -101,7 +101,16 @@ def test_of_a_task_without_an_optimizer_only_that_is_said():
     assert not [said for said in fit(manual) if "returned None" in said]
 
 
+def with_plateau(optimizer, monitor):
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": monitor}
+
+
+MISSPELLED = "val_los", "val/loss", "valid_loss"
+
+
 def test_a_monitor_that_validation_does_not_log_is_said_before_training(tmp_path):
+    early, saved, plateau = MISSPELLED
     steps = []
 
     class Noted(Task):
@@ -110,23 +119,17 @@ def test_a_monitor_that_validation_does_not_log_is_said_before_training(tmp_path
             raise KeyError("far enough")
 
         def configure_optimizers(self):
-            optimizer = super().configure_optimizers()
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-            return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "valid_loss"}
+            return with_plateau(super().configure_optimizers(), plateau)
 
-    callbacks = [EarlyStopping("val_los"), ModelCheckpoint(tmp_path, monitor="val/loss")]
-    trainer = treadle.Trainer(accelerator="cpu", callbacks=callbacks, **NO_OUTPUT | {"enable_checkpointing": True})
+    callbacks = [EarlyStopping(early), ModelCheckpoint(tmp_path, monitor=saved)]
+    trainer = make_trainer(callbacks=callbacks, enable_checkpointing=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(KeyError):
             trainer.fit(Noted(), loader(), loader())
     said = [str(one.message) for one in caught if "sanity check" in str(one.message)]
     owners = [re.match(r"(\w+)'s monitor '(.*?)' was not logged", one).groups() for one in said]
-    assert owners == [
-        ("EarlyStopping", "val_los"),
-        ("ModelCheckpoint", "val/loss"),
-        ("ReduceLROnPlateau", "valid_loss"),
-    ]
+    assert owners == [*zip(("EarlyStopping", "ModelCheckpoint", "ReduceLROnPlateau"), MISSPELLED, strict=True)]
     assert all("which logged val_loss. Did you mean 'val_loss'?" in one for one in said)
     assert steps == [0]
 
@@ -152,30 +155,18 @@ def test_a_run_that_works_is_not_refused():
 
 
 def test_a_monitor_where_nothing_is_logged_is_an_error():
-    task = Task()
+    task, bare = Task(), treadle.Trainer(accelerator="cpu", barebones=True, callbacks=EarlyStopping("val_loss"))
     with pytest.raises(ValueError, match="EarlyStopping's monitor 'val_loss' is never logged, because barebones=True"):
-        treadle.Trainer(accelerator="cpu", barebones=True, callbacks=EarlyStopping("val_loss")).fit(
-            task, loader(), loader()
-        )
+        bare.fit(task, loader(), loader())
     assert task.global_step == 0
 
 
-SCORES = (
-    "val_acc",
-    "valAcc",
-    "acc@1",
-    "f1_score",
-    "val/auc",
-    "r2",
-    "val_iou",
-    "bleu4",
-    "mAP",
-    "map_50",
-    "val-precision",
-)
+SCORES = ["val_acc", "valAcc", "acc@1", "f1_score", "val/auc", "r2"]
+SCORES += ["val_iou", "bleu4", "mAP", "map_50", "val-precision"]
+OTHERS = ["acc_loss", "precision_error", "val_loss", "accidents", "topology", "remap"]
 
 
-@pytest.mark.parametrize("name", [*SCORES, "acc_loss", "precision_error", "val_loss", "accidents", "topology", "remap"])
+@pytest.mark.parametrize("name", [*SCORES, *OTHERS])
 def test_which_names_are_scores(name):
     assert _is_score(name) == (name in SCORES)
 
@@ -186,9 +177,7 @@ def test_a_forgotten_mode_is_named_once(tmp_path):
             self.log_dict({"val_acc": 1.0, "acc_loss": 1.0})
 
         def configure_optimizers(self):
-            optimizer = super().configure_optimizers()
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_acc"}}
+            return with_plateau(super().configure_optimizers(), "val_acc")
 
     callbacks = [EarlyStopping("val_acc"), ModelCheckpoint(tmp_path, monitor="val_acc")]
     (said,) = fit(Scored(), callbacks=callbacks, enable_checkpointing=True)

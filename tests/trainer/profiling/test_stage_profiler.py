@@ -1,6 +1,7 @@
 """What the Trainer tells a profiler, and the verdict on what a run waits for."""
 
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -28,11 +29,10 @@ def test_every_phase_is_measured_in_order_and_properly_nested(tmp_path):
         gradient_clip_val=1.0, num_sanity_val_steps=0, enable_checkpointing=True,
     )  # fmt: skip
     trainer.fit(Net(), loader(8), loader(4))
-    stack, seen = [], []
+    stack, seen = [], [name for kind, name in notes.events if kind == "start"]
     for kind, name in notes.events:
         if kind == "start":
             stack.append(name)
-            seen.append(name)
         elif kind == "stop":
             assert stack.pop() == name
     assert stack == []
@@ -41,7 +41,7 @@ def test_every_phase_is_measured_in_order_and_properly_nested(tmp_path):
     micro = ["data", "forward", "backward"]
     assert first[:11] == ["data", "step", "forward", "backward", hook, *micro, "agree", "clip", "optimizer"]
     assert first[11:16] == ["zero_grad", hook, "hook ModelCheckpoint.on_step_end", "data", "step"]
-    counts = {name: seen.count(name) for name in set(seen)}
+    counts = Counter(seen)
     assert counts["forward"] == counts["backward"] == counts[hook] == 4
     assert counts["step"] == counts["optimizer"] == counts["zero_grad"] == counts["clip"] == 2
     assert counts["data"] == 5  # and the end of the epoch
@@ -56,15 +56,8 @@ def test_nothing_is_left_behind_and_nothing_there_without_one(tmp_path):
 
     class Look(tl.Callback):
         def on_train_batch_end(self, trainer, task, *rest):
-            accelerator = trainer.accelerator
-            owners = (
-                accelerator,
-                accelerator.accumulation,
-                accelerator.strategy,
-                accelerator.optimizers[0],
-                trainer.logbook,
-                trainer.sources.train,
-            )
+            own = trainer.accelerator
+            owners = (own, own.accumulation, own.strategy, own.optimizers[0], trainer.logbook, trainer.sources.train)
             seen.setdefault(trainer.profiled is not None, {name for owner in owners for name in vars(owner)})
 
     for profiler in (None, SimpleProfiler()):
@@ -100,28 +93,23 @@ class Slow(Dataset):
         return (torch.ones(4),)
 
 
-@pytest.mark.parametrize("waits", ["data", "hook"])
+@pytest.mark.parametrize("waits", ["data", "evaluation", "hook"])
 def test_the_verdict_names_what_the_run_waits_for(waits, tmp_path, capsys):
-    data = DataLoader(Slow() if waits == "data" else [(torch.ones(4),)] * 24, 2)
-    callback = Sleeper(0.0 if waits == "data" else 0.006)
     profiler = SimpleProfiler()
-    trainer_in(tmp_path, profiler=profiler, callbacks=[callback]).fit(Net(), data)
-    text = capsys.readouterr().err
-    action = profiler.actions["data" if waits == "data" else "hook Sleeper.on_train_batch_end"]
-    assert action.exclusive >= 12 * 0.006  # it can't be shorter than it slept
-    assert "Profile of fit" in text
-    if waits == "data":
-        assert "this run waits for data" in text
-        assert "The dataloader reads in this process. Set num_workers" in text
+    trainer = trainer_in(tmp_path, profiler=profiler, callbacks=Sleeper(0.006 if waits == "hook" else 0.0))
+    if waits == "evaluation":
+        trainer.validate(Net(), DataLoader(Slow(), 2))
     else:
-        assert "of the time in hook Sleeper.on_train_batch_end" in text
-
-
-def test_the_advice_of_an_evaluation_is_that_of_its_own_dataloader(tmp_path, capsys):
-    trainer_in(tmp_path, profiler="simple").validate(Net(), DataLoader(Slow(), 2))
+        trainer.fit(Net(), DataLoader(Slow(), 2) if waits == "data" else loader(24))
     text = capsys.readouterr().err
-    assert "this run waits for data" in text
-    assert "The dataloader reads in this process. Set num_workers" in text
+    action, advice = {
+        "data": ("data", "The dataloader reads in this process. Set num_workers"),
+        "evaluation": ("data of validate", "The dataloader reads in this process. Set num_workers"),
+        "hook": ("hook Sleeper.on_train_batch_end", "of the time in hook Sleeper.on_train_batch_end"),
+    }[waits]
+    assert profiler.actions[action].exclusive >= 12 * 0.006  # it can't be shorter than it slept
+    assert advice in text
+    assert ("this run waits for data" in text) == (waits != "hook")
 
 
 def test_each_stage_has_its_report_also_one_that_fails(tmp_path, capsys):

@@ -6,8 +6,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from support.differences import differences
-from support.searched_runs import QUIET_ON_CPU, Task
+from support.searched_runs import Task, check
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
@@ -24,22 +24,18 @@ def test_a_run_that_goes_on_keeps_what_was_found(tmp_path):
         task = Task(batch_size=16, fits=fits)
         task.noise = torch.default_generator  # one of its own would be in no checkpoint
         saver = ModelCheckpoint(tmp_path / str(epochs), every_n_epochs=1, save_top_k=-1)
-        settings = {**QUIET_ON_CPU, "enable_checkpointing": True}
-        trainer = treadle.Trainer(**settings, max_epochs=epochs, callbacks=[*finders, saver])
+        trainer = make_trainer(max_epochs=epochs, enable_checkpointing=True, callbacks=[*finders, saver])
         trainer.fit(task, ckpt_path=path)
         found = [finders[0].optimal_lr.results, finders[1].optimal_batch_size, task.lr, task.batch_size]
-        return [
-            *found,
-            trainer.accumulate_grad_batches,
-            task.state_dict(),
-        ], saver.last_model_path or saver.best_model_path
+        return [*found, trainer.accumulate_grad_batches, task.state_dict()]
 
-    whole_run, _ = fit(2)
+    whole_run = fit(2)
     assert whole_run[3:5] == [8, 2]
-    _, path = fit(1)
-    gone_on, _ = fit(2, path, fits=10**9)  # with another memory it would find another size
+    fit(1)
+    (path,) = (tmp_path / "1").iterdir()
+    gone_on = fit(2, path, fits=10**9)  # with another memory it would find another size
     for one, other in zip(whole_run, gone_on, strict=True):
-        assert differences(one, other) == []
+        check(one, other)
 
 
 def independent_suggestion(lrs, losses, mode, skip_begin, skip_end):
@@ -133,7 +129,7 @@ def test_noise_is_no_suggestion(name, optimizer, low, high):
     for seed in range(2):
         torch.manual_seed(seed)
         data = TensorDataset(torch.randn_like(x), torch.randn_like(y)) if name == "noise" else TensorDataset(x, y)
-        task, trainer = Real(sizes, loss, optimizer), treadle.Trainer(**QUIET_ON_CPU, max_epochs=1)
+        task, trainer = Real(sizes, loss, optimizer), make_trainer()
         with pytest.warns(UserWarning, match="falls no further") if low is None else warnings.catch_warnings():
             Tuner(trainer).lr_find(task, DataLoader(data, 32, shuffle=True))
         assert task.lr == 1e-3 if low is None else low < task.lr < high, (seed, task.lr)
@@ -155,7 +151,7 @@ def test_batches_without_a_loss_are_left_out_of_a_search():
     x = torch.randn(512, 10)
     task = Skips((10, 1), nn.functional.mse_loss, torch.optim.Adam)
     loader = DataLoader(TensorDataset(x, x.sum(1)), 32)
-    found = Tuner(treadle.Trainer(**QUIET_ON_CPU, max_epochs=1)).lr_find(task, loader, num_training=100)
+    found = Tuner(make_trainer()).lr_find(task, loader, num_training=100)
     assert len(found.results["lr"]) == 100
     assert [math.isnan(loss) for loss in found.results["loss"]] == [k % 5 == 2 for k in range(100)]
     assert 1e-3 < task.lr < 0.5

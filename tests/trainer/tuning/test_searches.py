@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch
 from support.processes import run
-from support.searched_runs import QUIET_ON_CPU, Plain, Task, check, dataset, trace
+from support.searched_runs import Plain, Task, check, dataset, trace
+from support.trainers import make_trainer
 from torch.utils.data import DataLoader
 from treadle.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
 from treadle.engine.process_state import get_latest_accelerator
@@ -15,16 +16,18 @@ import treadle
 from treadle.tuner import Tuner
 
 
-def lambda_task():
+def fixed():
+    return DataLoader(dataset(), 4)
+
+
+def task_with(name, value):
     task = Task()
-    task.train_dataloader = lambda: DataLoader(task.data, 4)
+    setattr(task, name, value)
     return task
 
 
-def locked_task():
-    task = Task()
-    task.lock = threading.Lock()
-    return task
+def accumulating():
+    return [BatchSizeFinder(keep_global_batch=True), GradientAccumulationScheduler({1: 2})]
 
 
 class Manual(Plain):
@@ -60,8 +63,7 @@ def search_rates(kind):
     torch.manual_seed(0)
     finder = LearningRateFinder(num_training_steps=20, early_stop_threshold=None, update_attr=False)
     task = kind()
-    trainer = treadle.Trainer(**QUIET_ON_CPU, max_steps=1, callbacks=finder)
-    trainer.fit(task, DataLoader(dataset(), 4))
+    make_trainer(max_steps=1, callbacks=finder).fit(task, fixed())
     return finder.optimal_lr.results, task.seen
 
 
@@ -75,32 +77,32 @@ def test_a_search_with_manual_optimization():
 @pytest.mark.parametrize(
     ("task", "finder", "loader", "text"),
     [
-        (Task, BatchSizeFinder, lambda: DataLoader(dataset(), 4), "but a dataloader was passed to fit"),
-        (lambda_task, BatchSizeFinder, None, "the batch size of the dataloader stayed "),
+        (Task, BatchSizeFinder, fixed, "but a dataloader was passed to fit"),
+        (
+            lambda: task_with("train_dataloader", fixed),
+            BatchSizeFinder,
+            None,
+            "size of the dataloader stayed ",
+        ),
         (Task, lambda: BatchSizeFinder(batch_arg_name="batch_sise"), None, "Did you mean 'batch_size'"),
         (TwoOptimizers, LearningRateFinder, lambda: [dataset()[:4]], "automatic_optimization=False and 2 optimizers"),
         (NoLoss, LearningRateFinder, lambda: [dataset()[:4]], "NoLoss.training_step returned no loss"),
         (Plain, lambda: LearningRateFinder(attr_name="learning_rat"), None, "Did you mean 'learning_rate'"),
         (Plain, LearningRateFinder, lambda: iter([dataset()[:4]]), "can be read only once"),
-        (locked_task, LearningRateFinder, None, "Task cannot be copied"),
-        (
-            Task,
-            lambda: [BatchSizeFinder(keep_global_batch=True), GradientAccumulationScheduler({1: 2})],
-            None,
-            "and GradientAccumulationScheduler both set the number of micro-batches per optimizer step",
-        ),
+        (lambda: task_with("lock", threading.Lock()), LearningRateFinder, None, "Task cannot be copied"),
+        (Task, accumulating, None, "and GradientAccumulationScheduler both set the number of micro-batches"),
     ],
 )
 def test_what_is_refused_before_the_first_step(task, finder, loader, text):
     task = task()
-    trainer = treadle.Trainer(**QUIET_ON_CPU, max_epochs=1, callbacks=finder())
+    trainer = make_trainer(callbacks=finder())
     with pytest.raises(ValueError, match=text):
         trainer.fit(task, loader and loader())
     assert getattr(task, "calls", 0) == 0
 
 
 def tuner(**flags):
-    return Tuner(treadle.Trainer(**QUIET_ON_CPU, **flags))
+    return Tuner(make_trainer(**flags))
 
 
 @pytest.mark.parametrize(
@@ -128,8 +130,7 @@ def test_arguments_that_can_not_be(make, text):
 
 def test_no_search_with_fast_dev_run():
     finders = [LearningRateFinder(), BatchSizeFinder(batch_arg_name="learning_rate")]
-    trainer = treadle.Trainer(**QUIET_ON_CPU, fast_dev_run=True, callbacks=finders)
-    trainer.fit(Plain(), DataLoader(dataset(), 8))
+    make_trainer(fast_dev_run=True, callbacks=finders).fit(Plain(), fixed())
     assert [finders[0].optimal_lr, finders[1].optimal_batch_size] == [None, None]
 
 
@@ -184,26 +185,21 @@ class Rates(Plain):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 30)]
 
 
-def resumed_rates(folder, stop, finder):
+@pytest.mark.parametrize("stop", [2, 4, 6, 9])  # of 4 steps per epoch: before, at, after and long after the search
+def test_a_rate_found_within_a_run_is_used_and_resumed(tmp_path, stop):
     def fit(max_steps, **options):
         treadle.seed_everything(0)
-        task, own = Rates(), finder()
-        trainer = treadle.Trainer(**QUIET_ON_CPU, max_epochs=3, max_steps=max_steps, callbacks=[own])
+        task, own = Rates(), LaterRate(1e-4, 10.0, 60)
+        trainer = make_trainer(max_epochs=3, max_steps=max_steps, callbacks=[own])
         trainer.fit(task, DataLoader(dataset(), 8, shuffle=True), **options)
-        trainer.save_checkpoint(folder / "c.ckpt")
+        trainer.save_checkpoint(tmp_path / "c.ckpt")
         rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
         return {"rates": rates, "attribute": task.learning_rate, "weights": task.state_dict()}, own
 
-    expected, own = fit(-1)
-    assert own.at_start is None
+    expected, finder = fit(-1)
+    assert finder.at_start is None
     fit(stop)
-    check(expected, fit(-1, ckpt_path=folder / "c.ckpt")[0])
-    return expected, own
-
-
-@pytest.mark.parametrize("stop", [2, 4, 6, 9])  # of 4 steps per epoch: before, at, after and long after the search
-def test_a_rate_found_within_a_run_is_used_and_resumed(tmp_path, stop):
-    expected, finder = resumed_rates(tmp_path, stop, lambda: LaterRate(1e-4, 10.0, 60))
+    check(expected, fit(-1, ckpt_path=tmp_path / "c.ckpt")[0])
     assert expected["rates"] == pytest.approx([expected["attribute"], expected["attribute"] / 10])
     assert expected["attribute"] == finder.optimal_lr.suggestion() != 0.1
 
@@ -214,8 +210,8 @@ def test_a_subclass_that_calls_the_hook_searches_when_fit_starts():
             super().on_fit_start(trainer, task)
             assert task.learning_rate == trainer.optimizers[0].param_groups[0]["lr"] == self.optimal_lr.suggestion()
 
-    trainer = treadle.Trainer(**QUIET_ON_CPU, max_epochs=1, callbacks=[Own(1e-4, 10.0, 60)])
-    trainer.fit(Plain(), DataLoader(dataset(), 8))
+    trainer = make_trainer(callbacks=[Own(1e-4, 10.0, 60)])
+    trainer.fit(Plain(), fixed())
     assert trainer.callbacks[0].optimal_lr is not None
 
 
@@ -238,7 +234,7 @@ def test_a_batch_size_found_within_a_run(tmp_path, stop):
         treadle.seed_everything(0)
         task = Sizes()
         finder = LaterSize(init_val=4, max_trials=2)
-        trainer = treadle.Trainer(**QUIET_ON_CPU, max_epochs=2, max_steps=max_steps, callbacks=[finder])
+        trainer = make_trainer(max_epochs=2, max_steps=max_steps, callbacks=[finder])
         trainer.fit(task, **options)
         trainer.save_checkpoint(tmp_path / "c.ckpt")
         return {"weights": task.state_dict(), "size": task.batch_size}, task.sizes
@@ -260,7 +256,7 @@ def test_a_batch_size_on_two_processes_is_found_before_the_run():
 
 
 def test_no_trial_and_one_rate():
-    task, own = Task(), tuner(max_epochs=1)
+    task, own = Task(), tuner()
     assert own.scale_batch_size(task, init_val=6, max_trials=0) == task.batch_size == 6
     assert task.calls == 0
     with pytest.warns(UserWarning, match="at least 2 points are needed"):

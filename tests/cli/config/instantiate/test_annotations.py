@@ -16,22 +16,17 @@ from treadle.cli.commands.yaml_dump import dump_yaml
         ("hidden=5", "hidden", 5),
         ("mode=max", "mode", "max"),
         ("widths=[1, 2]", "widths", [1, 2]),
-        ("widths=null", "widths", None),
         ("sizes={a: 1}", "sizes", {"a": 1}),
         ("where=a/b", "where", Path("a/b")),
         ("head={width: 3}", "head", cli_samples.Head(3)),
         ("head={class: cli_samples.Head, width: 3, bias: false}", "head", cli_samples.Head(3, False)),
         ("color=BLUE", "color", cli_samples.Color.BLUE),
         ("color=2", "color", cli_samples.Color.BLUE),
-        ("activation=cli_samples.double", "activation", cli_samples.double),
         ("activation=torch.tanh", "activation", torch.tanh),
-        ("layer=torch.nn.Conv2d", "layer", nn.Conv2d),
         ("layer=Conv2d", "layer", nn.Conv2d),
         ("name=1.10", "name", "1.10"),  # text, as it was written
-        ("name=true", "name", "true"),
         ("pair=[3, 4]", "pair", (3, 4.0)),
         ("kind=bfloat16", "kind", torch.bfloat16),
-        ("kind=torch.float16", "kind", torch.float16),
         ("amount=3", "amount", 3),
         ("amount=many", "amount", "many"),
         ("wrong_default=null", "wrong_default", None),
@@ -45,8 +40,8 @@ def test_values_become_arguments(override, name, value):
 
 
 def test_float_arguments_get_floats():
-    assert checked("model: {class: cli_samples.Line, lr: 1}").build_task().lr == 1.0
-    assert type(checked("model: {class: cli_samples.Line, lr: 1}").build_task().lr) is float
+    lr = checked("model: {class: cli_samples.Line, lr: 1}").build_task().lr
+    assert (lr, type(lr)) == (1.0, float)
 
 
 def test_what_takes_anything_is_given_anything():
@@ -57,11 +52,8 @@ def test_what_takes_anything_is_given_anything():
 
 def test_rarer_kinds_of_arguments():
     def given(override):
-        return (
-            checked("model: {class: cli_samples.Odd}", f"model.{override}")
-            .build_task()
-            .given[override.partition("=")[0]]
-        )
+        task = checked("model: {class: cli_samples.Odd}", f"model.{override}").build_task()
+        return task.given[override.partition("=")[0]]
 
     assert given("word={text: a}") == {"text": "a"}
     assert vars(given("wide={factor: 3, bias: false}")) == {"width": 9, "bias": False}
