@@ -1,13 +1,11 @@
 """A script with a command line of its own."""
 
 import sys
-from pathlib import Path
 
 import cli_samples
 import pytest
 import torch
 from support.command_runs import by_hand
-from support.processes import script
 
 import treadle
 
@@ -35,27 +33,6 @@ def test_a_script_becomes_a_command_line(here, capsys):
         assert raised.value.code == status
         said = capsys.readouterr()
         assert words in said.out + said.err
-
-
-@pytest.mark.slow
-def test_a_script_in_processes(here):
-    source = """
-    import sys
-    sys.path.insert(0, {folder!r})
-    from cli_samples import Line, Points
-    from treadle import cli
-
-    if __name__ == "__main__":
-        done = cli.run(Line, Points)
-        done.trainer.print("lr", done.model.lr)
-    """
-    folder = str(Path(cli_samples.__file__).parent)
-    text = "\n".join(line[4:] for line in source.format(folder=folder).splitlines())
-    path = here / "train.py"
-    path.write_text(text)
-    done = script(path, "fit", "trainer.devices=2", "trainer.accelerator=cpu", "trainer.max_epochs=1", "model.lr=0.5")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("lr 0.5") == 1
 
 
 def test_a_script_does_not_print_json(monkeypatch):

@@ -5,7 +5,6 @@ from inspect import currentframe
 
 import pytest
 import torch
-from torch import nn
 from treadle.common.messages import format_count, join_words, name_type, named_ranks, nearest, warn
 
 
@@ -57,7 +56,7 @@ warn_in_treadle = eval('lambda *_: warn("slow")', {"__name__": "treadle.trainer"
 
 
 def test_a_warning_is_at_the_line_of_the_users_program():
-    module = nn.Identity()
+    module = torch.nn.Identity()
     module.register_forward_hook(warn_in_treadle)
     line = currentframe().f_lineno + 2
     with pytest.warns(UserWarning, match="slow") as caught:

@@ -6,7 +6,6 @@ import sys
 import uuid
 import warnings
 
-import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from support.launches import wait_for
@@ -15,26 +14,11 @@ from treadle.common.mirror import flush, local_folder
 from treadle.common.remote_path import RemotePath
 
 
-class Away(MemoryFileSystem):
-    """A store in memory that can be out of reach."""
-
-    protocol = "away"
-    is_away = False
-
-    def put_file(self, *args, **options):
-        if self.is_away:
-            raise ConnectionRefusedError("refused")
-        return super().put_file(*args, **options)
-
-
-fsspec.register_implementation("away", Away, clobber=True)
-
-
 @pytest.fixture
 def folder(monkeypatch):
     monkeypatch.setattr(mirror, "SECONDS", 0.05)
     monkeypatch.setattr(remote_path, "_PAUSES", (0.0,))
-    return RemotePath(f"away://{uuid.uuid4().hex}")
+    return RemotePath(f"memory://{uuid.uuid4().hex}")
 
 
 def test_a_path_is_itself(tmp_path):
@@ -66,15 +50,18 @@ def test_a_folder_in_a_mirrored_one_is_a_part_of_it(folder):
 
 
 def test_a_store_that_is_away_costs_a_warning_and_nothing_is_lost(folder, monkeypatch):
+    def refuse(*args, **options):
+        raise ConnectionRefusedError("refused")
+
     here = local_folder(folder)
-    monkeypatch.setattr(Away, "is_away", True)
-    (here / "events").write_bytes(b"1")
-    with pytest.warns(UserWarning, match=r"can't be uploaded to away://.*refused.*are kept in"):
-        flush(folder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        flush(folder)  # the same again is no further warning
-    monkeypatch.setattr(Away, "is_away", False)
+    with monkeypatch.context() as away:
+        away.setattr(MemoryFileSystem, "put_file", refuse)
+        (here / "events").write_bytes(b"1")
+        with pytest.warns(UserWarning, match=r"can't be uploaded to memory://.*refused.*are kept in"):
+            flush(folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            flush(folder)  # the same again is no further warning
     flush(folder)
     assert folder.sizes() == {"events": 1}
 

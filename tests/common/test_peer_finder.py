@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import pickle
 import pkgutil
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,12 +94,3 @@ def test_nothing_is_imported_before_its_use():
     modules = {f"treadle.common.{module}" for module in ("lazy_exports", "peer_finder", "rank_zero")}
     assert set(eval(loaded)) == {"treadle", "treadle.common", "treadle.compat", *modules}
     assert others == "False"
-
-
-@pytest.mark.long
-def test_functions_of_such_modules_reach_another_process():
-    """By the paths of the modules, as a pickle may name them; nothing of Treadle is imported there before."""
-    source = "import pickle, sys; print(pickle.load(sys.stdin.buffer), 'treadle.compat' in sys.modules)"
-    named = b"ctreadle.compat.utils.random\nset_seed\n."
-    done = subprocess.run([sys.executable, "-c", source], input=named, capture_output=True, check=True)
-    assert re.fullmatch(rb"<function set_seed at \w+> True\n", done.stdout)

@@ -5,26 +5,10 @@ import uuid
 from pathlib import Path
 from types import SimpleNamespace
 
-import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from treadle.common import remote_path
 from treadle.common.remote_path import RemotePath, StoreError, absolute, as_path, is_url, lexists
-
-
-class Flaky(MemoryFileSystem):
-    """A store in memory whose requests fail as often as `failures` says."""
-
-    protocol = "flaky"
-    failures: list[Exception] = []
-
-    def pipe_file(self, *args, **options):
-        if self.failures:
-            raise self.failures.pop()
-        return super().pipe_file(*args, **options)
-
-
-fsspec.register_implementation("flaky", Flaky, clobber=True)
 
 
 @pytest.fixture
@@ -33,10 +17,18 @@ def folder():
 
 
 @pytest.fixture
-def flaky(monkeypatch):
+def failures(monkeypatch):
+    """Errors of the next requests to write."""
+    failures, pipe_file = [], MemoryFileSystem.pipe_file
+
+    def fail(*args, **options):
+        if failures:
+            raise failures.pop()
+        return pipe_file(*args, **options)
+
     monkeypatch.setattr(remote_path, "_PAUSES", (0.0,))
-    monkeypatch.setattr(Flaky, "failures", [])
-    return RemotePath(f"flaky://{uuid.uuid4().hex}/file")
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", fail)
+    return failures
 
 
 @pytest.mark.parametrize(
@@ -112,18 +104,18 @@ def test_objects_are_written_listed_read_and_deleted(folder, tmp_path):
     assert (folder / "none").names() == []
 
 
-def test_a_request_that_fails_is_made_again(flaky):
-    Flaky.failures = [ConnectionResetError("reset"), TimeoutError("late"), RuntimeError("whatever a package raises")]
-    flaky.write_bytes(b"1")
-    assert Flaky.failures == []
-    assert flaky.read_bytes() == b"1"
+def test_a_request_that_fails_is_made_again(failures, folder):
+    failures += [ConnectionResetError("reset"), TimeoutError("late"), RuntimeError("whatever a package raises")]
+    (folder / "a").write_bytes(b"1")
+    assert failures == []
+    assert (folder / "a").read_bytes() == b"1"
 
 
-def test_a_store_that_stays_away_is_an_error_of_files(flaky):
-    Flaky.failures = [ConnectionResetError("reset by peer") for _ in range(9)]
-    with pytest.raises(StoreError, match=r"flaky://.*can't be written \(4 attempts failed\): reset by peer"):
-        flaky.write_bytes(b"1")
-    assert len(Flaky.failures) == 9 - remote_path.ATTEMPTS
+def test_a_store_that_stays_away_is_an_error_of_files(failures, folder):
+    failures += [ConnectionResetError("reset by peer") for _ in range(9)]
+    with pytest.raises(StoreError, match=r"memory://.*can't be written \(4 attempts failed\): reset by peer"):
+        (folder / "a").write_bytes(b"1")
+    assert len(failures) == 9 - remote_path.ATTEMPTS
     assert issubclass(StoreError, OSError)
 
 
@@ -132,17 +124,17 @@ class NoCredentialsError(Exception):
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "Access Denied"), NoCredentialsError("no credentials")])
-def test_what_another_attempt_can_not_change_fails_at_once(flaky, error):
-    Flaky.failures = [error, error]
-    with pytest.raises(OSError, match=r"flaky://.*can't be written"):
-        flaky.write_bytes(b"1")
-    assert len(Flaky.failures) == 1
+def test_what_another_attempt_can_not_change_fails_at_once(failures, folder, error):
+    failures += [error, error]
+    with pytest.raises(OSError, match=r"memory://.*can't be written"):
+        (folder / "a").write_bytes(b"1")
+    assert len(failures) == 1
 
 
-def test_a_refusal_without_a_number_names_the_fix(flaky):
-    Flaky.failures = [PermissionError("Forbidden")]
-    with pytest.raises(PermissionError, match=r"\[Errno 13\] flaky://.*: Forbidden. Check the credentials"):
-        flaky.write_bytes(b"1")
+def test_a_refusal_without_a_number_names_the_fix(failures, folder):
+    failures += [PermissionError("Forbidden")]
+    with pytest.raises(PermissionError, match=r"\[Errno 13\] memory://.*: Forbidden. Check the credentials"):
+        (folder / "a").write_bytes(b"1")
 
 
 # -- in parts ----------------------------------------------------------------------------------------------------------
@@ -180,8 +172,7 @@ class Parts(MemoryFileSystem):
 
     def _create_multipart_upload(self, Bucket, Key, **checksum):
         name = f"upload-{len(self.requests)}"
-        self.uploads[name] = {}
-        self.checksums[name] = checksum
+        self.uploads[name], self.checksums[name] = {}, checksum
         return {"UploadId": name}
 
     def _upload_part(self, Bucket, Key, UploadId, PartNumber, Body, **checksum):

@@ -2,7 +2,6 @@
 
 import math
 import re
-from pathlib import Path
 
 import pytest
 from treadle.common import validation as v
@@ -32,21 +31,3 @@ WRONG = [
 def test_what_is_refused(check, arguments, error, words):
     with pytest.raises(error, match=re.escape(words)):
         check(*arguments)
-
-
-RIGHT = [
-    (v.check_bool, ("verbose", False), False),
-    (v.check_bool_or_word, ("save_last", "link", ["link"]), True),
-    (v.check_int, ("steps", -1, -1), -1),
-    (v.check_number, ("threshold", -math.inf), -math.inf),
-    (v.check_positive, ("clip", 0.5), 0.5),
-    (v.check_text, ("name", ""), ""),
-    (v.check_path, ("dirpath", Path("a")), "a"),
-    (v.check_monitor, ("val_loss",), "val_loss"),
-    (v.choose, ("mode", "min", iter(("min", "max"))), "min"),
-]
-
-
-@pytest.mark.parametrize(("check", "arguments", "value"), RIGHT)
-def test_what_is_right_is_returned(check, arguments, value):
-    assert check(*arguments) == value

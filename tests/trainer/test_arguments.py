@@ -11,8 +11,6 @@ from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from treadle.callbacks import Callback
-from treadle.strategies import TorchSyncBatchNorm
 
 import treadle
 
@@ -122,7 +120,7 @@ def on_two_processes():
     with pytest.raises(ValueError, match="sync_batchnorm=True needs strategy='ddp', not 'fsdp'"):
         make_trainer(strategy="fsdp", sync_batchnorm=True)
     return {
-        "normed": [normed(sync_batchnorm=True), normed(plugins=[TorchSyncBatchNorm()])],
+        "normed": [normed(sync_batchnorm=True), normed(plugins=[treadle.strategies.TorchSyncBatchNorm()])],
         "own sampler": read_by(False),
         "distributed sampler": read_by(True),
     }
@@ -142,7 +140,7 @@ def test_sync_batchnorm(two_ranks):
 # -- logging ---------------------------------------------------------------------------------------------------------
 
 
-class Logs(Callback):
+class Logs(treadle.callbacks.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.log("of_a_batch", float(batch_idx))
 

@@ -11,7 +11,6 @@ from support.trainers import make_trainer
 from torch.utils.data import DataLoader
 from treadle.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from treadle.compat.demos.boring_classes import BoringModel
-from treadle.loggers import CSVLogger
 
 import treadle
 
@@ -37,23 +36,20 @@ COPIES = pytest.mark.parametrize("make", [by_pickle, copy.deepcopy])
 @COPIES
 def test_a_copy_holds_flags_callbacks_and_values_and_can_go_on(tmp_path, make):
     callbacks = [ModelCheckpoint(monitor="val_loss"), EarlyStopping("val_loss"), TQDMProgressBar()]
-    flags = {"logger": CSVLogger(tmp_path), "enable_progress_bar": True, "enable_checkpointing": True}
+    flags = {"logger": treadle.loggers.CSVLogger(tmp_path), "enable_progress_bar": True, "enable_checkpointing": True}
     trainer = make_trainer(max_epochs=2, callbacks=callbacks, **flags)
     task = Task()
     trainer.fit(task, loader(8), loader(8))
     copied = make(trainer)
-    assert (copied.max_epochs, copied.current_epoch, copied.global_step) == (2, 2, 8)
-    assert copied.callback_metrics == trainer.callback_metrics
-    assert copied.logged_metrics == trainer.logged_metrics
-    assert list(copied.history["val_loss"].values) == list(trainer.history["val_loss"].values)
-    assert copied.checkpoint_callback is not trainer.checkpoint_callback
-    assert copied.checkpoint_callback.best_model_path == trainer.checkpoint_callback.best_model_path
-    assert copied.checkpoint_callback.best_model_score == trainer.checkpoint_callback.best_model_score
-    assert copied.early_stopping_callbacks[0].state_dict() == trainer.early_stopping_callbacks[0].state_dict()
-    assert copied.log_dir == trainer.log_dir
-    assert copied.loggers[0] is not trainer.loggers[0]
     assert "accelerator" not in vars(copied)  # no process group, thread or signal handler yet
-
+    assert (copied.max_epochs, copied.current_epoch, copied.global_step) == (2, 2, 8)
+    for name in ("callback_metrics", "logged_metrics", "log_dir"):
+        assert getattr(copied, name) == getattr(trainer, name)
+    assert list(copied.history["val_loss"].values) == list(trainer.history["val_loss"].values)
+    saving, saved = trainer.checkpoint_callback, copied.checkpoint_callback
+    assert (saved.best_model_path, saved.best_model_score) == (saving.best_model_path, saving.best_model_score)
+    assert copied.early_stopping_callbacks[0].state_dict() == trainer.early_stopping_callbacks[0].state_dict()
+    assert (saved is saving, copied.loggers[0] is trainer.loggers[0]) == (False, False)
     assert torch.equal(copied.lightning_module.net.weight, task.net.weight)
     expected = trainer.test(task, loader(8), verbose=False)
     best = trainer.test(Task(), loader(8), ckpt_path="best", verbose=False)

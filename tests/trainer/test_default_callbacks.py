@@ -5,7 +5,6 @@ import torch
 from support.models import LoggedLine, loader
 from support.trainers import make_trainer
 from treadle.callbacks import EarlyStopping, ModelCheckpoint
-from treadle.loggers import CSVLogger
 
 import treadle
 
@@ -29,16 +28,11 @@ def test_a_fast_dev_run_has_a_checkpoint_callback_without_a_path(tmp_path):
 def test_a_fast_dev_run_calls_no_idle_callback_that_the_task_adds_either(tmp_path):
     """Scripts find all of them in `trainer.callbacks`, as a task does that looks for one by its class."""
 
-    class Adding(LoggedLine):
-        def configure_callbacks(self):
-            return [ModelCheckpoint(tmp_path, monitor="loss"), EarlyStopping("misspelled")]
-
-        def on_fit_start(self):
-            self.seen = [type(callback).__name__ for callback in self.trainer.callbacks]
-
-    task, run = Adding(), make_trainer(fast_dev_run=True, enable_checkpointing=None)
+    task, run, seen = LoggedLine(), make_trainer(fast_dev_run=True, enable_checkpointing=None), []
+    task.configure_callbacks = lambda: [ModelCheckpoint(tmp_path, monitor="loss"), EarlyStopping("misspelled")]
+    task.on_fit_start = lambda: seen.extend(type(callback).__name__ for callback in run.callbacks)
     run.fit(task, loader())
-    assert task.seen[-2:] == ["ModelCheckpoint", "EarlyStopping"]
+    assert seen[-2:] == ["ModelCheckpoint", "EarlyStopping"]
     assert run.global_step == 1
     assert not any(tmp_path.iterdir())
 
@@ -60,7 +54,7 @@ def omega_list(items):
 
 @pytest.mark.parametrize("kind", [iter, tuple, omega_list, lambda items: dict(enumerate(items)).values()])
 def test_callbacks_and_loggers_of_any_iterable(tmp_path, kind):
-    callback, logger = treadle.Callback(), CSVLogger(tmp_path)
+    callback, logger = treadle.Callback(), treadle.loggers.CSVLogger(tmp_path)
     run = make_trainer(logger=kind([logger]), callbacks=kind([callback]))
     assert run.loggers == [logger]
     assert run.callbacks[0] is callback

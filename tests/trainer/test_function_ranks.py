@@ -11,7 +11,6 @@ import torch.distributed as dist
 from support.models import Scored
 from support.processes import python, run, script
 from support.trainers import make_trainer
-from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from treadle.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from treadle.strategies import DDP, SingleDevice, plan_function_launch
@@ -112,7 +111,7 @@ def test_the_state_comes_back(strategy, tmp_path) -> None:
     saved = Line.load_from_checkpoint(tmp_path / "weights.ckpt")
     assert torch.equal(saved.net.weight, task.net.weight)
     assert not dist.is_initialized()
-    nn.init.zeros_(task.net.weight)
+    torch.nn.init.zeros_(task.net.weight)
     (metrics,) = trainer.test(ckpt_path="best", dataloaders=loader(), verbose=False)
     assert metrics["test_loss"] == pytest.approx(val)
 

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from support.models import Line, Stream, loader
+from support.models import Line, LoggedLine, Stream, loader
 from support.trainers import make_trainer
-from torch.utils.data import DataLoader
 from treadle.callbacks import EarlyStopping, LambdaCallback
 from treadle.engine import CombinedLoader
-from treadle.loggers import CSVLogger
 from treadle.trainer.states import TrainerFn
 
 import treadle
@@ -67,8 +65,12 @@ def test_places_and_parts():
     assert trainer.precision_plugin.name == trainer.precision == "bf16-mixed"
     assert trainer.early_stopping_callbacks == [stopping]
     assert trainer.early_stopping_callback is stopping
-    task = Task()
-    assert (trainer.model, task.on_gpu) == (None, False)
+    assert (trainer.model, Task().on_gpu) == (None, False)
+    assert (trainer.min_steps, trainer.gradient_clip_algorithm) == (None, None)  # which were not given
+    assert make_trainer(gradient_clip_algorithm="VALUE").gradient_clip_algorithm == "value"
+    assert treadle.TaskModule.CHECKPOINT_HYPER_PARAMS_KEY == "hyper_parameters"
+    assert treadle.TaskModule.CHECKPOINT_HYPER_PARAMS_NAME == "hparams_name"
+    assert treadle.DataModule.CHECKPOINT_HYPER_PARAMS_KEY == "datamodule_hyper_parameters"
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
@@ -88,14 +90,8 @@ def test_the_last_batch_stays_the_last_until_the_next_epoch():
     assert trainer.is_last_batch
 
 
-def test_flags_that_were_not_given_are_none():
-    for given, expected in (({}, (None, None)), ({"min_steps": 2, "gradient_clip_algorithm": "VALUE"}, (2, "value"))):
-        trainer = make_trainer(**given)
-        assert (trainer.min_steps, trainer.gradient_clip_algorithm) == expected
-
-
 def test_numbers_of_batches_without_a_length():
-    task, stream = Task(), DataLoader(Stream(torch.ones(6, 2)), batch_size=2)
+    task, stream = Task(), torch.utils.data.DataLoader(Stream(torch.ones(6, 2)), batch_size=2)
     trainer = make_trainer(num_sanity_val_steps=1)
     assert trainer.num_training_batches == float("inf")
     trainer.fit(task, stream, stream)
@@ -135,28 +131,17 @@ def test_paths_and_the_last_batch(tmp_path, monkeypatch):
 
 def test_loggers_may_be_replaced(tmp_path):
     trainer = make_trainer(log_every_n_steps=1)
-    trainer.logger = logger = CSVLogger(tmp_path)
+    trainer.logger = logger = treadle.loggers.CSVLogger(tmp_path)
     assert trainer.logger is logger
     assert trainer.log_dir == logger.log_dir
 
-    class Logs(Task):
-        def training_step(self, batch, batch_idx):
-            self.log("loss", 2.0)
-            return super().training_step(batch, batch_idx)
-
-    trainer.fit(Logs(), loader())
-    assert [row["loss"] for row in logger.experiment.metrics] == [2.0, 2.0]
-    assert (tmp_path / "treadle_logs" / "version_0" / CSVLogger.NAME_HPARAMS_FILE).read_text() == "{}\n"
+    trainer.fit(LoggedLine(), loader())
+    assert ["loss" in row for row in logger.experiment.metrics] == [True, True]
+    assert (tmp_path / "treadle_logs" / "version_0" / treadle.loggers.CSVLogger.NAME_HPARAMS_FILE).read_text() == "{}\n"
     trainer.loggers = []
     assert trainer.logger is None
     with pytest.raises(TypeError, match="logger must be"):
         trainer.logger = 3
-
-
-def test_keys_of_hyperparameters():
-    assert treadle.TaskModule.CHECKPOINT_HYPER_PARAMS_KEY == "hyper_parameters"
-    assert treadle.TaskModule.CHECKPOINT_HYPER_PARAMS_NAME == "hparams_name"
-    assert treadle.DataModule.CHECKPOINT_HYPER_PARAMS_KEY == "datamodule_hyper_parameters"
 
 
 def test_limits_before_fit():
@@ -168,9 +153,8 @@ def test_limits_before_fit():
     assert limits(max_steps=5) == (None, None, 5)
     assert limits(max_time="00:00:01:00") == (None, None, -1)
     trainer = treadle.Trainer(accelerator="cpu", max_time="00:00:01:00")
-    assert [type(callback).__name__ for callback in trainer.callbacks] == [
-        *("ModelSummary", "TQDMProgressBar", "ModelCheckpoint", "RunReport")
-    ]
+    kinds = [type(callback).__name__ for callback in trainer.callbacks]
+    assert kinds == ["ModelSummary", "TQDMProgressBar", "ModelCheckpoint", "RunReport"]
 
 
 @pytest.mark.parametrize(
@@ -184,18 +168,12 @@ def test_limits_before_fit():
     ],
 )
 def test_limits_within_fit(flags, before, within):
-    class Reads(Task):
-        def setup(self, stage):
-            self.limits = self.trainer.max_epochs, self.trainer.min_epochs
-
-        def on_train_start(self):
-            self.trainer.should_stop = True
-
-    task, trainer = Reads(), make_trainer(**{"max_epochs": None, **flags})
+    task, trainer, seen = Task(), make_trainer(**{"max_epochs": None, **flags}), []
+    task.setup = lambda stage: seen.append((trainer.max_epochs, trainer.min_epochs))
+    task.on_train_start = lambda: setattr(trainer, "should_stop", True)
     trainer.validate(task, loader(), verbose=False)
-    assert task.limits == before
     trainer.fit(task, loader())
-    assert task.limits == (trainer.max_epochs, trainer.min_epochs) == within
+    assert [*seen, (trainer.max_epochs, trainer.min_epochs)] == [before, within, within]
 
 
 def test_numbers_of_batches_that_are_evaluated():

@@ -8,10 +8,8 @@ import pytest
 import torch
 from support.models import Line, Scored, Stream, loader
 from support.trainers import make_trainer
-from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.engine.preemption import SLURMEnvironment
-from treadle.strategies import LaunchEnvironment, TorchSyncBatchNorm
 
 import treadle
 
@@ -33,7 +31,7 @@ class Watched(Line):
     def on_train_epoch_start(self) -> None:
         self.note("epoch start")
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.note("step")
         assert self.trainer.fit_loop.epoch_loop.batch_idx == batch_idx
         return super().training_step(batch, batch_idx)
@@ -108,13 +106,11 @@ def test_the_cluster_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     def environment(**flags: Any) -> Any:
         return make_trainer(**flags)._accelerator_connector.cluster_environment
 
-    passed = SLURMEnvironment(auto_requeue=False)
-    assert environment() is None
-    assert environment(plugins=passed) is passed
-    assert environment(plugins=[TorchSyncBatchNorm(), passed]) is passed
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
-    launched = LaunchEnvironment.read(variables)
-    assert environment(plugins=launched) is launched
+    assert environment() is None
+    for passed in (SLURMEnvironment(auto_requeue=False), treadle.strategies.LaunchEnvironment.read(variables)):
+        assert environment(plugins=passed) is passed
+        assert environment(plugins=[treadle.strategies.TorchSyncBatchNorm(), passed]) is passed
     monkeypatch.setattr(SLURMEnvironment, "detect", lambda: True)
     assert isinstance(environment(), SLURMEnvironment)
 
@@ -124,11 +120,9 @@ def test_the_indices_of_listed_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     world = run.accelerator.world
     for devices, size, rank, index, expected in (
-        ([2, 3], 2, 1, 3, [2, 3]),
-        ("1,3", 2, 0, 1, [1, 3]),
+        ("2,3", 2, 1, 3, [2, 3]),
         (2, 2, 1, 1, [0, 1]),
         ([2, 3], 2, 1, 0, [0, 1]),  # SLURM shows each task only its own GPU
-        ([3], 1, 0, 3, [3]),
     ):
         run.changed_flags["devices"] = devices
         for name, value in (("local_size", size), ("local_rank", rank), ("device", torch.device("cuda", index))):
@@ -238,7 +232,7 @@ def test_an_optimizer_step_belongs_to_the_batch_before_it_is_counted(accumulate:
 
 def test_a_second_fit_draws_the_order_of_a_plain_loop() -> None:
     class Reads(Line):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             order.append(batch[0].tolist())
             return super().training_step(batch, batch_idx)
 

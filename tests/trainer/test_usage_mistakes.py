@@ -21,9 +21,6 @@ class Task(Scored):
         super().__init__()
         self.save_hyperparameters()
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
-
 
 def loader(count=10):
     x = torch.randn(count, 2, generator=torch.Generator().manual_seed(1))

@@ -40,12 +40,10 @@ def test_every_command_takes_every_spelling_of_a_run(here, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["model.lrr=1"], ["treadle fit: command line: model.lrr", "'lr'?"]),
         (["trainer.max_epochs=-3"], ["treadle fit: command line: trainer.max_epochs", "max_epochs=-3", "-1"]),
         (["trainer.callbacks+={class: EarlyStopping, monitor: a, mode: up}"], ["callbacks.0: EarlyStopping", "'up'"]),
         (["run.name=a/b"], ["command line: run: name='a/b'"]),
         (["run.dir=/dev/null/runs"], ["command line: run: cannot create a run's folder"]),
-        (["trainer.devices=0"], ["command line: trainer.devices: devices=0"]),
         (["trainer.default_root_dir=x"], ["trainer.default_root_dir", "the folder of this run"]),
         (["model.lrr=1", "seed=x"], ["treadle fit: 2 problems:\n  command line: model.lrr", "\n  command line: seed"]),
         (["ckpt_path=nowhere"], ["command line: ckpt_path: ckpt_path='nowhere' does not exist"]),

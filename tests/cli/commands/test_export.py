@@ -9,7 +9,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support.saved_nets import Extra, prepared, same
-from torch import nn
 from treadle.cli.commands.export import export, main
 
 import treadle
@@ -67,7 +66,7 @@ def test_export_names_what_it_leaves_out(tmp_path, capsys):
 
 def test_export_writes_tied_weights_once(tmp_path):
     accelerator = treadle.Accelerator(cpu=True)
-    tied = nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in "abc"})
+    tied = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3, bias=False) for name in "abc"})
     tied.b.weight = tied.a.weight
     accelerator.prepare(tied)
     accelerator.save_state(tmp_path / "x")

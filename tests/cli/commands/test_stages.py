@@ -280,28 +280,6 @@ def test_print_config_runs_nothing(here, capsys):
 # -- scripts and processes -------------------------------------------------------------------------------------------
 
 
-def in_ranks(folder, arguments):
-    os.chdir(folder)
-    status = main(["fit", "--config", "run.yaml", *arguments])
-    return status, sorted(str(path.relative_to(folder)) for path in Path(folder).glob("runs/*/*"))
-
-
-def test_ranks_that_others_started(here):
-    """As under torchrun: one folder, and the training of one process with the same global batch."""
-    arguments = ["trainer.strategy=ddp", "data.batch_size=4"]
-    found = run(in_ranks, 2, str(here), arguments)
-    assert found == [(0, ["runs/default/1"])] * 2
-    torch.testing.assert_close(weights("runs/default/1"), by_hand())
-
-
-@pytest.mark.long
-def test_a_launched_error_is_said_once(here):
-    command = [python(), "-m", "treadle", "launch", "--nproc-per-node", "2", "-m", "treadle", "fit", "model.x=1"]
-    done = subprocess.run(command, env=clean_environment({}), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert done.stderr.count("model names no class") == 1
-
-
 def test_processes_that_it_starts(here):
     """`treadle fit` starts itself twice; the ranks read the same line."""
     line = ["fit", "--config", "run.yaml", "trainer.strategy=ddp", "trainer.devices=2", "data.batch_size=4"]

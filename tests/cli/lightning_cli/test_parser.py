@@ -8,7 +8,6 @@ from jsonargparse import ActionConfigFile
 from lightning_cli_samples import Data, DeepEncoder, Encoder, Model
 from support.lightning_cli_runs import DEFAULTS
 from support.processes import script
-from treadle.callbacks import EarlyStopping
 from treadle.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 import treadle
@@ -29,7 +28,6 @@ def test_jsonargparse_is_imported_by_nothing_else():
         import treadle
         from treadle.cli import OptimizerCallable, ReduceLROnPlateau, instantiate_class, main
 
-        treadle.Trainer, treadle.TaskModule
         print("loaded", [name for name in ("jsonargparse", "docstring_parser") if name in sys.modules])
         sys.modules["jsonargparse"] = None
         for name in ("LightningCLI", "LightningArgumentParser", "SaveConfigCallback"):
@@ -99,7 +97,7 @@ def test_arguments_that_only_jsonargparse_has():
 
 def test_only_objects_of_a_run_are_added_as_such():
     parser = LightningArgumentParser(exit_on_error=False)
-    parser.add_lightning_class_args(EarlyStopping, "early")
+    parser.add_lightning_class_args(treadle.callbacks.EarlyStopping, "early")
     assert parser.callback_keys == ["early"]
     with pytest.raises(ValueError, match="pass a class that extends Trainer, TaskModule, DataModule or Callback"):
         parser.add_lightning_class_args(Encoder, "encoder")

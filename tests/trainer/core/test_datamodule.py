@@ -3,7 +3,6 @@
 import pytest
 import torch
 from support.seen_batches import Task, data, trainer
-from torch.utils.data import DataLoader
 
 import treadle
 
@@ -28,7 +27,7 @@ class Numbers(treadle.DataModule):
         self.calls.append(f"exception {exception}")
 
     def train_dataloader(self):
-        return DataLoader(self.data, self.hparams.batch_size)
+        return torch.utils.data.DataLoader(self.data, self.hparams.batch_size)
 
     test_dataloader = val_dataloader = train_dataloader
 

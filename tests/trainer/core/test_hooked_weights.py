@@ -10,7 +10,6 @@ from support.models import loader
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
-from treadle.callbacks import LambdaCallback
 from treadle.engine.checkpoint import OpenCheckpoint
 
 import treadle
@@ -133,7 +132,7 @@ def test_callbacks_get_the_weights_too(tmp_path):
     def note(trainer, pl_module, checkpoint):
         seen.extend(sorted(checkpoint[key]) for key in ("averages", "state_dict"))
 
-    callback = LambdaCallback(on_save_checkpoint=average, on_load_checkpoint=note)
+    callback = treadle.callbacks.LambdaCallback(on_save_checkpoint=average, on_load_checkpoint=note)
     trainer = make_trainer(callbacks=callback)
     trainer.fit(Captioner(), loader())
     trainer.save_checkpoint(tmp_path / "c")

@@ -11,24 +11,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*nothing is validated")
 def test_hook_order_of_one_step():
     told = []
     fit(Staged(), ones(2), callbacks=Recorder(None, told), accumulate_grad_batches=2)
+    begin = ["setup", "on_fit_start", "on_train_start", "on_train_epoch_start"]
     batch = ["on_train_batch_start", "on_before_backward", "on_after_backward"]
-    assert told == [
-        "setup",
-        "on_fit_start",
-        "on_train_start",
-        "on_train_epoch_start",
-        *batch,
-        "on_train_batch_end",
-        *batch,
-        "on_before_optimizer_step",
-        "on_before_zero_grad",
-        "on_train_batch_end",
-        "on_step_end",
-        "on_train_epoch_end",
-        "on_train_end",
-        "on_fit_end",
-        "teardown",
-    ]
+    step = ["on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end", "on_step_end"]
+    end = ["on_train_epoch_end", "on_train_end", "on_fit_end", "teardown"]
+    assert told == [*begin, *batch, "on_train_batch_end", *batch, *step, *end]
 
 
 @pytest.mark.parametrize("clip", [None, 10.0])

@@ -5,7 +5,6 @@ import torch
 from support.models import Line, loader
 from support.processes import run
 from support.trainers import make_trainer
-from torch import nn
 from treadle.compat.fabric.utilities.cloud_io import _load as pl_load
 from treadle.compat.plugins.io import TorchCheckpointIO
 
@@ -16,7 +15,7 @@ class Tiny(Line):
     def __init__(self, hidden=3):
         super().__init__()
         self.save_hyperparameters()
-        self.net = nn.Linear(2, hidden)
+        self.net = torch.nn.Linear(2, hidden)
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint["words"] = ["a", "b"]
@@ -105,7 +104,7 @@ class Wraps(Tiny):
 
 def start_from_scratch(path):
     """Then load a task whose argument is a module, which only this process still has."""
-    trainer, task = make_trainer(devices=2), Wraps(nn.Linear(2, 3))
+    trainer, task = make_trainer(devices=2), Wraps(torch.nn.Linear(2, 3))
     accelerator = treadle.Accelerator(cpu=True)
     for call in (lambda: trainer.fit(task, loader(), ckpt_path=path), lambda: accelerator.load_state(path)):
         with pytest.raises(FileNotFoundError):

@@ -2,7 +2,6 @@
 
 import cli_samples
 import torch
-from torch import nn
 from treadle.trainer.core.signatures import described, signature
 
 import treadle
@@ -17,8 +16,8 @@ def test_words_of_docstrings():
 
 
 def test_variadic_arguments_that_a_class_hands_on_are_those_of_its_base():
-    class Stack(nn.Sequential):
+    class Stack(torch.nn.Sequential):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
 
-    assert list(signature(Stack).arguments) == list(signature(nn.Sequential).arguments) == ["args"]
+    assert list(signature(Stack).arguments) == list(signature(torch.nn.Sequential).arguments) == ["args"]

@@ -7,7 +7,6 @@ import pytest
 import torch
 from support.processes import run
 from support.trainers import make_trainer
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import treadle
@@ -23,7 +22,7 @@ class Part(treadle.TaskModule):
     def __init__(self, name):
         super().__init__()
         self.name = name
-        self.net = nn.Linear(1, 1)
+        self.net = torch.nn.Linear(1, 1)
         self.known = []
 
     def forward(self, x):
@@ -45,7 +44,7 @@ class Outer(treadle.TaskModule):
     def __init__(self):
         super().__init__()
         self.child = Part("child")
-        self.parts = nn.ModuleList([nn.Sequential(Part("deep"))])
+        self.parts = torch.nn.ModuleList([torch.nn.Sequential(Part("deep"))])
         self.plain = Plain()
 
     def configure_model(self):

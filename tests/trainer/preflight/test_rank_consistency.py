@@ -10,7 +10,6 @@ from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, EMAWeightAveraging, LambdaCallback
-from treadle.loggers import CSVLogger
 
 import treadle
 
@@ -189,7 +188,7 @@ def what_may_differ(folder, **kind):
     rank = treadle.Accelerator(cpu=True).process_index
     options = {"max_epochs": 3, "num_sanity_val_steps": 0}
     if rank == 0:
-        options |= {"logger": CSVLogger(folder), "callbacks": [Stop()], "max_time": "00:01:00:00"}
+        options |= {"logger": treadle.loggers.CSVLogger(folder), "callbacks": [Stop()], "max_time": "00:01:00:00"}
     trainer = make_trainer(**options, log_every_n_steps=1, default_root_dir=folder)
     trainer.fit(Task(**kind), loader(), loader(4))
     return trainer.global_step

@@ -14,7 +14,6 @@ import pytest
 import torch
 from support.models import Count, Line, loader
 from support.trainers import make_trainer
-from torch import nn
 from treadle.callbacks import Callback, ModelCheckpoint
 
 import treadle
@@ -40,7 +39,7 @@ STORABLE = {
 }
 HOPELESS = {  # what no file can hold, or only as something else
     "a function in a dict": [1, {"b": lambda: None}],
-    "a module": nn.Linear(1, 1),
+    "a module": torch.nn.Linear(1, 1),
     "a dataclass": Point(),
     "an array of objects": np.array([object()]),
     "a sparse tensor": torch.eye(2).to_sparse(),
@@ -154,7 +153,7 @@ def test_hyperparameters(tmp_path, name):
     ("state", "words"),
     [
         ({"a": [1, {"b": lambda: None}]}, [r"Holds", r"held\.a\.1\.b", "function", "store its name"]),
-        ({"m": nn.Linear(1, 1)}, ["Holds", r"held\.m", "Linear", r"store its \.state_dict"]),
+        ({"m": torch.nn.Linear(1, 1)}, ["Holds", r"held\.m", "Linear", r"store its \.state_dict"]),
         (Colour.RED, ["Holds", "held", "Colour", r"\.name or \.value"]),
         (Point(), ["Holds", "held", "Point", r"dataclasses\.asdict"]),
     ],
@@ -216,8 +215,7 @@ class Adds(Callback):
     """`on_save_checkpoint` may count or write something, so it is called when there is a checkpoint to make."""
 
     def __init__(self, added):
-        self.added = added
-        self.calls = []
+        self.added, self.calls = added, []
 
     def on_save_checkpoint(self, trainer, pl_module, checkpoint):
         self.calls.append(trainer.global_step)

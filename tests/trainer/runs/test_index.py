@@ -6,7 +6,6 @@ import os
 import pytest
 import torch
 from support.run_folders import Task, data, fit, record, settings
-from treadle.callbacks import ModelCheckpoint
 from treadle.trainer.runs.folder import RunFolder
 from treadle.trainer.runs.lock import holder
 
@@ -28,7 +27,7 @@ def test_a_broken_record_does_not_lose_the_folder(content, tmp_path):
 def test_a_finished_run(tmp_path):
     with RunFolder.create(tmp_path, "a", settings()) as folder:
         folder.write_config("seed: 0\n")
-        trainer = fit(folder, callbacks=ModelCheckpoint(monitor="val_loss"))
+        trainer = fit(folder, callbacks=treadle.callbacks.ModelCheckpoint(monitor="val_loss"))
     found, best = record(folder.path), trainer.checkpoint_callback
     assert (found["state"], found["note"], found["error"]) == ("finished", "finished", None)
     assert (found["steps"], found["epochs"], found["samples"]) == (16, 2, 32)
@@ -51,7 +50,7 @@ def test_a_finished_run(tmp_path):
 
 def test_another_stage_in_the_folder_keeps_what_training_came_to(tmp_path):
     with RunFolder.create(tmp_path) as folder:
-        fit(folder, callbacks=ModelCheckpoint(monitor="val_loss"))
+        fit(folder, callbacks=treadle.callbacks.ModelCheckpoint(monitor="val_loss"))
     before, curves = record(folder.path), (folder.path / "curves.json").read_bytes()
     with RunFolder.open(folder.path) as folder:
         treadle.Trainer(**folder.flags(settings())).test(Task(), data(), verbose=False)

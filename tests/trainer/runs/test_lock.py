@@ -117,16 +117,14 @@ def test_what_stands_in_a_lock_is_not_trusted(name, value, tmp_path):
     RunFolder.open(path).release()
 
 
-@pytest.fixture(params=["no-module", "no-support"])
+def refuse(*_):
+    raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+
+@pytest.fixture(params=[("fcntl", None), ("fcntl.flock", refuse)], ids=["no-module", "no-support"])
 def without_locks(request, monkeypatch):
-    if request.param == "no-module":
-        monkeypatch.setattr(lock, "fcntl", None)
-    else:
-
-        def refused(*_):
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
-        monkeypatch.setattr(lock.fcntl, "flock", refused)
+    name, value = request.param
+    monkeypatch.setattr(f"treadle.trainer.runs.lock.{name}", value)
     monkeypatch.setattr(lock, "BEAT", 0.02)
 
 

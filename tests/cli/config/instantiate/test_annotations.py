@@ -6,7 +6,6 @@ import cli_samples
 import pytest
 import torch
 from support.configs import MANY, checked
-from torch import nn
 from treadle.cli.commands.yaml_dump import dump_yaml
 
 
@@ -23,7 +22,7 @@ from treadle.cli.commands.yaml_dump import dump_yaml
         ("color=BLUE", "color", cli_samples.Color.BLUE),
         ("color=2", "color", cli_samples.Color.BLUE),
         ("activation=torch.tanh", "activation", torch.tanh),
-        ("layer=Conv2d", "layer", nn.Conv2d),
+        ("layer=Conv2d", "layer", torch.nn.Conv2d),
         ("name=1.10", "name", "1.10"),  # text, as it was written
         ("pair=[3, 4]", "pair", (3, 4.0)),
         ("kind=bfloat16", "kind", torch.bfloat16),
@@ -47,7 +46,7 @@ def test_float_arguments_get_floats():
 def test_what_takes_anything_is_given_anything():
     task = checked("model: {class: cli_samples.Open, what: [1], ever: {class: torch.nn.ReLU}}").build_task()
     assert task.given["what"] == [1]
-    assert isinstance(task.given["ever"], nn.ReLU)
+    assert isinstance(task.given["ever"], torch.nn.ReLU)
 
 
 def test_rarer_kinds_of_arguments():

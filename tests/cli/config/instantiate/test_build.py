@@ -6,7 +6,6 @@ import cli_samples
 import pytest
 import torch
 from support.configs import MANY, checked
-from torch import nn
 from treadle.cli.config.values import ConfigError
 
 import treadle
@@ -24,7 +23,7 @@ model:
     - {class: torch.nn.Linear, in_features: 8, out_features: 2, bias: false}
 """
     net = checked(text).build_task().net
-    assert [type(part) for part in net] == [nn.Linear, nn.ReLU, nn.Linear]
+    assert [type(part) for part in net] == [torch.nn.Linear, torch.nn.ReLU, torch.nn.Linear]
     assert net[2].bias is None
 
 
