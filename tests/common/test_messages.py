@@ -16,6 +16,7 @@ from treadle.common.messages import format_count, join_words, name_type, named_r
         ("ADAMW", ["Adam", "AdamW", "SGD"], " Did you mean 'AdamW'?"),
         ("max_epoch", ["max_epochs", "min_epochs"], " Did you mean 'max_epochs'?"),
         ("epochs", ["min_epochs", "max_epochs"], " Did you mean 'min_epochs'?"),
+        ("x", ["max_epochs"], ""),
         ("", [], ""),
     ],
 )

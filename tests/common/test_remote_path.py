@@ -37,6 +37,7 @@ def failures(monkeypatch):
         ("bucket/run", "Use scheme://bucket/path"),
         ("s3://", "must have the form scheme://bucket/path"),
         ("s3://bucket/../other", "without '..'"),
+        ("s3://bucket/step-*", "without '..'"),
         ("https://host/run", "https:// URLs are read-only"),
     ],
 )
@@ -172,7 +173,8 @@ class Parts(MemoryFileSystem):
 
     def _create_multipart_upload(self, Bucket, Key, **checksum):
         name = f"upload-{len(self.requests)}"
-        self.uploads[name], self.checksums[name] = {}, checksum
+        self.uploads[name] = {}
+        self.checksums[name] = checksum
         return {"UploadId": name}
 
     def _upload_part(self, Bucket, Key, UploadId, PartNumber, Body, **checksum):

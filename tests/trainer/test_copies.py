@@ -47,9 +47,11 @@ def test_a_copy_holds_flags_callbacks_and_values_and_can_go_on(tmp_path, make):
         assert getattr(copied, name) == getattr(trainer, name)
     assert list(copied.history["val_loss"].values) == list(trainer.history["val_loss"].values)
     saving, saved = trainer.checkpoint_callback, copied.checkpoint_callback
-    assert (saved.best_model_path, saved.best_model_score) == (saving.best_model_path, saving.best_model_score)
+    assert saved.best_model_path == saving.best_model_path
+    assert saved.best_model_score == saving.best_model_score
     assert copied.early_stopping_callbacks[0].state_dict() == trainer.early_stopping_callbacks[0].state_dict()
-    assert (saved is saving, copied.loggers[0] is trainer.loggers[0]) == (False, False)
+    assert saved is not saving
+    assert copied.loggers[0] is not trainer.loggers[0]
     assert torch.equal(copied.lightning_module.net.weight, task.net.weight)
     expected = trainer.test(task, loader(8), verbose=False)
     best = trainer.test(Task(), loader(8), ckpt_path="best", verbose=False)

@@ -22,7 +22,8 @@ class ServiceLogger(Rows):
 
     def __init__(self, run=None, fails=False):
         super().__init__()
-        self._version, self.fails = run, fails
+        self._version = run
+        self.fails = fails
 
     @property
     def experiment(self):

@@ -64,7 +64,8 @@ def test_the_subcommand_is_run_and_everything_is_at_hand():
     read = (cli.config.fit.model.sizes, cli.config["fit"]["model"]["sizes"], cli.config["fit.model.sizes"])
     assert [*read, cli.model.hparams.sizes] == [[20, 10]] * 4
     assert cli.datamodule.batch_size == 4
-    assert (cli.config_init.fit.model, cli.config_init["fit"].data) == (cli.model, cli.datamodule)
+    assert cli.config_init.fit.model is cli.model
+    assert cli.config_init["fit"].data is cli.datamodule
     assert cli.config.fit.seed_everything == 0
     assert isinstance(cli.parser, LightningArgumentParser)
 
@@ -248,8 +249,9 @@ def test_callbacks_from_everywhere():
     cli = build(*words, cli=Stopped, trainer_defaults={**DEFAULTS, "callbacks": Timer()})
     kinds = [type(callback).__name__ for callback in cli.trainer.callbacks]
     assert sorted(kinds) == ["EarlyStopping", "LambdaCallback", "ModelCheckpoint", "Timer"]
-    stopping = cli.trainer.early_stopping_callback
-    assert (stopping.patience, stopping.mode, cli.trainer.checkpoint_callback.monitor) == (5, "max", "val_loss")
+    assert cli.trainer.early_stopping_callback.patience == 5
+    assert cli.trainer.early_stopping_callback.mode == "max"
+    assert cli.trainer.checkpoint_callback.monitor == "val_loss"
 
 
 def test_a_class_path_of_lightning_means_ours(here):

@@ -215,7 +215,8 @@ class Adds(Callback):
     """`on_save_checkpoint` may count or write something, so it is called when there is a checkpoint to make."""
 
     def __init__(self, added):
-        self.added, self.calls = added, []
+        self.added = added
+        self.calls = []
 
     def on_save_checkpoint(self, trainer, pl_module, checkpoint):
         self.calls.append(trainer.global_step)
