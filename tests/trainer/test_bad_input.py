@@ -163,6 +163,7 @@ def scheduled(**config):
     [
         (lambda t: "adam", TypeError, ["str", "an optimizer"]),
         (lambda t: (o for o in [sgd(t)]), TypeError, ["generator"]),
+        (lambda t: [], ValueError, ["empty list"]),
         (lambda t: ([], []), ValueError, ["empty"]),
         (of(lambda o: ([], [steps(o)])), ValueError, ["optimizers, is empty"]),
         (of(lambda o: (o, steps(o))), TypeError, ["StepLR", "two lists (optimizers, schedulers)"]),
@@ -274,11 +275,17 @@ class Immovable:
         return self
 
 
+class Movable:
+    def to(self, device):
+        self.device = device
+
+
 def test_a_batch_that_can_not_be_moved():
     with says(TypeError, "Immovable", "meta", "to(device)", "transfer_batch_to_device"):
         move_data_to_device({"a": [torch.ones(1), Immovable()]}, "meta")
-    moved = move_data_to_device({"a": [torch.ones(1), "text", 5]}, "meta")["a"]
-    assert (moved[0].device.type, *moved[1:]) == ("meta", "text", 5)
+    moved = move_data_to_device({"a": [torch.ones(1), Movable(), "text", 5]}, "meta")["a"]
+    assert moved[0].device.type == moved[1].device == "meta"
+    assert moved[2:] == ["text", 5]
 
 
 def test_what_is_logged():

@@ -123,6 +123,7 @@ def test_the_indices_of_listed_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("2,3", 2, 1, 3, [2, 3]),
         (2, 2, 1, 1, [0, 1]),
         ([2, 3], 2, 1, 0, [0, 1]),  # SLURM shows each task only its own GPU
+        ([3], 1, 0, 3, [3]),
     ):
         run.changed_flags["devices"] = devices
         for name, value in (("local_size", size), ("local_rank", rank), ("device", torch.device("cuda", index))):

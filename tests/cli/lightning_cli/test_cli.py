@@ -317,6 +317,10 @@ def test_what_is_printed_names_treadle(capsys):
     assert "class_path: treadle.callbacks.DeviceStatsMonitor\n" in printed
 
 
+def test_the_peers_module_has_it_too():
+    assert treadle.compat.cli.LightningCLI is treadle.compat.LightningCLI is LightningCLI
+
+
 @pytest.mark.long
 def test_environment_variables(monkeypatch, here):
     (here / "fit.yaml").write_text("model:\n  lr: 0.07\n  mode: max\n")
