@@ -3,7 +3,7 @@
 TITLES = {
     "faults": "faults: seconds to the end of the job, exit status; what is wrong",
     "signals": "signals: seconds to the end of the job, exit status; what is wrong",
-    "soak": "soak: medians per minute, growth after the warm-up",
+    "soak": "soak: medians, growth after the warm-up",
 }
 
 

@@ -5,8 +5,6 @@
 Each rank writes a line of JSON per sample to OUT/PHASE.RANK.jsonl.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import gc
@@ -116,7 +114,6 @@ class Sampler:
 
     def __init__(self, out, phase):
         self.file = (out / f"{phase}.{os.environ.get('RANK', '0')}.jsonl").open("w")
-        self.begin = time.monotonic()
         self.cpu, self.steps = time.process_time(), 0
 
     def sample(self, steps, checkpoints, history=None):
@@ -141,7 +138,7 @@ class Sampler:
             "CPU ms per step": per_step,
             "CPU of a step by machine": per_step / measure_machine(),
         }
-        self.file.write(json.dumps({"minute": (time.monotonic() - self.begin) / 60, "values": values}) + "\n")
+        self.file.write(json.dumps(values) + "\n")
         self.file.flush()
         self.cpu, self.steps = time.process_time(), steps  # the sample itself costs CPU time too
 

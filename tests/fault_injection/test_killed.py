@@ -22,7 +22,6 @@ import time
 import traceback
 import warnings
 import zipfile
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +30,7 @@ import torch
 from safetensors.torch import load_file
 from support import stored
 from support.processes import run
+from support.trainers import make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import Callback, ModelCheckpoint
@@ -264,19 +264,19 @@ OPERATIONS = {
 LAST = 6
 
 
+def make_net():
+    return nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Linear(3, 2))
+
+
 class Loop:
     """A training of ``LAST`` steps that draws random numbers, and saves after each step in one of three ways."""
 
     def __init__(self, how, root, seed=0):
         self.how, self.root = how, root
-        project = {}
-        if how == "numbered":
-            project["project_config"] = ProjectConfiguration(
-                project_dir=root.parent, automatic_checkpoint_naming=True, total_limit=2
-            )
+        numbered = ProjectConfiguration(project_dir=root.parent, automatic_checkpoint_naming=True, total_limit=2)
         torch.manual_seed(seed)
-        self.accelerator = treadle.Accelerator(cpu=True, **project)
-        net = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Linear(3, 2))
+        self.accelerator = treadle.Accelerator(cpu=True, project_config=numbered if how == "numbered" else None)
+        net = make_net()
         self.model, self.optimizer = self.accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
 
     def go_to(self, last):
@@ -325,18 +325,10 @@ WAYS_TO_SAVE = [*(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("s
 
 @pytest.mark.long
 @pytest.mark.parametrize(("saves", "resumed", "every"), EXTENTS)
-@pytest.mark.parametrize("how", WAYS_TO_SAVE)
+@pytest.mark.parametrize("how", [*WAYS_TO_SAVE, pytest.param("tmpfs", marks=pytest.mark.exhaustive)])
 def test_own_loop_killed(how, tmp_path, aside, saves, resumed, every):
-    door, reference = Loop(how, tmp_path / "run" / "checkpoints").door(aside, saves)
-    door.kill_everywhere(reference, resumed, every)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("saves", "resumed", "every"), EXTENTS)
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="this machine has no /dev/shm")
-def test_own_loop_killed_on_tmpfs(aside, saves, resumed, every):
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        door, reference = Loop("same", Path(name) / "checkpoints").door(aside, saves)
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if how == "tmpfs" else tmp_path) as name:
+        door, reference = Loop(how, Path(name) / "run" / "checkpoints").door(aside, saves)
         door.kill_everywhere(reference, resumed, every)
 
 
@@ -358,7 +350,7 @@ class Task(treadle.TaskModule):
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Linear(3, 2))
+        self.net = make_net()
 
     def training_step(self, batch, batch_idx):
         self.log("score", -float(self.global_step), logger=False)
@@ -368,28 +360,12 @@ class Task(treadle.TaskModule):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
-class Moment(Callback):
-    """Calls ``explore`` before the saves of a step."""
-
-    def __init__(self, step, explore):
-        self.step, self.explore = step, explore
-
-    def on_step_end(self, trainer, pl_module):
-        if trainer.global_step == self.step:
-            self.explore(trainer, pl_module)
-
-
 def fit(root, form, *callbacks, seed=0, ckpt_path=None):
     """Two epochs of three steps, a save of the two best and of the last after each."""
     torch.manual_seed(seed)
-    keeper = ModelCheckpoint(
-        root, "{step}", monitor="score", save_top_k=2, save_last=True, every_n_train_steps=1, every_n_epochs=None,
-        format=form,
-    )  # fmt: skip
-    trainer = treadle.Trainer(
-        accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[*callbacks, keeper],
-    )  # fmt: skip
+    options = {"monitor": "score", "save_top_k": 2, "save_last": True, "every_n_train_steps": 1, "format": form}
+    keeper = ModelCheckpoint(root, "{step}", every_n_epochs=None, **options)
+    trainer = make_trainer(max_epochs=2, callbacks=[*callbacks, keeper], enable_checkpointing=True)
     task = Task()
     data = TensorDataset(torch.arange(36.0).reshape(9, 4).sin())
     trainer.fit(task, DataLoader(data, 3, shuffle=True), ckpt_path=ckpt_path)
@@ -403,14 +379,16 @@ def explored(root, form, aside, explore):
     shutil.rmtree(root)
     doors = []
 
-    def at_moment(trainer, task):
-        keeper = trainer.checkpoint_callback
-        resume = lambda: fit(root, form, seed=7, ckpt_path="auto")  # noqa: E731
-        doors.append(Door(root, aside, lambda: keeper.on_step_end(trainer, task), resume, again=resume))
-        explore(doors[0], reference)
-        doors[0].start_over()
+    class Moment(Callback):
+        def on_step_end(self, trainer, task):
+            if trainer.global_step == 5:
+                work = partial(trainer.checkpoint_callback.on_step_end, trainer, task)
+                resume = partial(fit, root, form, seed=7, ckpt_path="auto")
+                doors.append(Door(root, aside, work, resume, again=resume))
+                explore(doors[0], reference)
+                doors[0].start_over()
 
-    weights = fit(root, form, Moment(5, at_moment))
+    weights = fit(root, form, Moment())
     assert all(torch.equal(weights[name], value) for name, value in reference[0].items())
     assert len(doors) == 1
 
@@ -440,9 +418,9 @@ def test_trainer_refused_by_the_disk(tmp_path, aside, every, form):
 # -- one form for the other ------------------------------------------------------------------------------------------
 
 
-def save_as(form, target, step, size=2**7):
+def save_as(form, target, step):
     """Save the step's number, in each element of six tensors."""
-    weights = {name: torch.full((size,), float(step)) for name in "abcdef"}
+    weights = {name: torch.full((2**7,), float(step)) for name in "abcdef"}
     if form == "torch":
         torch.save(weights, target)
     elif form == "empty":
@@ -463,10 +441,10 @@ def save_as(form, target, step, size=2**7):
         ("file", "directory"),
         ("directory", "file"),
         pytest.param("file", "file", marks=pytest.mark.exhaustive),
-        pytest.param("torch", "directory", marks=pytest.mark.exhaustive),
-        pytest.param("torch", "file", marks=pytest.mark.exhaustive),
-        pytest.param("empty", "file", marks=pytest.mark.exhaustive),
-        pytest.param("empty", "directory", marks=pytest.mark.exhaustive),
+        *(
+            pytest.param(before, after, marks=pytest.mark.exhaustive)
+            for before, after in itertools.product(("torch", "empty"), ("file", "directory"))
+        ),
     ],
 )
 @pytest.mark.parametrize("action", ["kill", pytest.param("oserror:ENOSPC", marks=pytest.mark.exhaustive)])
@@ -744,59 +722,3 @@ def test_weights_for_others_are_on_the_disk_before_the_index_and_the_index_befor
         part = f".{name}.{identify_process()}.part"
         expected += [(write, part), ("fsync", part), ("replace", part), ("fsync", ".")]
     assert done == [*expected, *(("unlink", name.replace("-v1", "")) for name in new)]
-
-
-# -- killed from outside ---------------------------------------------------------------------------------------------
-
-
-def keep_saving(form, target, begin):
-    """Save 3 MB for ever."""
-    for step in itertools.count(begin):
-        save_as(form, target, step, size=2**17)
-
-
-def is_half_written(target, sizes):
-    """Whether a file of a checkpoint is there that is not as long as it will be."""
-    with suppress(OSError):
-        folders = target.parent.glob(f".{target.name}.*.part")
-        return any(os.path.getsize(folder / name) < size for folder in folders for name, size in sizes.items())
-    return False
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("form", ["file", "directory"])
-@pytest.mark.parametrize("kills", [15, pytest.param(50, marks=pytest.mark.exhaustive)])
-def test_killed_from_outside(tmp_path, kills, form):
-    """Half of the signals come at any moment, half when a half-written file is seen, which is mostly not too late."""
-    chance, halves, target, step = random.Random(1), 0, tmp_path / "run" / "last", 0
-    store = CheckpointStore(target.parent)
-    sizes = {"model.safetensors" if form == "directory" else "": 6 * 2**19}
-    for number in range(kills):
-        child = os.fork()
-        if child == 0:
-            try:
-                torch.set_num_threads(1)  # OpenMP's other threads are not in the copy
-                keep_saving(form, target, step + 1)
-            finally:
-                os._exit(1)
-        deadline = time.monotonic() + 30
-        while not target.exists() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        if number % 2:
-            while not is_half_written(target, sizes) and time.monotonic() < deadline:
-                pass
-        else:
-            time.sleep(chance.uniform(0, 0.1))
-        os.kill(child, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-        halves += is_half_written(target, sizes)
-        assert store.latest()[1] == []
-        store.recover()
-        assert os.listdir(target.parent) == ["last"]
-        found = checkpoint.verify(target).step
-        assert found >= max(step, 1), "older than one that was seen before"
-        step = found
-        assert stored.read_part(target, "state") == {"step": step}
-        assert {value for t in stored.read_part(target, "model").values() for value in t.tolist()} == {float(step)}
-    print(f"{halves} of {kills} kills left a half-written file")
-    assert halves > kills // 10

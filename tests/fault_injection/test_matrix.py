@@ -9,22 +9,12 @@ import itertools
 import sys
 
 import pytest
-from support.fault_cells import (
-    COMMANDS,
-    FAILING,
-    HANGING,
-    PEERS,
-    POINTS,
-    SIGNALS,
-    FaultCell,
-    SignalCell,
-    strike,
-    weights,
-)
+from support import fault_cells
+from support.fault_cells import PEERS, POINTS, SIGNALS, FaultCell, SignalCell, strike, weights
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.skipif(sys.platform != "linux", reason="/proc as on Linux")]
 
-ACTIONS = (*FAILING, *HANGING)
+ACTIONS = (*fault_cells.FAILING, *fault_cells.HANGING)
 
 
 def spread(strategy, launcher):
@@ -41,33 +31,30 @@ FAULTS = [
     *spread("ddp", "treadle launch"),
     *(
         FaultCell(point, action, n % 2, "ddp", launcher)
-        for n, (point, action, launcher) in enumerate(itertools.product(PEERS, FAILING, COMMANDS))
+        for n, (point, action, launcher) in enumerate(
+            itertools.product(PEERS, fault_cells.FAILING, fault_cells.COMMANDS)
+        )
     ),
 ]
-FEW_FAULTS = {  # hanging ranks: see test_watchdog.py
-    FaultCell("teardown", "exit 0", 0),
-    FaultCell("save", "SIGKILL", 0, "fsdp", "local"),
-    FaultCell("save", "SIGKILL", 1, launcher="treadle launch"),
-    FaultCell("teardown", "exit 0", 1, launcher="torchrun"),
-    FaultCell("busy peer", "exit 3", 1),
-    FaultCell("peer in C", "SIGKILL", 1, launcher="torchrun"),
+FEW_FAULTS = {  # hanging ranks: see test_watchdog.py. Whether `make test-all` alone runs it, as one of another point.
+    FaultCell("teardown", "exit 0", 0): False,
+    FaultCell("save", "SIGKILL", 0, "fsdp", "local"): True,
+    FaultCell("save", "SIGKILL", 1, launcher="treadle launch"): False,
+    FaultCell("teardown", "exit 0", 1, launcher="torchrun"): True,
+    FaultCell("busy peer", "exit 3", 1): True,
+    FaultCell("peer in C", "SIGKILL", 1, launcher="torchrun"): True,
 }
 TARGETS, MOMENTS = ("supervisor", "rank 1", "all"), ("training", "validation", "save")
 
 
 def spread_signals(strategy, launcher):
     """Each signal, target and moment twice or more. A second signal to torchrun itself breaks off its wait."""
-    return [
-        SignalCell(
-            SIGNALS[n % 4],
-            TARGETS[n % 3],
-            1 if launcher == "torchrun" and TARGETS[n % 3] != "rank 1" else 1 + n // 4 % 2,
-            MOMENTS[n // 3 % 3],
-            strategy,
-            launcher,
-        )
-        for n in range(9)
-    ]
+    cells = []
+    for n in range(9):
+        target = TARGETS[n % 3]
+        times = 1 if launcher == "torchrun" and target != "rank 1" else 1 + n // 4 % 2
+        cells.append(SignalCell(SIGNALS[n % 4], target, times, MOMENTS[n // 3 % 3], strategy, launcher))
+    return cells
 
 
 SIGNALLED = [
@@ -80,31 +67,18 @@ SIGNALLED = [
     *spread_signals("fsdp", "treadle launch"),
 ]
 FEW_SIGNALLED = {
-    SignalCell("TERM", "supervisor", 2, "training"),
-    SignalCell("USR1", "rank 1", 1, "validation", "fsdp"),
-    SignalCell("HUP", "all", 2, "save", launcher="treadle launch"),
-    SignalCell("INT", "all", 1, "save", "fsdp"),
+    SignalCell("TERM", "supervisor", 2, "training"): False,
+    SignalCell("USR1", "rank 1", 1, "validation", "fsdp"): True,
+    SignalCell("HUP", "all", 2, "save", launcher="treadle launch"): True,
+    SignalCell("INT", "all", 1, "save", "fsdp"): True,
 }
-
-
-MORE = {
-    FaultCell("teardown", "exit 0", 1, launcher="torchrun"),
-    FaultCell("busy peer", "exit 3", 1),
-    FaultCell("peer in C", "SIGKILL", 1, launcher="torchrun"),
-    FaultCell("save", "SIGKILL", 0, "fsdp", "local"),
-    SignalCell("USR1", "rank 1", 1, "validation", "fsdp"),
-    SignalCell("HUP", "all", 2, "save", launcher="treadle launch"),
-    SignalCell("INT", "all", 1, "save", "fsdp"),
-}
-"""Of the few, those that `make test-all` alone runs: the others show the same of another point or launcher."""
 
 
 def mark(cells, few):
     """The cells, and the few that the default suite and `make test-all` run; the others are marked."""
-    others = [cell for cell in cells if cell not in few]
     return [
-        *(pytest.param(cell, marks=pytest.mark.exhaustive) if cell in MORE else cell for cell in sorted(few, key=str)),
-        *(pytest.param(cell, marks=pytest.mark.faults) for cell in others),
+        *(pytest.param(cell, marks=pytest.mark.exhaustive if few[cell] else ()) for cell in sorted(few, key=str)),
+        *(pytest.param(cell, marks=pytest.mark.faults) for cell in cells if cell not in few),
     ]
 
 

@@ -15,6 +15,7 @@ import warnings
 
 import pytest
 import torch
+from support.models import SGDTask
 from support.object_store import S3Server, environment
 from support.processes import RankError, run
 from support.trainers import make_trainer
@@ -49,31 +50,25 @@ def bucket(server, request):
     return f"s3://{name}/run", environment(server.url)
 
 
-class Task(treadle.TaskModule):
-    """As many weights as are asked for, dropout included."""
-
-    def __init__(self, width=8):
+class Task(SGDTask):
+    def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.2), nn.Linear(width, 1))
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
 
     def training_step(self, batch, batch_idx):
         return self.net(batch[0]).square().mean()
 
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
 
-
-def fit(root, steps, ckpt_path=None, *, width=8, **options):
+def fit(root, steps, ckpt_path=None):
     """Train for some steps, saved every second one to the same URL and to one of its own, of which two are kept."""
     treadle.seed_everything(3)
     data = DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=4, shuffle=True)
-    last = ModelCheckpoint(f"{root}/last", "last", every_n_train_steps=2, enable_version_counter=False, **options)
-    newest = ModelCheckpoint(
-        f"{root}/newest", "{step}", monitor="step", mode="max", save_top_k=2, every_n_train_steps=2, **options
-    )
+    last = ModelCheckpoint(f"{root}/last", "last", every_n_train_steps=2, enable_version_counter=False)
+    best = {"monitor": "step", "mode": "max", "save_top_k": 2}
+    newest = ModelCheckpoint(f"{root}/newest", "{step}", every_n_train_steps=2, **best)
     flags = {"max_epochs": None, "max_steps": steps, "enable_checkpointing": True, "default_root_dir": root}
     trainer = make_trainer(callbacks=[last, newest], **flags)
-    task = Task(width)
+    task = Task()
     trainer.fit(task, data, ckpt_path=ckpt_path)
     return task
 
@@ -144,10 +139,6 @@ def resume(root):
     return weights(task), describe(root), sorted(folders - committed)
 
 
-def look(root):
-    return describe(root)
-
-
 def kill_at(bucket, numbers, moments):
     url, env = bucket
     whole = run(fit_for, 1, f"{url}/whole", 6, env=env)[0]
@@ -160,7 +151,7 @@ def kill_at(bucket, numbers, moments):
             with contextlib.suppress(RankError):
                 run(fit_and_die, 1, root, 4, f"{root}/last/last.ckpt", number, moment, env=env)
                 pytest.fail(f"nobody was killed {moment} request {number}")
-            stands = run(look, 1, root, env=env)[0]
+            stands = run(describe, 1, root, env=env)[0]
             for place in ("last", "newest"):
                 assert stands[place][0] in (2, 4), f"killed {moment} request {number} of {total}"
             resumed, after, stray = run(resume, 1, root, env=env)[0]

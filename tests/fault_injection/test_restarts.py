@@ -1,12 +1,11 @@
 """Ranks killed again and again under launchers that restart them: the run ends with the undisturbed run's weights."""
 
-from __future__ import annotations
-
+import functools
 import math
 import sys
 
 import pytest
-from support.restarts import COMMANDS, Kill, Outcome, draw_kills, run
+from support.restarts import COMMANDS, Kill, draw_kills, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and /proc as on Linux")
 
@@ -16,20 +15,17 @@ SHORT = {"epochs": 1, "samples": 16, "pause": 0.0}
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The weights that the job ends with when nobody kills, by its settings."""
-    known = {}
 
+    @functools.cache
     def get(**settings):
-        key = tuple(settings.items())
-        if key not in known:
-            outcome = run(tmp_path_factory.mktemp("undisturbed"), "treadle launch", [], **settings)
-            assert outcome.status == 0, outcome.output
-            known[key] = outcome.done
-        return known[key]
+        outcome = run(tmp_path_factory.mktemp("undisturbed"), "treadle launch", [], **settings)
+        assert outcome.status == 0, outcome.output
+        return outcome.done
 
     return get
 
 
-def describe(outcome: Outcome, equal: bool) -> str:
+def describe(outcome, equal):
     """A row of the table that the tests print."""
     latencies = ", ".join("-" if math.isnan(seconds) else f"{seconds:.1f}" for seconds in outcome.latencies)
     status = "HUNG" if outcome.status is None else outcome.status
@@ -37,7 +33,7 @@ def describe(outcome: Outcome, equal: bool) -> str:
     return f"{len(outcome.killed)} kills | {status} | {outcome.seconds:.1f} s | {weights} | {latencies}"
 
 
-def check(outcome: Outcome, expected: dict) -> None:
+def check(outcome, expected):
     words = f"{describe(outcome, outcome.done == expected)}\n{list(map(str, outcome.killed))}\n{outcome.output}"
     assert outcome.status == 0, words
     assert outcome.done == expected, words
@@ -80,6 +76,6 @@ def test_restarts_used_up(launcher, tmp_path):
     assert outcome.orphans == []
     if launcher == "treadle launch":
         assert outcome.output.count("failed first") == 2
-        assert outcome.output.count("rank 0 of 2 failed first: killed by SIGKILL") == 1
-        assert outcome.output.count("rank 1 of 2 failed first: killed by SIGKILL") == 1
+        for words in ("rank 0 of 2 failed first: killed by SIGKILL", "rank 1 of 2 failed first: killed by SIGKILL"):
+            assert outcome.output.count(words) == 1
         assert "restart 1 of 1" in outcome.output

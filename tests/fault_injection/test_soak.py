@@ -78,23 +78,16 @@ def find_growth(series):
     return grown
 
 
-def format_table(title, minutes, series):
-    """Return the medians of each minute, a row for each quantity, with its growth after the warm-up."""
-    columns = sorted({int(minute) for minute in minutes})
-    rows = [["per minute", *map(str, columns), "growth"]]
-    for name, values in series.items():
-        medians = [
-            statistics.median(value for minute, value in zip(minutes, values, strict=True) if int(minute) == column)
-            for column in columns
-        ]
-        rows.append([name, *(f"{median:.6g}" for median in medians), f"{measure_growth(values):+.4g}"])
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([f"{title}: {len(minutes)} samples", *lines])
+def format_table(title, values):
+    """Return the median of each quantity, and its growth after the warm-up."""
+    rows = [
+        f"{name:>24}  {statistics.median(found):12.6g}  {measure_growth(found):+.4g}" for name, found in values.items()
+    ]
+    return "\n".join([title, *rows])
 
 
 def soak(folder, world, *options, seconds):
-    """Run the job and return its series by phase and rank, with the minute of each sample."""
+    """Run the job and return its series by phase and rank."""
     out = folder / "out"
     out.mkdir()
     temp = tempfile.mkdtemp(prefix="soak-", dir="/tmp")  # short: names of sockets have 107 letters at most
@@ -103,24 +96,21 @@ def soak(folder, world, *options, seconds):
         command = [str(programs() / "treadle"), "launch", "--nproc-per-node", str(world), JOB]
     # One arena: glibc's others keep pages that threads have freed, as many as threads happened to run at once.
     env = clean_environment({"TMPDIR": temp, "CUDA_VISIBLE_DEVICES": "", "MALLOC_ARENA_MAX": "1"})
-    with (folder / "log").open("w") as log:
-        done = subprocess.run(
-            [*command, str(out), *map(str, options)], env=env, stdout=log, stderr=log, timeout=seconds, check=False
-        )
-    assert done.returncode == 0, (folder / "log").read_text()[-5000:]
+    command += [str(out), *map(str, options)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
     series = {}
     for path in sorted(out.glob("*.jsonl")):
         samples = [json.loads(line) for line in path.read_text().splitlines()]
-        values = {name: [sample["values"][name] for sample in samples] for name in samples[0]["values"]}
-        series[path.stem] = [sample["minute"] for sample in samples], values
+        series[path.stem] = {name: [sample[name] for sample in samples] for name in samples[0]}
     os.rmdir(temp)  # nothing is left in it
     return series
 
 
 def check(series, record_property):
-    for title, (minutes, values) in series.items():
-        record_property("soak", format_table(title, minutes, values))
-    grown = {title: growth for title, (_, values) in series.items() if (growth := find_growth(values))}
+    for title, values in series.items():
+        record_property("soak", format_table(title, values))
+    grown = {title: growth for title, values in series.items() if (growth := find_growth(values))}
     assert grown == {}
 
 
@@ -153,7 +143,7 @@ def test_two_hundred_fits_in_one_process(tmp_path, record_property):
 def test_a_leak_is_seen(tmp_path, leak, shows):
     """Watch a run that leaks a kilobyte or time on each step, or a descriptor or thread on every sixteenth."""
     series = soak(tmp_path, 2, "--long", 150, "--leak", leak, seconds=600)  # shorter: what is allocated still grows
-    for _, values in series.values():
+    for values in series.values():
         assert shows <= set(find_growth(values))
 
 
@@ -191,31 +181,9 @@ def test_what_is_no_growth(name, values):
     ("name", "values"),
     [
         ("descriptors", [40.0 + number // 10 for number in range(80)]),  # one leaks in every tenth fit
-        ("descriptors", [40.0 + number // 40 for number in range(300)]),
-        (
-            "CPU of a step by machine",
-            [20 * (1 + number / 100) + noise for number, noise in enumerate(make_noise(100, 3))],
-        ),
+        ("CPU of a step by machine", [20 + 0.2 * number + noise for number, noise in enumerate(make_noise(100, 3))]),
+        ("rank MB", [300.0 + 0.1 * number + noise for number, noise in enumerate(make_noise(300, 3))]),
     ],
 )
 def test_what_grows(name, values):
     assert name in find_growth({name: values})
-
-
-@pytest.mark.parametrize("count", [40, 300])
-def test_a_leak_within_noise(count):
-    leak = [300 + 30 * number / count + noise for number, noise in enumerate(make_noise(count, 3))]
-    growth = find_growth({"rank MB": leak})["rank MB"]
-    assert 0.75 * 30 * 0.7 < growth < 0.75 * 30 * 1.3
-
-
-def test_too_few_samples():
-    with pytest.raises(ValueError, match="run longer"):
-        measure_growth([1.0] * 9)
-
-
-def test_the_table_has_a_column_per_minute():
-    minutes = [number / 10 for number in range(30)]
-    table = format_table("rank 0", minutes, {"threads": [float(int(minute)) for minute in minutes]})
-    assert table.splitlines()[0] == "rank 0: 30 samples"
-    assert table.splitlines()[2].split()[:4] == ["threads", "0", "1", "2"]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.gpus import CUDA, DEVICE, FLAG, VISIBLE, Task, are_equal, loader, trainer, weights
+from support.gpus import DEVICE, VISIBLE, Task, are_equal, loader, trainer, weights
 from support.processes import run
 from torch import nn
 from treadle.strategies import FSDP
@@ -12,7 +12,7 @@ import treadle
 pytestmark = pytest.mark.long
 
 
-def trained(strategy, root=None, **flags):
+def trained(strategy, **flags):
     treadle.seed_everything(0)
     task = Task()
     trainer(strategy=strategy, **flags).fit(task, loader())
@@ -135,9 +135,8 @@ def test_a_model_that_is_built_in_place_starts_alike_under_every_strategy():
 
 
 def test_where_it_ran():
-    assert run(where, 1, env=VISIBLE) == [FLAG if not CUDA else "cuda"]
+    assert run(where, 1, env=VISIBLE) == [DEVICE.type]
 
 
 def where():
-    run = trainer(strategy=FSDP())
-    return run.accelerator.device.type
+    return trainer(strategy=FSDP()).accelerator.device.type

@@ -1,11 +1,8 @@
 """Counts what is read of checkpoints: files or bytes of a file for their digests, and manifests that are parsed."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from treadle.engine.checkpoint import filesystem, one_file, parts
 
@@ -19,53 +16,53 @@ class Reads:
         parsed: how many manifests were parsed.
     """
 
-    def __init__(self) -> None:
-        self.hashed: Counter[str] = Counter()
+    def __init__(self):
+        self.hashed = Counter()
         self.parsed = 0
 
-    def __enter__(self) -> Reads:
+    def __enter__(self):
         self._before = filesystem.describe, parts._parse, one_file.open_file
         describe, parse, open_file = self._before
 
-        def counting_describe(path: Path) -> Any:
+        def counting_describe(path):
             self.hashed[f"{path.parent.name}/{path.name}"] += 1
             return describe(path)
 
-        def counting_parse(document: Any) -> Any:
+        def counting_parse(document):
             self.parsed += 1
             return parse(document)
 
-        def counting_open(path: Path) -> Any:
+        def counting_open(path):
             of_check = sys._getframe(1).f_code.co_name == "check"  # others read a record's content, for no digest
             return _Counting(open_file(path), self.hashed) if of_check else open_file(path)
 
         filesystem.describe, parts._parse, one_file.open_file = counting_describe, counting_parse, counting_open
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         filesystem.describe, parts._parse, one_file.open_file = self._before
 
 
 class _Counting:
     """Unbuffered file that counts each byte that is read."""
 
-    def __init__(self, file: Any, counts: Counter[str]) -> None:
+    def __init__(self, file, counts):
         self._file, self._counts = file, counts
         self.seek = file.seek
 
-    def __enter__(self) -> _Counting:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._file.close()
 
-    def read(self, size: int) -> bytes:
+    def read(self, size):
         start, data = self._file.tell(), self._file.read(size)
         self._counts.update(f"{Path(self._file.name).name}:{start + place}" for place in range(len(data)))
         return data
 
 
-def once(*checkpoints: Path) -> Counter[str]:
+def once(*checkpoints):
     """What `Reads.hashed` is, over all ranks, where each file of some checkpoints was hashed once."""
     names = []
     for path in checkpoints:

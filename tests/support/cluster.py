@@ -4,14 +4,11 @@ Nothing is installed and nothing outside one temporary folder is written: munged
 current user, who must be root for slurmd, and are ended by their process ids.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
 import socket
 import subprocess
-from pathlib import Path
 
 from support.launches import wait_for
 from support.processes import clean_environment
@@ -48,7 +45,7 @@ PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
 """
 
 
-def obstacle() -> str | None:
+def obstacle():
     """Says why no cluster can run here, or None if one can."""
     missing = [program for program in PROGRAMS if shutil.which(program, path=PATH) is None]
     if missing:
@@ -59,12 +56,12 @@ def obstacle() -> str | None:
 class Cluster:
     """Two nodes, n1 and n2, with four CPUs each. Use as a context manager."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
-        self.daemons: list[subprocess.Popen[bytes]] = []
+        self.daemons = []
         self.env = {"PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self):
         try:
             self._start()
         except BaseException:
@@ -72,7 +69,7 @@ class Cluster:
             raise
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         for daemon in reversed(self.daemons):
             daemon.terminate()
         for daemon in reversed(self.daemons):
@@ -82,7 +79,7 @@ class Cluster:
                 daemon.kill()
                 daemon.wait()
 
-    def _start(self) -> None:
+    def _start(self):
         folder = self.folder
         (folder / "state").mkdir()
         folder.chmod(0o755)  # munged refuses a socket whose folder others may write to, or can't enter
@@ -101,16 +98,16 @@ class Cluster:
             self._daemon("slurmd", "-D", "-N", node)
         wait_for(lambda: self.run("sinfo", "-h", "-o", "%D %t").stdout.split() == ["2", "idle"], 60, self._read_logs)
 
-    def _read_logs(self) -> str:
+    def _read_logs(self):
         return "".join(f"--- {path.name}\n{path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.[lo]*")))
 
-    def _daemon(self, program: str, *args: str) -> None:
+    def _daemon(self, program, *args):
         with (self.folder / f"{program}.out").open("ab") as out:
             command = [shutil.which(program, path=PATH) or program, *args]
             env = {**os.environ, **self.env}
             self.daemons.append(subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True))
 
-    def run(self, *command: str, timeout: float = 120, env: dict[str, str] | None = None, cwd: Path | None = None):
+    def run(self, *command, timeout=120, env=None, cwd=None):
         """Runs one of SLURM's programs, with a clean environment of launch variables, and returns what it said."""
         return subprocess.run(
             command,

@@ -1,21 +1,18 @@
 """What differs between the results of two runs."""
 
-from __future__ import annotations
-
 import itertools
 import math
-from typing import Any
 
 import numpy as np
 import torch
 
 
-def whole(tensor: Any) -> Any:
+def whole(tensor):
     """A sharded tensor's full one; anything else as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def differences(ours: Any, theirs: Any, tolerance: float | None = None, place: str = "") -> list[tuple[str, Any, Any]]:
+def differences(ours, theirs, tolerance=None, place=""):
     """(place, ours, theirs) of everything in two results that is not the same.
 
     Args:
@@ -34,7 +31,7 @@ def differences(ours: Any, theirs: Any, tolerance: float | None = None, place: s
     return [found for key, pair in pairs.items() for found in differences(*pair, tolerance, f"{place}/{key}")]
 
 
-def are_same(ours: Any, theirs: Any) -> bool:
+def are_same(ours, theirs):
     """Whether two values are of one type and form, and equal without a tolerance; NaN is equal to itself."""
     if type(ours) is not type(theirs):
         return False
@@ -46,7 +43,7 @@ def are_same(ours: Any, theirs: Any) -> bool:
     return bool(ours == theirs) or (isinstance(theirs, float) and math.isnan(ours) and math.isnan(theirs))
 
 
-def are_close(ours: Any, theirs: Any, tolerance: float) -> bool:
+def are_close(ours, theirs, tolerance):
     """Whether two values of results in JSON are equal, numbers to a relative tolerance where one has a fraction."""
     numbers = all(isinstance(value, int | float) for value in (ours, theirs))
     if numbers and (isinstance(ours, float) or isinstance(theirs, float)):

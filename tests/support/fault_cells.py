@@ -4,8 +4,6 @@
 `SignalCell` say what is struck and what the outcome has to be.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -17,10 +15,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 from treadle.engine.checkpoint import CheckpointStore
@@ -77,10 +73,10 @@ class Outcome:
     err: str = ""
 
     @property
-    def hung(self) -> bool:
+    def hung(self):
         return self.seconds is None
 
-    def faults(self, limit: float, statuses: set[int]) -> list[str]:
+    def faults(self, limit, statuses):
         """What is wrong whatever struck the job: its end within ``limit`` seconds, its status and what it leaves."""
         found = ["HUNG"] if self.hung else []
         if not self.hung and self.seconds > limit:
@@ -90,12 +86,12 @@ class Outcome:
         if self.orphans:
             found.append(f"{len(self.orphans)} orphans")
         if self.leftovers and not self.hung:  # else they are of the test's own kill
-            found.append(_summarize_leftovers(self))
+            found.append(f"left {', '.join(self.leftovers)}")
         if self.broken:
             found.append("broken checkpoint")
         return found
 
-    def report(self, cell: object, wrong: Sequence[str]) -> str:
+    def report(self, cell, wrong):
         """A line on how the job ended, for the summary of the tests."""
         words = ", ".join(map(str, dataclasses.astuple(cell)))
         seconds = math.inf if self.hung else self.seconds
@@ -113,12 +109,12 @@ class FaultCell:
     launcher: str = "local"
 
     @property
-    def plan(self) -> dict[str, Any]:
+    def plan(self):
         plan = {"point": self.point, "action": self.action, "rank": self.rank, "strategy": self.strategy}
         return plan | ({"timeout": 60.0} if self.point in PEERS else {})  # the watchdog is not to end the peer
 
     @property
-    def statuses(self) -> set[int]:
+    def statuses(self):
         """The exit statuses that are right; torchrun has one for all failures."""
         if self.action == "exit 0" and self.point == "after fit":
             return {0}  # every rank has finished the run; how a script ends after it is its own affair
@@ -132,7 +128,7 @@ class FaultCell:
         return {{"raise": 1, "exit 0": 1, "exit 3": 3, "SIGKILL": 137, "SIGSEGV": 139}[self.action]}
 
     @property
-    def cause(self) -> str:
+    def cause(self):
         """A pattern for the line that names the first cause."""
         rank = self.rank
         if self.action == "raise":
@@ -144,7 +140,7 @@ class FaultCell:
         ending = {"exit 0": "exit status 0", "exit 3": "exit status 3"}.get(self.action, f"killed by {self.action}")
         return rf"rank {rank} of 2 (failed first: {ending}|.*left)"
 
-    def faults_of(self, outcome: Outcome, patience: float = 1.0) -> list[str]:
+    def faults_of(self, outcome, patience=1.0):
         """What is wrong with the outcome; nothing, if the guarantees hold within ``patience`` times the limit."""
         limit = patience * (LIMIT + SLACK if self.action in HANGING else LIMIT)
         found = outcome.faults(limit, self.statuses)
@@ -154,7 +150,7 @@ class FaultCell:
             found += self._faults_of_cause(outcome)
         return found
 
-    def _faults_of_cause(self, outcome: Outcome) -> list[str]:
+    def _faults_of_cause(self, outcome):
         causes = list(re.finditer(self.cause, outcome.err, re.MULTILINE))
         if not causes and self.launcher == "torchrun":  # which may end the other rank before that can say anything
             code = {"exit 0": "0", "exit 3": "3", "SIGKILL": "-9", "SIGSEGV": "-11"}.get(self.action, "none")
@@ -167,13 +163,7 @@ class FaultCell:
         return [*found, f"first said: {before[0][:70]}"] if before else found
 
 
-def _summarize_leftovers(outcome: Outcome) -> str:
-    kinds = {"pymp": "multiprocessing's temp folder", ".": "part of a checkpoint"}
-    names = {next((words for start, words in kinds.items() if n.startswith(start)), n) for n in outcome.leftovers}
-    return f"left {', '.join(sorted(names))}"
-
-
-def _is_error(line: str) -> bool:
+def _is_error(line):
     if line.startswith("Exception raised from "):  # in a warning of torch's, of a store that is gone
         return False
     pattern = r"(\[?rank\d+\]?:? *)?(\w+\.)*(?!ChildFailedError)\w*(Error|Exception|PeerFailed)\b"
@@ -192,17 +182,17 @@ class SignalCell:
     launcher: str = "local"
 
     @property
-    def plan(self) -> dict[str, Any]:
+    def plan(self):
         point = "mid-epoch" if self.point == "training" else self.point
         asked = self.name == "INT"  # Ctrl-C saves where that is asked for
         plan = {"point": point, "action": "wait", "rank": 1, "strategy": self.strategy, "save_on_exception": asked}
         return plan | ({"rank": 0} if self.point == "save" else {})
 
     @property
-    def status(self) -> int:
+    def status(self):
         return 1 if self.launcher == "torchrun" else STATUS_OF_SIGNAL[self.name]
 
-    def send(self, process: subprocess.Popen[Any], ranks: Mapping[int, int]) -> None:
+    def send(self, process, ranks):
         number = getattr(signal, f"SIG{self.name}")
         pids = {"supervisor": [process.pid], "rank 1": [ranks[1]], "all": [process.pid, *ranks.values()]}[self.target]
         for turn in range(self.times):
@@ -212,7 +202,7 @@ class SignalCell:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
 
-    def faults_of(self, outcome: Outcome, resumed: Outcome, same: bool) -> list[str]:
+    def faults_of(self, outcome, resumed, same):
         found = outcome.faults(2 * LIMIT, {self.status})
         if (lost := outcome.steps - (outcome.newest or 0)) > 0 and not (self.name == "INT" and self.times == 2):
             found.append(f"{lost} steps lost")
@@ -226,14 +216,7 @@ class SignalCell:
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
-def strike(
-    folder: Path,
-    plan: Mapping[str, Any],
-    launcher: str,
-    cell: SignalCell | None = None,
-    *,
-    variables: Mapping[str, str] | None = None,
-) -> Outcome:
+def strike(folder, plan, launcher, cell=None, *, variables=None):
     """Run the job in ``folder`` as ``plan`` says until it ends, or is killed ``BOUND`` seconds after it was struck.
 
     ``variables`` are more environment variables, which ``srun`` needs to find its cluster.
@@ -278,9 +261,9 @@ def strike(
     return outcome
 
 
-def read_ranks(folder: Path) -> dict[int, int]:
+def read_ranks(folder):
     """The ranks' pids, as they have written them down; data workers inherit RANK and are left out by their parent."""
-    found: dict[int, int] = {}
+    found = {}
     for file in sorted((folder / "pids").iterdir(), key=lambda file: file.stat().st_mtime):
         role = file.read_text()
         if role in ("0", "1"):
@@ -288,7 +271,7 @@ def read_ranks(folder: Path) -> dict[int, int]:
     return found
 
 
-def living(folder: Path) -> dict[int, str]:
+def living(folder):
     """Processes whose working directory is ``folder``, as that of every process of the job is: command by pid."""
     found = {}
     for process in psutil.process_iter(["cwd", "name"]):  # one that has ended has no working directory
@@ -298,7 +281,7 @@ def living(folder: Path) -> dict[int, str]:
     return found
 
 
-def kill_all(folder: Path, process: subprocess.Popen[Any]) -> None:
+def kill_all(folder, process):
     """End every process of the job, whatever state it is in."""
     for _ in range(200):
         pids = living(folder)
@@ -311,7 +294,7 @@ def kill_all(folder: Path, process: subprocess.Popen[Any]) -> None:
     process.wait(10)
 
 
-def find_orphans(folder: Path) -> list[str]:
+def find_orphans(folder):
     """Return the roles of processes of the job that live 2 s longer."""
     end = time.monotonic() + 2.0
     while (pids := living(folder)) and time.monotonic() < end:
@@ -319,7 +302,7 @@ def find_orphans(folder: Path) -> list[str]:
     return [f"{role} ({pid})" for pid, role in pids.items()]
 
 
-def _look_at_disk(folder: Path, temporary: Path, outcome: Outcome) -> None:
+def _look_at_disk(folder, temporary, outcome):
     store = CheckpointStore(folder / "ckpt")
     path, outcome.broken = store.latest()
     outcome.newest = None if path is None else checkpoint.read_manifest(path).step
@@ -334,6 +317,6 @@ def _look_at_disk(folder: Path, temporary: Path, outcome: Outcome) -> None:
     shutil.rmtree(temporary)
 
 
-def weights(folder: Path) -> list[Any]:
+def weights(folder):
     """What the ranks had at the end of the run."""
     return [json.loads((folder / f"done-{rank}").read_text()) for rank in (0, 1)]

@@ -14,8 +14,6 @@ The standard library's fork server (`multiprocessing.forkserver`) forks function
 signals and an exit status of their own.
 """
 
-from __future__ import annotations
-
 import atexit
 import builtins
 import contextlib
@@ -34,10 +32,8 @@ import tempfile
 import threading
 import types
 import warnings
-from collections.abc import Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, NoReturn
 
 from support import processes
 from support.forked_program import MOST_DESCRIPTORS, number_from
@@ -58,22 +54,22 @@ class Forked:
         streams: The descriptors that it gets as 0, 1 and 2.
     """
 
-    def __init__(self, address: str, request: Mapping[str, Any], streams: Sequence[int]) -> None:
+    def __init__(self, address, request, streams):
         self._reply = socket.socket(socket.AF_UNIX)
         self._reply.connect(address)
         with tempfile.TemporaryFile() as file:
             file.write(json.dumps({**request, "descriptors": [0, 1, 2]}).encode())
             file.flush()
             socket.send_fds(self._reply, [b"."], [file.fileno(), *streams])
-        self._code: int | None = None
+        self._code = None
         if (pid := number_from(self._reply)) is None:
             raise RuntimeError("the fork server of the ranks (tests/support/fork_server.py) died; its words are above")
         self.pid = pid
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self.wait() if self._code is not None or connection.wait([self._reply], 0) else None
 
-    def wait(self) -> int | None:
+    def wait(self):
         if self._code is None:
             code = number_from(self._reply)
             self._code = -signal.SIGKILL if code is None else code  # no word: the keeper was killed, and it with it
@@ -81,7 +77,7 @@ class Forked:
         return self._code
 
 
-def fork(rank: int, folder: Path, env: Mapping[str, str], base: Mapping[str, str]) -> Forked:
+def fork(rank, folder, env, base):
     """Starts rank ``rank`` with the environment ``env``, in a fork server that was started with ``base``."""
     address = _start_servers(os.getpid(), tuple(sorted(base.items())))[rank % COUNT]
     request = {"call": str(folder), "env": dict(env), "cwd": os.getcwd(), "umask": None}
@@ -90,7 +86,7 @@ def fork(rank: int, folder: Path, env: Mapping[str, str], base: Mapping[str, str
 
 
 @functools.cache
-def _start_servers(owner: int, env: tuple[tuple[str, str], ...]) -> list[str]:
+def _start_servers(owner, env):
     """Addresses of fork servers; they end with this process, which holds the only other end of their lifelines."""
     usual, *names = os.environ.get(SHARED, "").split(" ")
     if usual == _digest(env):
@@ -111,22 +107,22 @@ def _start_servers(owner: int, env: tuple[tuple[str, str], ...]) -> list[str]:
     return addresses
 
 
-_LIFELINES: list[socket.socket] = []
+_LIFELINES = []
 
 
-def share(base: Mapping[str, str]) -> None:
+def share(base):
     """Start fork servers for this process and for those that it starts, such as the workers of one run of the tests."""
     env = tuple(sorted(base.items()))
     os.environ[SHARED] = " ".join([_digest(env), *(name.lstrip("\0") for name in _start_servers(os.getpid(), env))])
 
 
-def _digest(env: tuple[tuple[str, str], ...]) -> str:
+def _digest(env):
     """Of what a fork server compares with the environment of a process: one that differs would be refused."""
     return hashlib.sha256(repr(sorted(processes.early(dict(env)).items())).encode()).hexdigest()
 
 
 @functools.cache
-def executables(base: tuple[tuple[str, str], ...]) -> Path:
+def executables(base):
     """A folder for ``PATH``: `python` and the programs of this environment that tests start, all forked.
 
     Args:
@@ -148,7 +144,7 @@ def executables(base: tuple[tuple[str, str], ...]) -> Path:
 # -- in the fork server -----------------------------------------------------------------------------------------------
 
 
-def serve(listener: socket.socket, lifeline: socket.socket, usual: Mapping[str, str]) -> None:
+def serve(listener, lifeline, usual):
     """Fork a keeper per request, until the lifeline is closed, whose other end the process that started this one holds.
 
     Requests are answered whose environment is the ``usual`` one, as far as torch reads it when it is imported.
@@ -165,7 +161,7 @@ def serve(listener: socket.socket, lifeline: socket.socket, usual: Mapping[str, 
         reply.close()
 
 
-def _keep(reply: socket.socket, lifeline: socket.socket, usual: Mapping[str, str]) -> NoReturn:
+def _keep(reply, lifeline, usual):
     """Fork the process that ``reply`` asks for, and tell its status; kill its session where nobody waits any more."""
     _, descriptors, _, _ = socket.recv_fds(reply, 1, 1 + MOST_DESCRIPTORS)
     request = json.loads(os.pread(descriptors[0], 1 << 24, 0)) if descriptors else None
@@ -202,7 +198,7 @@ def _keep(reply: socket.socket, lifeline: socket.socket, usual: Mapping[str, str
     os._exit(0)
 
 
-def main(listener: socket.socket, lifeline: socket.socket) -> None:
+def main(listener, lifeline):
     """Imports what all forked processes find, and serves."""
     usual = processes.early(os.environ)  # before a package adds to it
     processes.heed_signals()
@@ -227,7 +223,7 @@ def main(listener: socket.socket, lifeline: socket.socket) -> None:
     serve(listener, lifeline, usual)
 
 
-def _has_group(pid: int) -> bool:
+def _has_group(pid):
     """Whether a process is left in the group of a process that has ended; its number is not given to another then."""
     try:
         os.killpg(pid, 0)
@@ -236,7 +232,7 @@ def _has_group(pid: int) -> bool:
     return True
 
 
-def _become(request: dict[str, Any], descriptors: list[int]) -> None:
+def _become(request, descriptors):
     """Takes the place in the world that the request tells."""
     wanted = request["descriptors"]
     moved = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, max(wanted) + 1) for one in descriptors[1:]]
@@ -254,7 +250,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     sys.modules["numpy"].random.seed()
 
 
-def _run(request: dict[str, Any]) -> int:
+def _run(request):
     """Runs a program as the interpreter does when it is started with these arguments; returns its exit status."""
     imports_itself = ("pytest", "_pytest", *(["treadle"] if _has_own_treadle(request) else []))
     for name in [name for name in sys.modules if name.partition(".")[0] in imports_itself]:
@@ -291,25 +287,25 @@ def _run(request: dict[str, Any]) -> int:
     return 0
 
 
-def _has_own_treadle(request: dict[str, Any]) -> bool:
+def _has_own_treadle(request):
     """Whether a program finds another Treadle than the tests do, or is asked to import it: that costs 0.6 s of CPU."""
     target = Path(request["target"]).parent if request["kind"] == "script" else Path()
     places = [target, *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
     return UNIMPORTED in os.environ or any(place.is_file() or (place / "treadle").exists() for place in places)
 
 
-def _stream(number: int, unbuffered: bool) -> io.TextIOWrapper:
+def _stream(number, unbuffered):
     """One of the three standard streams, as the interpreter makes it."""
     at_once = unbuffered and number > 0
     raw = open(number, "wb" if number else "rb", 0 if at_once else -1, closefd=False)  # noqa: SIM115
     by_line = not at_once and (number == 2 or os.isatty(number))
     errors = "backslashreplace" if number == 2 else "strict"
-    stream: Any = io.TextIOWrapper(raw, "utf-8", errors, line_buffering=by_line, write_through=at_once)
+    stream = io.TextIOWrapper(raw, "utf-8", errors, line_buffering=by_line, write_through=at_once)
     stream.mode = "w" if number else "r"
     return stream
 
 
-def _execute(kind: str, target: str) -> None:
+def _execute(kind, target):
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     module.__dict__.update(__builtins__=builtins, __spec__=None)
     if kind == "script":
@@ -329,7 +325,7 @@ def _execute(kind: str, target: str) -> None:
     exec(code, module.__dict__)
 
 
-def _end(code: int) -> None:
+def _end(code):
     """Ends a forked process as the interpreter ends one, but leaves torch standing: to take it down costs 0.3 s.
 
     Args:
@@ -351,7 +347,7 @@ def _end(code: int) -> None:
     os._exit(code)
 
 
-def _say(reply: socket.socket, number: int) -> None:
+def _say(reply, number):
     with contextlib.suppress(OSError):  # nobody waits for it any more
         reply.send(number.to_bytes(8, "little", signed=True))
 

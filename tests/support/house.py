@@ -2,11 +2,9 @@
 
 import ast
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import treadle
 
@@ -27,7 +25,7 @@ class Import:
     typing: bool  # under `if TYPE_CHECKING`
 
 
-def load_script(path: str) -> Any:
+def load_script(path):
     """Import a script of the repository that belongs to no package."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = importlib.util.module_from_spec(spec)
@@ -35,17 +33,17 @@ def load_script(path: str) -> Any:
     return module
 
 
-def read_differences() -> str:
+def read_differences():
     """Return the pages that list the differences from the peers."""
     return "\n".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs/differences").glob("*.md")))
 
 
-def root(room: str) -> Path:
+def root(room):
     return Path(getattr(__import__(f"treadle.{room}"), room).__file__).parent
 
 
 @cache
-def files() -> dict[str, Path]:
+def files():
     """Every module below ``treadle``, by its dotted name; a package stands for its ``__init__.py``."""
     found = {}
     homes = [(room, root(room)) for room in TOP_ROOMS] + [("", Path(treadle.__file__).parent)]
@@ -56,24 +54,24 @@ def files() -> dict[str, Path]:
     return found
 
 
-def is_package(module: str) -> bool:
+def is_package(module):
     return files()[module].name == "__init__.py"
 
 
-def package_of(module: str) -> str:
+def package_of(module):
     return module if is_package(module) else module.rpartition(".")[0]
 
 
 @cache
-def tree(module: str) -> ast.Module:
+def tree(module):
     return ast.parse(files()[module].read_text(encoding="utf-8"))
 
 
-def for_types_only(node: ast.AST) -> bool:
+def for_types_only(node):
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-def imports_in(node: ast.AST, module: str, package: bool, typing: bool = False) -> Iterator[Import]:
+def imports_in(node, module, package, typing=False):
     """Every import below ``node`` in file ``module``, those in functions too."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
@@ -91,7 +89,7 @@ def imports_in(node: ast.AST, module: str, package: bool, typing: bool = False) 
             yield from imports_in(child, module, package, typing)
 
 
-def _absolute(node: ast.ImportFrom, module: str, package: bool) -> str | None:
+def _absolute(node, module, package):
     if not node.level:
         first, _, rest = (node.module or "").partition(".")
         return rest if first == "treadle" else None
@@ -102,7 +100,7 @@ def _absolute(node: ast.ImportFrom, module: str, package: bool) -> str | None:
 
 
 @cache
-def imports(module: str) -> tuple[Import, ...]:
+def imports(module):
     """Every imported name, and every name of a room that is used as ``room.name``."""
     found = tuple(imports_in(tree(module), module, is_package(module)))
     rooms = {each.name: f"{each.module}.{each.name}".lstrip(".") for each in found if each.module is not None}
@@ -116,7 +114,7 @@ def imports(module: str) -> tuple[Import, ...]:
 
 
 @cache
-def exports(package: str) -> dict[str, tuple[str, str]]:
+def exports(package):
     """What a face exports: the name, its home and its name there."""
     found = {}
     for node in tree(package).body:
@@ -131,12 +129,12 @@ def exports(package: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-def sentence(package: str) -> str:
+def sentence(package):
     """The first sentence of a face's docstring."""
     return (ast.get_docstring(tree(package)) or "").partition("\n")[0].removesuffix(".")
 
 
-def picture() -> str:
+def picture():
     """The rooms, the highest first, each with its sentence: the list in ``docs/architecture.md``."""
     rows = []
     for room in reversed(TOP_ROOMS):

@@ -1,13 +1,10 @@
 """Launches of several ranks that a test watches."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from support.processes import clean_environment
@@ -31,19 +28,10 @@ SAY_PID = 'say(f"rank {rank} {os.getpid()}")\n'
 class Start:
     """Starts scripts which relaunch themselves in two ranks that run `body`; their streams go to files beside them."""
 
-    def __init__(self) -> None:
-        self.started: list[subprocess.Popen[bytes]] = []
+    def __init__(self):
+        self.started = []
 
-    def __call__(
-        self,
-        folder: Path,
-        body: str,
-        *args: str,
-        options: str = "{}",
-        flags: tuple[str, ...] = (),
-        omit: str = "",
-        program: str = sys.executable,
-    ) -> subprocess.Popen[bytes]:
+    def __call__(self, folder, body, *args, options="{}", flags=(), omit="", program=sys.executable):
         folder.mkdir(exist_ok=True)
         (folder / "tmp").mkdir()
         path = folder / "train.py"
@@ -55,14 +43,14 @@ class Start:
         return self.started[-1]
 
 
-def pids(folder: Path) -> list[int]:
+def pids(folder):
     """The ids of both ranks, once both have told them."""
     wait_for(lambda: len(re.findall(r"^rank \d", (folder / "out").read_text(), re.MULTILINE)) == 2, 60)
     time.sleep(0.5)  # a signal that comes while torch's agent still starts its threads is given torch's own 30 s (2.13)
     return [int(pid) for pid in re.findall(r"^rank \d (\d+)", (folder / "out").read_text(), re.MULTILINE)]
 
 
-def gone(pid: int) -> bool:
+def gone(pid):
     """Whether a process has ended; it may still wait to be collected by whoever adopted it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
@@ -70,7 +58,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def wait_for(condition: Callable[[], bool], seconds: float, told: Callable[[], str] = str) -> None:
+def wait_for(condition, seconds, told=str):
     """Wait until something holds; too late is an error with what was ``told`` by then."""
     end = time.monotonic() + seconds
     while not condition():

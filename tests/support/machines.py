@@ -1,16 +1,11 @@
 """Machines of a run, played by agents on this one: on its loopback interface, or in network namespaces of their own."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,12 +15,12 @@ from support.processes import clean_environment, programs
 from support.restarts import JOB, read_events
 
 
-def ip(*words: str) -> None:
+def ip(*words):
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
 @contextlib.contextmanager
-def namespaces() -> Iterator[list[str]]:
+def namespaces():
     """Two network namespaces joined by a pair of interfaces, 10.213.7.1 and 10.213.7.2; the host's name is loopback."""
     if shutil.which("ip") is None:
         pytest.skip("needs the program ip: apt-get install iproute2")
@@ -57,21 +52,21 @@ class Machines:
         hosts: network namespaces, of which the first holds the store; else all machines share the loopback interface.
     """
 
-    def __init__(self, folder: Path, command: Sequence[str], hosts: Sequence[str] = ()) -> None:
+    def __init__(self, folder, command, hosts=()):
         self.folder, self.command, self.hosts = folder, command, hosts
-        self.agents: list[subprocess.Popen[Any]] = []
+        self.agents = []
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.endpoint = "10.213.7.1:29400" if hosts else f"127.0.0.1:{probe.getsockname()[1]}"
 
-    def __enter__(self) -> Machines:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         for agent in self.agents:
             kill_all(self.folder, agent)
 
-    def start(self) -> int:
+    def start(self):
         """Start one more machine; returns its number."""
         number = len(self.agents)
         options = ["--nproc-per-node", "1", "--rdzv-endpoint", self.endpoint, str(JOB)]
@@ -97,15 +92,15 @@ class Machines:
             self._await_store()  # of two that try, the first to get the port would hold it
         return number
 
-    def _await_store(self) -> None:
+    def _await_store(self):
         host, _, port = self.endpoint.partition(":")
         with socket.socket() as probe:
             wait_for(lambda: probe.connect_ex((host, int(port))) == 0, 60, self.outputs)
 
-    def link(self, number: int) -> str:
+    def link(self, number):
         return f"tr{os.getpid()}{'ab'[number]}"
 
-    def kill(self, number: int) -> None:
+    def kill(self, number):
         """Kill everything on one machine at once."""
         if self.hosts:
             pids = subprocess.run(
@@ -119,25 +114,25 @@ class Machines:
             for pid in (event["launcher"], event["pid"]):
                 os.kill(pid, signal.SIGKILL)
 
-    def terminate(self, number: int) -> None:
+    def terminate(self, number):
         """Tell one machine, started by our launcher, to leave."""
         os.kill(self.find_start(number)["launcher"], signal.SIGTERM)
 
-    def find_start(self, number: int) -> dict[str, Any]:
+    def find_start(self, number):
         """Return what a machine's latest rank told first; whatever was started by the test may only stand for it."""
         return [event for event in read_events(self.folder) if event.get("machine") == number][-1]
 
-    def cut(self, number: int) -> None:
+    def cut(self, number):
         """Cut the machine's network off."""
         ip("-n", self.hosts[number], "link", "set", self.link(number), "down")
 
-    def wait(self, number: int, limit: float = 120) -> int:
+    def wait(self, number, limit=120):
         """Return the exit status of a machine's launcher."""
         return self.agents[number].wait(limit)
 
-    def outputs(self) -> str:
+    def outputs(self):
         return "\n".join((self.folder / f"output-{number}").read_text() for number in range(len(self.agents)))
 
-    def await_events(self, wanted: Callable[[dict[str, Any]], bool], count: int, limit: float = 120) -> None:
+    def await_events(self, wanted, count, limit=120):
         """Wait until the ranks have told so many events of a kind."""
         wait_for(lambda: sum(map(wanted, read_events(self.folder))) >= count, limit, self.outputs)

@@ -82,32 +82,22 @@ MIB = 2**20
 
 
 def gpu_of(mib, network=50e9):
-    return GPU(
-        name="small",
-        half=1e14,
-        tf32=5e13,
-        single=1e13,
-        bandwidth=1e12,
-        memory=mib * MIB,
-        link=300e9,
-        network=network,
-        per_machine=4,
-    )
+    speed = {"half": 1e14, "tf32": 5e13, "single": 1e13, "bandwidth": 1e12, "link": 300e9, "network": network}
+    return GPU(name="small", memory=mib * MIB, per_machine=4, **speed)
 
 
 def planner(strategy, world_size, mib, micro_batch=8, network=50e9, precision="bf16-mixed"):
     def again(**changes):
         own = {"micro_batch": micro_batch, "accumulate": 1, "precision": precision}
         own |= {name: changes.pop(name) for name in own if name in changes}
-        return simulate(
+        subject = (
             partial(Decoder, SIZES),
             partial(tokens, SIZES),
             next_token_loss,
             partial(torch.optim.AdamW, fused=True),
-            world_size=world_size,
-            strategy=varied(strategy(), **changes),
-            gpu=gpu_of(mib, network),
-            **own,
+        )
+        return simulate(
+            *subject, world_size=world_size, strategy=varied(strategy(), **changes), gpu=gpu_of(mib, network), **own
         )
 
     return again

@@ -5,9 +5,7 @@ from treadle.__main__ import main
 TASK = """
 import torch
 from torch import nn
-from torch.utils.data import (
-    BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset, WeightedRandomSampler
-)
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 import treadle
 
 
@@ -41,12 +39,8 @@ class Task(treadle.TaskModule):
 
     def train_dataloader(self):
         data = TensorDataset(torch.ones(100, self.head.in_features))
-        if self.form == "dropped":
-            return DataLoader(data, batch_size=6, drop_last=True)
         if self.form == "sampled":
             return DataLoader(data, batch_size=4, sampler=WeightedRandomSampler([1.0] * 100, 42))
-        if self.form == "own batches":
-            return DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(range(50)), 4, False))
         if self.form == "list":
             return [(torch.ones(4, self.head.in_features),)] * 9
         return DataLoader(data, batch_size=4)
@@ -86,10 +80,8 @@ class Late(treadle.TaskModule):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         if self.schedule == "none":
             return optimizer
-        if self.schedule == "plateau":
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        else:
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        plateau, step = torch.optim.lr_scheduler.ReduceLROnPlateau, torch.optim.lr_scheduler.StepLR
+        scheduler = plateau(optimizer) if self.schedule == "plateau" else step(optimizer, 1, 0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss"}}
 
     def train_dataloader(self):

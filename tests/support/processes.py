@@ -1,7 +1,5 @@
 """Real processes for tests: `run` a function in every rank of a world, or a `script` in a fresh interpreter."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler
@@ -17,14 +15,7 @@ import tempfile
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from support.fork_server import Forked
-
-    Rank = subprocess.Popen[Any] | Forked
 
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "NPROC_PER_NODE")
 LAUNCH_PREFIXES = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TREADLE_", "SLURM_", "OMPI_", "PMI_", "PMIX_")
@@ -46,7 +37,7 @@ class RankError(RuntimeError):
     """A rank failed in a way that left no exception to raise again, or what a raised one looked like over there."""
 
 
-def clean_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+def clean_environment(env=None):
     """Builds the environment of a process nobody launched: this one's without any launch variable, plus `env`.
 
     Args:
@@ -59,9 +50,7 @@ def clean_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | dict(env or {})
 
 
-def run(
-    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120, env: Mapping[str, str] | None = None
-) -> list[Any]:
+def run(fn, world, *args, timeout=120, env=None):
     """Calls `fn(*args)` in `world` processes which see the variables torchrun sets, and returns what each returned.
 
     No process group is made beforehand: `fn` starts from where a launched script starts. Every call has its own
@@ -108,7 +97,7 @@ def run(
         # The arguments are pickled apart: their classes may live in the test file, which the child loads first.
         payload = call | {"path": sys.path, "deadline": deadline, "parent": os.getpid(), "args": pickle.dumps(args)}
         (folder / "call").write_bytes(pickle.dumps(payload))
-        ranks: list[Rank] = []
+        ranks = []
         try:
             for rank in range(world):
                 ranks.append(_start(rank, folder, base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}))
@@ -117,7 +106,7 @@ def run(
             _kill(ranks)
 
 
-def in_own_process(test: Callable[..., None]) -> Callable[..., None]:
+def in_own_process(test):
     """Has a test run in a process of its own, as one that sends signals to itself must: they would end a test worker.
 
     Args:
@@ -126,7 +115,7 @@ def in_own_process(test: Callable[..., None]) -> Callable[..., None]:
     names = list(inspect.signature(test).parameters)
 
     @functools.wraps(test)
-    def started(*args: Any, **kwargs: Any) -> None:
+    def started(*args, **kwargs):
         if "RANK" in os.environ:  # that process
             test(*args)
         else:
@@ -135,7 +124,7 @@ def in_own_process(test: Callable[..., None]) -> Callable[..., None]:
     return started
 
 
-def early(env: Mapping[str, str]) -> dict[str, str]:
+def early(env):
     """The part of an environment that may matter while torch is imported."""
     late = (*LAUNCH_PREFIXES, *READ_LATE)
     never = {*LAUNCH_VARIABLES, *NEVER_READ}
@@ -147,14 +136,14 @@ _BASE = clean_environment({"CUDA_VISIBLE_DEVICES": ""})
 _USUAL = early(_BASE)
 
 
-def heed_signals() -> None:
+def heed_signals():
     """Undo what a shell does to its background jobs, and nohup to all: they would ignore interrupts, or hangups."""
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
 
 
-def share_fork_servers() -> None:
+def share_fork_servers():
     """Start what all workers of this run of the tests fork their processes from: each pair costs 8 s of CPU."""
     if sys.platform == "linux":
         from support import fork_server
@@ -162,7 +151,7 @@ def share_fork_servers() -> None:
         fork_server.share(_BASE)
 
 
-def _start(rank: int, folder: Path, env: dict[str, str]) -> Rank:
+def _start(rank, folder, env):
     """Starts a process of `run`: forked, which takes no time, unless its environment forbids that."""
     if sys.platform == "linux" and early(env) == _USUAL:
         from support import fork_server
@@ -172,9 +161,7 @@ def _start(rank: int, folder: Path, env: dict[str, str]) -> Rank:
     return subprocess.Popen(command, env=env, start_new_session=True)
 
 
-def _wait(
-    fn: Callable[..., Any], ranks: list[Rank], folder: Path, deadline: float, timeout: float
-) -> list[dict[str, Any]]:
+def _wait(fn, ranks, folder, deadline, timeout):
     """Waits for every rank's record of success; raises on the first failure or past the deadline."""
     seen_failure = False
     while True:
@@ -205,7 +192,7 @@ def _wait(
         time.sleep(0.02)
 
 
-def _raise(fn: Callable[..., Any], rank: int, record: dict[str, Any]) -> None:
+def _raise(fn, rank, record):
     cause = RankError(f"rank {rank} of {fn.__qualname__} raised\n{record['text']}")
     try:
         error = record["error"]()
@@ -216,10 +203,10 @@ def _raise(fn: Callable[..., Any], rank: int, record: dict[str, Any]) -> None:
     raise error from cause
 
 
-def _load(folder: Path, rank: int) -> dict[str, Any] | None:
+def _load(folder, rank):
     """Reads a rank's record; values and errors stay pickled until asked for, so one broken pickle hides no other."""
     try:
-        record: dict[str, Any] = pickle.loads((folder / f"result{rank}").read_bytes())
+        record = pickle.loads((folder / f"result{rank}").read_bytes())
     except FileNotFoundError:
         return None
     for key in ("value", "error"):
@@ -228,19 +215,19 @@ def _load(folder: Path, rank: int) -> dict[str, Any] | None:
     return record
 
 
-def _ending(code: int | None) -> str:
+def _ending(code):
     if code is not None and code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"exited with status {code}"
 
 
-def _stack(folder: Path, rank: int) -> str:
+def _stack(folder, rank):
     with contextlib.suppress(FileNotFoundError):
         return (folder / f"stack{rank}").read_text() or "no stack written (done, stopped, or not yet started)\n"
     return "never reached Python code\n"
 
 
-def _kill(processes: Iterable[Rank]) -> None:
+def _kill(processes):
     """Kills each process with its session: a rank may have data workers."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -248,7 +235,7 @@ def _kill(processes: Iterable[Rank]) -> None:
         process.wait()
 
 
-def programs() -> Path:
+def programs():
     """A folder to put first in ``PATH``: its `python`, `treadle` and `torchrun` start at once, see `fork_server`."""
     if sys.platform != "linux":
         return Path(sys.executable).parent
@@ -257,18 +244,12 @@ def programs() -> Path:
     return fork_server.executables(tuple(sorted(_BASE.items())))
 
 
-def python() -> str:
+def python():
     """The interpreter that tests start programs with, in place of `sys.executable`."""
     return str(programs() / "python") if sys.platform == "linux" else sys.executable
 
 
-def script(
-    path_or_source: str | Path,
-    *args: str,
-    env: Mapping[str, str] | None = None,
-    timeout: float = 120,
-    fresh: bool = False,
-) -> subprocess.CompletedProcess[str]:
+def script(path_or_source, *args, env=None, timeout=120, fresh=False):
     """Runs a script in a process which no launcher started.
 
     Args:
@@ -318,7 +299,7 @@ def script(
         return subprocess.CompletedProcess(command, done, *texts)
 
 
-def _module(file: str, name: str) -> types.ModuleType:
+def _module(file, name):
     """Loads a test file under the name pytest gave it, so that pickles name its classes the same on both sides."""
     for parent in [name[:i] for i, letter in enumerate(name) if letter == "."]:
         # pytest makes up the packages above a test file in the same way
@@ -332,7 +313,7 @@ def _module(file: str, name: str) -> types.ModuleType:
     return module
 
 
-def die_with(parent: int) -> None:
+def die_with(parent):
     """Ends this process when its parent does: a killed test run leaves nothing behind."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -340,18 +321,18 @@ def die_with(parent: int) -> None:
             os._exit(1)
 
 
-def rank_main(folder: Path) -> int:
+def rank_main(folder):
     """What each process of `run` does; returns its exit status."""
     call, rank = pickle.loads((folder / "call").read_bytes()), os.environ["RANK"]
     stack = (folder / f"stack{rank}").open("w")
     faulthandler.dump_traceback_later(max(0.1, call["deadline"] - time.time()), file=stack)
     sys.path[:] = call["path"]
     status = 0
-    record: dict[str, Any] = {}
+    record = {}
     try:
         # This file is the main module here, so a caller which is one itself gets another name.
         name = "test_main" if call["module"] == "__main__" else call["module"]
-        target: Any = _module(call["file"], name)
+        target = _module(call["file"], name)
         for part in call["function"].split("."):
             target = getattr(target, part)
         record["value"] = pickle.dumps(target(*pickle.loads(call["args"])))

@@ -87,9 +87,21 @@ def fit(folder, callbacks, **flags):
     task = Network()
     trainer = treadle.Trainer(accelerator="cpu", max_epochs=EPOCHS, callbacks=callbacks, **QUIET, **flags)
     trainer.fit(task, *loaders(), ckpt_path="auto")
-    weights = {name: value.flatten().tolist() for name, value in task.state_dict().items()}
-    (Path(folder) / f"weights-{trainer.global_rank}").write_text(json.dumps(weights))
+    (Path(folder) / f"weights-{trainer.global_rank}").write_text(json.dumps(weights_of(task)))
     return trainer
+
+
+def weights_of(task):
+    return {name: value.flatten().tolist() for name, value in task.state_dict().items()}
+
+
+def refusal(devices):
+    """What is said to a worker that asks for devices of its own."""
+    try:
+        treadle.Trainer(devices=devices, accelerator="cpu", logger=False)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def without_ray(folder):
@@ -110,11 +122,7 @@ def train_worker(config):
     from treadle.integrations.ray import RayTrainReportCallback
 
     folder, group = Path(config["folder"]), dist.group.WORLD
-    refused = ""
-    try:
-        treadle.Trainer(devices=3, accelerator="cpu", logger=False)
-    except ValueError as error:
-        refused = str(error)
+    refused = refusal(3)
     prepare_trainer(
         treadle.Trainer(accelerator="cpu", logger=False, strategy=RayDDPStrategy(), plugins=[RayLightningEnvironment()])
     )
@@ -164,8 +172,7 @@ def train(folder, rank, copied=False, storage=None):
     entries = result.filesystem.get_file_info(FileSelector(result.path))
     listed = sorted(entry.base_name for entry in entries if entry.type is FileType.Directory)
     with result.checkpoint.as_directory() as copied:
-        task = Network.load_from_checkpoint(Path(copied) / "checkpoint.ckpt")
-        weights = {name: value.flatten().tolist() for name, value in task.state_dict().items()}
+        weights = weights_of(Network.load_from_checkpoint(Path(copied) / "checkpoint.ckpt"))
     found = {"metrics": result.metrics, "checkpoints": checkpoints, "listed": listed, "weights": weights}
     (folder / "result").write_text(json.dumps(found))
 
@@ -204,18 +211,25 @@ def hang(folder):
 # -- Ray Tune ------------------------------------------------------------------------------------------------------
 
 
+def tune(trial, folder, name, rates, scheduler, stop=None, **config):
+    """Run a trial with each of the learning rates."""
+    from ray import tune
+
+    return tune.Tuner(
+        trial,
+        param_space={"lr": tune.grid_search(rates), "folder": str(folder)},
+        tune_config=tune.TuneConfig(mode="min", scheduler=scheduler, **config),
+        run_config=tune.RunConfig(name=name, storage_path=str(folder / "storage"), verbose=0, stop=stop),
+    ).fit()
+
+
 def trial(config):
     """Train with a learning rate; note what was done."""
     from treadle.integrations.ray import TuneReportCheckpointCallback
 
-    refused = ""
-    try:
-        treadle.Trainer(devices=2, accelerator="cpu", logger=False)
-    except ValueError as error:
-        refused = str(error)
     folder = Path(config["folder"]) / f"trial-{config['lr']}"
     folder.mkdir(exist_ok=True)
-    (folder / "refused").write_text(refused)
+    (folder / "refused").write_text(refusal(2))
     treadle.seed_everything(3)
     task = Network(config["lr"])
     report = TuneReportCheckpointCallback({"loss": "val_loss", "steps": "step"}, filename="run.ckpt")
@@ -225,30 +239,18 @@ def trial(config):
 
 def search(folder):
     """Three trials one after the other, of which the last two are bad."""
-    from ray import tune
     from ray.tune.schedulers import ASHAScheduler
 
-    results = tune.Tuner(
-        trial,
-        param_space={"lr": tune.grid_search([0.05, 1e-6, 2e-6]), "folder": str(folder)},
-        tune_config=tune.TuneConfig(
-            metric="loss",
-            mode="min",
-            scheduler=ASHAScheduler(grace_period=1, max_t=4, reduction_factor=2),
-            max_concurrent_trials=1,
-            reuse_actors=True,
-        ),
-        run_config=tune.RunConfig(name="search", storage_path=str(folder / "storage"), verbose=0),
-    ).fit()
+    scheduler = ASHAScheduler(grace_period=1, max_t=4, reduction_factor=2)
+    one_by_one = {"max_concurrent_trials": 1, "reuse_actors": True}
+    results = tune(trial, folder, "search", [0.05, 1e-6, 2e-6], scheduler, metric="loss", **one_by_one)
     best = results.get_best_result()
-    text = json.dumps(
-        {
-            "errors": [str(error) for error in results.errors],
-            "reports": {str(one.config["lr"]): one.metrics["training_iteration"] for one in results},
-            "best": [best.config["lr"], best.metrics["loss"], best.metrics["steps"], best.checkpoint.path],
-        }
-    )
-    (folder / "search").write_text(text)
+    found = {
+        "errors": [str(error) for error in results.errors],
+        "reports": {str(one.config["lr"]): one.metrics["training_iteration"] for one in results},
+        "best": [best.config["lr"], best.metrics["loss"], best.metrics["steps"], best.checkpoint.path],
+    }
+    (folder / "search").write_text(json.dumps(found))
 
 
 def perturbed(config):
@@ -276,28 +278,18 @@ class Rates(treadle.Callback):
 
 def population(folder):
     """Two trials, of which the worse one continues from the better one's checkpoint."""
-    from ray import tune
     from ray.tune.schedulers import PopulationBasedTraining
 
-    results = tune.Tuner(
-        perturbed,
-        param_space={"lr": tune.grid_search([0.05, 1e-7]), "folder": str(folder)},
-        tune_config=tune.TuneConfig(
-            metric="val_loss",
-            mode="min",
-            scheduler=PopulationBasedTraining(
-                time_attr="training_iteration",
-                perturbation_interval=1,
-                quantile_fraction=0.5,
-                resample_probability=0.0,
-                hyperparam_mutations={"lr": lambda: 0.05},
-                synch=True,
-            ),
-        ),
-        run_config=tune.RunConfig(
-            name="population", storage_path=str(folder / "storage"), verbose=0, stop={"training_iteration": 3}
-        ),
-    ).fit()
+    scheduler = PopulationBasedTraining(
+        time_attr="training_iteration",
+        perturbation_interval=1,
+        quantile_fraction=0.5,
+        resample_probability=0.0,
+        hyperparam_mutations={"lr": lambda: 0.05},
+        synch=True,
+    )
+    stop = {"training_iteration": 3}
+    results = tune(perturbed, folder, "population", [0.05, 1e-7], scheduler, stop, metric="val_loss")
     reports = [[one.metrics["step"], one.metrics["val_loss"], one.config["lr"]] for one in results]
     text = json.dumps({"errors": [str(error) for error in results.errors], "reports": reports})
     (folder / "population").write_text(text)

@@ -4,8 +4,6 @@
 the digest of the weights in ``done-RANK``. Run as a script by every launcher.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -16,7 +14,7 @@ MACHINE = os.environ.get("TREADLE_TEST_MACHINE", "0")  # as the test counts them
 _events = os.open("events", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
-def tell(moment: str, **words: object) -> None:
+def tell(moment, **words):
     """Append a line to ``events``; a single write, which a kill can't cut in two."""
     line = {"moment": moment, "rank": int(RANK), "pid": PID, "time": time.monotonic(), **words}
     os.write(_events, json.dumps(line).encode() + b"\n")
@@ -33,7 +31,7 @@ import treadle  # noqa: E402
 
 
 class Told(Task):
-    def __init__(self, pause: float) -> None:
+    def __init__(self, pause):
         super().__init__()
         self.pause = pause
 
@@ -49,23 +47,23 @@ class Told(Task):
 
 
 class Moments(Callback):
-    def setup(self, trainer, pl_module, stage) -> None:
+    def setup(self, trainer, pl_module, stage):
         tell("setup", world=trainer.world_size)
 
-    def on_train_start(self, trainer, pl_module) -> None:
+    def on_train_start(self, trainer, pl_module):
         tell("resume", step=trainer.global_step, world=trainer.world_size)
 
-    def on_save_checkpoint(self, trainer, pl_module, checkpoint) -> None:
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
         tell("save", step=trainer.global_step)
 
 
-def loader(samples: int, batch_size: int, shuffle: bool) -> DataLoader:
+def loader(samples, batch_size, shuffle):
     x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x.sum(1, keepdim=True), torch.arange(samples))
     return DataLoader(data, batch_size, shuffle=shuffle)
 
 
-def main() -> None:
+def main():
     job = json.loads(Path("job.json").read_text())
     treadle.seed_everything(7)
     every = job["every_n_train_steps"]

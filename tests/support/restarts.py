@@ -4,8 +4,6 @@
 says; `draw_kills` draws such a list from a seed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -14,7 +12,6 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,7 +52,7 @@ class Kill:
     count: int = 1
     delay: float = 0.0
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"rank {self.rank} {self.delay:.2f} s after {self.moment} {self.count}"
 
 
@@ -84,7 +81,7 @@ class Outcome:
     output: str = ""
 
 
-def draw_kills(seed: int, number: int, ranks: int = 2) -> list[Kill]:
+def draw_kills(seed, number, ranks=2):
     """Draw kills at random moments; any of them may be the start of an attempt, soon after the kill before."""
     chance = random.Random(seed)
     kills = []
@@ -95,9 +92,7 @@ def draw_kills(seed: int, number: int, ranks: int = 2) -> list[Kill]:
     return kills
 
 
-def run(
-    folder: Path, launcher: str, kills: Sequence[Kill], max_restarts: int | None = None, **settings: Any
-) -> Outcome:
+def run(folder, launcher, kills, max_restarts=None, **settings):
     """Run the job in ``folder`` and kill; `SETTINGS` holds what ``settings`` may change."""
     folder.mkdir(exist_ok=True)
     (folder / "job.json").write_text(json.dumps({**SETTINGS, **settings}))
@@ -134,12 +129,12 @@ def run(
     return outcome
 
 
-def read_events(folder: Path) -> Iterator[dict[str, Any]]:
+def read_events(folder):
     with contextlib.suppress(FileNotFoundError):
         yield from map(json.loads, (folder / "events").read_text().splitlines())
 
 
-def _await_moment(folder: Path, process: subprocess.Popen[Any], kill: Kill) -> int | None:
+def _await_moment(folder, process, kill):
     """Return the pid of the rank that is to be killed once it has told the moment; None if the job ends before."""
     before = {event["pid"] for event in read_events(folder)}
     news, since = 0, time.monotonic()
@@ -160,7 +155,7 @@ def _await_moment(folder: Path, process: subprocess.Popen[Any], kill: Kill) -> i
     return None
 
 
-def _await_end(folder: Path, process: subprocess.Popen[Any]) -> int | None:
+def _await_end(folder, process):
     news, since = -1, time.monotonic()
     while time.monotonic() - since < PATIENCE:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -171,15 +166,15 @@ def _await_end(folder: Path, process: subprocess.Popen[Any]) -> int | None:
     return None
 
 
-def _find_latency(events: Iterable[dict[str, Any]], killed: float) -> float:
+def _find_latency(events, killed):
     steps = [event["time"] for event in events if event["moment"] == "step" and event["time"] > killed]
     begun = [event["time"] for event in events if event["moment"] == "begin" and event["time"] > killed]
     return min((time for time in steps if begun and time > min(begun)), default=float("nan")) - killed
 
 
-def final_samples(events: Iterable[dict[str, Any]]) -> dict[int, list[int]]:
+def final_samples(events):
     """Return the samples of each epoch in the steps that count: those a later attempt did not take again."""
-    taken: dict[int, list[tuple[int, list[int]]]] = {}
+    taken = {}
     for event in events:
         if event["moment"] == "resume" and event["rank"] == 0:
             for epoch, steps in taken.items():

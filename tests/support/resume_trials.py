@@ -3,6 +3,7 @@
 What is compared is compared to the bit; nothing here knows how a checkpoint is made or what is in it.
 """
 
+import copy
 import itertools
 import random
 import shutil
@@ -327,6 +328,11 @@ def make_optimizer(own, net):
     }[own["optimizer"]]()
 
 
+def make_warmup(optimizer):
+    parts = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.ExponentialLR(optimizer, 0.9)
+    return lr_scheduler.SequentialLR(optimizer, list(parts), [3])
+
+
 def make_scheduler(own, optimizer):
     """A scheduler and its interval, or (None, "")."""
     momentum = "momentum" in optimizer.param_groups[0] or "betas" in optimizer.param_groups[0]
@@ -337,14 +343,7 @@ def make_scheduler(own, optimizer):
         "epoch": lambda: (lr_scheduler.CosineAnnealingLR(optimizer, 4), "epoch"),
         "cycle": lambda: (lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=200, cycle_momentum=momentum), "step"),
         "restarts": lambda: (lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3, 2), "step"),
-        "warmup": lambda: (
-            lr_scheduler.SequentialLR(
-                optimizer,
-                [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.ExponentialLR(optimizer, 0.9)],
-                [3],
-            ),
-            "step",
-        ),
+        "warmup": lambda: (make_warmup(optimizer), "step"),
         "cyclic": lambda: (lr_scheduler.CyclicLR(optimizer, 0.001, 0.1, 3, cycle_momentum=False), "step"),
         "plateau": lambda: (lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.7), "epoch"),
     }[own["schedule"]]()
@@ -366,13 +365,9 @@ class Task(treadle.TaskModule):
         self.counted = Counter()
         self.means = nn.ModuleDict({"mean": torchmetrics.MeanMetric(), "most": torchmetrics.MaxMetric()})
         self.ranks = torchmetrics.SpearmanCorrCoef()
-        self.by_hand = torchmetrics.MetricCollection(
-            {
-                "squared": torchmetrics.MeanSquaredError(),  # counts for both
-                "root": torchmetrics.MeanSquaredError(squared=False),
-                "absolute": torchmetrics.MeanAbsoluteError(),
-            }
-        )
+        squared = torchmetrics.MeanSquaredError(), torchmetrics.MeanSquaredError(squared=False)  # one counts for both
+        errors = {"squared": squared[0], "root": squared[1], "absolute": torchmetrics.MeanAbsoluteError()}
+        self.by_hand = torchmetrics.MetricCollection(errors)
         self.lasting = torchmetrics.SumMetric()
         self.on_val = torchmetrics.MeanMetric()
 
@@ -522,12 +517,12 @@ def _common(accelerator, model, loader):
         loss_scale.update_scale()  # the last step's verdict, which the next step or a save would read
     state = accelerator.optimizers[0].state_dict()
     order = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    generators = [
-        g for g in (getattr(loader, "generator", None), getattr(order[0], "generator", None)) if g is not None
-    ]
+    generators = filter(None, (getattr(loader, "generator", None), getattr(order[0], "generator", None)))
     return {
-        "weights": {name: _whole(value) for name, value in model.state_dict().items()},
-        "optimizer": {key: {n: _whole(v) for n, v in entry.items()} for key, entry in state["state"].items()},
+        "weights": {name: copy.deepcopy(whole(value)) for name, value in model.state_dict().items()},
+        "optimizer": {
+            key: {n: copy.deepcopy(whole(v)) for n, v in entry.items()} for key, entry in state["state"].items()
+        },
         "groups": state["param_groups"],
         "schedulers": [_plain(scheduler.state_dict()) for scheduler in accelerator.schedulers],
         "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
@@ -537,11 +532,6 @@ def _common(accelerator, model, loader):
         "stream": accelerator.stream.get_state(),
         "generators": [g.get_state() if isinstance(g, torch.Generator) else g.bit_generator.state for g in generators],
     }
-
-
-def _whole(value):
-    value = whole(value)
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _plain(state):
@@ -555,9 +545,8 @@ def _plain(state):
 def with_loop(own, seed, folder, saver=None, ckpt_path=None):
     treadle.seed_everything(seed)
     precision = {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(own["precision"], "no")
-    accelerator = treadle.Accelerator(
-        gradient_accumulation_steps=own["accumulate"], mixed_precision=precision, cpu=True
-    )
+    options = {"gradient_accumulation_steps": own["accumulate"], "mixed_precision": precision}
+    accelerator = treadle.Accelerator(cpu=True, **options)
     net = make_net(own).to(torch.float64 if own["precision"] == "64-true" else torch.float32)
     plain, optimizer = make_loader(own), make_optimizer(own, net)
     scheduler, interval = make_scheduler(own, optimizer)
@@ -641,10 +630,8 @@ def trial(seed, root, door=None, processes=1):
             wanted |= {name: whole[name][begun[0] : upto[0]] for name in ("ids", "losses")}
             wanted |= {"rows": whole["rows"][begun[1] : upto[1]]}
             part = {name: part[name] for name in wanted}
-            found += [
-                f"steps {steps} of {saver.count}, resumed at {step}: {difference}"[:300]
-                for difference in differences(part, wanted)
-            ]
+            place = f"steps {steps} of {saver.count}, resumed at {step}"
+            found += [f"{place}: {difference}"[:300] for difference in differences(part, wanted)]
             if then is not None:
                 path, begun = again.root / str(then), upto
                 _put_back(folder, again.root / f"folder{then}")

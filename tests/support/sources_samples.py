@@ -1,7 +1,5 @@
 """Every kind of data source that users bring, each with the samples 0 to 95, as a script on any rank builds it."""
 
-from __future__ import annotations
-
 import io
 import os
 import random
@@ -41,15 +39,18 @@ def of_this_worker(ids):
 class Stream(IterableDataset):
     """One stream, the same on every rank; shared out among the workers."""
 
+    def __init__(self, ids=range(SAMPLES)):
+        self.ids = list(ids)
+
     def __iter__(self):
-        return iter(of_this_worker(list(range(SAMPLES))))
+        return iter(of_this_worker(self.ids))
 
 
-class ByRank(IterableDataset):
+class ByRank(Stream):
     """A stream that looks at the rank, as Lightning's users write it; without `lost` samples at its end."""
 
     def __init__(self, lost=0):
-        self.ids = list(range(SAMPLES - lost))
+        super().__init__(range(SAMPLES - lost))
 
     def __iter__(self):
         rank, size = rank_and_size()
@@ -101,8 +102,8 @@ class DrawsFromTorch(IterableDataset):
 class Rewinds:
     """A loader whose ``__iter__`` rewinds it and returns itself."""
 
-    def __init__(self, ids):
-        self.ids = ids
+    def __init__(self, ids, batch=BATCH):
+        self.ids, self.batch = ids, batch
 
     def __iter__(self):
         self.left = list(self.ids)
@@ -111,11 +112,11 @@ class Rewinds:
     def __next__(self):
         if not self.left:
             raise StopIteration
-        batch, self.left = self.left[:BATCH], self.left[BATCH:]
+        batch, self.left = self.left[: self.batch], self.left[self.batch :]
         return torch.tensor(batch)
 
     def __len__(self):
-        return -(-len(self.ids) // BATCH)
+        return -(-len(self.ids) // self.batch)
 
 
 class LooksAtRank:
@@ -146,28 +147,11 @@ class Buckets:
         return len(self.batches)
 
 
-class Half(IterableDataset):
-    def __init__(self, start):
-        self.start = start
-
-    def __iter__(self):
-        return iter(of_this_worker(list(range(self.start, self.start + SAMPLES // 2))))
-
-
-class RewindingSampler:
-    """A sampler of that kind."""
-
-    def __iter__(self):
-        self.left = list(range(SAMPLES))
-        return self
+class RewindingSampler(Rewinds):
+    """A sampler of that kind: batches of one are its samples."""
 
     def __next__(self):
-        if not self.left:
-            raise StopIteration
-        return self.left.pop(0)
-
-    def __len__(self):
-        return SAMPLES
+        return super().__next__().item()
 
 
 def hf_table():
@@ -259,9 +243,9 @@ def plain_sources(ids, rank, size):
         "batch sampler that looks at the rank": (ids, {"batch_sampler": list(batches), "batch_size": 1}),
         "weights without replacement": (ids, {"sampler": drawn}),
         "ConcatDataset": (ConcatDataset([ids[:40], ids[40:]]), {"shuffle": True}),
-        "ChainDataset": (ChainDataset([Half(0), Half(48)]), {}),
+        "ChainDataset": (ChainDataset([Stream(range(48)), Stream(range(48, SAMPLES))]), {}),
         "stream without batches": (Stream(), {"batch_size": None}),
-        "sampler that rewinds": (ids, {"sampler": RewindingSampler()}),
+        "sampler that rewinds": (ids, {"sampler": RewindingSampler(ids, 1)}),
         "stream": (Stream(), {}),
         "stream, torch's generator": (DrawsFromTorch(), {}),
         "stream that counts epochs": (CountsEpochs(), {}),

@@ -4,8 +4,6 @@ What is to happen, and where, is in ``strike.json`` of the working directory; wh
 it. This file is run as a script by every launcher, and once more to resume.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json
@@ -42,7 +40,7 @@ HALF_WRITTEN = {"ddp": ("disk:write_stream:half", 8), "fsdp": ("disk:write_tenso
 
 
 class Task(treadle.TaskModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
 
@@ -58,16 +56,16 @@ class Task(treadle.TaskModule):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-def get_role() -> str:
+def get_role():
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "supervisor"))
 
 
-def note_pid(*_) -> None:
+def note_pid(*_):
     Path("pids").mkdir(exist_ok=True)
     Path("pids", str(os.getpid())).write_text(get_role())
 
 
-def loader(samples: int, shuffle: bool) -> DataLoader:
+def loader(samples, shuffle):
     x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x.sum(1, keepdim=True))
     return DataLoader(data, 4, shuffle=shuffle, num_workers=1, worker_init_fn=note_pid)
@@ -80,7 +78,7 @@ class Strike:
         plan: point, rank and action as in ``strike.json``.
     """
 
-    def __init__(self, plan: dict) -> None:
+    def __init__(self, plan):
         self.plan = plan
         self.rank = int(role) if (role := get_role()) != "supervisor" else -1
 
@@ -97,12 +95,12 @@ class Strike:
             faults.append(Fault(place, self.be_busy, rank=1 - self.plan["rank"], step=step))
         return FaultPlan(faults)
 
-    def be_busy(self, firing) -> None:
+    def be_busy(self, firing):
         """Be the other rank, which the fault finds at work."""
         Path("busy").touch()
         BUSY[self.plan["point"]]()
 
-    def happen(self, firing=None) -> None:
+    def happen(self, firing=None):
         """Tell that it is about to happen, exactly once, and do it."""
         while self.plan["point"] in BUSY and not os.path.exists("busy"):
             time.sleep(0.005)
@@ -114,7 +112,7 @@ class Strike:
         ACTIONS[self.plan["action"]]()
 
 
-def wait_for_signals() -> None:
+def wait_for_signals():
     """The test sends them; what Python's handlers raise passes."""
     end = time.monotonic() + 20
     while not os.path.exists("sent") and time.monotonic() < end:
@@ -122,22 +120,22 @@ def wait_for_signals() -> None:
     time.sleep(0.05)
 
 
-def fail() -> None:
+def fail():
     raise RuntimeError("the planned fault")
 
 
-def sleep() -> None:
+def sleep():
     while True:
         time.sleep(3600)
 
 
-def lock_twice() -> None:
+def lock_twice():
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
 
 
-def lock_in_c() -> None:
+def lock_in_c():
     """Hang in C code without the GIL, in a call that no signal interrupts."""
     mutex = ctypes.create_string_buffer(64)
     ctypes.CDLL(None).pthread_mutex_lock(mutex)
@@ -159,7 +157,7 @@ ACTIONS = {
 }
 
 
-def write_end(trainer: treadle.Trainer, task: Task, rank: int) -> None:
+def write_end(trainer, task, rank):
     """Leave the last step and the digest of the weights in ``done-RANK``."""
     weights = hashlib.sha256()
     for parameter in task.parameters():
@@ -169,7 +167,7 @@ def write_end(trainer: treadle.Trainer, task: Task, rank: int) -> None:
     Path(f"done-{rank}").write_text(json.dumps(words))
 
 
-def main() -> None:
+def main():
     note_pid()
     os.makedirs("ckpt", exist_ok=True)
     job = json.loads(Path("strike.json").read_text())

@@ -9,8 +9,6 @@ lines.
 module executes several of Lightning's in one process: `python swapped.py LIBRARY OUT NAME ...`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
@@ -20,7 +18,6 @@ import time
 import traceback
 import types
 from pathlib import Path
-from typing import Any
 
 FOLDER = Path(__file__).parents[1] / "integration" / "swap"
 RECORDED = FOLDER / "recorded.json"
@@ -41,7 +38,7 @@ ACCELERATE_SUBSTITUTIONS = (
     (r"^from accelerate\.(\w+(?:\.\w+)*) import ", r"from {home}.\1 import "),
 )
 
-RUNS: dict[str, tuple[str, ...]] = {
+RUNS = {
     "classifier": (),
     "transformer": (),
     "evaluation": (),
@@ -52,17 +49,17 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 
 
-def swapped(source: str) -> str:
+def swapped(source):
     """A script for Lightning as one for Treadle."""
     for pattern, replacement in SUBSTITUTIONS:
         source = re.sub(pattern, replacement, source, flags=re.MULTILINE)
     return source
 
 
-def swapped_for_accelerate(source: str) -> str:
+def swapped_for_accelerate(source):
     """A program for Accelerate as one for Treadle; a module that `treadle` lacks is one of `treadle.compat`."""
 
-    def replaced(match: re.Match[str], replacement: str) -> str:
+    def replaced(match, replacement):
         if "{home}" in replacement:
             found = importlib.util.find_spec(f"treadle.{match[1].split('.')[0]}") is not None
             replacement = replacement.replace("{home}", "treadle" if found else "treadle.compat")
@@ -73,14 +70,14 @@ def swapped_for_accelerate(source: str) -> str:
     return source
 
 
-def execute_accelerate_program(name: str, library: str, folder: Path) -> dict[str, Any]:
+def execute_accelerate_program(name, library, folder):
     """Run a program of `swap/accelerate/programs` in this process, of which there may be several."""
     source = (ACCELERATE_PROGRAMS / f"{name}.py").read_text(encoding="utf-8")
     path = Path(folder) / f"{name}_with_{library}.py"
     return call_main(path, str(folder), source if library == "accelerate" else swapped_for_accelerate(source))
 
 
-def write(run: str, library: str, folder: Path) -> Path:
+def write(run, library, folder):
     """The script of a run for a library, as a file in ``folder``."""
     script = FOLDER / f"{run.split(',')[0]}.py"
     source, path = script.read_text(encoding="utf-8"), folder / f"{script.stem}_with_{library}.py"
@@ -88,17 +85,17 @@ def write(run: str, library: str, folder: Path) -> Path:
     return path
 
 
-def execute(run: str, library: str, folder: Path) -> dict[str, Any]:
+def execute(run, library, folder):
     """Run a script in this process; what its ``main`` returns, as JSON has it."""
     return call_main(write(run, library, folder), ["--root", str(folder / "run"), *RUNS[run]])
 
 
-def execute_program(name: str, library: str, folder: Path) -> dict[str, Any]:
+def execute_program(name, library, folder):
     """Run a program of `swap/programs` in this process and return its results."""
     return call_main(write(f"programs/{name}", library, folder), str(folder / "run"))
 
 
-def call_main(path: Path, argument: Any, source: str | None = None) -> dict[str, Any]:
+def call_main(path, argument, source=None):
     """Import a script under a name of its own and return what ``main`` returns, as JSON reads it back.
 
     Args:
@@ -117,12 +114,12 @@ def call_main(path: Path, argument: Any, source: str | None = None) -> dict[str,
         del sys.modules[path.stem]
 
 
-def list_programs() -> list[str]:
+def list_programs():
     """Return the names of the programs, in order."""
     return sorted(path.stem for path in PROGRAMS.glob("*.py"))
 
 
-def execute_programs(library: str, names: list[str], out: Path) -> None:
+def execute_programs(library, names, out):
     """Run programs one after the other in this process and write ``{name: {"results" or "error", "seconds"}}``."""
     found = {}
     for name in names:

@@ -3,8 +3,6 @@
 Each class answers the same questions, so that one test asks all of them.
 """
 
-from __future__ import annotations
-
 import atexit
 import io
 import json
@@ -14,7 +12,6 @@ import shutil
 import tempfile
 import zipfile
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -29,14 +26,16 @@ if "TRACKIO_DIR" not in os.environ:
 class Service:
     """What the tests know of a service.
 
-    Each has the methods ``make(folder, **options)``, a logger of a new run below a folder, ``resume(folder, version)``,
-    one that continues a run, and of a run's version in a folder ``rows``: steps and values by metric, in the order of
-    writing, or of the steps where that is all there is; ``params``: hyperparameters, flat; ``failed``: whether it is
-    marked as one that failed; ``files``: names of the files of its checkpoints.
+    Each has the methods ``make(folder, **options)``, a logger of a new run below a folder, and of a run's version in a
+    folder ``rows``: steps and values by metric, in the order of writing, or of the steps where that is all there is;
+    ``params``: hyperparameters, flat; ``failed``: whether it is marked as one that failed; ``files``: names of the
+    files of its checkpoints.
 
     Attributes:
         package: what it is imported by.
         logger: the class of its logger.
+        version_key: the logger's argument that names the run to continue.
+        to_resume: what else it takes to continue one.
         separator: between a prefix and a metric's name.
         rewrites: a value logged once more for a step takes the place of the first, or is left out itself.
         keeps_nan: NaN and infinities come back as they are.
@@ -44,23 +43,29 @@ class Service:
 
     package = ""
     logger: type
+    version_key = ""
+    to_resume = {}
     separator = "-"
     rewrites: str | None = None
     keeps_nan = True
 
-    def skip_if_missing(self) -> None:
+    def skip_if_missing(self):
         """Skips the test, or the whole file that is being imported. The package is not imported: its logger must be."""
         if find_spec(self.package) is None:
             pytest.skip(f"{self.package} is not installed", allow_module_level=True)
 
-    def environment(self, folder: Path) -> dict[str, str]:
+    def environment(self, folder):
         """The variables of a process that logs."""
         return {}
+
+    def resume(self, folder, version):
+        return self.make(folder, **{self.version_key: version}, **self.to_resume)
 
 
 class Comet(Service):
     package = "comet_ml"
     logger = loggers.CometLogger
+    version_key = "experiment_key"
     separator = "_"
 
     def environment(self, folder):
@@ -70,9 +75,6 @@ class Comet(Service):
         quiet = ("log_code", "log_git_metadata", "log_git_patch", "log_env_details", "auto_output_logging")
         settings = {"project": "digits", "online": False, "offline_directory": str(folder / "comet")}
         return loggers.CometLogger(**{**settings, **dict.fromkeys(quiet, False), **options})
-
-    def resume(self, folder, version):
-        return self.make(folder, experiment_key=version)
 
     def _messages(self, folder, version):
         """The messages of all archives of an experiment, which ``comet upload`` would send."""
@@ -114,6 +116,7 @@ class Comet(Service):
 class ClearML(Service):
     package = "clearml"
     logger = loggers.ClearMLLogger
+    version_key = "task_id"
     keeps_nan = False
 
     def environment(self, folder):
@@ -124,9 +127,6 @@ class ClearML(Service):
         frameworks = {"auto_connect_frameworks": {"detect_repository": False}}
         settings = {"project_name": "digits", "offline": True, **dict.fromkeys(own, False), **frameworks}
         return loggers.ClearMLLogger(**{**settings, **options})
-
-    def resume(self, folder, version):
-        return self.make(folder, task_id=version)
 
     def _folder(self, folder, version):
         return folder / "clearml" / "offline" / version
@@ -157,6 +157,7 @@ class ClearML(Service):
 class SwanLab(Service):
     package = "swanlab"
     logger = loggers.SwanLabLogger
+    version_key = "id"
     rewrites = "first"
 
     def environment(self, folder):
@@ -164,9 +165,6 @@ class SwanLab(Service):
 
     def make(self, folder, **options):
         return loggers.SwanLabLogger("digits", save_dir=folder, **{"mode": "offline", **options})
-
-    def resume(self, folder, version):
-        return self.make(folder, id=version)
 
     def _records(self, folder, version):
         """The records of all folders of a run, as ``swanlab sync`` reads them."""
@@ -213,13 +211,15 @@ class SwanLab(Service):
         }
 
 
-def _changed(path: Path) -> int:
+def _changed(path):
     return path.stat().st_mtime_ns
 
 
 class Trackio(Service):
     package = "trackio"
     logger = loggers.TrackioLogger
+    version_key = "name"
+    to_resume = {"resume": "must"}
 
     def environment(self, folder):
         return {"TRACKIO_DIR": os.environ["TRACKIO_DIR"]}
@@ -230,9 +230,6 @@ class Trackio(Service):
     def make(self, folder, **options):
         quiet = {"auto_log_cpu": False, "auto_log_gpu": False, "embed": False}
         return loggers.TrackioLogger(self._project(folder), **{**quiet, **options})
-
-    def resume(self, folder, version):
-        return self.make(folder, name=version, resume="must")
 
     def _run(self, folder, version):
         from trackio import Api
@@ -269,7 +266,7 @@ class Trackio(Service):
 SERVICES = [Comet(), ClearML(), SwanLab(), Trackio()]
 
 
-def same(found: list[tuple[int, float]], expected: list[tuple[int, float]]) -> bool:
+def same(found, expected):
     """Whether steps and values are equal, NaN to itself too."""
     return len(found) == len(expected) and all(
         f[0] == e[0] and (f[1] == e[1] or (math.isnan(f[1]) and math.isnan(e[1])))

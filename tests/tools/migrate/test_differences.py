@@ -48,19 +48,15 @@ def rows(tmp_path, monkeypatch):
 def test_a_use(code, found):
     _, findings = migrate_source(f"{HEAD}{code}\n", "file.py")
     lines = 4 + code.partition(found.partition(":")[0])[0].count("\n") if found else 0
-    assert [(finding.line, finding.text, finding.must_change) for finding in findings] == (
-        [(lines, found, False)] if found else []
-    )
+    told = [(finding.line, finding.text, finding.must_change) for finding in findings]
+    assert told == ([(lines, found, False)] if found else [])
 
 
 def test_a_name_is_told_of_once_and_what_needs_a_hand_everywhere():
     code = "accelerate.LocalSGD\naccelerate.LocalSGD\npl.__version__\nfrom accelerate import __version__\n"
     _, findings = migrate_source(HEAD + code, "file.py")
-    assert [(finding.line, finding.text.partition(":")[0]) for finding in findings] == [
-        (4, "LocalSGD"),
-        (6, "__version__"),
-        (7, "__version__"),
-    ]
+    told = [(finding.line, finding.text.partition(":")[0]) for finding in findings]
+    assert told == [(4, "LocalSGD"), (6, "__version__"), (7, "__version__")]
 
 
 def test_every_sign_of_the_document_can_be_read(monkeypatch):

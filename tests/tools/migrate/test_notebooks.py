@@ -31,9 +31,8 @@ def test_cells_are_one_program(form):
     wanted[1] = SOURCES[1].replace("L.pytorch.Trainer", "L.Trainer")
     wanted[5] = ["if x:\n", "    from treadle.utils import set_seed\n", "    from accelerate.utils import flux"]
     assert new == dump(wanted, **form)
-    assert [str(finding) for finding in findings] == [
-        "n.ipynb:cell 7:2: accelerate.utils.flux has no counterpart in Treadle."
-    ]
+    (finding,) = findings
+    assert str(finding) == "n.ipynb:cell 7:2: accelerate.utils.flux has no counterpart in Treadle."
     assert migrate_notebook(new, "n.ipynb")[0] == new
 
 

@@ -60,10 +60,7 @@ CASES = {
     "names and modules imported from packages": """
         -from pytorch_lightning import Trainer, seed_everything
         -from pytorch_lightning.callbacks.early_stopping import EarlyStopping as Stop
-        -from pytorch_lightning.utilities.rank_zero import rank_zero_only
         -from accelerate import Accelerator, DistributedDataParallelKwargs
-        -from accelerate.logging import get_logger
-        -from accelerate.state import PartialState
         -from accelerate.utils import ProjectConfiguration, set_seed
         -from lightning import pytorch as pl, Trainer
         -from lightning import pytorch
@@ -71,10 +68,7 @@ CASES = {
         -from accelerate import utils
         +from treadle import Trainer, seed_everything
         +from treadle.callbacks.early_stopping import EarlyStopping as Stop
-        +from treadle.utilities.rank_zero import rank_zero_only
         +from treadle import Accelerator, DistributedDataParallelKwargs
-        +from treadle.logging import get_logger
-        +from treadle.state import PartialState
         +from treadle.utils import ProjectConfiguration, set_seed
         +import treadle as pl
         +from treadle import Trainer
@@ -92,10 +86,8 @@ CASES = {
         +import treadle.compat.core as core
          core.LightningModule
         -from lightning.fabric import seed_everything
-        -from lightning.fabric.utilities.seed import seed_everything as seed
         -from lightning_fabric.utilities.rank_zero import rank_zero_only
         +from treadle.compat.fabric import seed_everything
-        +from treadle.compat.fabric.utilities.seed import seed_everything as seed
         +from treadle.compat.fabric.utilities.rank_zero import rank_zero_only
         """,
     "within functions, try and TYPE_CHECKING": """

@@ -5,6 +5,9 @@ from support.collective_counts import CountedCollectives
 from support.planned_runs import plan
 from support.processes import run
 from support.trainers import make_trainer
+from treadle.tools.plan.command import build_parser
+from treadle.tools.plan.config_subject import build_config_subject
+from treadle.tools.plan.simulation import simulate
 
 
 @pytest.mark.parametrize("schedule", ["none", "plateau", "steps", "stream"])
@@ -15,13 +18,8 @@ def test_a_task_that_is_finished_by_the_run(here, capsys, schedule):
     status, out, err = plan(capsys, "--no-advice", f"model.schedule={schedule}")
     assert status == 0, err
     assert "90, all trained" in out  # 8 to 4 x 2 processes, and those to 2 epochs, with biases
-    words = {
-        "none": "learning rate 0.1 throughout",
-        "plateau": "learning rate 0.1 at first, then ReduceLROnPlateau on loss",
-        "steps": "learning rate 0.1 at first, then StepLR",
-        "stream": "learning rate 0.1 at first, then StepLR",
-    }
-    assert words[schedule] in out
+    later = {"none": "throughout", "plateau": "at first, then ReduceLROnPlateau on loss"}
+    assert f"learning rate 0.1 {later.get(schedule, 'at first, then StepLR')}" in out
     assert ("number unknown" in out) == (schedule == "stream")
 
 
@@ -32,18 +30,9 @@ def test_a_run_that_fails_is_no_run_that_does_not_fit(here, capsys):
     assert "no attribute 'missing'" in err
 
 
-def subject_of(*arguments):
-    from treadle.tools.plan.command import build_parser
-    from treadle.tools.plan.config_subject import build_config_subject
-
-    return build_config_subject(build_parser().parse_args(["--config", "run.yaml", *arguments]))
-
-
 def planned(*arguments):
     """The plan and the schedule of the run."""
-    from treadle.tools.plan.simulation import simulate
-
-    subject = subject_of(*arguments)
+    subject = build_config_subject(build_parser().parse_args(["--config", "run.yaml", *arguments]))
     settings = subject.settings
     made = simulate(
         subject.build_model, subject.make_batch, subject.loss, subject.optimizer,
@@ -57,13 +46,12 @@ def planned(*arguments):
     ("name", "form", "flags"),
     [
         ("Task", "plain", {}),
-        pytest.param("Task", "dropped", {}, marks=pytest.mark.exhaustive),
         pytest.param("Task", "sampled", {"max_steps": 9}, marks=pytest.mark.exhaustive),
-        pytest.param("Task", "own batches", {}, marks=pytest.mark.exhaustive),
         pytest.param("Task", "list", {"limit_train_batches": 5}, marks=pytest.mark.exhaustive),
-        pytest.param("Task", "plain", {"limit_train_batches": 0.3}, marks=pytest.mark.exhaustive),
-        pytest.param("Task", "plain", {"overfit_batches": 7}, marks=pytest.mark.exhaustive),
-        pytest.param("Task", "plain", {"fast_dev_run": 3}, marks=pytest.mark.exhaustive),
+        *(
+            pytest.param("Task", "plain", flag, marks=pytest.mark.exhaustive)
+            for flag in ({"limit_train_batches": 0.3}, {"overfit_batches": 7}, {"fast_dev_run": 3})
+        ),
         ("Pair", "plain", {}),
     ],
 )

@@ -1,6 +1,7 @@
 """GPUs are known by their names."""
 
 import pytest
+from treadle.tools.plan.gpus import match_driver_name
 
 
 @pytest.mark.parametrize(
@@ -8,15 +9,11 @@ import pytest
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("NVIDIA H100 PCIe", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA T4", None),
     ],
 )
 def test_a_gpu_is_known_by_its_drivers_name(name, kind):
-    from treadle.tools.plan.gpus import match_driver_name
-
     found = match_driver_name(name)
     assert (found and found.name) == kind

@@ -5,6 +5,8 @@ import torch
 from support.planned_models import ADAMW, CLASSES, LAYERS, WIDTH, Net, batch_of, loss, planned
 from torch import nn
 from treadle.strategies import DDP, FSDP, SingleDevice
+from treadle.tools.plan.meter import Clocks
+from treadle.tools.plan.simulation import simulate
 
 
 def test_states_are_those_of_the_arithmetic():
@@ -34,8 +36,6 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize(("strategy", "size"), [(SingleDevice, 1), (DDP, 2), (FSDP, 1)])
 def test_what_is_tied_counts_once_and_what_is_frozen_has_no_state(strategy, size):
-    from treadle.tools.plan.simulation import simulate
-
     plan = simulate(
         Tied, lambda samples: (torch.zeros(samples, WIDTH), torch.zeros(samples, dtype=torch.int64)), loss, ADAMW,
         world_size=size, strategy=strategy(), precision="32-true",
@@ -62,8 +62,6 @@ def by_numpy(model, batch):
 @pytest.mark.long
 @pytest.mark.parametrize("curious", [by_branch, by_mask, by_numpy])
 def test_a_value_that_is_looked_at_is_named(curious):
-    from treadle.tools.plan.simulation import simulate
-
     line = curious.__code__.co_firstlineno + (2 if curious is by_branch else 1)
     with pytest.raises(ValueError, match=rf"reads a tensor's value \(.*test_meter.py, line {line}\)"):
         simulate(Net, batch_of, curious, ADAMW, world_size=2, strategy=FSDP(), precision="32-true")
@@ -71,8 +69,6 @@ def test_a_value_that_is_looked_at_is_named(curious):
 
 
 def test_a_stream_waits_for_another():
-    from treadle.tools.plan.meter import Clocks
-
     clocks = Clocks()
     other = clocks.Stream(priority=-1)
     clocks.spend(2.0)

@@ -6,15 +6,16 @@ import pytest
 import torch
 from support.planned_models import ADAMW, WIDTH, Block, Net, batch_of, loss, planned
 from torch import nn
+from treadle.engine.optim.muon import Muon
 from treadle.strategies import FSDP, SingleDevice
+from treadle.tools.plan.gpus import find_gpu
+from treadle.tools.plan.op_costs import estimate_collective_seconds
+from treadle.tools.plan.simulation import simulate
 
 import treadle
 
 
 def test_a_ring_within_a_machine_is_faster_than_between_machines():
-    from treadle.tools.plan.gpus import find_gpu
-    from treadle.tools.plan.op_costs import estimate_collective_seconds
-
     gpu, size = find_gpu("h100"), 400_000_000
     inside = estimate_collective_seconds("all_gather", size, tuple(range(8)), gpu)
     across = estimate_collective_seconds("all_gather", size, tuple(range(16)), gpu)
@@ -32,7 +33,6 @@ def test_a_ring_within_a_machine_is_faster_than_between_machines():
 
 def products(width):
     """A step that is little else than products of big matrices."""
-    from treadle.tools.plan.simulation import simulate
 
     def made(precision, **options):
         return simulate(
@@ -100,8 +100,6 @@ class Language(nn.Module):
 )
 @pytest.mark.parametrize("strategy", [SingleDevice, FSDP])
 def test_a_chunked_loss_has_no_logits(precision, own, strategy, monkeypatch):
-    from treadle.tools.plan.simulation import simulate
-
     if own:
         monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
     plain, chunked = (
@@ -119,9 +117,6 @@ def test_a_chunked_loss_has_no_logits(precision, own, strategy, monkeypatch):
 
 @pytest.mark.long
 def test_processes_take_turns_at_the_matrices_of_muon():
-    from treadle.engine.optim.muon import Muon
-    from treadle.tools.plan.simulation import simulate
-
     def build(parameters):
         return Muon([parameter for parameter in parameters if parameter.ndim == 2])
 

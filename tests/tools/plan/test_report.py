@@ -18,9 +18,8 @@ from treadle.__main__ import main
 @pytest.mark.long
 def test_what_fits_gets_no_advice_to_shrink():
     again = planner(DDP, 2, 1000)
-    plan = again()
-    assert plan.fits
-    assert advise(plan, again) == []
+    assert again().fits
+    assert advise(again(), again) == []
 
 
 @pytest.mark.long
@@ -31,9 +30,7 @@ def test_what_fits_gets_no_advice_to_shrink():
         pytest.param(FSDP, 2.5, ["activation_checkpointing_policy=True"], marks=pytest.mark.exhaustive),
         (FSDP, 1.5, ["activation_checkpointing_policy=True", "micro-batches of", "accumulated"]),
         pytest.param(FSDP, 0.8, ["no simple change makes it fit"], marks=pytest.mark.exhaustive),
-        pytest.param(
-            FSDP, 0.2, ["parameters and optimizer state alone need", "Use more processes"], marks=pytest.mark.exhaustive
-        ),
+        pytest.param(FSDP, 0.2, ["parameters and optimizer state alone need"], marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_change_that_makes_it_fit_is_named(strategy, mib, words):
@@ -46,8 +43,7 @@ def test_the_change_that_makes_it_fit_is_named(strategy, mib, words):
 
 def test_a_model_without_blocks_gets_other_advice():
     def again(**changes):
-        given = {"micro_batch": 64, "accumulate": 1}
-        given |= {name: changes.pop(name) for name in ("micro_batch", "accumulate") if name in changes}
+        given = {name: changes.pop(name, usual) for name, usual in {"micro_batch": 64, "accumulate": 1}.items()}
         return simulate(
             lambda: torch.nn.Linear(512, 512), lambda samples: torch.zeros(samples, 512),
             lambda model, batch: model(batch).exp().mean(), torch.optim.SGD, world_size=2,
@@ -62,7 +58,7 @@ def test_a_model_without_blocks_gets_other_advice():
 
 
 @pytest.mark.long
-def test_the_screen_holds_one_page():
+def test_the_screen_holds_one_page_as_wide_as_the_terminal():
     plan = planner(FSDP, 2048, 1000)()
     text = screen(plan, "decoder", Schedule(steps=124, per_epoch=62, rate="learning rate 1 throughout"), ["a hint"])
     assert len(text.splitlines()) <= 24
@@ -72,15 +68,9 @@ def test_the_screen_holds_one_page():
     assert "extrapolation" in text
     low, likely, high = plan.band
     assert low < likely < high
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("width", [80, pytest.param(100, marks=pytest.mark.exhaustive)])
-def test_the_screen_is_as_wide_as_the_terminal(width):
-    plan = planner(FSDP, 2048, 1000)()
     schedule = Schedule(steps=1, samples=100, per_epoch=1, rate="learning rate 1e-07 at first, then StepLR")
-    lines = screen(plan, "decoder", schedule, ["a hint " * 20], gpu_from="assumed", width=width).splitlines()
-    assert max(map(len, lines)) <= width
+    lines = screen(plan, "decoder", schedule, ["a hint " * 20], gpu_from="assumed", width=80).splitlines()
+    assert max(map(len, lines)) <= 80
     assert "1 in all, 1 per epoch, which has only 100 samples" in "\n".join(lines)
     assert not any("e+" in line for line in lines)
 
@@ -92,22 +82,14 @@ def test_the_screen_says_what_bounds_the_step():
 
 
 def test_numbers_in_words():
-    assert [format_size(n) for n in (0, 1023, 1024, 1.5 * 2**30, 2**50)] == [
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "1.5 GiB",
-        "1,024 TiB",
-    ]
-    assert format_size(1023.7 * 1024) == "1.0 MiB"
-    assert [format_duration(s) for s in (2e-5, 0.25, 3, 600, 9000, 1e6, 1e9)] == [
-        "20 us", "250 ms", "3 s", "10 min", "2.5 h", "11.6 days", "11,600 days",
-    ]  # fmt: skip
+    sizes = [format_size(n) for n in (0, 1023, 1.5 * 2**30, 2**50, 1023.7 * 1024)]
+    assert sizes == ["0 B", "1023 B", "1.5 GiB", "1,024 TiB", "1.0 MiB"]
+    durations = [format_duration(s) for s in (2e-5, 0.25, 3, 600, 9000, 1e9)]
+    assert durations == ["20 us", "250 ms", "3 s", "10 min", "2.5 h", "11,600 days"]
     # what is rounded up is of the next unit
     assert [format_duration(s) for s in (0.99997e-3, 0.99997, 119.9, 7199)] == ["1 ms", "1 s", "2 min", "2 h"]
-    assert [format_rounded(n) for n in (0, 0.0123, 1.5, 9867, 10910.4, 191_700, 5.61e6)] == [
-        "0", "0.0123", "1.5", "9,870", "10,900", "192,000", "5,610,000",
-    ]  # fmt: skip
+    rounded = [format_rounded(n) for n in (0, 0.0123, 1.5, 9867, 191_700, 5.61e6)]
+    assert rounded == ["0", "0.0123", "1.5", "9,870", "192,000", "5,610,000"]
 
 
 def test_the_command(capsys):

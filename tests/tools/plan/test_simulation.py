@@ -5,6 +5,7 @@ import torch
 from support.planned_models import ADAMW, LAYERS, WIDTH, Net, Shared, batch_of, loss, planned
 from support.processes import run
 from treadle.strategies import BALLOT_SIZE, DDP, Precision, SingleDevice, open_world
+from treadle.tools.plan.simulation import simulate
 
 
 class Scored(Net):
@@ -45,19 +46,10 @@ def replicas(step, cap, precision):
     ],
 )
 def test_replicas_reduce_in_the_pieces_of_real_ones(step, cap, precision):
-    from treadle.tools.plan.simulation import simulate
-
     sizes = [int(size) for size in run(replicas, 2, step, cap, precision)[0].split(",")]
-    plan = simulate(
-        Scored,
-        batch_of,
-        loss if step is None else lambda score, batch: score(batch, 0),
-        ADAMW,
-        world_size=2,
-        strategy=DDP(bucket_cap_mb=cap),
-        precision=precision,
-        step=step,
-    )
+    called = loss if step is None else lambda score, batch: score(batch, 0)
+    options = {"strategy": DDP(bucket_cap_mb=cap), "precision": precision, "step": step}
+    plan = simulate(Scored, batch_of, called, ADAMW, world_size=2, **options)
     each = {"64-true": 8, "32-true": 4, "bf16-true": 2}[precision]
     assert plan.traffic.count["all_reduce"] == len(sizes)
     votes = BALLOT_SIZE * max(each, 4) if step else 0
@@ -76,8 +68,6 @@ def test_replicas_keep_copies_of_gradients_to_send_them_from():
 
 
 def test_two_optimizers_have_the_states_of_one():
-    from treadle.tools.plan.simulation import simulate
-
     def halves(parameters):
         parameters = list(parameters)
         return [ADAMW(parameters[::2]), ADAMW(parameters[1::2])]

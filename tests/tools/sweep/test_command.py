@@ -6,14 +6,14 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import optuna
 import pytest
 from support.command_runs import RUN
+from support.launches import wait_for
 from support.processes import clean_environment, programs, python
 from treadle.cli.commands.runs import main as runs_main
 from treadle.tools.sweep.command import main
@@ -81,17 +81,20 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+def write_grid(rates, sizes, prune, processes=1):
+    text = (
+        SWEEP.replace("random", "grid").replace("trials: 3", prune).replace("processes: 2", f"processes: {processes}")
+    )
+    Path("sweep.yaml").write_text(text.replace("{min: 1e-4, max: 1e-1, log: true}", rates).replace("[8, 16]", sizes))
+
+
 @contextmanager
 def started(*arguments, pause=0.0):
     """The command as a process; it and all trials are killed at the block's end."""
+    command = [programs() / "treadle", "sweep", "--config", "sweep.yaml", *arguments]
+    env = clean_environment({"PAUSE": str(pause), "PYTHONPATH": str(SAMPLES)})
     with open("said", "a") as said:
-        process = subprocess.Popen(
-            [programs() / "treadle", "sweep", "--config", "sweep.yaml", *arguments],
-            env=clean_environment({"PAUSE": str(pause), "PYTHONPATH": str(SAMPLES)}),
-            stdout=said,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = subprocess.Popen(command, env=env, stdout=said, stderr=said, start_new_session=True)
     try:
         yield process
     finally:
@@ -115,17 +118,12 @@ def sweep(capsys):
 
 
 def kill(pid):
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
-def records(name="sweep"):
-    found = {}
-    for path in Path("runs", name).glob("[0-9]*/run.json"):
-        found[int(path.parent.name)] = json.loads(path.read_text())
-    return found
+def records():
+    return {int(path.parent.name): json.loads(path.read_text()) for path in Path("runs/sweep").glob("[0-9]*/run.json")}
 
 
 def running():
@@ -137,16 +135,12 @@ def pids_of_trials():
     return [records()[number]["pid"] for number in running()]
 
 
-def wait_for(condition, seconds=240):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, Path("said").read_text()
-        time.sleep(0.05)
+def wait_until(condition):
+    wait_for(condition, 240, Path("said").read_text)
 
 
-def trials(name="sweep"):
-    study = optuna.load_study(study_name=name, storage=f"sqlite:///runs/{name}/study.db")
-    return study.trials
+def trials():
+    return optuna.load_study(study_name="sweep", storage="sqlite:///runs/sweep/study.db").trials
 
 
 def finished():
@@ -162,20 +156,19 @@ def steps_of(number):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("count", [4, 20])
-def test_killed_and_resumed_none_is_lost_and_none_runs_twice(count, sweep):
-    number, cut_short = f"trials={count}", set()
+def test_killed_and_resumed_none_is_lost_and_none_runs_twice(sweep):
+    count, number, cut_short = 20, "trials=20", set()
     with started(number, pause=0.1) as process:  # one trial's process, then the command and all trials
-        wait_for(lambda: running_with_checkpoint())
+        wait_until(lambda: running_with_checkpoint())
         cut_short.add(running_with_checkpoint()[0])
         kill(records()[min(cut_short)]["pid"])
-        wait_for(lambda: len(finished()) >= count // 3 and running_with_checkpoint())
+        wait_until(lambda: len(finished()) >= count // 3 and running_with_checkpoint())
         cut_short.add(running_with_checkpoint()[0])
         os.killpg(process.pid, signal.SIGKILL)
     assert len(finished()) < count
     with started(number, pause=0.1) as process:  # the command is told to end
         ended = len(finished())
-        wait_for(lambda: len(finished()) > ended)
+        wait_until(lambda: len(finished()) > ended)
         process.send_signal(signal.SIGTERM)
         assert process.wait(240) == 143
     assert not pids_of_trials()
@@ -186,11 +179,9 @@ def test_killed_and_resumed_none_is_lost_and_none_runs_twice(count, sweep):
     assert [trial.number for trial in trials()] == list(range(count))
     assert sorted(trial.user_attrs["run"] for trial in trials()) == sorted(records()) == list(range(1, count + 1))
     assert {record["state"] for record in records().values()} == {"finished"}
-    assert [records()[trial.user_attrs["run"]]["parameters"] for trial in trials()] == [
-        trial.params for trial in trials()
-    ]
     for trial in trials():
         run = trial.user_attrs["run"]
+        assert records()[run]["parameters"] == trial.params
         steps, last = steps_of(run), records()[run]["steps"] - 1
         assert set(steps) == set(range(last + 1))
         if run in cut_short:  # it went on from its checkpoint: its first epoch was not done again
@@ -206,17 +197,14 @@ def test_killed_and_resumed_none_is_lost_and_none_runs_twice(count, sweep):
 
 @pytest.mark.exhaustive
 def test_a_sweep_is_shared_by_two_commands_and_a_grid_is_run_once():
-    Path("sweep.yaml").write_text(
-        SWEEP.replace("random", "grid").replace("trials: 3", "").replace("{min: 1e-4, max: 1e-1, log: true}", "[1, 2]")
-    )
+    write_grid("[1, 2]", "[8, 16]", "", 2)
     Path("run.yaml").write_text(CONFIG.replace("max_epochs: 4", "max_epochs: 1"))
     with started() as first, started() as second:
         assert (first.wait(240), second.wait(240)) == (0, 0), Path("said").read_text()
     combinations = Counter(tuple(trial.params.values()) for trial in trials())
     assert combinations == Counter((lr, size) for lr in (1, 2) for size in (8, 16))
     assert sorted(records()) == [1, 2, 3, 4]
-    owners = {trial.user_attrs["owner"] for trial in trials()}
-    assert len(owners) == 2
+    assert len({trial.user_attrs["owner"] for trial in trials()}) == 2
 
 
 @pytest.mark.long
@@ -269,10 +257,7 @@ def by_hand(values, epochs):
 
 @pytest.mark.exhaustive
 def test_hyperband_prunes_and_a_pruned_trial_keeps_its_checkpoint(sweep, capsys):
-    Path("sweep.yaml").write_text(
-        SWEEP.replace("random", "grid").replace("trials: 3", "prune: hyperband").replace("processes: 2", "")
-        .replace("{min: 1e-4, max: 1e-1, log: true}", "[0.1, 0.2, 0.3, 0.4, 0.5]").replace("[8, 16]", "[8]")
-    )  # fmt: skip
+    write_grid("[0.1, 0.2, 0.3, 0.4, 0.5]", "[8]", "prune: hyperband")
     status, said = sweep("model.class=tasks.Rated", "trainer.max_epochs=3")
     assert status == 0, said
     states = [trial.state.name for trial in trials()]
@@ -302,18 +287,12 @@ def test_a_trial_that_is_continued_by_hand_counts_with_what_it_reaches_then(swee
 
 @pytest.mark.long
 def test_trials_of_two_processes(sweep):
-    Path("sweep.yaml").write_text(
-        SWEEP.replace("random", "grid").replace("trials: 3", "prune: {type: threshold, upper: 0.15}")
-        .replace("processes: 2", "processes: 1").replace("{min: 1e-4, max: 1e-1, log: true}", "[0.1, 0.2]")
-        .replace("[8, 16]", "[8]")
-    )  # fmt: skip
+    write_grid("[0.1, 0.2]", "[8]", "prune: {type: threshold, upper: 0.15}")
     status, said = sweep("model.class=tasks.Rated", "trainer.max_epochs=2", "trainer.devices=2")
     assert status == 0, said
     assert [trial.state.name for trial in trials()] == ["COMPLETE", "PRUNED"]
-    assert [(r["processes"], r["epochs"], r["state"]) for _, r in sorted(records().items())] == [
-        (2, 2, "finished"),
-        (2, 1, "pruned"),
-    ]
+    ends = [(r["processes"], r["epochs"], r["state"]) for _, r in sorted(records().items())]
+    assert ends == [(2, 2, "finished"), (2, 1, "pruned")]
     # Whoever continues a pruned trial by hand wants it to go on.
     assert treadle_main(["fit", "--from-run", "sweep/2", "ckpt_path=auto", "trainer.devices=1"]) == 0
     assert [records()[2][name] for name in ("processes", "epochs", "state")] == [1, 2, "finished"]

@@ -25,10 +25,7 @@ def test_hyperband_knows_the_epochs_of_every_process():
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (
-            "prune: {type: hyperband, reductio_factor: 3}",
-            "prune: hyperband has no option 'reductio_factor'. Did you mean",
-        ),
+        ("prune: {type: hyperband, reductio_factor: 3}", "hyperband has no option 'reductio_factor'. Did you mean"),
         ("prune: {type: hyperband, reduction_factor: 1}", "prune: hyperband: "),
         ("prune: percentile", "missing"),
         ("storage: postgres://nowhere/x", "can't be opened"),

@@ -65,14 +65,11 @@ with folder.working():
 
 @pytest.mark.parametrize("storage", ["sqlite", pytest.param("journal", marks=pytest.mark.exhaustive)])
 def test_many_processes_run_each_combination_of_a_grid_once(storage):
-    text = (
-        TEXT.replace("random", "grid")
-        .replace("trials: 20\n", "")
-        .replace("{min: 1e-4, max: 1e-1, log: true}", "[1, 2]")
-        .replace("max: 64", "max: 32")  # every trial waits for the disk several times
-    )
+    text = TEXT.replace("random", "grid").replace("trials: 20\n", "")
+    # Every trial waits for the disk several times.
+    text = text.replace("{min: 1e-4, max: 1e-1, log: true}", "[1, 2]").replace("max: 64", "max: 32")
     sweep = make(text if storage == "sqlite" else text + "storage: journal\n")
-    environment = {**clean_environment(), "OMP_NUM_THREADS": "1"}
+    environment = clean_environment()
     processes = [subprocess.Popen([sys.executable, "-c", WORKER, str(number)], env=environment) for number in range(3)]
     assert [process.wait(240) for process in processes] == [0, 0, 0]
     trials = Study(sweep).list_trials()

@@ -1,11 +1,10 @@
 """The sweep file: what it says in the words of several libraries, and what is wrong with it."""
 
-import math
 from pathlib import Path
 
 import pytest
 from treadle.cli.config import ConfigError, Value, make_value, to_plain
-from treadle.tools.sweep.sweep_file import Choice, Choices, Metric, Range, list_changes, parse_parameters, read_sweep
+from treadle.tools.sweep.sweep_file import Choice, Metric, Range, list_changes, parse_parameters, read_sweep
 
 GOOD = """
 config: base.yaml
@@ -112,11 +111,7 @@ def test_changes_are_named_and_some_are_none():
         ("trials: 20", "trials: many", "s.yaml:5: trials='many' must be an integer of at least 1."),
         ("trials: 20\n", "", "s.yaml: the number of trials is missing. Add trials: 20."),
         ("goal: minimize", "goal: minimise", "goal='minimise' is not one of minimize, maximize."),
-        (
-            "{name: val_loss, goal: minimize}",
-            "val_loss",
-            "metric='val_loss' must be a mapping, such as metric: {name: val_loss, goal: minimize}.",
-        ),
+        ("{name: val_loss, goal: minimize}", "val_loss", "metric='val_loss' must be a mapping, such as metric: {"),
         ("{name:", "{nam:", "metric has no key 'nam'. Did you mean 'name'?"),
         ("config: base.yaml", "config: bas.yaml", "the file 'bas.yaml' does not exist"),
         ("config: base.yaml", "program: train.py", "a sweep runs `treadle fit`"),
@@ -140,15 +135,13 @@ def test_what_a_trial_resumes_from_is_not_set():
 
 
 def parse(space):
-    problems = []
-    parameters = parse_parameters(Value({"model.lr": make_value(space, "s.yaml:3")}, "s.yaml:2"), problems)
+    (parameter,) = parse_parameters(Value({"model.lr": make_value(space, "s.yaml:3")}, "s.yaml:2"), problems := [])
     assert problems == []
-    return parameters[0]
+    return parameter
 
 
 def wrong_parameter(space):
-    problems = []
-    parse_parameters(Value({"model.lr": make_value(space, "s.yaml:3")}, "s.yaml:2"), problems)
+    parse_parameters(Value({"model.lr": make_value(space, "s.yaml:3")}, "s.yaml:2"), problems := [])
     (problem,) = problems
     return problem.removeprefix("s.yaml:3: parameters: model.lr: ")
 
@@ -174,18 +167,18 @@ def test_ranges(words, space):
 
 
 @pytest.mark.parametrize(
-    "words",
-    [[1, "a", None], {"values": [1, "a", None]}, {"choices": [1, "a", None], "type": "categorical"}],
+    ("words", "labels"),
+    [
+        ([1, "a", None], [1, "a", None]),
+        ({"values": [1, "a", None]}, [1, "a", None]),
+        ({"choices": [1, "a", None], "type": "categorical"}, [1, "a", None]),
+        (5, [5]),
+        ({"value": 5, "distribution": "constant"}, [5]),
+    ],
 )
-def test_choices(words):
+def test_choices_and_constants(words, labels):
     space = parse(words).space
-    assert space.labels == [1, "a", None]
-    assert parse(space.describe()).space.labels == [1, "a", None]
-
-
-@pytest.mark.parametrize("words", [5, {"value": 5}, {"value": 5, "distribution": "constant"}])
-def test_constants(words):
-    assert parse(words).space == Choices((Value(5, "s.yaml:3"),))
+    assert space.labels == parse(space.describe()).space.labels == labels
 
 
 def test_objects_are_stored_as_text_and_come_back():
@@ -205,10 +198,9 @@ def test_the_values_of_a_grid():
 
 
 def test_parameters_in_wandbs_nested_form():
-    problems = []
     nested = make_value({"optimizer": {"parameters": {"lr": [0.1, 0.2]}}, "seed": [0, 1]}, "s.yaml:3")
-    assert [parameter.key for parameter in parse_parameters(nested, problems)] == ["optimizer.lr", "seed"]
-    assert problems == []
+    parsed = parse_parameters(nested, problems := [])
+    assert ([parameter.key for parameter in parsed], problems) == (["optimizer.lr", "seed"], [])
 
 
 @pytest.mark.parametrize(
@@ -218,14 +210,9 @@ def test_parameters_in_wandbs_nested_form():
         ({"min": 1}, "a parameter needs 'values', 'value', or both 'min' and 'max'."),
         ({"min": 1, "max": 2, "type": ["int"]}, "distribution=['int'] is not one of"),
         ({"min": 1, "max": 2, "type": "categorical"}, "distribution='categorical' needs 'values'."),
-        ({"min": 1, "max": 2, "type": "constant"}, "distribution='constant' needs 'value'."),
         ({"min": 2, "max": 1}, "min=2 must not be larger than max=1."),
         ({"min": "a", "max": 1}, "min='a' must be a finite number."),
-        ({"min": math.inf, "max": 1}, "min=inf must be a finite number."),
-        (
-            {"min": 0, "max": 1, "log": True},
-            "min=0 must be larger than 0, because values are drawn on a logarithmic scale.",
-        ),
+        ({"min": 0, "max": 1, "log": True}, "min=0 must be larger than 0, because"),
         ({"min": 0.1, "max": 1, "log": "yes"}, "log='yes' must be true or false."),
         ({"min": 0.1, "max": 1, "step": 0}, "step=0 must be larger than 0."),
         ({"min": 1, "max": 9, "step": 2, "log": True}, "log and step can't be combined. Keep one of them."),
