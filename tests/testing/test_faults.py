@@ -195,7 +195,7 @@ EVERYWHERE = ["forward", "forward:after", "backward", "backward:after", "step", 
 STRUCK = (*EVERYWHERE, "callback:on_train_batch_end", "callback:on_step_end:after", "disk:*")
 
 
-@pytest.mark.parametrize(("point", "action"), zip(STRUCK, itertools.cycle(STOPS)))
+@pytest.mark.parametrize(("point", "action"), list(zip(STRUCK, itertools.cycle(STOPS))))
 def test_each_action_at_each_point(tmp_path, action, point):
     flags = {"enable_checkpointing": True, "default_root_dir": tmp_path / "runs"} if "disk" in point else {}
     done = tmp_path / "done"
@@ -248,6 +248,17 @@ def test_delays_and_hangs_go_on(tmp_path):
     assert os.waitpid(child, os.WNOHANG) == (0, 0)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+
+
+def test_a_signal_reaches_its_handler_and_the_run_goes_on():
+    seen = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: seen.append(1))
+    try:
+        with FaultPlan([Fault("forward", "kill:SIGUSR1", step=2)]):
+            by_own_loop(Task())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert seen == [1]
 
 
 # -- the disk --------------------------------------------------------------------------------------------------------

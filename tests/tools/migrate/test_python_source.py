@@ -86,8 +86,10 @@ CASES = {
         +import treadle.compat.core as core
          core.LightningModule
         -from lightning.fabric import seed_everything
+        -from lightning.fabric.utilities.seed import seed_everything as seed
         -from lightning_fabric.utilities.rank_zero import rank_zero_only
         +from treadle.compat.fabric import seed_everything
+        +from treadle.compat.fabric.utilities.seed import seed_everything as seed
         +from treadle.compat.fabric.utilities.rank_zero import rank_zero_only
         """,
     "within functions, try and TYPE_CHECKING": """

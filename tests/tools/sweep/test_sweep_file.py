@@ -210,6 +210,7 @@ def test_parameters_in_wandbs_nested_form():
         ({"min": 1}, "a parameter needs 'values', 'value', or both 'min' and 'max'."),
         ({"min": 1, "max": 2, "type": ["int"]}, "distribution=['int'] is not one of"),
         ({"min": 1, "max": 2, "type": "categorical"}, "distribution='categorical' needs 'values'."),
+        ({"min": 1, "max": 2, "type": "constant"}, "distribution='constant' needs 'value'."),
         ({"min": 2, "max": 1}, "min=2 must not be larger than max=1."),
         ({"min": "a", "max": 1}, "min='a' must be a finite number."),
         ({"min": 0, "max": 1, "log": True}, "min=0 must be larger than 0, because"),
