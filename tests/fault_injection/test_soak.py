@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -103,7 +104,8 @@ def soak(folder, world, *options, seconds):
     for path in sorted(out.glob("*.jsonl")):
         samples = [json.loads(line) for line in path.read_text().splitlines()]
         series[path.stem] = {name: [sample[name] for sample in samples] for name in samples[0]}
-    os.rmdir(temp)  # nothing is left in it
+    assert [name for name in os.listdir(temp) if not name.startswith("torchinductor_")] == []  # torch's own cache
+    shutil.rmtree(temp)
     return series
 
 
