@@ -364,7 +364,7 @@ def _run_through(trainer: Trainer, task: TaskModule, layers: list[nn.Module]) ->
     for layer in layers:
         layer.reset_running_stats()  # type: ignore[operator]
     total_samples = 0.0
-    for index, batch in enumerate(trainer.sources.train):  # type: ignore[union-attr]
+    for index, batch in enumerate(trainer.sources.train):
         samples = accelerator.cursor.micro.samples  # type: ignore[union-attr]
         total_samples += samples
         for layer in layers:  # a placeholder batch, which keeps the ranks in step, has weight 0

@@ -119,7 +119,6 @@ def estimate_checkpoint_bytes(trainer: Trainer, weights_only: bool, trainable_on
         weights_only: Omit optimizer states.
         trainable_only: Omit frozen weights. Default: False.
     """
-    assert trainer.task is not None
     frozen = {name for name, p in trainer.task.named_parameters(remove_duplicate=False) if not p.requires_grad}
     # The size of a lazy tensor is unknown before its layer's first batch.
     tensors = {n: t for n, t in trainer.task.state_dict().items() if isinstance(t, Tensor) and not is_lazy(t)}

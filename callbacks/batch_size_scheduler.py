@@ -78,7 +78,7 @@ class BatchSizeScheduler(GradientAccumulationScheduler):
 
     def on_fit_start(self, trainer: Trainer, pl_module: TaskModule) -> None:
         """Plan the number of micro-batches of each optimizer step."""
-        loader, progress = trainer.sources.train, trainer.progress  # type: ignore[union-attr]
+        loader, progress = trainer.sources.train, trainer.progress
         if getattr(loader.source, "batch_size", None) is None:
             raise ValueError(
                 "BatchSizeScheduler needs a dataloader with a fixed batch size, but this one has none. Set the "

@@ -145,5 +145,4 @@ class BasePredictionWriter(Callback):
 
 def get_loaders(trainer: Trainer) -> Any:
     """Return the prepared dataloaders of ``predict``."""
-    assert trainer.sources is not None
     return trainer.sources.evaluation("predict")

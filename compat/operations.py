@@ -124,10 +124,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         deterministic: Whether torch must use deterministic algorithms. Default: False, which leaves torch's setting
             unchanged.
     """
+    seed_everything(seed)
     if device_specific:
         seed_rank(seed, current_place()[0])
-    else:
-        seed_everything(seed)
     if deterministic:
         set_determinism(True, None)
 

@@ -31,21 +31,13 @@ def collect(device: torch.device) -> None:
 
 def is_memory_short(device: torch.device) -> bool:
     """Return whether this process uses more than 1/8 of the device's memory or 1/4 of main memory."""
-    if _read_allocated_bytes(device) > DEVICE_SHARE * _read_total_bytes(device):
-        return True
-    return _read_resident_bytes() > HOST_SHARE * _read_main_memory()
+    return _read_device_share(device) > DEVICE_SHARE or _read_resident_bytes() > HOST_SHARE * _read_main_memory()
 
 
-def _read_allocated_bytes(device: torch.device) -> int:
+def _read_device_share(device: torch.device) -> float:
     if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    return torch.mps.current_allocated_memory() if device.type == "mps" else 0
-
-
-def _read_total_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return torch.mps.recommended_max_memory() if device.type == "mps" else 0
+        return torch.cuda.memory_allocated(device) / torch.cuda.get_device_properties(device).total_memory
+    return torch.mps.current_allocated_memory() / torch.mps.recommended_max_memory() if device.type == "mps" else 0.0
 
 
 def _read_resident_bytes() -> int:

@@ -86,11 +86,6 @@ class PartialState(Process):
         return type(self), ()
 
     @property
-    def default_device(self) -> torch.device:
-        """Same as `device`."""
-        return self.device
-
-    @property
     def initialized(self) -> bool:
         """Always True."""
         return True
@@ -107,11 +102,6 @@ class PartialState(Process):
     @debug.setter
     def debug(self, value: bool) -> None:
         collectives.debug_mode.enabled = bool(value)
-
-    @property
-    def fork_launched(self) -> bool:
-        """True if `notebook_launcher` or `debug_launcher` forked this process."""
-        return distributed.is_forked()
 
     def set_device(self) -> None:
         """Make `device` torch's current device, if it is a GPU."""

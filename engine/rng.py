@@ -261,7 +261,6 @@ _common_seeds: dict[int, int] = {}  # the seed of all ranks, by the seed that th
 def seed_rank(seed: int, rank: int) -> None:
     """Seed the generators of this rank with ``seed + rank``. `RunRng` keeps these random numbers."""
     global _rank_seed
-    seed_everything(seed)  # an invalid seed is reported as it was passed
     own = seed_everything((seed + rank) % 2**32)
     _common_seeds[own], _rank_seed = seed, own
 

@@ -68,10 +68,9 @@ def warn_if_kernels_differ(world: World, saved: Mapping[str, str] | None = None)
 
 @functools.cache
 def _find_version(package: str) -> str:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return ""
 
 
 def processor() -> str:

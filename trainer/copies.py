@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import TYPE_CHECKING, Any, Self, TypeVar
-
-State = TypeVar("State")
+from typing import TYPE_CHECKING, Any, Self
 
 # A copy creates these on first use, so that loading one starts no process and joins no process group.
 _OF_PROCESS = ("accelerator", "preemption", "checkpointer")
 _OF_STAGE = ("stage", "hooks", "sources", "steps", "last_step", "opened_checkpoint", "profiled")
 
 
-def copy_state(state: State) -> State:
+def copy_state(state: Any) -> Any:
     """Return a deep copy of a state, which may hold clones of parameters or other results of operations."""
     try:
         return copy.deepcopy(state)
     except RuntimeError:  # deepcopy refuses tensors with a history of gradients; pickle leaves the history out
-        copied: State = pickle.loads(pickle.dumps(state))
-        return copied
+        return pickle.loads(pickle.dumps(state))
 
 
 class Copyable:

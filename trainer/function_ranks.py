@@ -78,7 +78,6 @@ def _run_stage(
     for name, value in state.items():
         setattr(trainer, name, value)
     result = getattr(trainer, method)(**arguments)
-    assert trainer.task is not None
     weights = trainer.task.state_dict()  # on all ranks, because a metric may gather its state
     if not trainer.is_global_zero:
         return None

@@ -305,14 +305,14 @@ class Trainer(LightningAliases, Copyable):
         self.evaluation_batch = 0
         self.evaluation_total: int | None = None
         self.lr_scheduler_configs: list[SchedulerConfig] = []
-        # State of the current or last stage.
+        # State of the current or last stage. What every stage has is None only outside of stages.
         self.stage: str | None = None
         self.latest_stage: str | None = None
         self.status = TrainerStatus.INITIALIZING
-        self.task: TaskModule | None = None
+        self.task: TaskModule = None  # type: ignore[assignment]
         self.datamodule: DataModule | None = None
-        self.hooks: Hooks | None = None
-        self.sources: Sources | None = None
+        self.hooks: Hooks = None  # type: ignore[assignment]
+        self.sources: Sources = None  # type: ignore[assignment]
         self.ckpt_path: str | None = None
         self.opened_checkpoint: OpenCheckpoint | None = None  # of ckpt_path, until it is restored
         self.last_step: LastStep | None = None
@@ -545,11 +545,12 @@ class Trainer(LightningAliases, Copyable):
                 `Accelerator.save_state`.
             TypeError, OSError: See `Accelerator.save_state`.
         """
-        self.task = self.checkpointer.find_task()
-        if self.task is None:
+        task = self.checkpointer.find_task()
+        if task is None:
             raise ValueError(
                 "save_checkpoint needs a task. Call fit or another stage first, or trainer.strategy.connect(task)."
             )
+        self.task = task
         checkpoint.check_places("save_checkpoint", {"filepath": filepath}, also)
         with self.preemption.holding_interrupts():
             self.checkpointer.save(self.task, [filepath, *also], weights_only, trainable_only, blocking, format)
@@ -650,7 +651,7 @@ class Trainer(LightningAliases, Copyable):
             return self.max_steps if self.max_steps != -1 else float("inf")
         steps = -(-batches // self.accelerator.gradient_accumulation_steps) * self.max_epochs
         for schedule in (c for c in self.callbacks if isinstance(c, callbacks.GradientAccumulationScheduler)):
-            steps = schedule.estimate_steps(self.sources.train, self.max_epochs)  # type: ignore[union-attr]
+            steps = schedule.estimate_steps(self.sources.train, self.max_epochs)
         return steps if self.max_steps == -1 else min(steps, self.max_steps)
 
     @property
@@ -761,7 +762,6 @@ class Trainer(LightningAliases, Copyable):
         Args:
             metrics: Destination; None makes ``log`` warn that it has no effect.
         """
-        assert self.task is not None
         previous = self.task._metrics
         core.log_to(self.task, metrics)
         try:

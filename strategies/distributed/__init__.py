@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from .gradient_norm import clip_to_norm
     from .launch_environment import (
         LaunchEnvironment,
-        is_forked,
         is_ray_worker,
         variables_set,
         without_launch_variables,

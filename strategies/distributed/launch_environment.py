@@ -28,11 +28,6 @@ _SLURM_SPECIAL_STEPS = 0xFFFFFFFA
 _SLURM_PORTS = range(15000, 30000)  # below the ports that the kernel and Kubernetes assign
 
 
-def is_forked() -> bool:
-    """Return whether a launcher for notebooks forked this process or the process that started it."""
-    return os.environ.get("FORK_LAUNCHED") == "1"
-
-
 def is_ray_worker(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether Ray started this process to run tasks, actors, trials or the ranks of a `TorchTrainer`.
 

@@ -313,7 +313,6 @@ class _Launch:
                 "TORCHELASTIC_RESTART_COUNT": "0",
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TREADLE_SUPERVISOR": str(parent),
-                "FORK_LAUNCHED": "1",
                 **self.variables,
             }
         )

@@ -129,7 +129,7 @@ def test_states_without_an_accelerator_follow_the_newest():
     state = PartialState(cpu=True)
     assert PartialState._shared_state  # read by transformers, on the class
     state.set_device()
-    assert (state.num_processes, state.fork_launched, state.debug) == (1, False, False)
+    assert (state.num_processes, state.debug) == (1, False)
     assert not AcceleratorState().is_fsdp2
     gradient = GradientState(utils.GradientAccumulationPlugin(num_steps=3))
     assert (gradient.sync_gradients, gradient.num_steps, gradient.in_dataloader) == (True, 3, False)

@@ -208,7 +208,6 @@ class _PlannedRun:
 
     def compute_loss(self, step: Callable[..., Any], batch: Any) -> Tensor:
         """Run ``training_step`` and return its loss."""
-        assert self.trainer.task is not None
         indexed = count_positional(self.trainer.task.training_step) > 1
         output = step(batch, 0) if indexed else step(batch)
         value = output.get("loss") if isinstance(output, Mapping) else output
@@ -223,7 +222,6 @@ class _PlannedRun:
     def make_optimizers(self, _: Iterable[nn.Parameter]) -> list[Optimizer]:
         """Return the optimizers that the task's ``configure_optimizers`` returns."""
         task = self.trainer.task
-        assert task is not None
         optimizers, schedulers = configure(task)
         if not optimizers:
             raise ValueError(

@@ -154,7 +154,6 @@ class CheckpointResolver:
     def _compare_names(self, path: Path) -> None:
         """Raise a ValueError if a file has the weights of another model. Copying a million tensors first takes 30 s."""
         trainer, task = self.trainer, self.trainer.task
-        assert task is not None
         hooked = overrides(task, "on_load_checkpoint") or overrides(task, "load_state_dict")
         if task.strict_loading and not hooked:
             from ...engine.weights import open_source

@@ -84,7 +84,6 @@ def differences(trainer: Trainer, opened: OpenCheckpoint) -> list[str]:
     compared. Hyperparameters that an ordinary resume may change, such as the batch size, are ignored.
     """
     task = trainer.task
-    assert task is not None
     saved_class = opened.manifest.info.get("task")
     if isinstance(saved_class, str) and not _matches_class(saved_class, type(task)):
         return [f"task {saved_class} in the checkpoint, {class_name(type(task))} in this run"]

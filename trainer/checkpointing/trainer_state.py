@@ -547,7 +547,6 @@ class TrainerCheckpointer:
                     f"the state of the callback {name} in the checkpoint is ignored, because the Trainer has no "
                     "callback with this state_key. Add the callback to restore its state."
                 )
-        assert self._trainer.hooks is not None
         progress = self._trainer.progress
         added = HookDict({"epoch": progress.epoch, "global_step": progress.step, **state["added"]})
         if self._trainer.hooks.on_load_checkpoint and (opened := self._trainer.opened_checkpoint) is not None:

@@ -435,7 +435,6 @@ class Steps:
         return nonfinite.combine(dict(enumerate(self.accelerator.world.gather_objects(evidence))), first, last)
 
     def _find_loader(self) -> Any:
-        assert self.trainer.sources is not None
         return self.trainer.sources.train
 
 

@@ -172,7 +172,6 @@ class Sources:
             watch: Function that is called with each kind and dataloader.
         """
         other = copy.copy(self)
-        assert trainer.task is not None
         other.task, other.datamodule, other._accelerator = trainer.task, trainer.datamodule, trainer.accelerator
         other._watch = watch
         other._warned, other.prepared_train, other._evaluation, other._empty = set(self._warned), None, {}, {}

@@ -218,7 +218,6 @@ class FitLoop:
 
     def _reload(self) -> None:
         sources = self.trainer.sources
-        assert sources is not None
         self.progress.loaded, sources.outdated = self.progress.epoch, False
         sources.reload("train", self.progress.epoch)
         self.loader = sources.train
@@ -230,7 +229,6 @@ class FitLoop:
         sources, progress, every = self.trainer.sources, self.progress, self.trainer.reload_dataloaders_every_n_epochs
         is_due = progress.val_loaded < 0 or progress.epoch - progress.val_loaded >= every
         if every and is_due and self.trainer.limit_val_batches:
-            assert sources is not None
             progress.val_loaded = progress.epoch
             sources.reload("val", progress.epoch)
             sources.warn_of_empty_validation()
@@ -285,7 +283,7 @@ class FitLoop:
     # -- validation and schedulers -------------------------------------------------------------------------------
 
     def _iterate_groups(self) -> Iterator[Iterable[Any]]:
-        if self.trainer.sources.outdated:  # type: ignore[union-attr]
+        if self.trainer.sources.outdated:
             self._reload()
             self.loader.tell_epoch()
         groups = self.loader.groups()

@@ -335,9 +335,6 @@ def validate(trainer: Trainer, steps: float = math.inf) -> None:
 
     ``steps`` is the maximum number of batches of each dataloader.
     """
-    assert trainer.task is not None
-    assert trainer.hooks is not None
-    assert trainer.sources is not None
     loaders = trainer.sources.evaluation("val")
     limits = [loader.limit for loader in loaders]
     try:

@@ -27,7 +27,6 @@ def announce_start(trainer: Trainer, loader: Loader) -> None:
         trainer: Trainer of the run.
         loader: The prepared training dataloader.
     """
-    assert trainer.task is not None
     settings, parameters = _describe_settings(trainer, loader), _describe_parameters(trainer.task)
     trainer.decided = f"{settings}\n{parameters}"
     is_counted = any(isinstance(callback, ModelSummary) and callback.max_depth for callback in trainer.callbacks)
@@ -36,7 +35,6 @@ def announce_start(trainer: Trainer, loader: Loader) -> None:
 
 def _describe_settings(trainer: Trainer, loader: Loader) -> str:
     accelerator, task = trainer.accelerator, trainer.task
-    assert task is not None
     processes = accelerator.num_processes
     device = str(accelerator.device)
     if accelerator.device.type == "cuda":
@@ -72,7 +70,6 @@ def _describe_settings(trainer: Trainer, loader: Loader) -> str:
 
 def _describe_batch(trainer: Trainer, loader: Loader) -> str:
     accelerator, task = trainer.accelerator, trainer.task
-    assert task is not None
     size = getattr(loader.source, "batch_size", None)
     processes, k = accelerator.num_processes, accelerator.gradient_accumulation_steps
     kind, factors = "effective batch", f"x {format_count(processes, 'process')} x {k} accumulated"

@@ -93,7 +93,7 @@ class Stage:
             trainer.min_epochs = trainer.min_epochs or 0
             if trainer.max_epochs is None:  # in Lightning too, these flags stay None until the first fit
                 trainer.max_epochs = 1000 if trainer.max_steps == -1 and trainer.max_seconds is None else -1
-        trainer.hooks = trainer.ckpt_path = trainer.opened_checkpoint = trainer.last_step = trainer.steps = None
+        trainer.hooks = trainer.ckpt_path = trainer.opened_checkpoint = trainer.last_step = trainer.steps = None  # type: ignore[assignment]
         trainer.should_stop = trainer.interrupted = False
         trainer.logbook.clear()  # values read after a stage belong to that stage
         exits = False  # with `sys.exit`

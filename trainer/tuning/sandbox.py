@@ -55,10 +55,10 @@ def rehearsal(trainer: Trainer, **settings: Any) -> Iterator[Trainer]:
             set_attribute(inner, name, value)
         try:
             with inner.init_module():
-                inner.task.configure_model()  # type: ignore[union-attr]
+                inner.task.configure_model()
             yield inner
         finally:
-            inner.hooks = inner.sources = inner.task = inner.steps = None
+            inner.hooks = inner.sources = inner.task = inner.steps = None  # type: ignore[assignment]
             accelerator.free_memory()
             accelerator.gradient_accumulation_steps = accumulate
             if loss_scale is not None and scaler is not None:
@@ -83,8 +83,6 @@ def _preserve(put_back: ExitStack, kind: str, source: Any) -> None:
 def _copy_trainer(trainer: Trainer, accelerator: Accelerator, put_back: ExitStack) -> Trainer:
     inner, sources = copy.copy(trainer), trainer.sources
     inner.accelerator = accelerator
-    assert trainer.task is not None
-    assert sources is not None
     silent: list[Logger] = [SilentLogger()] if trainer.loggers else []
     inner.callbacks, inner.stop_requests = [], set()
     inner.history = History(accelerator.cursor)
@@ -129,7 +127,6 @@ def _copy_datamodule(trainer: Trainer) -> DataModule | None:
 def _copy_task(trainer: Trainer, datamodule: DataModule | None) -> TaskModule:
     """Copy the task. The copy shares only its data, and the Trainer with its parts."""
     task, name = trainer.task, type(trainer.task).__name__
-    assert task is not None
     if any(map(is_sharded, task.parameters())):
         raise ValueError(
             f"this {name} was sharded by an earlier stage, so a search cannot copy it. Search before that stage, or "
@@ -165,9 +162,8 @@ def _collect_shared(trainer: Trainer, owners: Iterable[Any]) -> dict[int, Any]:
 
 
 @contextmanager
-def _in_host_memory(task: TaskModule | None) -> Iterator[None]:
+def _in_host_memory(task: TaskModule) -> Iterator[None]:
     """Keep the task's tensors in host memory within a context, so that copies are made there and not on a device."""
-    assert task is not None
     moved = [
         (tensor, tensor.device)
         for tensor in (*task.parameters(), *task.buffers())
@@ -242,8 +238,6 @@ def train(inner: Trainer, trial: Trial) -> None:
         ValueError: If an epoch has no batch to train on, or the task cannot be trained.
     """
     task, sources = inner.task, inner.sources
-    assert task is not None
-    assert sources is not None
     hooks = inner.hooks = Hooks(inner, task, [trial])
     model = prepare_training(inner, task)
     for hook in hooks.on_fit_start:

@@ -66,7 +66,6 @@ def search_again(trainer: Trainer, finder: LearningRateFinder | BatchSizeFinder)
                 "out of memory have to connect again. Let the search precede the run, or use devices=1."
             )
         BatchSizeSearch(trainer, finder).run()
-        assert trainer.sources is not None
         trainer.sources.outdated = True
     elif (rate := LRSearch(trainer, finder).run()) is not None:
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -110,7 +109,6 @@ class BatchSizeSearch:
         trainer, finder, kind = self.trainer, self.finder, KIND_OF_STAGE[str(self.trainer.stage)]
         name = finder.batch_arg_name
         check_attribute(trainer, finder, name, "batch_arg_name")
-        assert trainer.sources is not None
         if trainer.sources.passed_loaders.get(kind) is not None:
             raise ValueError(
                 "BatchSizeFinder rebuilds dataloaders with other batch sizes, but a dataloader was passed to "
@@ -159,7 +157,6 @@ class BatchSizeSearch:
         """Return the samples per optimizer step on this process: batch size times accumulated micro-batches."""
         name, task = self.finder.batch_arg_name, self.trainer.task
         size = get_attribute(self.trainer, name)
-        assert task is not None
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(
                 f"{name}={size!r} must be an integer of at least 1, because keep_global_batch=True starts from "
@@ -178,7 +175,6 @@ class BatchSizeSearch:
         If ``size`` is a budget that does not fit each sample, return the error.
         """
         with rehearsal(self.trainer, **{self.finder.batch_arg_name: size}) as inner:
-            assert inner.sources is not None
             inner.sources.limits = dict.fromkeys(inner.sources.limits, 1.0)
             try:
                 loader = self._train(inner) if inner.stage == "fit" else self._evaluate(inner)
@@ -189,7 +185,6 @@ class BatchSizeSearch:
 
     def _train(self, inner: Trainer) -> Loader:
         accelerator, steps = inner.accelerator, self.finder.steps_per_trial
-        assert inner.sources is not None
         # Accumulated gradients are in memory alongside the second micro-batch; later ones need no more.
         accumulates = accelerator.gradient_accumulation_steps > 1 or self.finder.keep_global_batch
         accelerator.gradient_accumulation_steps = 2 if accumulates else 1
@@ -201,9 +196,6 @@ class BatchSizeSearch:
     def _evaluate(self, inner: Trainer) -> Loader:
         """Run a stage other than ``fit`` for a few batches, and return its first dataloader."""
         stage, task = str(inner.stage), inner.task
-        assert task is not None
-        assert inner.hooks is not None
-        assert inner.sources is not None
         loaders = inner.sources.evaluation(KIND_OF_STAGE[stage])
         if not loaders:
             raise ValueError(
@@ -266,8 +258,7 @@ class LRSearch:
             ValueError: If the settings do not fit the task, or a copy of the task cannot be trained.
         """
         trainer, finder = self.trainer, self.finder
-        name, task = self._choose_attribute_name(), trainer.task
-        assert task is not None
+        name = self._choose_attribute_name()
         curve = _LRFinder(finder.mode, finder.min_lr, finder.max_lr, finder.num_training_steps)
         with rehearsal(trainer) as inner:
             train(inner, _RangeTest(curve, finder.early_stop_threshold))
@@ -305,7 +296,6 @@ class LRSearch:
 
 def _check_rate_is_used(inner: Trainer, name: str, rate: float) -> None:
     """Warn if ``configure_optimizers`` sets the same learning rates for two values of the attribute."""
-    assert inner.task is not None
     rates = []
     for value in (rate, 2 * rate):
         set_attribute(inner, name, value)
