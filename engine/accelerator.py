@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -190,14 +189,8 @@ class Accelerator(Prepared):
         step_micro_batches: int | None = None,
         **unknown: Any,
     ) -> None:
-        configuration.refuse(
-            unknown,
-            inspect.signature(Accelerator.__init__).parameters if unknown else (),
-            deepspeed_plugin=deepspeed_plugin,
-            deepspeed_plugins=deepspeed_plugins,
-            megatron_lm_plugin=megatron_lm_plugin,
-            torch_tp_plugin=torch_tp_plugin,
-        )
+        arguments = configuration.check_arguments(locals())
+        self._arguments = arguments if type(self).__init__ is Accelerator.__init__ else None
         configuration.check_choices(rng_types, on_nonfinite)
         handlers = configuration.sort_handlers(kwargs_handlers)
         self.device_placement, self.step_scheduler_with_optimizer = device_placement, step_scheduler_with_optimizer
@@ -1046,10 +1039,8 @@ class Accelerator(Prepared):
         """
         return self.checkpointer.get_state_dict(model, unwrap)
 
-    @property
-    def should_save_model(self) -> bool:
-        """Always True, because `save_model` decides which process writes."""
-        return True
+    should_save_model = True
+    """Always True, because `save_model` decides which process writes."""
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write data, such as a state dict, to a file on rank zero. Rank zero may call this method alone.

@@ -528,24 +528,26 @@ def sort_handlers(handlers: Iterable[Any] | None) -> dict[str, Any]:
     return sorted_handlers
 
 
-def refuse(unknown: Mapping[str, Any], valid: Iterable[str], **plugins: Any) -> None:
-    """Raise an error for arguments that an Accelerator does not support.
+def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments among the local variables of ``Accelerator.__init__``.
 
-    ``unknown`` holds arguments that do not exist, and ``valid`` the names of those that do. ``plugins`` holds arguments
-    for which only None is accepted.
+    Raises:
+        TypeError: If an argument does not exist.
+        ValueError: If an argument is not supported.
     """
-    if unknown:
-        name = next(iter(unknown))
-        hint = " Use ProjectConfiguration(logging_dir=...)." if name == "logging_dir" else nearest(name, valid)
+    arguments = {name: value for name, value in given.items() if name not in ("self", "unknown", "__class__")}
+    for name in given["unknown"]:
+        hint = " Use ProjectConfiguration(logging_dir=...)." if name == "logging_dir" else nearest(name, arguments)
         raise TypeError(f"Accelerator() has no argument {name!r}.{hint}")
     reasons = {
         "deepspeed_plugin": DeepSpeedPlugin.instead,
         "megatron_lm_plugin": MegatronLMPlugin.instead,
         "torch_tp_plugin": TorchTensorParallelPlugin.instead,
     }
-    for name, value in plugins.items():
-        if value is not None:
+    for name, value in arguments.items():
+        if value is not None and name.removesuffix("s") in reasons:
             raise ValueError(f"Accelerator({name}=...) is not supported. {reasons[name.removesuffix('s')]}")
+    return arguments
 
 
 def resolve_timeout(timeout: Any) -> float | None:

@@ -8,6 +8,7 @@ with many objects, which is longer than a short fit.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from pathlib import Path
@@ -41,16 +42,14 @@ def _read_device_share(device: torch.device) -> float:
 
 
 def _read_resident_bytes() -> int:
-    try:
+    with contextlib.suppress(OSError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
+    return 0
 
 
 def _read_main_memory() -> int:
     """Return the size of main memory in bytes, or the container's memory limit (cgroup v2) if that is lower."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
+    with contextlib.suppress(OSError, ValueError):  # there is no limit
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # there is no limit
-        return total
+    return total

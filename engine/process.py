@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -33,6 +33,8 @@ class Process:
             processes.
     """
 
+    _arguments: dict[str, Any] | None = None  # to create the same object in a process that has no others
+
     def __init__(self, world: World, data_world: World | None = None) -> None:
         self.world = world
         self.data_world = world if data_world is None else data_world
@@ -43,11 +45,14 @@ class Process:
         """Return this object itself, so that a copied model that refers to it stays in the same process group."""
         return self
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"{type(self).__name__} can't be pickled, because it is bound to this process and its process group. "
-            "Create one in each process, in the function that the process runs."
-        )
+    def __reduce__(self) -> Any:
+        """Return how to create an object with the same arguments, which nothing has been prepared on."""
+        if self._arguments is None or self.world.size > 1:
+            raise TypeError(
+                f"{type(self).__name__} can't be pickled, because it is bound to this process and its process group. "
+                "Create one in each process, in the function that the process runs."
+            )
+        return partial(type(self), **self._arguments), ()
 
     @property
     def device(self) -> torch.device:

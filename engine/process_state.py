@@ -85,10 +85,8 @@ class PartialState(Process):
         """Pickle as the state of the process that loads it. Training arguments hold one, and are saved with a model."""
         return type(self), ()
 
-    @property
-    def initialized(self) -> bool:
-        """Always True."""
-        return True
+    initialized = True
+    """Always True, as in Accelerate once there is a state."""
 
     @property
     def debug(self) -> bool:
@@ -284,10 +282,8 @@ class GradientState:
     def _resolve(self) -> Prepared | None:
         return self._accelerator or get_latest_accelerator()
 
-    @property
-    def initialized(self) -> bool:
-        """Always True."""
-        return True
+    initialized = True
+    """Always True, as in Accelerate once there is a state."""
 
     @property
     def sync_gradients(self) -> bool:

@@ -66,16 +66,33 @@ def test_the_main_process_first(tmp_path):
     assert others == [told] * 2
 
 
+class Own(treadle.Accelerator):
+    def __init__(self):
+        super().__init__(cpu=True)
+
+
 def test_copies_and_pickles_of_an_accelerator():
-    """An average of a model that holds its Accelerator is a plain deep copy; no other process can have one."""
-    accelerator = treadle.Accelerator(cpu=True)
+    """An average of a model that holds its Accelerator is a plain deep copy; skorch pickles an estimator with one."""
+    accelerator = treadle.Accelerator(cpu=True, gradient_accumulation_steps=3, on_nonfinite="skip")
     model = nn.Linear(1, 1)
     model.accelerator = accelerator
     average = copy.deepcopy(model)
     assert average.accelerator is accelerator
     assert average.weight is not model.weight
+    accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    loaded = pickle.loads(pickle.dumps(model)).accelerator
+    assert (loaded.gradient_accumulation_steps, loaded.on_nonfinite, loaded.models) == (3, "skip", [])
+    with pytest.raises(TypeError, match=r"Own can't be pickled.* Create one in each process"):
+        pickle.dumps(Own())
+
+
+def pickle_one_of_two():
     with pytest.raises(TypeError, match=r"Accelerator can't be pickled.* Create one in each process"):
-        pickle.dumps(accelerator)
+        pickle.dumps(treadle.Accelerator(cpu=True))
+
+
+def test_an_accelerator_of_two_processes_can_not_be_pickled():
+    run(pickle_one_of_two, 2)
 
 
 def pickle_state(folder):
