@@ -506,6 +506,8 @@ def choose_strategy(
         chosen = plugin.strategy(parallelism)
     elif layouts["parallelism_config"] is not None:
         chosen = FullyShardedDataParallelPlugin().strategy(parallelism)
+    elif replicas is not None and (world.size > 1 or strategy == "ddp"):  # transformers passes them for one process too
+        chosen = replicas.strategy()
     else:
-        chosen = resolve_strategy(strategy, world) if replicas is None else replicas.strategy()
+        chosen = resolve_strategy(strategy, world)
     return chosen, plugin, parallelism

@@ -255,11 +255,9 @@ class DDP(Strategy):
         self._shards: WeakKeyDictionary[Optimizer, Shards] = WeakKeyDictionary()
         self._reduction: BackwardReduction | None = None
         self._manual: WeakSet[nn.Module] = WeakSet()  # the models that it covers
-        requested = {"comm_hook": self.comm_hook, "zero=True": self.zero}
-        ineffective = [name for name, value in requested.items() if value]
+        ineffective = ["comm_hook"] * bool(self.comm_hook) + ["zero=True"] * self.zero
         if world.size == 1 and ineffective:
-            verb = "has" if len(ineffective) == 1 else "have"
-            announce(f"the world size is 1, so DDP's {' and '.join(ineffective)} {verb} no effect")
+            announce(f"with a world size of 1, DDP does nothing about {' and '.join(ineffective)}")
 
     @property
     def replicas_equal(self) -> bool:

@@ -161,5 +161,10 @@ def grid_and_replica_settings():
     return accelerator.strategy.name, accelerator.parallelism_config.dp_shard_size
 
 
+def test_settings_of_replicas_form_no_group_of_one_process():
+    accelerator = treadle.Accelerator(cpu=True, kwargs_handlers=[utils.DistributedDataParallelKwargs()])
+    assert (accelerator.strategy.name, torch.distributed.is_initialized()) == ("single", False)
+
+
 def test_a_grid_of_accelerate_launch():
     assert run(grid_and_replica_settings, 2) == [("fsdp", 2)] * 2
