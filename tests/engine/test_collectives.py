@@ -10,7 +10,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from support.models import SGDTask, Stream
+from support.models import Numbers, SGDTask, Stream
 from support.processes import run
 from support.trainers import make_trainer
 from torch import nn
@@ -30,9 +30,9 @@ from treadle.utils import (
 )
 
 
-def metrics(evaluation, n):
+def metrics(evaluation, n, make=torch.arange):
     accelerator = treadle.Accelerator(cpu=True)
-    loader = accelerator.prepare_data_loader(DataLoader(torch.arange(n), batch_size=2), evaluation=evaluation)
+    loader = accelerator.prepare_data_loader(DataLoader(make(n), batch_size=2), evaluation=evaluation)
     found = collections.defaultdict(list)
     for batch in loader:
         found["samples"] += accelerator.gather_for_metrics(batch).tolist()
@@ -109,14 +109,14 @@ def test_a_mean_repeated_for_a_full_batch_weighs_the_samples_of_a_short_one(foun
             assert sum(sums) == sum(range(n))
 
 
-CASES = ((True, 9), (False, 9), (False, 1))
+CASES = ((True, 9), (False, 9), (False, 1), (False, 9, lambda n: Stream(range(n))), (False, 9, Numbers))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_sample_once_and_in_order(found, world):
     for by_rank in found[world]:
-        for (_, n), seen in zip(CASES, by_rank["metrics"], strict=True):
+        for (_, n, *_), seen in zip(CASES, by_rank["metrics"], strict=True):
             assert seen["samples"] == seen["mixed"] == list(range(n))
             assert seen["tokens"] == [i for i in range(n) for _ in range(3)]
             assert seen["words"] == [f"w{i}" for i in range(n)]
@@ -147,6 +147,7 @@ def functions():
         broadcast(given, from_process=size)
     with pytest.raises(TypeError, match="object_list is a tuple, but must be a list"):
         broadcast_object_list((1, 2))
+    assert reduce(torch.tensor([2.0 * rank])).item() == last
     assert reduce(torch.tensor([2.0 * rank]), "sum", scale=0.5).item() == last * size / 2
     padded = pad_across_processes({"a": torch.ones(rank + 1, 2), "b": torch.ones(1, rank + 1)}, pad_index=-1)
     assert padded["a"].tolist() == [[1, 1]] * (rank + 1) + [[-1, -1]] * (last - rank)
@@ -224,6 +225,7 @@ def methods():
     assert accelerator.reduce(torch.tensor(rank), "mean").item() == (size - 1) / 2
     with pytest.raises(ValueError, match="Did you mean 'mean'"):
         accelerator.reduce(rows, "maen")
+    assert accelerator.pad_across_processes(rows, pad_index=-1).tolist() == [*rows.tolist(), *[-1] * rank]
     triggers = [accelerator.check_trigger()]
     if rank == size - 1:
         accelerator.set_trigger()
@@ -237,7 +239,7 @@ def everything():
     functions()
     methods()
     found = {
-        "metrics": [metrics(evaluation, n) for evaluation, n in CASES],
+        "metrics": [metrics(*case) for case in CASES],
         "repeated": [repeated(*case) for case in REPEATED],
         "shares": there_and_back(),
     }

@@ -1,12 +1,13 @@
-"""What each rank and each worker really reads of a stream."""
+"""What each rank and each worker really reads of a stream, in an epoch and at a resume."""
 
 import logging
 
 import pytest
+import torch
 from support import sources_samples as samples
 from support.interrupted_reads import note, take_read
 from support.processes import run
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import treadle
 
@@ -101,3 +102,56 @@ def test_each_rank_and_worker_reads_its_own_shards_or_the_libraries_fixes_are_na
         assert not set(first[kind][0]) & set(second[kind][0]), kind
     for kind in ("whole datasets", "whole webdataset"):
         assert first[kind][1] == second[kind][1] == [48, 48]
+
+
+# -- a resume ----------------------------------------------------------------------------------------------------------
+
+LARGE, BATCH, STOP = 10_000, 100, 90
+
+
+class Indexed(Dataset):
+    def __len__(self):
+        return LARGE
+
+    def __getitem__(self, index):
+        return note(index)
+
+
+class Knowing(samples.Knowing):
+    """A stream that knows where it stands."""
+
+    def __init__(self):
+        self.ids = range(LARGE)
+
+    def __iter__(self):
+        return map(note, super().__iter__())
+
+
+def large(kind):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    if kind == "DataLoader, dataset with a length":
+        return DataLoader(Indexed(), BATCH, shuffle=True, num_workers=WORKERS)
+    return StatefulDataLoader(Knowing(), BATCH, num_workers=WORKERS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["DataLoader, dataset with a length", "StatefulDataLoader, stream with a state"])
+def test_a_resume_by_the_sources_own_state_reads_nothing_again(tmp_path, kind):
+    accelerator = treadle.Accelerator(cpu=True)
+    loader = accelerator.prepare_data_loader(large(kind))
+    take_read()
+    batches = iter(loader)
+    for _ in range(STOP):
+        next(batches)
+    accelerator.save_state(tmp_path / "saved")
+    expected = next(batches)
+    loader.close()
+    assert sum(take_read()) >= STOP * BATCH
+
+    accelerator = treadle.Accelerator(cpu=True)
+    loader = accelerator.prepare_data_loader(large(kind))
+    accelerator.load_state(tmp_path / "saved")
+    assert torch.equal(next(iter(loader)), expected)
+    loader.close()
+    assert sum(take_read()) <= BATCH * (1 + 3 * WORKERS)  # the batch, and what the workers read ahead

@@ -101,6 +101,7 @@ NOT_ENTERED = "gradient_accumulation_steps=4, but the loop does not enter accumu
 FORGOTTEN = {  # the message, whether several ranks would diverge, and the loop
     "nothing prepared": (NOT_PREPARED, True, train_prepared),
     "nothing prepared nor entered": (NOT_AVERAGED, True, lambda: train_prepared(enters=False, clip=True)),
+    "only the loader": (NOT_PREPARED, True, lambda: train_prepared("loader", k=2)),
     "the model": (NOT_AVERAGED, True, lambda: train_prepared("optimizer", "loader", enters=False)),
     "the optimizer": (NOT_COUNTED, False, the_optimizer),
     "the optimizer at the end of groups": (NOT_COUNTED, False, the_optimizer_at_the_end_of_groups),
@@ -142,6 +143,14 @@ def teacher_and_average():
         return (model(x) - teacher(x)).pow(2).mean()
 
     train(accelerator, model, optimizer, loader, loss=loss)
+
+
+def evaluation_only():
+    accelerator, model, _ = start(k=4)
+    model, loader = accelerator.prepare(model, data())
+    with torch.no_grad():
+        for x in loader:
+            accelerator.gather_for_metrics(accelerator.unwrap_model(model)(x))
 
 
 def torchs_own_ddp():
@@ -210,9 +219,18 @@ def steps_in_hooks():
             accelerator.backward(model(x).mean())
 
 
+def nothing_trained_by_the_accelerator():
+    accelerator, model, optimizer = start(k=2)
+    for x in data():
+        model(x).mean().backward()
+        optimizer.step()
+    accelerator.gather(torch.ones(1))
+
+
 RIGHT = [
-    *(loss_module_of_its_own, teacher_and_average, torchs_own_ddp, accumulate_in_a_later_phase),
+    *(loss_module_of_its_own, teacher_and_average, evaluation_only, torchs_own_ddp, accumulate_in_a_later_phase),
     *(frozen_and_recomputed, an_input_is_optimized, optimizer_around_an_optimizer, steps_in_hooks),
+    nothing_trained_by_the_accelerator,
 ]
 
 

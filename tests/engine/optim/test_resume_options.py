@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.differences import differences
 from support.models import Line, loader, take_step
 from support.processes import run
 from support.trainers import make_trainer
@@ -192,7 +193,7 @@ def test_a_schedule_that_can_not_be_brought_there_changes_nothing(tmp_path):
     before = copy.deepcopy((optimizer.param_groups, model.state_dict()))
     with pytest.raises(ValueError, match="can't advance this script's OneCycleLR to step 20 of the checkpoint"):
         accelerator.load_state(tmp_path / "s", schedule="script")
-    assert str((optimizer.param_groups, model.state_dict())) == str(before)
+    assert differences((optimizer.param_groups, model.state_dict()), before) == []
     with pytest.raises(ValueError, match="schedule='mine' is not one of"):
         accelerator.load_state(tmp_path / "s", schedule="mine")
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from support.ddp_loops import POWER, STEPS, TOKENS, Net, by_hand, inputs, message, trained, weights
+from support.ddp_loops import POWER, STEPS, TOKENS, Net, by_hand, inputs, message, sgd, trained, weights
 from support.models import Line
 from support.processes import run
 from support.trainers import make_trainer
@@ -20,6 +20,35 @@ class Twice(Net):
     def forward(self, x):
         x = checkpoint(self.first, x, use_reentrant=True)
         return checkpoint(self.first, x[:, :3], use_reentrant=True)
+
+
+def trained_manually(k):
+    """The same, but gradients are averaged before the steps only, beside a model whose backward passes do so."""
+    accelerator = treadle.Accelerator(cpu=True, strategy="ddp", gradient_accumulation_steps=k)
+    net = Net()
+    model = accelerator.prepare_model(net, manual_optimization=True)
+    stepper = accelerator.prepare(sgd(net))
+    if k == 1:
+        table = nn.Embedding(4, 1, sparse=True)
+        beside, other = accelerator.prepare(table, torch.optim.SGD(table.parameters(), lr=0.1))
+        accelerator.backward(beside(torch.tensor([accelerator.process_index])).sum())
+        other.step()  # sparse gradients cannot be averaged before a step
+    forward = accelerator.local_method(model, "forward")
+    for step in inputs(k):
+        for micro in range(k):
+            with accelerator.accumulate(model):
+                accelerator.backward(forward(step[micro, accelerator.process_index]).pow(2).mean())
+        stepper.step()
+        stepper.zero_grad()
+    return weights(net)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("k", [1, 3])
+def test_in_a_loop_with_manual_optimization_the_step_averages_the_gradients(k):
+    expected = by_hand(k)
+    for found in run(trained_manually, 2, k):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
 
 
 # -- torch's own options ---------------------------------------------------------------------------------------------

@@ -175,26 +175,45 @@ def test_what_every_manifest_needs(name):
         assert not manifest.keys() - {"apiVersion", "kind", "metadata", "spec"}
 
 
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_what_the_controllers_need(name):
-    manifest, has_statuses = load(name), name in WITH_STATUS
-    if manifest["kind"] == "PyTorchJob":
-        specs = manifest["spec"]["pytorchReplicaSpecs"]
-        assert (list(specs), specs["Master"]["replicas"]) == (["Master", "Worker"], 1)
-        assert {container["name"] for _, container in containers(manifest)} == {"pytorch"}
-        policy = "ExitCode" if has_statuses else "OnFailure"
-        assert {spec["restartPolicy"] for spec in specs.values()} == {policy}
-        return
+@pytest.mark.parametrize("name", [name for name in MANIFESTS if name.startswith("pytorchjob")])
+def test_what_the_training_operator_needs(name):
+    manifest = load(name)
+    assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    specs = manifest["spec"]["pytorchReplicaSpecs"]
+    assert (list(specs), specs["Master"]["replicas"]) == (["Master", "Worker"], 1)
+    assert {container["name"] for _, container in containers(manifest)} == {"pytorch"}
+    policy = "ExitCode" if name in WITH_STATUS else "OnFailure"
+    assert {spec["restartPolicy"] for spec in specs.values()} == {policy}
+    assert manifest["spec"]["runPolicy"]["cleanPodPolicy"] == "Running"
+
+
+@pytest.mark.parametrize("name", [name for name in MANIFESTS if name.startswith("jobset")])
+def test_what_jobset_needs(name):
+    manifest = load(name)
+    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     (job,) = manifest["spec"]["replicatedJobs"]
     spec, policy = job["template"]["spec"], manifest["spec"]["failurePolicy"]
     assert (spec["completionMode"], spec["parallelism"]) == ("Indexed", spec["completions"])
+    assert spec["backoffLimit"] == 0
     assert {pod["restartPolicy"] for pod, _ in containers(manifest)} == {"Never"}
     assert policy["maxRestarts"] > 0
-    if has_statuses:
-        assert policy["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
+    if name in WITH_STATUS:
+        (rule,) = policy["rules"]
+        assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
         assert spec["podReplacementPolicy"] == "Failed"  # which a podFailurePolicy needs
         statuses = spec["podFailurePolicy"]["rules"][0]["onExitCodes"]
         assert (statuses["operator"], statuses["values"]) == ("In", [128 + signal.SIGTERM])
+        assert {container["name"] for _, container in containers(manifest)} == {statuses["containerName"]}
+
+
+def test_the_files_of_one_kind_differ_in_the_launcher_and_the_policies_alone():
+    for kind in ("pytorchjob", "jobset"):
+        lines = [
+            [line for line in (FOLDER / name).read_text().splitlines() if not line.lstrip().startswith("#")]
+            for name in (f"{kind}.yaml", f"{kind}_exit_codes.yaml")
+        ]
+        differing = [line.strip(" -") for line in lines[0] if line not in lines[1]]
+        assert all(line.startswith(("torchrun", "restartPolicy", "backoffLimit", "maxRestarts")) for line in differing)
 
 
 @pytest.mark.exhaustive

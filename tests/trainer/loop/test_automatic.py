@@ -221,13 +221,18 @@ def stochastic_by_hand():
     return weights(mean.module)
 
 
-@pytest.mark.guarantee
-def test_a_stochastic_average_anneals_the_rates_of_both(tmp_path):
+def check_average(folder, **flags):
+    """A run is the loop by hand, and one that resumed while the rates are annealed is the same."""
     first, again = Two(), Two()
-    fit(first, stochastic(), SaveIn("on_step_end", 8, tmp_path / "swa"), max_epochs=4)
-    fit(again, stochastic(), max_epochs=4, ckpt_path=tmp_path / "swa")  # while the rates are annealed
+    fit(first, stochastic(), SaveIn("on_step_end", 8, folder / "swa"), max_epochs=4, **flags)
+    fit(again, stochastic(), max_epochs=4, ckpt_path=folder / "swa", **flags)
     assert_equal(weights(first), stochastic_by_hand())
     assert all(map(torch.equal, weights(again).values(), weights(first).values()))
+
+
+@pytest.mark.guarantee
+def test_a_stochastic_average_anneals_the_rates_of_both(tmp_path):
+    check_average(tmp_path)
 
 
 # -- steps that are skipped ------------------------------------------------------------------------------------------
@@ -303,6 +308,7 @@ STRATEGIES = {"ddp": DDP, "zero": partial(DDP, zero=True), "fsdp": FSDP}
 def check_on_two(folder):
     for name, make in STRATEGIES.items():
         check_resumed(folder / name, strategy=make(), train=loader(2))
+        check_average(folder / name, strategy=make(), train=loader(2))
         check_overflow(strategy=make(), train=loader(2))
 
 

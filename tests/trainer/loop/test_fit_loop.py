@@ -231,6 +231,11 @@ def test_storage_formats():
         assert {p.dtype for p in task.parameters()} == {dtype} == {task.dtype}
         assert torch.get_default_dtype() == torch.float32
         assert math.isfinite(own.callback_metrics["val"])
+    task, kinds = Regression(), set()
+    task.net.register_forward_hook(lambda module, inputs, output: kinds.add(output.dtype))
+    fit(task, DataLoader(regression(), 4), precision="bf16-mixed")
+    assert kinds == {torch.bfloat16}
+    assert task.dtype == torch.float32
 
 
 # -- a loss that is not finite ----------------------------------------------------------------------------------------

@@ -717,6 +717,7 @@ class SamInBfloat16(SamInTwoSteps):
 
     def loss(self, batch):
         output = self.net(batch[0].float())
+        assert output.dtype == torch.bfloat16
         self.norms.append(output.detach().float().norm().item())
         return (output - batch[1].float()).square().mean()
 
