@@ -49,6 +49,7 @@ FLAGS = [
     ({"accumulate_grad_batches": 0}, ValueError, "accumulate_grad_batches=0", "at least 1"),
     ({"accumulate_grad_batches": {0: 2}}, ValueError, "accumulate_grad_batches={0: 2}"),
     ({"gradient_clip_val": -1}, ValueError, "gradient_clip_val=-1", "above 0"),
+    ({"gradient_clip_val": NAN}, ValueError, "gradient_clip_val=nan", "above 0"),
     ({"gradient_clip_algorithm": "l2"}, ValueError, "gradient_clip_algorithm='l2'", "norm, value"),
     ({"deterministic": "yes"}, ValueError, "deterministic='yes'", "'warn'"),
     *[

@@ -15,6 +15,7 @@ from support.saved_nets import prepared
 from support.stored import read_part
 from torch import nn
 from treadle.engine.checkpoint import async_save, filesystem
+from treadle.engine.checkpoint.content import select_optimizer_files
 from treadle.engine.checkpoint.filesystem import TensorFile
 from treadle.engine.checkpoint.store import CheckpointStore, verify
 from treadle.strategies import DDP, FSDP
@@ -124,6 +125,12 @@ def test_a_thread_that_can_not_start_leaves_nothing_to_wait_for(tmp_path, monkey
     accelerator.save_state(tmp_path / "good", blocking=False)
     accelerator.finish_saving()
     assert os.listdir(tmp_path) == ["good"]
+
+
+def test_only_the_optimizers_own_files_are_copied_later():
+    later = {"optimizer.json", "optimizer-1.safetensors", "optimizer-rank-00003.json"}
+    files = dict.fromkeys([*later, "optimizer_mine.json", "model.safetensors", "state.json"], b"")
+    assert select_optimizer_files(files) == later
 
 
 def test_what_is_noted_is_as_it_was(tmp_path):

@@ -138,6 +138,31 @@ def test_states_of_generators_stay_small_and_come_back():
     assert same(round_trip(state), state)
 
 
+def random_state(rng, depth=0):
+    kind = rng.randrange(9 if depth < 4 else 3)
+    if kind == 0:
+        return rng.choice(PLAIN)
+    if kind == 1:
+        dtype = rng.choice(list(CODES))
+        return torch.tensor(rng.random()).mul(torch.ones(rng.randrange(4), 2)).to(dtype)
+    if kind == 2:
+        return np.array(
+            [rng.randrange(100) for _ in range(rng.randrange(4))], rng.choice(["uint32", "float16", "int64"])
+        )
+    items = [random_state(rng, depth + 1) for _ in range(rng.randrange(4))]
+    if kind in (3, 4):
+        return items if kind == 3 else tuple(items)
+    keys = ["a", "a.b", "b", "$int", "", "0"] if kind < 8 else [0, "0", (1, "x"), None, 2.5, "$dict", True]
+    return dict(zip(rng.sample(keys, len(items)), items, strict=True))
+
+
+def test_random_nested_states_come_back():
+    rng = random.Random(20)
+    for _ in range(300):
+        state = random_state(rng)
+        assert same(round_trip(state), state)
+
+
 def test_tensor_names_are_readable_and_unique():
     one, two, three = (torch.full((2,), float(i)) for i in range(3))
     document, tensors = encode({"a": {"b": one}, "a.b": two, "__metadata__": three})

@@ -257,7 +257,8 @@ def averaged(strategy, source, target):
     average = Average(net)
     accelerator.register_for_checkpointing(average=average)
     if source is not None:
-        average.kept["weight"].zero_(), average.kept["bias"].zero_()
+        average.kept["weight"].zero_()
+        average.kept["bias"].zero_()
         accelerator.load_state(source)
         assert [type(value) for value in average.kept.values()] == [type(p.data) for p in net.parameters()]
     accelerator.save_state(target)

@@ -56,7 +56,7 @@ def test_the_thread_that_trains_is_watched(trains, said):
     done = script(SCRIPT, trains, timeout=40)
     assert done.returncode == 124, done.stderr
     assert done.stdout == said
-    assert re.search(r"treadle: no progress for 1 s: in script, .*train.py:11; stacks", done.stderr)
+    assert re.search(r"treadle: no progress for 1 s: in script, optimizer step 1, .*train.py:11; stacks", done.stderr)
 
 
 def test_a_limit_is_a_duration():

@@ -710,7 +710,7 @@ def test_no_cast_copy_of_the_whole_model_where_activations_are_computed_again(po
 
 
 @pytest.mark.parametrize(("device", "at_once"), [("cuda", 0), ("cpu", 1)])
-def test_on_gpus_the_votes_are_summed_after_backward(device, at_once):
+def test_the_votes_are_summed_after_backward_on_gpus_and_at_once_elsewhere(device, at_once):
     started, strategy, votes = [], FSDP(), torch.zeros(5)
     strategy._work = None
     strategy.world = types.SimpleNamespace(device=torch.device(device), start_all_reduce=started.append)

@@ -219,9 +219,10 @@ class Runs:
     """What a hostile checkpoint would like to build."""
 
     command: str
+    built = 0
 
     def __post_init__(self):
-        sys.modules["antigravity"] = "built"
+        Runs.built += 1
 
 
 def test_a_checkpoint_does_not_choose_what_is_built(tmp_path):
@@ -235,6 +236,7 @@ def test_a_checkpoint_does_not_choose_what_is_built(tmp_path):
                     continue
                 assert kind in ("mapping", "DictConfig")
                 assert found == {"command": "x"}
+    assert Runs.built == 0
     assert "antigravity" not in sys.modules
 
 

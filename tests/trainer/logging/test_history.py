@@ -17,7 +17,7 @@ from support.reports import page_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from treadle.callbacks import LambdaCallback, LearningRateMonitor, RunReport
-from treadle.callbacks.reporting.html import Chart, Page, format_duration
+from treadle.callbacks.reporting.html import Chart, Page, format_duration, group_names
 from treadle.loggers import CSVLogger
 from treadle.trainer.logging.history import MOST_POINTS, Curve
 
@@ -322,6 +322,17 @@ def test_two_processes_know_the_same_and_write_one_page(tmp_path):
 
 
 # -- drawing ---------------------------------------------------------------------------------------------------------
+
+
+def test_names_that_say_the_same_are_on_one_chart():
+    names = ["train_loss", "val/loss", "loss_epoch", "valid-acc", "test_acc/dataloader_idx_1", "value", "train", "val_"]
+    assert group_names(names) == {
+        "loss": ["train_loss", "val/loss", "loss_epoch"],
+        "acc": ["valid-acc", "test_acc/dataloader_idx_1"],
+        "value": ["value"],
+        "train": ["train"],
+        "val_": ["val_"],
+    }
 
 
 def test_what_is_no_number_is_counted_and_not_drawn():

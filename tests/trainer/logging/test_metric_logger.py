@@ -216,15 +216,20 @@ class Sums(Base):
         super().__init__()
         self.level = LEVELS[level]
         self.totals = nn.ModuleDict({stage: SumMetric() for stage in ("fit", "val")})
+        self.several = nn.ModuleDict(
+            {stage: MetricCollection({f"{stage}_{name}": SumMetric() for name in "ab"}) for stage in self.totals}
+        )
         self.sums = []
 
     def count(self, stage, batch):
         self.totals[stage](batch[0].mean())
+        self.several[stage](batch[0].mean())
         self.log(stage, self.totals[stage], **self.level)
+        self.log_dict(self.several[stage], **self.level)
 
     def read(self, stage):
         if not self.trainer.sanity_checking:
-            self.sums.append(float(self.totals[stage].compute()))
+            self.sums += [float(self.totals[stage].compute()), float(self.several[stage][f"{stage}_b"].compute())]
 
     def training_step(self, batch, batch_idx):
         self.count("fit", batch)
@@ -244,7 +249,7 @@ class Sums(Base):
 def test_a_metric_object_counts_one_epoch(level):
     task = Sums(level)
     make_trainer(max_epochs=4).fit(task, numbers(1, 3), numbers(1, 3))
-    assert task.sums == [4.0] * 8
+    assert task.sums == [4.0] * 16
 
 
 def test_a_resumed_epoch_counts_what_it_would_have(tmp_path):
@@ -253,8 +258,8 @@ def test_a_resumed_epoch_counts_what_it_would_have(tmp_path):
         make_trainer(max_epochs=3).fit(whole, numbers(1, 3))
         make_trainer(max_epochs=3, max_steps=saved_after, callbacks=SaveEach(tmp_path)).fit(first, numbers(1, 3))
         make_trainer(max_epochs=3).fit(second, numbers(1, 3), ckpt_path=tmp_path / str(saved_after))
-        assert whole.sums == [4.0] * 3
-        assert second.sums == whole.sums[(saved_after - 1) // 2 :]
+        assert whole.sums == [4.0] * 6
+        assert second.sums == whole.sums[(saved_after - 1) // 2 * 2 :]
 
 
 @pytest.mark.parametrize(
@@ -340,7 +345,8 @@ class Uneven(Base):
         self.total(x)
         self.seen.update(x)
         self.each_epoch.update(x)
-        self.log("total", self.total, on_step=False, on_epoch=True)
+        self.log("total", self.total, on_step=True, on_epoch=True)
+        self.log("share", x.mean(), on_step=False, on_epoch=True)
         self.log("mean", x.mean(), on_step=False, on_epoch=True, batch_size=len(x))
         self.log("sum", x.sum(), on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
         return (self.w * x).mean()
@@ -382,7 +388,8 @@ def uneven():
         (tested,) = own.test(task, numbers(7), verbose=False)
         assert task.read == {"tested": tested["tested"]}
         assert tested["rank"] == (own.world_size - 1) / 2  # logged between batches, every process weighs the same
-        results.append((found["total"], found["mean"], found["sum"], task.values, task.tracked, tested["tested"]))
+        logged = [found[name] for name in ("total_epoch", "share", "mean", "sum")]
+        results.append((*logged, task.values, task.tracked, tested["tested"]))
     return results
 
 
@@ -390,7 +397,7 @@ def uneven():
 def test_an_empty_share_counts_nothing():
     """Five samples in batches of two on two processes: of the last batch one process has none of its own."""
     (one, *others) = uneven()
-    assert one == (15.0, 3.0, 15.0, [1.0, 2.0, 3.0, 4.0, 5.0], [15.0, 15.0], 7.0)
+    assert one == (15.0, 3.0, 3.0, 15.0, [1.0, 2.0, 3.0, 4.0, 5.0], [15.0, 15.0], 7.0)
     assert others == [one, one]
     for rank in run(uneven, 2):
         assert rank == [one, one, one]

@@ -99,7 +99,8 @@ def test_a_monitor_that_never_comes(tmp_path):
 
 def test_loaders_that_are_asked_anew():
     task = Task()
-    task.train_dataloader, task.val_dataloader = (lambda: loader(8)), lambda: loader(4 * (task.current_epoch % 2))
+    task.train_dataloader = lambda: loader(8)
+    task.val_dataloader = lambda: loader(4 * (task.current_epoch % 2))
     trainer = make_trainer(max_epochs=4, reload_dataloaders_every_n_epochs=1)
     with pytest.warns(UserWarning, match="validation dataloader is empty"):
         trainer.fit(task)
@@ -128,7 +129,8 @@ def test_two_processes(tmp_path):
 
 def test_none_disables_the_tasks_own_loader():
     task = Task()
-    task.train_dataloader, task.val_dataloader = (lambda: loader(8)), None
+    task.train_dataloader = lambda: loader(8)
+    task.val_dataloader = None
     with pytest.warns(UserWarning, match="no validation dataloader"):
         make_trainer().fit(task)
     assert (task.seen, task.trainer.global_step) == ([], 4)
@@ -136,7 +138,8 @@ def test_none_disables_the_tasks_own_loader():
 
 def test_none_in_a_data_module_leaves_the_tasks_loader():
     data = treadle.DataModule()
-    data.train_dataloader, data.val_dataloader = (lambda: loader(8)), None
+    data.train_dataloader = lambda: loader(8)
+    data.val_dataloader = None
     task = Task()
     task.val_dataloader = lambda: loader(2)
     make_trainer(num_sanity_val_steps=0).fit(task, data)
